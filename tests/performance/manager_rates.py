@@ -1,6 +1,6 @@
 """Keys per second that the tiering manager handles: one JSON object.
 
-    python tests/performance/manager_rates.py --policy lru --blocks 20000 --history 1048576
+    python tests/performance/manager_rates.py --policy lru --blocks 20000
 
 The calls that a scheduler makes for requests of 512 keys, in its order, over one tier that keeps its keys in a
 dictionary and finishes every job at once, so that what is measured is the manager.
@@ -19,7 +19,6 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.observe.history import BlockHistory
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 REQUEST_KEYS = 512
@@ -30,22 +29,19 @@ Act = Callable[[list[OffloadKey], ReqContext], None]
 
 
 @contextmanager
-def opened(policy: str, count: int, history: int = 0) -> Iterator[TieringOffloadingManager]:
-    """Give a manager over a primary tier of `count` blocks, with a history of so many entries; 0 for none."""
+def opened(policy: str, count: int) -> Iterator[TieringOffloadingManager]:
+    """Give a manager over a primary tier of `count` blocks."""
     region = PrimaryRegion(count, BLOCK_BYTES)
     primary = CPUOffloadingManager(CPUBackend(region), policy)
-    notes = BlockHistory(history, ["cpu", "instant"], [None, None]) if history else None
-    manager = TieringOffloadingManager(primary, [InstantTier(region.kv_view)], history=notes)
+    manager = TieringOffloadingManager(primary, [InstantTier(region.kv_view)])
     try:
         yield manager
     finally:
         manager.shutdown()
 
 
-def rates(
-    manager: TieringOffloadingManager, count: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, int]:
-    """Return keys per second of `clock` by pattern; the primary tier has `count` blocks."""
+def rates(manager: TieringOffloadingManager, count: int) -> dict[str, int]:
+    """Return keys per second by pattern; the primary tier has `count` blocks."""
     keys = [block_key(number) for number in range(4 * count)]
     request_ids = itertools.count()
     lookup = manager.lookup
@@ -53,7 +49,7 @@ def rates(
     def rate(act: Act, first: int, last: int) -> int:
         """Act for each request; they begin where those that were stored do, so that the same ones are asked for."""
         whole, done = -(-first // REQUEST_KEYS) * REQUEST_KEYS, 0
-        begin = clock()
+        begin = time.perf_counter()
         for start in range(whole, last - REQUEST_KEYS, REQUEST_KEYS):
             context = ReqContext(str(next(request_ids)))
             manager.on_new_request(context)
@@ -61,7 +57,7 @@ def rates(
             manager.on_request_finished(context)
             manager.on_schedule_end()
             done += REQUEST_KEYS
-        return round(done / (clock() - begin))
+        return round(done / (time.perf_counter() - begin))
 
     def store(batch: list[OffloadKey], context: ReqContext) -> None:
         output = manager.prepare_store(batch, context)
@@ -90,8 +86,8 @@ def rates(
 
 
 def main() -> None:
-    arguments = command_line(__doc__, policy="lru", blocks=20_000, history=0).parse_args()
-    with opened(arguments.policy, arguments.blocks, arguments.history) as manager:
+    arguments = command_line(__doc__, policy="lru", blocks=20_000).parse_args()
+    with opened(arguments.policy, arguments.blocks) as manager:
         print(json.dumps({"policy": arguments.policy, **rates(manager, arguments.blocks)}))
 
 

@@ -149,9 +149,7 @@ class Steps:
         return microseconds
 
 
-def measure(
-    directory: str, tier: str, block_bytes: int, steps: int, rounds: int, history: int = 1 << 20
-) -> dict[str, Any]:
+def measure(directory: str, tier: str, block_bytes: int, steps: int, rounds: int) -> dict[str, Any]:
     """Return what steps take over one tier, idle and busy."""
     idle: list[dict[str, float]] = []
     busy: list[dict[str, float]] = []
@@ -163,7 +161,6 @@ def measure(
             "block": {"bytes": block_bytes, "tokens": 16},
             "primary": {"capacity": PRIMARY_BYTES},
             "secondary": [settings],
-            "history": history,
         }
         with tiered_kv.open_stack(config) as stack:
             gc.collect()

@@ -34,20 +34,10 @@ SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
     "policy_hits.py --workloads chats --sizes 500 --policies density": (["blocks", "density"], []),
     "hint_gains.py --workloads agents --sizes 500 --ways nothing returns": (["blocks", "nothing", "returns"], []),
     "nvme_hits.py --workloads chats --sizes 200 800": (["nvme_hits", "hit_rate"], []),
-    f"history_cost.py {DIRECTORY} --rounds 1 --blocks 4096 --steps 10": (
-        [f"{name}_keys_per_s_ratio" for name in ("store", "lookup_hit", "lookup_miss", "load")]
-        + ["busy_step_us_p99_ratio"],
-        [],
-    ),
-    "event_rates.py --rounds 1 --steps 20": (["keys_per_s_ratio", "step_p99_us_ratio", "thread_ns_per_key_ratio"], []),
     "observing_cost.py --rounds 8": ([], ["store", "lookup_hit", "load", "lookup_miss"]),
     "name_rates.py": (["blake2b_ns"], ["lookup_new_ns", "lookup_known_ns", "lookup_many_new_ns"]),
     f"nvme_rates.py {DIRECTORY} --blocks 512": ([*DIRECTIONS], []),
     f"nvme_rates.py {DIRECTORY} --blocks 2048 --capacity-blocks 1024": (["full_over_empty"], []),
-    f"direct_rates.py {DIRECTORY} --blocks 64 --rounds 1": (
-        [f"{side}_{each}" for side in ("jobs", "direct", "one_by_one") for each in DIRECTIONS],
-        [],
-    ),
     f"encryption_rates.py {DIRECTORY} --blocks 64 --rounds 1": (
         [name for each in DIRECTIONS for name in (f"raw_{each}", f"codec_{each}_over_raw")],
         [],
@@ -98,7 +88,8 @@ def test_gpu_copies() -> None:
     assert all(rate > 0 for rates in copies.values() for rate in rates.values())
 
 
-def test_metrics_cost() -> None:
-    costs = run("metrics_cost.py", "--rounds", "1", "--blocks", "4096", "--steps", "20", "--scrape-s", "0.05")
-    assert costs["store_keys_per_s_over_without"]["median"] > 0
-    assert costs["step_p99_over_without"]["median"] > 0
+def test_the_cost_of_observing_whole_steps() -> None:
+    sides = run("observing_cost.py", "--rounds", "2", "--steps", "8")["step"]
+    assert sides.keys() == {"plain", "history", "events", "both", "unmeasured", "scraped"}
+    for figures in sides.values():
+        assert min(figures["p99_us"], figures["keys_per_s"], *figures["keys_per_s_ratio_quartiles"]) > 0
