@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import Command
+from tests.support.pages import shown
 from tests.support.stacks import stack_file
 from tiered_kv.cli import main
 from tiered_kv.errors import ConfigError
@@ -133,8 +134,7 @@ def test_the_example_of_prices_is_one_for_the_example_of_a_stack(
 
 
 def test_the_prices_on_the_page_can_be_used(tmp_path: Path) -> None:
-    page = (ROOT / "docs/how-to/simulating.md").read_text()
-    (tmp_path / "prices.yaml").write_text(page.partition("<!-- prices.yaml -->\n```yaml\n")[2].partition("```")[0])
+    (tmp_path / "prices.yaml").write_text(shown("how-to/simulating.md")["prices.yaml"])
     assert load_prices(tmp_path / "prices.yaml", ["cpu", "nvme", "s3"]).tiers["s3"].thousand_writes == 0.005
 
 

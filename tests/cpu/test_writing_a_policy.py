@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.pages import write_shown
 from tiered_kv.stack import open_stack
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import replay
-
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "writing-a-policy.md"
 
 
 @pytest.fixture
 def stack_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Write the files that the page shows, each under the name that stands above it."""
-    shown = re.findall(r"<!-- (\S+) -->\n```\w+\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert [name for name, _ in shown] == ["deepest_first.py", "stack.yaml"]
-    for name, text in shown:
-        (tmp_path / name).write_text(text)
+    assert write_shown("how-to/writing-a-policy.md", tmp_path) == ["deepest_first.py", "stack.yaml"]
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path / "stack.yaml"
     sys.modules.pop("deepest_first", None)

@@ -41,7 +41,6 @@ __all__ = ["moto_bucket", "moto_server", "redis_server"]  # fixtures
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-CHECKOUT = HERE.parents[1]
 MIB = 1 << 20
 
 CONVERSATIONS = 40

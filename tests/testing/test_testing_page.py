@@ -10,16 +10,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "how-to" / "testing.md"
+from tests.support.pages import write_shown
 
 
 @pytest.mark.slow
 def test_the_tests_on_the_page_pass(tmp_path: Path) -> None:
-    shown = re.findall(r"<!-- (\S+) -->\n```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert [name for name, _ in shown] == ["test_my_tier.py", "test_my_network_tier.py", "test_my_stack.py"]
-    for name, text in shown:
-        (tmp_path / name).write_text(text)
+    names = write_shown("how-to/testing.md", tmp_path)
+    assert names == ["test_my_tier.py", "test_my_network_tier.py", "test_my_stack.py"]
     # Neither a configuration above the directory counts, nor is anything left behind.
     options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "--basetemp", "temporary"]
     run = subprocess.run(

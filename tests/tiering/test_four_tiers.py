@@ -13,15 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.s3_servers import moto_bucket, moto_server
+from tests.support.pages import shown
 from tiered_kv.testing.server_process import free_port
 
-__all__ = ["moto_bucket", "moto_server"]
-
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "all_tiers.yaml"
-COMMAND = [sys.executable, "-c", "import sys; from tiered_kv.cli import main; sys.exit(main())", "replay"]
-ARGUMENTS = ("--requests", "1500", "--active-chats", "150")
 TIERS = ("cpu", "nvme", "redis", "s3")
 WAIT_S = 300.0
 
@@ -35,8 +30,7 @@ def test_the_commands_in_the_quickstart_have_hits_in_each_of_the_four_tiers(tmp_
     ]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    page = (ROOT / "docs" / "tutorial" / "quickstart.md").read_text()
-    commands = page.partition("<!-- all tiers -->\n```sh\n")[2].partition("```")[0]
+    commands = shown("tutorial/quickstart.md")["all tiers"]
     for name, ours in (("6379", str(free_port())), ("9000", str(free_port())), ("examples/", f"{ROOT}/examples/")):
         commands = commands.replace(name, ours)
     with subprocess.Popen(

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.support.pages import write_shown
 from tiered_kv.base import make_offload_key
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import open_stack
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "how-to" / "writing-a-tier.md"
 PATIENCE = """
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.testing.conformance import TierConformance
@@ -33,10 +33,8 @@ TierConformance.wait_s = 120.0
 @pytest.fixture
 def page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Write the files that the page shows, each under the name that stands above it, and make them importable."""
-    shown = re.findall(r"<!-- (\S+) -->\n```\w+\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert [name for name, _ in shown] == ["tiered_kv_folder.py", "stack.yaml", "test_folder.py"]
-    for name, text in shown:
-        (tmp_path / name).write_text(text)
+    names = write_shown("how-to/writing-a-tier.md", tmp_path)
+    assert names == ["tiered_kv_folder.py", "stack.yaml", "test_folder.py"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
