@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -139,11 +138,11 @@ def end_of_any(queue: PartQueue, part: Part, end: Callable[..., object] = PartQu
     return part.start == 0
 
 
-def step_in_this_epoch(
-    tier: SimulatedToolkitTier, transfer: Any, step: Callable[..., None] = SimulatedToolkitTier._step
-) -> None:
-    transfer.part.job.epoch = tier.epoch
-    step(tier, transfer)
+def refusal_in_this_epoch(
+    tier: SimulatedToolkitTier, part: Part, refusal: Callable[..., str] = SimulatedToolkitTier._refusal
+) -> str:
+    part.job.epoch = tier.epoch
+    return refusal(tier, part)
 
 
 def collect_twice(
@@ -167,7 +166,7 @@ DEFECTS: dict[str, tuple[list[tuple[object, str, object]], str]] = {
     "a hold that is never released": ([(Promotions, "release_overdue", lambda *_: 0)], "still pinned"),
     "a job that is reported while parts of it run": ([(PartQueue, "end", end_of_any)], ""),
     "a store from before a reset that is published": (
-        [(SimulatedToolkitTier, "_step", step_in_this_epoch)],
+        [(SimulatedToolkitTier, "_refusal", refusal_in_this_epoch)],
         "is not there to be found",
     ),
     "a request that waits without a bound": (

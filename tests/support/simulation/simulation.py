@@ -212,7 +212,7 @@ class Simulation:
     def wedge_busy(self) -> None:
         """Tiers that have transfers under way get stuck in the middle of them."""
         for tier in self.tiers:
-            if tier.transfers_running:
+            if tier.storage.transfers_running:
                 tier.storage.mood = Mood(is_wedged=True)
 
     def heal(self) -> None:

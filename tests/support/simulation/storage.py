@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -13,6 +13,7 @@ from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
 
+WEDGED_POLL_S = 0.05
 _EPOCH_S = 1_000_000.0
 
 
@@ -56,14 +57,52 @@ class Mood:
 
 
 class SimulatedStorage:
-    """Records in a dictionary of limited size, the oldest out first."""
+    """Records in a dictionary of limited size, the oldest out first.
+
+    Attributes:
+        transfers_running: How many have not ended.
+    """
 
     def __init__(self, world: World, namespace_digest: bytes, records_max: int) -> None:
         self.records: dict[OffloadKey, bytearray] = {}
         self.mood = Mood()
+        self.transfers_running = 0
         self._world = world
         self._namespace_digest = namespace_digest
         self._records_max = records_max
+
+    def transfer(
+        self,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[memoryview],
+        *,
+        is_load: bool,
+        refusal: Callable[[], str],
+        end: Callable[[list[str]], None],
+    ) -> None:
+        """Store or load blocks, one after the other, each in its time.
+
+        Args:
+            keys, blocks: Which, and their memory.
+            is_load: Whether they are loaded.
+            refusal: Asked before each block why it is not to be moved; "" if it is.
+            end: Called in the end with why each block was not moved, or "".
+        """
+        move = self.load if is_load else self.store
+        reasons: list[str] = []
+
+        def step() -> None:
+            if self.mood.is_wedged:
+                self._world.call_after(WEDGED_POLL_S, step)
+            elif len(reasons) < len(keys):
+                reasons.append(refusal() or move(keys[len(reasons)], blocks[len(reasons)]))
+                self._world.call_after(self._block_s(), step)
+            else:
+                self.transfers_running -= 1
+                end(reasons)
+
+        self.transfers_running += 1
+        self._world.call_after(self._block_s(), step)
 
     def store(self, key: OffloadKey, block: memoryview) -> str:
         """Keep a block; return why it was not, or nothing."""
@@ -121,3 +160,6 @@ class SimulatedStorage:
     def maybe_raise(self) -> None:
         if self.chance(self.mood.raises):
             raise TierUnavailableError("the simulated tier is not to be reached")
+
+    def _block_s(self) -> float:
+        return self._world.rng.random() * 2 * self.mood.block_s

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from tests.support.simulation.storage import SimulatedStorage, World
+from tests.support.simulation.storage import WEDGED_POLL_S, SimulatedStorage, World
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager, TierSpec
 
-_WEDGED_POLL_S = 0.05
 _REPORTED_KEPT = 8
 
 
@@ -26,7 +24,6 @@ class SimulatedTier(SecondaryTierManager):
         self.storage = SimulatedStorage(world, spec.namespace_digest, records_max)
         self.reset_refused = 0
         self.used_after_refusal = 0
-        self.transfers_running = 0
         self.deadlines_s: dict[JobId, float] = {}
         self._world = world
         self._spec = spec
@@ -97,59 +94,28 @@ class SimulatedTier(SecondaryTierManager):
         self.storage.maybe_raise()
         if self.reset_refused:
             self.used_after_refusal += 1
-        transfer = _Transfer(job, list(job.keys), job.block_ids.tolist(), self._epoch)
-        self.transfers_running += 1
         assert job.deadline is not None
         self.deadlines_s[job.job_id] = job.deadline
-        self._world.call_after(self._block_s(), lambda: self._step(transfer))
-
-    def _step(self, transfer: _Transfer) -> None:
-        """Move one block, and come back for the next, or report the job."""
-        if self.storage.mood.is_wedged:
-            self._world.call_after(_WEDGED_POLL_S, lambda: self._step(transfer))
-            return
-        if transfer.next_block < len(transfer.keys):
-            key, row = transfer.keys[transfer.next_block], transfer.rows[transfer.next_block]
-            transfer.next_block += 1
-            block = self._flat[row * self._spec.block_bytes : (row + 1) * self._spec.block_bytes]
-            move = self.storage.load if transfer.job.is_promotion else self.storage.store
-            reason = "reset" if transfer.epoch != self._epoch else move(key, block)
-            if reason:
-                transfer.reason = reason
-            else:
-                transfer.done.append(key)
-            self._world.call_after(self._block_s(), lambda: self._step(transfer))
-            return
-        self.transfers_running -= 1
-        self._finished.append(transfer.result())
-
-    # Lookups and chance.
+        size, epoch = self._spec.block_bytes, self._epoch
+        self.storage.transfer(
+            list(job.keys),
+            [self._flat[row * size : (row + 1) * size] for row in job.block_ids.tolist()],
+            is_load=job.is_promotion,
+            refusal=lambda: "" if epoch == self._epoch else "reset",
+            end=lambda reasons: self._finished.append(_result(job, reasons)),
+        )
 
     def _settle_question(self, question: tuple[str, OffloadKey]) -> None:
         if question not in self._answers:
             return
         if self.storage.mood.is_mute:  # for as long as it is: who asks has to give it up
-            self._world.call_after(_WEDGED_POLL_S, lambda: self._settle_question(question))
+            self._world.call_after(WEDGED_POLL_S, lambda: self._settle_question(question))
         else:
             self._answers[question] = self.storage.has(question[1])
 
-    def _block_s(self) -> float:
-        return self._world.rng.random() * 2 * self.storage.mood.block_s
 
-
-@dataclass(slots=True)
-class _Transfer:
-    """A job on its way."""
-
-    job: JobMetadata
-    keys: list[OffloadKey]
-    rows: list[int]
-    epoch: int
-    next_block: int = 0
-    done: list[OffloadKey] = field(default_factory=list)
-    reason: str = ""
-
-    def result(self) -> JobResult:
-        if len(self.done) == len(self.keys):
-            return JobResult(self.job.job_id, True)
-        return JobResult(self.job.job_id, False, self.done, self.reason)
+def _result(job: JobMetadata, reasons: Sequence[str]) -> JobResult:
+    if not any(reasons):
+        return JobResult(job.job_id, True)
+    done = [key for key, reason in zip(job.keys, reasons, strict=True) if not reason]
+    return JobResult(job.job_id, False, done, next(filter(None, reversed(reasons))))

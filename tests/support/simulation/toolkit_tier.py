@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 
-from tests.support.simulation.storage import SimulatedStorage, World
+from tests.support.simulation.storage import WEDGED_POLL_S, SimulatedStorage, World
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, TierSpec
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part
 from tiered_kv.toolkit.lookups import Probe
@@ -13,7 +12,6 @@ from tiered_kv.toolkit.queued import QueuedTier
 
 _PART_BLOCKS = 3
 _WORKERS = 3
-_WEDGED_POLL_S = 0.05
 
 
 class SimulatedToolkitTier(QueuedTier):
@@ -21,6 +19,8 @@ class SimulatedToolkitTier(QueuedTier):
 
     Each of its workers takes a part, moves block after block, and takes the next.
     """
+
+    reset_refused = used_after_refusal = 0
 
     def __init__(
         self, world: World, spec: TierSpec, primary_kv_view: memoryview, *, records_max: int, lookup_timeout_s: float
@@ -36,9 +36,6 @@ class SimulatedToolkitTier(QueuedTier):
             clock=world.clock,
         )
         self.storage = SimulatedStorage(world, spec.namespace_digest, records_max)
-        self.reset_refused = 0
-        self.used_after_refusal = 0
-        self.transfers_running = 0
         self.deadlines_s: dict[JobId, float] = {}
         self._world = world
         self._tokens = 0
@@ -95,34 +92,25 @@ class SimulatedToolkitTier(QueuedTier):
         if refused is not None:
             self._end(part, refused)
             return
-        self.transfers_running += 1
-        transfer = _Transfer(part, self._blocks_of(part))
-        self._world.call_after(self._block_s(), lambda: self._step(transfer))
+        blocks = self._blocks_of(part)
 
-    def _step(self, transfer: _Transfer) -> None:
-        """Move one block, and come back for the next, or end the part."""
-        if self.storage.mood.is_wedged:
-            self._world.call_after(_WEDGED_POLL_S, lambda: self._step(transfer))
-            return
-        part, number = transfer.part, transfer.moved
-        if number < len(transfer.blocks):
-            transfer.moved += 1
-            key = part.keys[number]
-            is_load = part.job.metadata.is_promotion
-            if part.job.epoch != self.epoch:  # as an author compares `part_epoch` before a store is published
-                reason = "reset"
-            elif self.storage.chance(self.storage.mood.raises):
-                reason = "unavailable"
-            else:
-                move = self.storage.load if is_load else self.storage.store
-                reason = move(key, transfer.blocks[number])
-            transfer.reasons.append(reason)
-            self._world.call_after(self._block_s(), lambda: self._step(transfer))
-            return
-        self.transfers_running -= 1
-        for block in transfer.blocks:
-            block.release()
-        self._end(part, transfer.outcome())
+        def end(reasons: list[str]) -> None:
+            for block in blocks:
+                block.release()
+            self._end(part, _outcome(part, reasons))
+
+        self.storage.transfer(
+            part.keys,
+            blocks,
+            is_load=part.job.metadata.is_promotion,
+            refusal=lambda: self._refusal(part),
+            end=end,
+        )
+
+    def _refusal(self, part: Part) -> str:
+        if part.job.epoch != self.epoch:  # as an author compares `part_epoch` before a store is published
+            return "reset"
+        return "unavailable" if self.storage.chance(self.storage.mood.raises) else ""
 
     def _end(self, part: Part, outcome: Outcome) -> None:
         self._end_part(part, outcome)
@@ -137,7 +125,7 @@ class SimulatedToolkitTier(QueuedTier):
 
     def _answer(self, probe: Probe) -> None:
         if self.storage.mood.is_mute:  # it hangs, and answers what nobody asks any more
-            self._world.call_after(_WEDGED_POLL_S, lambda: self._answer(probe))
+            self._world.call_after(WEDGED_POLL_S, lambda: self._answer(probe))
             return
         has = self.storage.has
         failed = self.storage.chance(self.storage.mood.raises)
@@ -148,21 +136,9 @@ class SimulatedToolkitTier(QueuedTier):
         self._tokens = self._workers_idle = 0
         return 0
 
-    def _block_s(self) -> float:
-        return self._world.rng.random() * 2 * self.storage.mood.block_s
 
-
-@dataclass(slots=True)
-class _Transfer:
-    """A part on its way."""
-
-    part: Part
-    blocks: list[memoryview]
-    moved: int = 0
-    reasons: list[str] = field(default_factory=list)
-
-    def outcome(self) -> Outcome:
-        if not any(self.reasons):
-            return ALL_DONE
-        done = [key for key, reason in zip(self.part.keys, self.reasons, strict=True) if not reason]
-        return Outcome(done, next(filter(None, self.reasons)))
+def _outcome(part: Part, reasons: Sequence[str]) -> Outcome:
+    if not any(reasons):
+        return ALL_DONE
+    done = [key for key, reason in zip(part.keys, reasons, strict=True) if not reason]
+    return Outcome(done, next(filter(None, reasons)))
