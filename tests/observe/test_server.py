@@ -18,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.meanwhile import meanwhile
+from tests.support.no_threads import no_threads
 from tests.support.stacks import Register, stack_of
 from tiered_kv.config.stack_config import MetricsSettings
 from tiered_kv.errors import ConfigError, MissingExtraError
@@ -189,19 +190,9 @@ def test_a_ninth_connection_is_refused_and_served_once_another_has_ended(server:
     wait_until(lambda: ask(server, "/slow")[0] == 200)
 
 
-def test_a_connection_for_which_there_is_no_thread_is_refused_and_the_next_one_is_served(
-    server: StatusServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_for_which_there_is_no_thread_is_refused_and_the_next_one_is_served(server: StatusServer) -> None:
     server.start({"/fine": lambda query: Answer(b"fine", "text/plain")})
-    start = threading.Thread.start
-
-    def fail(thread: threading.Thread) -> None:
-        if thread.name == "tiered-kv-answer":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", fail)
+    with no_threads():
         for _ in range(CONNECTIONS_MAX + 1):
             assert raw(server, b"").startswith(b"HTTP/1.1 503 ")
     assert raw(server, b"GET /fine HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 200 ")

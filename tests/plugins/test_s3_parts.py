@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
@@ -10,6 +9,7 @@ from typing import cast
 import pytest
 from pydantic import ValidationError
 
+from tests.support.no_threads import no_threads
 from tiered_kv.counters import Counters
 from tiered_kv.errors import TierError, TierUnavailableError
 from tiered_kv.testing.rig import make_keys
@@ -31,16 +31,11 @@ def soon() -> float:
 
 
 def test_credentials_that_no_thread_can_ask_for_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "key")
     account = Account(S3Settings(type="s3", bucket="kv"), "s3")
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(TierUnavailableError, match="no thread"):
-            account.credentials(soon())
+    with no_threads(), pytest.raises(TierUnavailableError, match="no thread"):
+        account.credentials(soon())
     assert account.credentials(soon()).access_key_id == "id"
 
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from tests.support.no_threads import no_threads
 from tiered_kv.toolkit.background import BackgroundTask
 
 
@@ -44,11 +45,8 @@ def test_it_is_done_after_every_asking() -> None:
 def test_without_a_thread_it_is_left_to_the_next_who_asks() -> None:
     done = threading.Event()
     task = BackgroundTask(done.set, "a task")
-    stack_bytes = threading.stack_size(1 << 46)  # that much nobody has, so no thread can be started
-    try:
+    with no_threads():
         task.ask()
-    finally:
-        threading.stack_size(stack_bytes)
     assert task.join(0.0)
     assert not done.is_set()
     task.ask()
