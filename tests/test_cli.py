@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.command import Command
 from tests.support.disk_use import occupied_bytes
+from tests.support.pages import undescribed
 from tests.support.stacks import Register, stack_file
 from tiered_kv import __version__
 from tiered_kv._cli import plugins as plugins_verb
@@ -226,11 +227,10 @@ def test_the_quickstart_hits_in_cpu_and_nvme(tmp_path: Path) -> None:
 
 
 def test_every_field_is_described(tmp_path: Path, command: Command) -> None:
-    described = (ROOT / "docs/reference/command.md").read_text()
     stack = stack_file(tmp_path, MEMORY)
     fields = {*command.json("replay", stack, "--requests", "5"), *command.json("check", stack)}
     fields |= set(command.json("bench", stack, "--blocks", "8", "--rounds", "1")["tiers"][0])
-    assert {field for field in fields if f"`{field}`" not in described} == set()
+    assert undescribed(fields, "reference/command.md") == set()
 
 
 def test_the_program_in_the_quickstart_runs(tmp_path: Path) -> None:

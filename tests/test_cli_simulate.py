@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import Command
-from tests.support.pages import shown
+from tests.support.pages import shown, undescribed
 from tests.support.stacks import stack_file
 from tiered_kv.cli import main
 from tiered_kv.errors import ConfigError
@@ -145,9 +145,7 @@ def test_every_field_is_described(simulate: Command, stack: str, trace: str, tmp
     (outcome,) = of_stack["results"]
     objects = [of_stack, outcome, outcome["tiers"]["nvme"], outcome["costs"]["cpu"], of_trace, of_trace["results"][0]]
     fields = {field for each in objects for field in each}
-    described = (ROOT / "docs/reference/command.md").read_text()
-    section = described.partition("\n## simulate\n")[2].partition("\n## ")[0]
-    assert {field for field in fields if f"`{field}`" not in section} == set()
+    assert undescribed(fields, "reference/command.md", "simulate") == set()
 
 
 @pytest.mark.parametrize(

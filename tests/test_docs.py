@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.stacks import Register, stack_of
+from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, Register, stack_of
 from tiered_kv.counters import count_of, flat_counts
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.faults import FailingTier
@@ -85,34 +85,17 @@ def test_every_reason_of_the_toolkit_is_described(error: Exception) -> None:
     assert f"`{failure_reason(error)}`" in (ROOT / "docs/reference/counters.md").read_text()
 
 
-BUILT_IN: dict[str, dict[str, object]] = {
-    "fs": {"path": "", "capacity": "64MiB"},
-    "memory": {"capacity": "64MiB"},
-    "nvme": {"path": "", "capacity": "64MiB"},
-    "redis": {"url": "redis://127.0.0.1:1"},
-    "s3": {
-        "bucket": "bucket",
-        "endpoint_url": "http://127.0.0.1:1",
-        "region": "us-east-1",
-        "access_key_id": "id",
-        "secret_access_key": "secret",
-        "capacity": "64MiB",
-    },
-}
-"""Entries of all built-in tiers, with every setting that brings a counter; nobody listens where they lead to."""
-
-
 def test_every_built_in_tier_is_looked_at() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["tiered_kv"].keys() == BUILT_IN.keys()
+    assert project["entry-points"]["tiered_kv"].keys() == BUILT_IN_TIERS.keys()
 
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
     """A stack of all built-in tiers, those left out whose library is not installed."""
     tiers = []
-    for tier_type, entry in BUILT_IN.items():
-        place: dict[str, object] = {"path": str(tmp_path / tier_type)} if "path" in entry else {}
+    for tier_type, entry in BUILT_IN_TIERS.items():
+        place: dict[str, object] = {"path": str(tmp_path / tier_type)} if tier_type in IN_DIRECTORIES else {}
         if tier_type not in LIBRARIES or importlib.util.find_spec(LIBRARIES[tier_type]):
             tiers.append({**entry, **place, "type": tier_type, "write_budget": "1PiB/day"})
     with open_stack(stack_of(*tiers, blocks=8, audit=1)) as stack:
@@ -160,7 +143,7 @@ def check_described(tier: str, counters: Mapping[str, Any], reasons_of_its_own: 
     page = (ROOT / "docs/reference/counters.md").read_text()
     of_manager = counters_of("the primary tier" if tier == "cpu" else "every secondary tier")
     of_manager |= counters_of("the history") | counters_of("the audit")
-    of_tier = counters_of("tiers made with the toolkit") | (counters_of(tier) if tier in BUILT_IN else {})
+    of_tier = counters_of("tiers made with the toolkit") | (counters_of(tier) if tier in BUILT_IN_TIERS else {})
     for path, _ in flat_counts(counters):
         (name, *labels), described = (path[1:], of_tier) if path[0] == "tier" else (path, of_manager)
         assert name in described, f"{name} of {tier} is not described"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.stacks import stack_of
+from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, stack_of
 
 ROOT = Path(__file__).parents[1]
 Entry = dict[str, object]
@@ -38,22 +38,6 @@ LIBRARIES = {
 
 NO_TIER = {"docs", "report", "torch", "transformers", "lmcache", "sglang", "test", "all"}
 """Extras that no tier type and no codec asks for."""
-
-TIERS: dict[str, Entry] = {
-    "fs": {"capacity": "64MiB"},
-    "memory": {"capacity": "64MiB"},
-    "nvme": {"capacity": "64MiB"},
-    "redis": {"url": "redis://127.0.0.1:1"},
-    "s3": {
-        "bucket": "bucket",
-        "endpoint_url": "http://127.0.0.1:1",
-        "region": "us-east-1",
-        "access_key_id": "id",
-        "secret_access_key": "secret",
-        "attempts": 1,
-    },
-}
-"""Valid entries of all built-in tiers; those with a directory get one."""
 
 CODECS: dict[str, Entry] = {
     "zstd": {"codec": "zstd"},
@@ -105,7 +89,7 @@ def told_without(extras: Sequence[str], entries: Mapping[str, Entry], directory:
     """Return what is told of a stack for each entry where the libraries of `extras` are not installed."""
     stacks = {}
     for name, entry in entries.items():
-        own = {"path": str(directory / name)} if entry["type"] in ("fs", "nvme") else {}
+        own = {"path": str(directory / name)} if entry["type"] in IN_DIRECTORIES else {}
         stacks[name] = str(directory / f"{name}.yaml")
         Path(stacks[name]).write_text(json.dumps(stack_of({**entry, **own}, blocks=256)))  # which is YAML too
     missing = [module for extra in extras for module in LIBRARIES[extra]]
@@ -123,7 +107,6 @@ def test_every_extra_is_looked_at() -> None:
         distribution = {"zmq": "pyzmq"}.get(modules[0], modules[0])
         wanted = project["optional-dependencies"][extra]
         assert any(needed.replace("-", "_").startswith(distribution) for needed in wanted)
-    assert project["entry-points"]["tiered_kv"].keys() == TIERS.keys()
 
 
 def assert_install_command(told: Told, feature: str, extra: str) -> None:
@@ -140,8 +123,10 @@ def with_codec(entries: Mapping[str, Entry], extra: str) -> dict[str, Entry]:
 
 
 def test_without_any_extra_a_stack_says_which_one_it_needs(tmp_path: Path) -> None:
-    entries: dict[str, Entry] = {extra: {"type": extra, **TIERS[extra]} for extra in LIBRARIES if extra in TIERS}
-    local = {name: {"type": name, **TIERS[name]} for name in ("memory", "nvme")}
+    entries: dict[str, Entry] = {
+        extra: {"type": extra, **BUILT_IN_TIERS[extra]} for extra in LIBRARIES if extra in BUILT_IN_TIERS
+    }
+    local = {name: {"type": name, **BUILT_IN_TIERS[name]} for name in ("memory", "nvme")}
     encoded = {extra: with_codec(local, extra) for extra in CODECS}
     all_encoded = {name: entry for own in encoded.values() for name, entry in own.items()}
     told = told_without(list(LIBRARIES), {**entries, **local, **all_encoded}, tmp_path)

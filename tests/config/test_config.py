@@ -118,8 +118,9 @@ class TestUnits:
         assert rounded_bytes(size_bytes) == text
 
     @given(st.integers(min_value=0, max_value=BYTES_MAX))
-    def test_a_printed_size_reads_back_as_itself(self, size_bytes: int) -> None:
+    def test_a_printed_size_or_rate_reads_back_as_itself(self, size_bytes: int) -> None:
         assert parse_bytes(format_bytes(size_bytes)) == size_bytes
+        assert parse_bytes_per_day(format_bytes_per_day(size_bytes)) == size_bytes
 
     @pytest.mark.parametrize(
         ("written", "bytes_per_day"),
@@ -134,10 +135,6 @@ class TestUnits:
     def test_what_is_no_rate_is_refused_with_an_example(self, written: object) -> None:
         with pytest.raises(ValueError, match="2TiB/day"):
             parse_bytes_per_day(written)
-
-    @given(st.integers(min_value=0, max_value=BYTES_MAX))
-    def test_a_printed_rate_reads_back_as_itself(self, bytes_per_day: int) -> None:
-        assert parse_bytes_per_day(format_bytes_per_day(bytes_per_day)) == bytes_per_day
 
     @pytest.mark.parametrize(
         ("written", "seconds"),

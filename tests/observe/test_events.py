@@ -142,22 +142,6 @@ def test_the_events_of_nvme_add_up_to_what_it_holds(open_with_events: OpenStack,
         settled(stack, subscriber, is_right)
 
 
-def test_a_block_that_a_load_finds_gone_is_published_as_removed(open_with_events: OpenStack, tmp_path: Path) -> None:
-    stack = open_with_events({"type": "fs", "path": str(tmp_path / "kv"), "capacity": "16MiB"}, blocks=4)
-    first, other = make_keys(1), make_keys(4, "other")
-    with Subscriber(publisher_of(stack)) as subscriber:
-        put(stack, first)
-        put(stack, other)  # the primary tier holds no more
-        for path in (tmp_path / "kv").rglob("[0-9a-f]" * 32):
-            if path.is_file():
-                data = bytearray(path.read_bytes())
-                data[-1] ^= 1
-                path.write_bytes(data)
-        assert stack.get(first, np.empty((1, BLOCK_BYTES), np.uint8), timeout=60.0) == 0
-        index = settled(stack, subscriber, lambda index: index.get("FS") == hashes(other))
-        assert index["CPU"] <= hashes(other), "rows were taken for the loads"
-
-
 def test_a_reset_is_one_event_and_nothing_from_before_follows(open_with_events: OpenStack, tmp_path: Path) -> None:
     stack = open_with_events({"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "16MiB"})
     keys = make_keys(6)

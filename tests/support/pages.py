@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 _DOCS = Path(__file__).parents[2] / "docs"
@@ -20,3 +21,11 @@ def write_shown(page: str, directory: Path) -> list[str]:
     for name, text in files.items():
         (directory / name).write_text(text)
     return [*files]
+
+
+def undescribed(names: Iterable[str], page: str, section: str = "") -> set[str]:
+    """Return which names a page does not mention as code, or its section of that heading."""
+    text = (_DOCS / page).read_text()
+    if section:
+        text = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return {name for name in names if f"`{name}`" not in text}

@@ -6,6 +6,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+BUILT_IN_TIERS: dict[str, dict[str, object]] = {
+    "fs": {"capacity": "64MiB"},
+    "memory": {"capacity": "64MiB"},
+    "nvme": {"capacity": "64MiB"},
+    "redis": {"url": "redis://127.0.0.1:1"},
+    "s3": {
+        "bucket": "bucket",
+        "endpoint_url": "http://127.0.0.1:1",
+        "region": "us-east-1",
+        "access_key_id": "id",
+        "secret_access_key": "secret",
+        "capacity": "64MiB",
+        "attempts": 1,
+    },
+}
+"""Entries of all built-in tiers, with every setting that brings a counter; nobody listens where they lead to."""
+IN_DIRECTORIES = ("fs", "nvme")
+"""Those that need a `path`, too."""
 PATIENT: dict[str, object] = {"lookup_timeout": "1h", "job_timeout": "1h"}
 """For a tier that has to answer, however long its thread is held up."""
 Register = Callable[[str, Any], None]
