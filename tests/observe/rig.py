@@ -17,6 +17,7 @@ from tiered_kv.hooks import TierType
 from tiered_kv.stack import Stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.tiering.manager import TieringOffloadingManager
 
 BLOCK_BYTES = 4096
 WAIT_S = 60.0
@@ -120,8 +121,8 @@ def put_below(stack: Stack, keys: Sequence[OffloadKey]) -> None:
 class Engine:
     """Asks as a scheduler does: key by key, in steps, until the first miss."""
 
-    def __init__(self, stack: Stack) -> None:
-        self.manager = stack.manager
+    def __init__(self, manager: TieringOffloadingManager) -> None:
+        self.manager = manager
 
     def begin(self, req_id: str) -> ReqContext:
         context = ReqContext(req_id)
@@ -161,11 +162,14 @@ class Engine:
         self.end(context)
         return found
 
-    def store(self, keys: Sequence[OffloadKey], req_id: str) -> None:
-        context = self.begin(req_id)
+    def write(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
         output = self.manager.prepare_store(keys, context)
         assert output is not None
         self.manager.complete_store(output.keys_to_store, context)
+
+    def store(self, keys: Sequence[OffloadKey], req_id: str) -> None:
+        context = self.begin(req_id)
+        self.write(keys, context)
         self.end(context)
 
 

@@ -17,14 +17,14 @@ OBEDIENT: dict[str, object] = {"type": "obedient", "name": "disk"}
 def test_an_engine_that_asks_key_by_key_asks_for_no_block_behind_the_first_miss() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
         put(stack, KEYS[:2])
-        assert Engine(stack).request(KEYS, "r") == 2
+        assert Engine(stack.manager).request(KEYS, "r") == 2
         assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 1), (0, 1))
 
 
 def test_lookup_many_asks_for_all_of_its_keys() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
         put(stack, KEYS[:2])
-        engine = Engine(stack)
+        engine = Engine(stack.manager)
         context = engine.begin("r")
         assert stack.manager.lookup_many(KEYS, context) == [True, True, False, False, False, False]
         engine.load(KEYS[:2], context)
@@ -35,7 +35,7 @@ def test_lookup_many_asks_for_all_of_its_keys() -> None:
 @pytest.mark.parametrize("many", [False, True])
 def test_a_request_that_asks_again_and_again_counts_once(many: bool) -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
-        engine = Engine(stack)
+        engine = Engine(stack.manager)
         context = engine.begin("r")
         for _ in range(5):
             if many:
@@ -45,13 +45,13 @@ def test_a_request_that_asks_again_and_again_counts_once(many: bool) -> None:
             stack.manager.on_schedule_end()
         engine.end(context)
         assert blocks(stack, "cpu") == blocks(stack, "disk") == (0, 6)
-        assert Engine(stack).request(KEYS, "another") == 0
+        assert Engine(stack.manager).request(KEYS, "another") == 0
         assert blocks(stack, "cpu") == (0, 7)
 
 
 def test_a_block_that_was_missed_first_and_loaded_then_is_a_hit() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
-        engine = Engine(stack)
+        engine = Engine(stack.manager)
         context = engine.begin("r")
         assert engine.look_up(KEYS, context) == 0
         stack.manager.on_schedule_end()
@@ -67,7 +67,7 @@ def test_the_reason_is_that_of_the_miss_although_the_request_stores_the_block_th
     with open_stack(stack_of(OBEDIENT)) as stack:
         put_below(stack, KEYS)
         obedient(stack).present.clear()
-        engine = Engine(stack)
+        engine = Engine(stack.manager)
         context = engine.begin("r")
         assert stack.manager.lookup_many(KEYS, context) == [False] * 6
         stack.manager.on_schedule_end()
@@ -85,7 +85,7 @@ def test_the_reason_is_that_of_the_miss_although_the_block_is_stored_in_the_same
     admit_after: int, fate: str
 ) -> None:
     with open_stack(stack_of({**OBEDIENT, "admit_after": admit_after})) as stack:
-        engine = Engine(stack)
+        engine = Engine(stack.manager)
         context = engine.begin("r")
         assert stack.manager.lookup_many(KEYS, context) == [False] * 6
         engine.store(KEYS, "another")  # and ends the step
@@ -96,7 +96,7 @@ def test_the_reason_is_that_of_the_miss_although_the_block_is_stored_in_the_same
 
 def test_a_request_that_asks_again_and_misses_another_block_between_two_counts_it() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
-        tier, manager, engine = obedient(stack), stack.manager, Engine(stack)
+        tier, manager, engine = obedient(stack), stack.manager, Engine(stack.manager)
         tier.present.add(KEYS[1])
         tier.holds_jobs = True
         context = engine.begin("r")
@@ -116,7 +116,7 @@ def test_a_request_that_asks_again_and_misses_another_block_between_two_counts_i
 def test_a_block_that_was_found_and_not_loaded_is_neither_hit_nor_miss() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
         put(stack, KEYS)
-        engine = Engine(stack)
+        engine = Engine(stack.manager)
         context = engine.begin("r")
         assert engine.look_up(KEYS, context) == 6
         engine.end(context)
@@ -126,7 +126,7 @@ def test_a_block_that_was_found_and_not_loaded_is_neither_hit_nor_miss() -> None
 def test_prefetch_asks_for_nothing() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
         put_below(stack, KEYS[:2])
-        engine = Engine(stack)
+        engine = Engine(stack.manager)
         context = engine.begin("r")
         stack.manager.prefetch(KEYS, context)
         for _ in range(3):
@@ -146,7 +146,7 @@ def test_keys_that_were_noted_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pages, "PAGE_KEYS", 8)
     with open_stack(stack_of(OBEDIENT)) as stack:
         for number, key in enumerate(make_keys(100)):
-            assert Engine(stack).request([key], f"r-{number}") == 0
+            assert Engine(stack.manager).request([key], f"r-{number}") == 0
             put(stack, [key])
         assert stack.history is not None
         missed, noted = stack.manager._search._missed, stack.history._page
@@ -166,7 +166,7 @@ def test_calls_without_an_id_are_one_request() -> None:
 
 def test_a_request_that_is_forgotten_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
-        engine = Engine(stack)
+        engine = Engine(stack.manager)
         monkeypatch.setattr(stack.manager._requests, "_requests_max", 2)
         for number in range(4):
             assert engine.look_up(KEYS, engine.begin(f"never-finished-{number}")) == 0
@@ -179,7 +179,7 @@ def test_a_request_that_is_forgotten_counts_too(monkeypatch: pytest.MonkeyPatch)
 def test_a_request_goes_on_after_a_reset_and_counts_what_it_had() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
         put_below(stack, KEYS[:4])
-        engine = Engine(stack)
+        engine = Engine(stack.manager)
         context = engine.begin("r")
         assert engine.look_up(KEYS[:2], context) == 2
         engine.load(KEYS[:2], context)
@@ -230,7 +230,7 @@ def test_without_a_history_nothing_is_counted_or_kept() -> None:
 def test_a_block_that_is_evicted_and_missed_in_one_step_was_evicted() -> None:
     with open_stack(stack_of()) as stack:
         put(stack, KEYS)
-        engine, manager = Engine(stack), stack.manager
+        engine, manager = Engine(stack.manager), stack.manager
         output = manager.prepare_store(OTHERS[: stack.region.num_blocks], engine.begin("evicts"))
         assert output is not None
         assert set(KEYS) <= set(output.evicted_keys)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import pytest
 
+from tests.observe.rig import Engine
 from tests.performance.bench import InstantTier, block_key
-from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.counters import LABELS_MAX, OTHER, Counters, flat_counts
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -137,33 +136,16 @@ def test_a_wrapper_that_was_replaced_meanwhile_is_left_alone() -> None:
     assert "on_schedule_end" not in vars(calls)
 
 
-class Engine:
-    """An engine over a manager whose tier does every job at once."""
-
-    def __init__(self, blocks: int) -> None:
-        self._region = PrimaryRegion(blocks, 4096)
-        primary = CPUOffloadingManager(CPUBackend(self._region), "lru")
-        self.manager = TieringOffloadingManager(primary, [InstantTier(self._region.kv_view)], block_tokens=16)
-
-    def step(self, name: str, stored: Sequence[OffloadKey], wanted: Sequence[OffloadKey]) -> None:
-        context = ReqContext(name)
-        self.manager.on_new_request(context)
-        output = self.manager.prepare_store(stored, context)
-        assert output is not None
-        self.manager.complete_store(output.keys_to_store, context)
-        found = [key for key in wanted if self.manager.lookup(key, context)]
-        if found:
-            self.manager.prepare_load(found, context)
-            self.manager.complete_load(found, context)
-        self.manager.on_request_finished(context)
-        self.manager.on_schedule_end()
-
-
 def test_a_manager_measures_its_steps_jobs_and_lookups() -> None:
-    engine = Engine(64)
+    region = PrimaryRegion(64, 4096)
+    primary = CPUOffloadingManager(CPUBackend(region), "lru")
+    engine = Engine(TieringOffloadingManager(primary, [InstantTier(region.kv_view)], block_tokens=16))
     for number in range(2 * EVERY_STEPS + 1):
-        stored = [block_key(number)]
-        engine.step(f"request-{number}", stored, [block_key(number), block_key(10**6 + number)])
+        stored, context = [block_key(number)], engine.begin(f"request-{number}")
+        engine.write(stored, context)
+        assert engine.look_up([*stored, block_key(10**6 + number)], context) == 1
+        engine.load(stored, context)
+        engine.end(context)
     told = engine.manager.counters()
     (name,) = told.keys() - {"cpu"}
     assert told["cpu"]["step_seconds"]["count"] == 2

@@ -86,13 +86,13 @@ def test_what_was_not_admitted() -> None:
 
 def test_what_found_the_store_budget_used_up() -> None:
     with open_stack(stack_of({**OBEDIENT, "store_budget": BLOCK_BYTES})) as stack:
-        Engine(stack).store(KEYS, "writer")
+        Engine(stack.manager).store(KEYS, "writer")
         for index, key in enumerate(OTHERS[:16]):
-            Engine(stack).store([key], f"writer-{index}")
+            Engine(stack.manager).store([key], f"writer-{index}")
         obedient(stack).present.clear()
-        context = Engine(stack).begin("reader")
+        context = Engine(stack.manager).begin("reader")
         assert stack.manager.lookup_many(KEYS, context) == [False] * 4
-        Engine(stack).end(context)
+        Engine(stack.manager).end(context)
         assert misses(stack, "disk") == {"evicted": 1, "budget": 3}
 
 
@@ -199,9 +199,9 @@ def test_a_block_without_room_to_be_promoted_is_refused_and_tiers_below_are_not_
     last = {"type": "memory", "capacity": "1MiB"}
     with open_stack(stack_of(OBEDIENT, last, primary={"promotion_budget": BLOCK_BYTES})) as stack:
         put_below(stack, KEYS)
-        context = Engine(stack).begin("r")
+        context = Engine(stack.manager).begin("r")
         assert stack.manager.lookup_many(KEYS, context) == [None, False, False, False]
-        Engine(stack).end(context)
+        Engine(stack.manager).end(context)
         assert misses(stack, "disk") == {"refused": 3}
         assert blocks(stack, "memory") == (0, 0)
         assert misses(stack, "cpu") == {"evicted": 3}
@@ -242,12 +242,12 @@ def test_what_went_with_a_reset() -> None:
 
 def test_a_store_that_ends_after_a_reset_went_with_it() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
-        context = Engine(stack).begin("writer")
+        context = Engine(stack.manager).begin("writer")
         output = stack.manager.prepare_store(KEYS, context)
         assert output is not None
         stack.manager.complete_store(output.keys_to_store, context)
         stack.manager.reset_cache()
-        Engine(stack).end(context)  # the tier reports the store
+        Engine(stack.manager).end(context)  # the tier reports the store
         assert get(stack, KEYS) == 0
         assert misses(stack, "disk") == {"reset": 4}
 
@@ -291,7 +291,7 @@ def test_what_was_not_stored_before_the_deadline() -> None:
     with open_stack(stack_of({**OBEDIENT, "job_timeout": "10ms"})) as stack:
         tier = obedient(stack)
         tier.holds_jobs = True
-        engine = Engine(stack)
+        engine = Engine(stack.manager)
         engine.store(KEYS, "stores")
         wait_until(lambda: not stack.flush(0.0) and stack.counters()["disk"]["expired_jobs_total"] == 1)
         tier.let_go()

@@ -36,7 +36,7 @@ def stack() -> Iterator[Stack]:
     with open_stack(stack_of(OBEDIENT)) as stack:
         put_below(stack, KEYS)
         obedient(stack).present.clear()
-        assert Engine(stack).request(KEYS, "r") == 0
+        assert Engine(stack.manager).request(KEYS, "r") == 0
         yield stack
 
 
@@ -89,8 +89,8 @@ def test_threads_may_ask_while_an_engine_runs() -> None:
 
         with meanwhile(ask, threads=3):
             for number in range(100):
-                Engine(stack).store(make_keys(8, str(number)), f"w{number}")
-                Engine(stack).request(KEYS, f"r{number}")
+                Engine(stack.manager).store(make_keys(8, str(number)), f"w{number}")
+                Engine(stack.manager).request(KEYS, f"r{number}")
         assert stack.counters()["cpu"]["blocks_total"] == {"miss": 100}
 
 
@@ -115,8 +115,8 @@ def test_an_answer_has_keys_and_requests(stack: Stack) -> None:
 
 def test_the_last_requests_are_those_that_missed_something(stack: Stack) -> None:
     put(stack, KEYS)
-    assert Engine(stack).request(KEYS, "hit") == 4
-    assert Engine(stack).request(make_keys(1, "new"), "s") == 0
+    assert Engine(stack.manager).request(KEYS, "hit") == 4
+    assert Engine(stack.manager).request(make_keys(1, "new"), "s") == 0
     requests: Any = explain_query(stack, {"last": ["1"]})["requests"]
     assert [request["request"] for request in requests] == ["s"]
     requests = explain_query(stack, {"last": ["9"], "request": ["hit"]})["requests"]
@@ -216,7 +216,7 @@ def test_an_answer_that_is_none_of_a_stack_s_is_an_error(told: object, capsys: p
 def test_a_request_s_id_is_cut_and_nothing_in_it_is_obeyed_by_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = "\x1b]0;title\x07\nforged\x1b[2J" + "x" * 100_000
     with open_stack(stack_of(OBEDIENT)) as stack:
-        Engine(stack).request(KEYS, chosen)
+        Engine(stack.manager).request(KEYS, chosen)
         with served(stack) as url:
             assert len(json.dumps(answer(capsys, url, "--last"))) < 10_000
             assert answer(capsys, url, "--request", chosen[:5000])["requests"]
