@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
-from typing import cast
+from unittest import mock
 
+import tiered_kv_s3.connection as s3_connection
 from tests.support.fuzzing.target import Target
 from tiered_kv.errors import FormatError
 from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv_s3.bucket import seconds_of
 from tiered_kv_s3.connection import ERROR_BYTES_MAX, HEAD_BYTES_MAX, Answer, Connection, Patience
+from tiered_kv_s3.endpoint import Endpoint
 from tiered_kv_s3.signer import EMPTY_PAYLOAD, Credentials, Signer
 from tiered_kv_s3.verdict import Verdict, region_in, verdict_of
 
@@ -45,6 +46,9 @@ class _ScriptedSocket:
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
 
+    def fileno(self) -> int:
+        return -1
+
     def settimeout(self, timeout_s: float) -> None:
         assert timeout_s > 0
 
@@ -64,8 +68,9 @@ def _run(data: bytes) -> None:
     with contextlib.suppress(FormatError):
         mark = EpochMark.decode(data)
         assert mark is None or mark.encode() == data, f"a mark comes of {data!r}"
-    connection = _connection(data)
     patience = Patience(time.monotonic() + 30.0, 30.0)
+    with mock.patch.object(s3_connection, "connect", return_value=_ScriptedSocket(data)):
+        connection = Connection(Endpoint("server", 80, False, ""), None, patience)
     with contextlib.suppress(ConnectionError):
         answer = connection.receive_head(patience)
         _check_answer(answer)
@@ -76,15 +81,6 @@ def _run(data: bytes) -> None:
             assert verdict is not Verdict.DONE
             assert region_in(answer, body).isascii()
     assert len(connection._buffer) <= 2 * HEAD_BYTES_MAX
-
-
-def _connection(data: bytes) -> Connection:
-    """Return a connection that has sent its request, and is given `data`."""
-    connection = Connection.__new__(Connection)  # its constructor connects
-    connection._socket = cast(socket.socket, _ScriptedSocket(data))
-    connection._buffer = bytearray()
-    connection._keeps_open = connection._is_tls = connection.is_reusable = False
-    return connection
 
 
 def _check_answer(answer: Answer) -> None:
