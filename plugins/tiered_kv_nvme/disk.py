@@ -91,26 +91,17 @@ def is_of_alignment(error: OSError) -> bool:
     return error.errno == errno.EINVAL
 
 
-class Scratch:
-    """A page-aligned buffer that grows to what its owner needs. One thread's own."""
-
-    __slots__ = ("_memory",)
+class Scratch(threading.local):
+    """A page-aligned buffer for each calling thread, which grows to what the thread needs."""
 
     def __init__(self) -> None:
         self._memory = _map(PAGE_BYTES)
 
     def take(self, size_bytes: int) -> memoryview:
-        """Return `size_bytes` of it, with the bytes of the last use."""
+        """Return `size_bytes` of this thread's buffer, with the bytes of the last use."""
         if size_bytes > len(self._memory):
             self._memory = _map(1 << (size_bytes - 1).bit_length())
         return self._memory[:size_bytes]
-
-
-class ThreadScratch(threading.local):
-    """A `scratch` for each thread."""
-
-    def __init__(self) -> None:
-        self.scratch = Scratch()
 
 
 def _map(size_bytes: int) -> memoryview:

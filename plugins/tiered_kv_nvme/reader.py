@@ -14,7 +14,7 @@ from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE, RecordStatus
-from tiered_kv_nvme.disk import Disk, Scratch, ThreadScratch, is_of_alignment, read_fully
+from tiered_kv_nvme.disk import Disk, Scratch, is_of_alignment, read_fully
 from tiered_kv_nvme.index import ordinal_of, place_of, slot_of
 from tiered_kv_nvme.layout import PAGE_BYTES, Entry, EntryTable, checksum, pages
 from tiered_kv_nvme.pool import SegmentPool
@@ -83,7 +83,7 @@ class BlockReader:
     scatter: bool  # whether blocks may be read straight into the caller's memory, as `gather` of `BatchWriter`
 
     def __post_init__(self) -> None:
-        self._local = ThreadScratch()
+        self._scratch = Scratch()
 
     def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Outcome:
         """Return which keys were loaded and verified, and why others were not, whose `blocks` are undefined then.
@@ -128,8 +128,8 @@ class BlockReader:
         loaded -= failed
         return ALL_DONE if len(loaded) == len(set(keys)) else Outcome(loaded, reason)
 
-    def read_stored(self, segment: Segment, ordinals: Sequence[int], buffer: Scratch) -> list[memoryview | None]:
-        """Return the stored bytes of some entries of one segment, in a thread's own buffer; None for corrupt ones.
+    def read_stored(self, segment: Segment, ordinals: Sequence[int]) -> list[memoryview | None]:
+        """Return the stored bytes of some entries of one segment, until this thread reads again; None for corrupt ones.
 
         Raises:
             OSError: The disk failed.
@@ -137,7 +137,7 @@ class BlockReader:
         entries = [segment.table[ordinal] for ordinal in ordinals]
         start = min(entry.offset for entry in entries) // PAGE_BYTES * PAGE_BYTES
         end = pages(max(map(_end, entries)))
-        span = buffer.take(end - start)
+        span = self._scratch.take(end - start)
         came = read_fully(self.disk, segment.fd, [span], start)
         payloads = [_payload(span[:came], entry, start) for entry in entries]
         return [data if _is_sound(data, entry) else None for entry, data in zip(entries, payloads, strict=True)]
@@ -198,7 +198,7 @@ class BlockReader:
         at = run.offset
         for item in run.blocks:
             if item.entry.offset > at:
-                buffers.append(self._local.scratch.take(GAP_BYTES_MAX)[: item.entry.offset - at])
+                buffers.append(self._scratch.take(GAP_BYTES_MAX)[: item.entry.offset - at])
             buffers.append(item.block)
             at = _end(item.entry)
         came = read_fully(self.disk, run.blocks[0].segment.fd, buffers, run.offset)
@@ -211,7 +211,7 @@ class BlockReader:
 
     def _read_buffered(self, run: Run) -> list[RecordStatus]:
         start = run.offset // PAGE_BYTES * PAGE_BYTES
-        span = self._local.scratch.take(pages(run.end_offset) - start)
+        span = self._scratch.take(pages(run.end_offset) - start)
         came = read_fully(self.disk, run.blocks[0].segment.fd, [span], start)
         statuses: list[RecordStatus] = []
         for item in run.blocks:

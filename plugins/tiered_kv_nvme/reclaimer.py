@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from tiered_kv.counters import Counters
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import Draft
-from tiered_kv_nvme.disk import Scratch
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.index import CHUNK_KEYS, PAUSE_S, place_of
 from tiered_kv_nvme.pool import SegmentPool
@@ -39,7 +38,6 @@ class Reclaimer:
     name: str  # the thread's
 
     def __post_init__(self) -> None:
-        self._buffer = Scratch()
         self._grow_after_s = 0.0
         self._excess_after_s = 0.0
         self._is_failing = False  # a segment could not be written again, and no other has been made since
@@ -161,7 +159,7 @@ class Reclaimer:
         """Copy blocks that are worth it, up to `RELOCATED_SHARE_MAX` of the segment."""
         for ordinals in survivors(self.pool, segment):
             try:
-                payloads = self.reader.read_stored(segment, ordinals, self._buffer)
+                payloads = self.reader.read_stored(segment, ordinals)
             except OSError:
                 self.counters.add("io_errors_total")
                 continue

@@ -12,7 +12,7 @@ from tiered_kv.counters import Counters
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
-from tiered_kv_nvme.disk import Disk, ThreadScratch, is_of_alignment, write_fully
+from tiered_kv_nvme.disk import Disk, Scratch, is_of_alignment, write_fully
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, Entry, checksum
 from tiered_kv_nvme.pool import Reservation, SegmentPool, Stream
 from tiered_kv_nvme.segment import Demand
@@ -45,7 +45,7 @@ class BatchWriter:
     room_timeout_s: float  # how long a store waits for a free segment
 
     def __post_init__(self) -> None:
-        self._local = ThreadScratch()
+        self._scratch = Scratch()
 
     def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int, deadline: float) -> Outcome:
         """Store blocks, except existing ones; return the keys that are stored now, and why others are not.
@@ -152,7 +152,7 @@ class BatchWriter:
 
         Blocks are encrypted straight into that buffer.
         """
-        batch = self._local.scratch.take(header.header_bytes if gather else header.batch_bytes)
+        batch = self._scratch.take(header.header_bytes if gather else header.batch_bytes)
         entries: list[Entry] = []
         at = header.header_bytes
         for key, (draft, known_checksum) in zip(keys, payloads, strict=True):
