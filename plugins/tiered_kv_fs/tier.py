@@ -212,6 +212,7 @@ class FsTier(AsyncTier):
         return {
             **super().stats(),
             **self._counters.snapshot(),
+            "epoch_repairs_total": self._cache_epoch.repairs,
             "used_bytes": self._keeper.used_bytes,
             "capacity_bytes": self._settings.capacity,
             "granted_bytes": self._keeper.granted_bytes,

@@ -129,12 +129,11 @@ class S3Tier(BlockingTier):
         self.begin_epoch()
         self._epoch.renew()  # after `begin_epoch`: a store that sees this epoch sees that it is too old for it
         self._presence.forget()
-        self._counters.add("resets_total")
         self._saving.ask()
         return True
 
     def stats(self) -> Mapping[str, Any]:
-        counted = {**super().stats(), **self._counters.snapshot()}
+        counted = {**super().stats(), **self._counters.snapshot(), "epoch_repairs_total": self._epoch.repairs}
         counted["open_connections"] = self._bucket.pool.open_connections
         if self._settings.capacity is None:
             return counted
