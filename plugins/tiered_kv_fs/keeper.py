@@ -249,7 +249,7 @@ class Keeper:
     def _exchange(self, request: _Request) -> _Reply:
         if not os.path.isdir(self.directory.path):  # it was removed
             self.directory.make()
-        token = self.epoch.saved_token(time.monotonic() + _EPOCH_TIMEOUT_S)
+        value = self.epoch.saved_value(time.monotonic() + _EPOCH_TIMEOUT_S)
         with self._ledger.locked() as state:
             is_known = self.owner in state.holders
             # The total may miss bytes in use, if the ledger has removed this holder.
@@ -261,7 +261,7 @@ class Keeper:
                     granted_bytes = 0
                 state.add(granted_bytes)
             held_bytes = request.in_flight_bytes + granted_bytes + (request.free_bytes if is_known else 0)
-            state.holders[self.owner] = Holder(self.directory.namespace, token, held_bytes, state.now_s)
+            state.holders[self.owner] = Holder(self.directory.namespace, value, held_bytes, state.now_s)
         if state.total_bytes is None:  # with the ledger, other files may have been removed
             self.directory.make()
             return _Reply(0, is_known, 0, needs_sweep=True)

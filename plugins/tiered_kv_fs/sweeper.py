@@ -182,7 +182,7 @@ class Sweeper:
         except (OSError, FormatError):
             live.add(epoch_path)
             return
-        if mark is not None and mark.token == epoch:
+        if mark is not None and mark.value == epoch:
             live.add(epoch_path)
 
     def _evict(self, wanted_bytes: int) -> None:

@@ -102,7 +102,7 @@ class FsTier(AsyncTier):
         self._cache_epoch = Epoch(self._directory)
         self._saving = BackgroundTask(self._save_epoch, f"tiered-kv-{name}-reset")
         try:
-            self._cache_epoch.token(time.monotonic() + _OPEN_TIMEOUT_S)
+            self._cache_epoch.value(time.monotonic() + _OPEN_TIMEOUT_S)
             self._keeper = Keeper(
                 self._directory,
                 self._cache_epoch,
@@ -184,21 +184,21 @@ class FsTier(AsyncTier):
     def _store_part(
         self, epoch: int, deadline: float, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]
     ) -> Moved:
-        token = self._cache_epoch.saved_token(deadline)
-        # The number is read after the token: `reset_cache` changes it first.
-        return self._files.store(token, keys, blocks, deadline) if epoch == self.epoch else Moved([], "reset")
+        value = self._cache_epoch.saved_value(deadline)
+        # The number is read after the value: `reset_cache` changes it first.
+        return self._files.store(value, keys, blocks, deadline) if epoch == self.epoch else Moved([], "reset")
 
     def _load_part(
         self, epoch: int, deadline: float, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]
     ) -> Moved:
-        token = self._cache_epoch.token(deadline)
-        return self._files.load(token, keys, blocks, deadline) if epoch == self.epoch else Moved([], "reset")
+        value = self._cache_epoch.value(deadline)
+        return self._files.load(value, keys, blocks, deadline) if epoch == self.epoch else Moved([], "reset")
 
     def _contains_part(self, deadline: float, keys: Sequence[OffloadKey]) -> list[bool]:
-        return self._files.contains(self._cache_epoch.token(deadline), keys)
+        return self._files.contains(self._cache_epoch.value(deadline), keys)
 
     def _save_epoch(self) -> None:
-        self._cache_epoch.saved_token(time.monotonic() + _SHUTDOWN_TIMEOUT_S)
+        self._cache_epoch.saved_value(time.monotonic() + _SHUTDOWN_TIMEOUT_S)
 
     # The scheduler's thread.
 
@@ -212,6 +212,7 @@ class FsTier(AsyncTier):
         return {
             **super().stats(),
             **self._counters.snapshot(),
+            "epoch_repairs_total": self._cache_epoch.repairs,
             "used_bytes": self._keeper.used_bytes,
             "capacity_bytes": self._settings.capacity,
             "granted_bytes": self._keeper.granted_bytes,

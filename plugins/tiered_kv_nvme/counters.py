@@ -18,6 +18,5 @@ COUNTERS: Final = (
     "discarded_segments_total",
     "deleted_segments_total",
     "damaged_segments_total",
-    "resets_total",
 )
 COUNTERS_BY_LABEL: Final = ("corrupt_blocks_total", "unreadable_blocks_total")

@@ -57,7 +57,7 @@ class DirectoryEpoch:
         Raises:
             OSError: It is not in the file; the next call tries again.
         """
-        return int(self._epoch.saved_token(math.inf), 16)
+        return int(self._epoch.saved_value(math.inf), 16)
 
     def sync(self) -> None:
         """Wait until the epoch is on the device.

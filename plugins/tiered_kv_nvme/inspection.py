@@ -59,7 +59,7 @@ class Inspection:
         self._span = Scratch()
         data = read_file(f"{self.path}/{EPOCH_NAME}", PAGE_BYTES)
         mark = EpochMark.decode((data or b"")[:MARK_BYTES_MAX].rstrip(b"\0"))
-        self._epoch = 0 if mark is None else int(mark.token, 16)  # without a mark no block can be loaded
+        self._epoch = 0 if mark is None else int(mark.value, 16)  # without a mark no block can be loaded
 
     def count(self, census: Census) -> SurveyedSegments:
         """Count the blocks of the directory's epoch, and everything else in it."""

@@ -170,7 +170,6 @@ class SegmentStore:
             self._pool.reset(epoch)
             self._forgotten.append(self.index.clear())
             self.events.clear()
-        self.counters.add("resets_total")
         self._noting.ask()
         return epoch
 

@@ -1,7 +1,7 @@
 """Administration of the servers without a stack, through redis-py's clients: look at namespaces, and delete one.
 
 Names are found by SCAN on every master of a cluster, and removed by UNLINK. SCAN may miss what is stored or moved to
-another server meanwhile, so it is repeated until a pass over all servers finds nothing. The epoch's mark and the
+another server meanwhile, so it is repeated until a survey of all servers finds nothing. The epoch's mark and the
 readable form go too. A running stack stays in its epoch and writes its mark again. Foreign names with the
 namespace's prefix stay, and are reported.
 """
@@ -43,7 +43,7 @@ from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
 
 NAMES_AT_ONCE: Final = 500
-_PASSES_MAX: Final = 20
+_SURVEYS_MAX: Final = 20
 _BLOCKS_BYTES: Final = 8 << 20
 """Blocks that a check has in memory."""
 _KEY_OFFSET: Final = 55
@@ -98,13 +98,13 @@ class RedisAdministration(TierAdministration):
         foreign: set[bytes] = set()
         found = 0
         with self._told("purge"):
-            for _ in range(_PASSES_MAX):
-                found = sum(self._sweep(node, digest, removed, foreign, deadline) for node in self._masters(deadline))
+            for _ in range(_SURVEYS_MAX):
+                found = sum(self._delete(node, digest, removed, foreign, deadline) for node in self._masters(deadline))
                 if not found or time.monotonic() >= deadline:
                     break
         left = [f"{len(foreign)} names that are not of this tool were left"] if foreign else []
         if found:
-            left.append(f"{found} names were found by the last of several looks: a stack stores them, or time ran out")
+            left.append(f"{found} names were found by the last survey: a stack stores them, or time ran out")
         return Purged(removed["blocks"], removed["bytes"], tuple(left))
 
     def survey(self, deadline: float) -> Survey:
@@ -149,8 +149,8 @@ class RedisAdministration(TierAdministration):
         self._topology.split([KEY_PREFIX], deadline)
         return self._topology.nodes()
 
-    def _sweep(self, node: Node, digest: str, removed: Counter[str], foreign: set[bytes], deadline: float) -> int:
-        """Remove a namespace's names from one server; return how many were found."""
+    def _delete(self, node: Node, digest: str, removed: Counter[str], foreign: set[bytes], deadline: float) -> int:
+        """Delete a namespace's names from one server; return how many were found."""
         found = 0
         with closing(node.client()) as client:
             for names in _batches(_names(client, digest, deadline), NAMES_AT_ONCE):
@@ -166,7 +166,7 @@ class RedisAdministration(TierAdministration):
                     if isinstance(gone, Exception):
                         if reason_of_error(gone) != MOVED:
                             raise gone
-                        self._topology.refresh()  # it is found on its new server by the next pass
+                        self._topology.refresh()  # it is found on its new server by the next survey
                     elif gone:
                         removed["blocks"] += name[54:55] == b":"
                         removed["bytes"] += length if isinstance(length, int) else 0

@@ -1,6 +1,6 @@
 """The names of blocks in a server: `tkv1:<namespace>:<epoch>:<key>`.
 
-The epoch is a token that a reset replaces; see `tiered_kv.toolkit.epoch`. Its mark is under `tkv1:<namespace>:epoch`.
+The epoch is a value that a reset replaces; see `tiered_kv.toolkit.epoch`. Its mark is under `tkv1:<namespace>:epoch`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class KeySpace:
     def prefix(self, deadline: float, *, is_saved: bool = False) -> bytes:
         """Return the prefix of the epoch's blocks. Before a store the server must have its mark: `is_saved`."""
         try:
-            token = self.epoch.saved_token(deadline) if is_saved else self.epoch.token(deadline)
+            value = self.epoch.saved_value(deadline) if is_saved else self.epoch.value(deadline)
         except TimeoutError:
             raise NodeError(TIMEOUT) from None
-        return self._prefix + token.encode() + b":"
+        return self._prefix + value.encode() + b":"
 
     def contact(self, deadline: float) -> None:
         """Join or save the epoch, with a new answer of the server."""

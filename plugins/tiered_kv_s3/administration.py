@@ -39,7 +39,7 @@ from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import ABSENCE, Verdict
 
-_PASSES_MAX: Final = 20
+_SURVEYS_MAX: Final = 20
 _READS_AT_ONCE: Final = 8
 """Objects that a check reads side by side."""
 
@@ -78,9 +78,9 @@ class S3Administration(TierAdministration):
         naming = Naming(self._prefix, bytes.fromhex(digest))
         self._renew_epoch(naming, deadline)
         removed = _Removed()
-        for _ in range(_PASSES_MAX):
+        for _ in range(_SURVEYS_MAX):
             before = removed.size_bytes, removed.blocks, removed.refusals
-            found = self._pass(naming, removed, deadline)
+            found = self._delete(naming, removed, deadline)
             if not found or (removed.refusals and before == (removed.size_bytes, removed.blocks, removed.refusals)):
                 break
         left = []
@@ -88,7 +88,7 @@ class S3Administration(TierAdministration):
             left.append(f"{len(removed.foreign)} objects that are not of this tool were left")
         if found:
             why = ", ".join(sorted(removed.refusals)) or "a stack stores them"
-            left.append(f"{found} objects or versions of them were found by the last look ({why})")
+            left.append(f"{found} objects or versions of them were found by the last survey ({why})")
         if self._control.without_versions == "AccessDenied":
             left.append("these credentials may not list versions: older ones are left if the bucket keeps them")
         notes = ("the server lists no versions; it is taken to keep none",) if self._control.without_versions else ()
@@ -161,7 +161,7 @@ class S3Administration(TierAdministration):
         self._control.close()
         self._bucket.close()
 
-    def _pass(self, naming: Naming, removed: _Removed, deadline: float) -> int:
+    def _delete(self, naming: Naming, removed: _Removed, deadline: float) -> int:
         """Delete the tier's objects; return how many there were."""
         found = 0
         removed.foreign, removed.refusals = set(), set()
@@ -196,7 +196,7 @@ class S3Administration(TierAdministration):
             return
         epoch = Epoch(store)
         epoch.renew()
-        epoch.saved_token(deadline)
+        epoch.saved_value(deadline)
 
     def _stored(self, digest: str, deadline: float) -> StoredNamespace | None:
         """Return what is stored of a namespace; None if it is nothing but a mark of an epoch, and foreign objects."""

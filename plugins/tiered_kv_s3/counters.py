@@ -16,6 +16,5 @@ COUNTERS: Final = (
     "failed_renewals_total",
     "failed_sweeps_total",
     "present_blocks_total",
-    "resets_total",
 )
 COUNTERS_BY_LABEL: Final = ("requests_total", "corrupt_blocks_total", "unreadable_blocks_total")

@@ -5,7 +5,7 @@
     PREFIX/NAMESPACE/blocks/EPOCH/FF/KEY        a block's record; FF is the first byte of KEY
 
 NAMESPACE is the namespace's digest, KEY the digest of the block's key that stands in its record too, EPOCH the
-epoch's token; all in hex. Other objects under `PREFIX/NAMESPACE/` are foreign: never
+epoch's value; all in hex. Other objects under `PREFIX/NAMESPACE/` are foreign: never
 deleted.
 """
 

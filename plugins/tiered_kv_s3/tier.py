@@ -106,7 +106,7 @@ class S3Tier(BlockingTier):
         deadline = time.monotonic() + self._settings.lookup_timeout
         prefixes: dict[tuple[str, bytes], list[str]] = {}  # by request and KV cache group
         try:
-            epoch = self._epoch.token(deadline)
+            epoch = self._epoch.value(deadline)
             names = [self._naming.block(epoch, key) for key in keys]
             for req_id, key, name in zip(self.probe_req_ids, keys, names, strict=True):
                 prefixes.setdefault((req_id, key[-4:]), []).append(name)
@@ -129,19 +129,18 @@ class S3Tier(BlockingTier):
         self.begin_epoch()
         self._epoch.renew()  # after `begin_epoch`: a store that sees this epoch sees that it is too old for it
         self._presence.forget()
-        self._counters.add("resets_total")
         self._saving.ask()
         return True
 
     def stats(self) -> Mapping[str, Any]:
-        counted = {**super().stats(), **self._counters.snapshot()}
+        counted = {**super().stats(), **self._counters.snapshot(), "epoch_repairs_total": self._epoch.repairs}
         counted["open_connections"] = self._bucket.pool.open_connections
         if self._settings.capacity is None:
             return counted
         return {**counted, "used_bytes": self._sweeper.used_bytes, "capacity_bytes": self._settings.capacity}
 
     def describe(self) -> Mapping[str, object]:
-        self._epoch.token(time.monotonic() + _PROBE_S)  # which is not read where it is of another format version
+        self._epoch.value(time.monotonic() + _PROBE_S)  # which is not read where it is of another format version
         next(self._control.listed(self._naming.blocks))
         return {
             "medium": "s3",
@@ -182,7 +181,7 @@ class S3Tier(BlockingTier):
 
     def _store(self, key: OffloadKey, block: memoryview, deadline: float) -> str:
         """Store one block; return why not, or an empty string."""
-        epoch = self._epoch.saved_token(deadline)
+        epoch = self._epoch.saved_value(deadline)
         if self.part_epoch != self.epoch:  # it may be a new one, in which this block has no place
             return "reset"
         self._introduce(deadline)
@@ -201,7 +200,7 @@ class S3Tier(BlockingTier):
 
     def _load(self, key: OffloadKey, block: memoryview, deadline: float) -> str:
         """Put one block into place; return why not, or an empty string."""
-        name = self._naming.block(self._epoch.token(deadline), key)
+        name = self._naming.block(self._epoch.value(deadline), key)
         asked_s = time.monotonic()
         header, payload, status = bytearray(HEADER_BYTES), block, RecordStatus.OK
 
@@ -264,7 +263,7 @@ class S3Tier(BlockingTier):
         if self._epoch.is_saved:
             return
         with suppress(TierError, TimeoutError):
-            self._epoch.saved_token(time.monotonic() + timeout_s)
+            self._epoch.saved_value(time.monotonic() + timeout_s)
 
     def _introduce(self, deadline: float) -> None:
         """Keep the namespace's readable form beside its blocks; one worker does, the others go on."""

@@ -63,3 +63,16 @@ def test_a_mark_from_before_a_reset_is_joined_by_no_process_that_has_seen_it_ret
     assert newcomer.load(OLD) == set()
     assert newcomer.store(LATE).success
     wait_until(lambda: storage.read_mark() != old)
+
+
+def test_a_mark_that_is_lost_while_a_process_runs_is_written_again_and_counted(
+    storage: SharedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = storage.open()
+    assert rig.store(OLD).success
+    mark = storage.read_mark()
+    storage.write_mark(None)
+    monkeypatch.setattr("tiered_kv.toolkit.epoch.CHECK_PAUSE_S", 0.0)
+    assert rig.load(OLD) == set(OLD)
+    assert storage.read_mark() == mark
+    assert rig.tier.stats()["epoch_repairs_total"] == 1

@@ -74,7 +74,7 @@ class FsDoor:
         namespace = self._directory / self._digest.hex()
         mark = EpochMark.decode((namespace / "epoch").read_bytes())
         assert mark is not None, "the epoch's mark is damaged"
-        path = namespace / mark.token / block_path(key, self._digest)
+        path = namespace / mark.value / block_path(key, self._digest)
         return path if path.exists() else None
 
 
@@ -96,7 +96,7 @@ class RedisDoor:
         """Return what a block is called in the present epoch."""
         mark = EpochMark.decode(self._server.get(self._prefix + b"epoch"))
         assert mark is not None, "the epoch's mark is damaged"
-        return self._prefix + mark.token.encode() + b":" + key
+        return self._prefix + mark.value.encode() + b":" + key
 
 
 class S3Door:
@@ -121,7 +121,7 @@ class S3Door:
         mark = EpochMark.decode(self._get(f"{self._root}/epoch") or b"")
         assert mark is not None, "nothing has used the bucket yet"
         digest = digest_of(key).hex()
-        return f"{self._root}/blocks/{mark.token}/{digest[:2]}/{digest}"
+        return f"{self._root}/blocks/{mark.value}/{digest[:2]}/{digest}"
 
     def _get(self, name: str) -> bytes | None:
         try:

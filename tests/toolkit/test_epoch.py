@@ -67,17 +67,17 @@ def storage() -> Storage:
     return Storage()
 
 
-def stored_token(storage: Storage) -> str:
+def stored_value(storage: Storage) -> str:
     assert storage.data is not None
     mark = EpochMark.decode(storage.data)
     assert mark is not None
-    return mark.token
+    return mark.value
 
 
 def check(epoch: Epoch) -> None:
     """Have the epoch look at the storage now."""
     epoch.doubt()
-    epoch.token(NEVER)
+    epoch.value(NEVER)
 
 
 def test_a_mark_is_one_short_line(storage: Storage) -> None:
@@ -89,35 +89,35 @@ def test_a_mark_is_one_short_line(storage: Storage) -> None:
 
 def test_two_that_open_an_empty_storage_at_once_share_an_epoch(storage: Storage) -> None:
     second = Epoch(storage)
-    tokens: list[str] = []
+    values: list[str] = []
 
     class Raced(Through):
         def create(self, data: bytes, deadline: float) -> None:
-            tokens.append(second.saved_token(NEVER))  # is faster
+            values.append(second.saved_value(NEVER))  # is faster
             super().create(data, deadline)
 
-    assert [Epoch(Raced(storage)).saved_token(NEVER)] == tokens
+    assert [Epoch(Raced(storage)).saved_value(NEVER)] == values
 
 
 def test_a_reset_needs_no_storage(storage: Storage) -> None:
     epoch = Epoch(storage)
-    before = epoch.saved_token(NEVER)
+    before = epoch.saved_value(NEVER)
     storage.is_down = True
     epoch.renew()
-    assert epoch.token(NEVER) != before
+    assert epoch.value(NEVER) != before
     with pytest.raises(TierUnavailableError):
-        epoch.saved_token(NEVER)
+        epoch.saved_value(NEVER)
     storage.is_down = False
-    assert epoch.saved_token(NEVER) == stored_token(storage) != before
+    assert epoch.saved_value(NEVER) == stored_value(storage) != before
 
 
 @pytest.mark.parametrize("found", [None, b"", b"nonsense", b"tiered-kv epoch 1 5 0123456789abcdef 0000000000000000\n"])
 def test_a_mark_that_is_lost_while_a_process_runs_is_written_again(storage: Storage, found: bytes | None) -> None:
     epoch = Epoch(storage)
-    token = epoch.saved_token(NEVER)
+    value = epoch.saved_value(NEVER)
     storage.data = found
     check(epoch)
-    assert stored_token(storage) == token
+    assert stored_value(storage) == value
     assert epoch.repairs == 1
 
 
@@ -125,9 +125,9 @@ def test_a_reset_before_the_first_use_retires_what_the_storage_has(storage: Stor
     storage.data = EpochMark(3, "0" * 16).encode()
     epoch = Epoch(storage)
     epoch.renew()
-    assert epoch.saved_token(NEVER) == stored_token(storage)
+    assert epoch.saved_value(NEVER) == stored_value(storage)
     storage.data = EpochMark(3, "0" * 16).encode()
-    assert Epoch(storage).saved_token(NEVER) != "0" * 16
+    assert Epoch(storage).saved_value(NEVER) != "0" * 16
 
 
 def test_a_reset_whose_write_was_done_and_not_answered_stays_done(storage: Storage) -> None:
@@ -141,81 +141,81 @@ def test_a_reset_whose_write_was_done_and_not_answered_stays_done(storage: Stora
 
     storage.data = EpochMark(7, "0" * 16).encode()
     running = Epoch(storage)
-    running.saved_token(NEVER)
+    running.saved_value(NEVER)
     unanswered = Unanswered(storage)
     resetting = Epoch(unanswered)
     resetting.renew()
     with pytest.raises(TierUnavailableError):
-        resetting.saved_token(NEVER)
+        resetting.saved_value(NEVER)
     unanswered.is_answered = True
-    token = resetting.saved_token(NEVER)
+    value = resetting.saved_value(NEVER)
     forget_retired()  # the other process has seen nothing of it
     check(running)
-    assert stored_token(storage) == token
+    assert stored_value(storage) == value
 
 
 def test_a_process_that_was_idle_does_not_undo_a_reset_that_came_after_a_fall_back(storage: Storage) -> None:
     idle = Epoch(storage)
-    first = idle.saved_token(NEVER)
+    first = idle.saved_value(NEVER)
     for _ in range(2):
         idle.renew()
-        second = idle.saved_token(NEVER)
+        second = idle.saved_value(NEVER)
     storage.data = storage.history[0]
     forget_retired()  # another process
     resetting = Epoch(storage)
-    assert resetting.saved_token(NEVER) == first
+    assert resetting.saved_value(NEVER) == first
     resetting.renew()
-    third = resetting.saved_token(NEVER)
+    third = resetting.saved_value(NEVER)
     forget_retired()
     check(idle)
-    assert idle.token(NEVER) == second
+    assert idle.value(NEVER) == second
     forget_retired()  # who opens later
-    assert Epoch(storage).saved_token(NEVER) not in (first, second)
-    after = stored_token(storage)
+    assert Epoch(storage).saved_value(NEVER) not in (first, second)
+    after = stored_value(storage)
     for epoch in (resetting, idle, resetting, idle):
         check(epoch)
-    assert stored_token(storage) == after
-    assert resetting.token(NEVER) == third
+    assert stored_value(storage) == after
+    assert resetting.value(NEVER) == third
 
 
 @pytest.mark.parametrize("found", ["nothing", "damaged", "its own"])
 def test_a_process_whose_epoch_is_over_does_not_bring_it_back(storage: Storage, found: str) -> None:
     running, resetting = Epoch(storage), Epoch(storage)
-    old = running.saved_token(NEVER)
+    old = running.saved_value(NEVER)
     resetting.renew()
-    resetting.saved_token(NEVER)
+    resetting.saved_value(NEVER)
     check(running)  # it sees the other's reset
     storage.data = {"nothing": None, "damaged": b"nonsense", "its own": storage.history[0]}[found]
     check(running)
     forget_retired()  # who opens later is another process
-    assert Epoch(storage).saved_token(NEVER) != old
+    assert Epoch(storage).saved_value(NEVER) != old
 
 
 def test_a_later_reset_wins_over_an_earlier_one(storage: Storage) -> None:
     first, second = Epoch(storage), Epoch(storage)
-    first.saved_token(NEVER)
+    first.saved_value(NEVER)
     second.renew()  # before it has read the mark
     first.renew()
-    first.saved_token(NEVER)
-    token = second.saved_token(NEVER)
+    first.saved_value(NEVER)
+    value = second.saved_value(NEVER)
     check(first)
-    assert stored_token(storage) == token
+    assert stored_value(storage) == value
 
 
 def test_checks_are_made_now_and_then_or_when_there_is_a_doubt(storage: Storage) -> None:
     now_s = 0.0
     epoch = Epoch(storage, clock=lambda: now_s)
-    token = epoch.saved_token(NEVER)
+    value = epoch.saved_value(NEVER)
     reads = storage.reads
     for _ in range(100):
-        assert epoch.token(NEVER) == epoch.saved_token(NEVER) == token
+        assert epoch.value(NEVER) == epoch.saved_value(NEVER) == value
     assert storage.reads == reads
     epoch.doubt()
-    epoch.token(NEVER)
+    epoch.value(NEVER)
     assert storage.reads == reads + 1
     now_s = CHECK_PAUSE_S
-    epoch.saved_token(NEVER)
-    epoch.saved_token(NEVER)
+    epoch.saved_value(NEVER)
+    epoch.saved_value(NEVER)
     assert storage.reads == reads + 2
 
 
@@ -231,33 +231,33 @@ def test_a_mark_that_does_not_answer_costs_few_jobs_its_time(storage: Storage) -
             return super().read(deadline)
 
     epoch = Epoch(Silent(storage), clock=lambda: now_s)
-    token = epoch.saved_token(NEVER)
+    value = epoch.saved_value(NEVER)
     storage.is_down = True
     epoch.doubt()
     for _ in range(100):
-        assert epoch.token(NEVER) == token
+        assert epoch.value(NEVER) == value
     assert now_s == CHECK_WAIT_S
     now_s = CHECK_PAUSE_S
-    epoch.token(NEVER)
+    epoch.value(NEVER)
     assert now_s == CHECK_PAUSE_S + CHECK_WAIT_S
 
 
 def test_a_check_that_fails_stops_nobody_and_is_made_again(storage: Storage) -> None:
     epoch = Epoch(storage, clock=lambda: 0.0)
-    token = epoch.saved_token(NEVER)
+    value = epoch.saved_value(NEVER)
     storage.data = None
     storage.is_down = True
     epoch.doubt()
-    assert epoch.saved_token(NEVER) == token
+    assert epoch.saved_value(NEVER) == value
     storage.is_down = False
-    assert epoch.saved_token(NEVER) == token
-    assert stored_token(storage) == token
+    assert epoch.saved_value(NEVER) == value
+    assert stored_value(storage) == value
 
 
 def test_the_mark_of_another_version_is_refused_and_left(storage: Storage) -> None:
     storage.data = b"tiered-kv epoch 2 whatever it says\n"
     with pytest.raises(FormatError, match="format version 2"):
-        Epoch(storage).saved_token(NEVER)
+        Epoch(storage).saved_value(NEVER)
     assert storage.data == b"tiered-kv epoch 2 whatever it says\n"
 
 
@@ -270,9 +270,9 @@ def test_a_reset_during_a_write_is_written_by_the_next_use(storage: Storage) -> 
             super().create(data, deadline)
 
     epoch = Epoch(Resets(storage))
-    overtaken = epoch.saved_token(NEVER)
+    overtaken = epoch.saved_value(NEVER)
     assert not epoch.is_saved
-    assert epoch.saved_token(NEVER) == stored_token(storage) != overtaken
+    assert epoch.saved_value(NEVER) == stored_value(storage) != overtaken
     assert epoch.is_saved
 
 
@@ -286,14 +286,14 @@ def test_nobody_waits_longer_than_its_deadline_for_another_thread(storage: Stora
             return super().read(deadline)
 
     epoch = Epoch(Slow())
-    thread = threading.Thread(target=epoch.saved_token, args=(NEVER,))
+    thread = threading.Thread(target=epoch.saved_value, args=(NEVER,))
     thread.start()
     try:
         assert reading.wait(60)
         with pytest.raises(TimeoutError):
-            epoch.saved_token(0.0)
+            epoch.saved_value(0.0)
         epoch.renew()  # nor does a reset wait
-        assert epoch.token(0.0)
+        assert epoch.value(0.0)
     finally:
         may_answer.set()
         thread.join()
@@ -311,21 +311,21 @@ class Processes(RuleBasedStateMachine):
     @rule(index=st.integers(0, 2))
     def use(self, index: int) -> None:
         epoch = self.epochs[index]
-        token = epoch.saved_token(NEVER)
-        assert token == epoch.token(NEVER)
+        value = epoch.saved_value(NEVER)
+        assert value == epoch.value(NEVER)
         assert epoch.is_saved
 
     @rule(index=st.integers(0, 2))
     def reset(self, index: int) -> None:
-        before = self.epochs[index].saved_token(NEVER)
+        before = self.epochs[index].saved_value(NEVER)
         self.epochs[index].renew()
         self.retired.add(before)
-        assert self.epochs[index].token(NEVER) != before
+        assert self.epochs[index].value(NEVER) != before
 
     @rule(index=st.integers(0, 2))
     def reopen(self, index: int) -> None:
         self.epochs[index] = Epoch(self.storage)
-        assert self.epochs[index].saved_token(NEVER) not in self.retired
+        assert self.epochs[index].saved_value(NEVER) not in self.retired
 
     @rule(index=st.integers(0, 2))
     def check(self, index: int) -> None:
@@ -343,9 +343,9 @@ class Processes(RuleBasedStateMachine):
     @invariant()
     def a_storage_that_everybody_has_looked_at_has_a_mark_that_is_in_use(self) -> None:
         for epoch in self.epochs * 2:
-            epoch.saved_token(NEVER)
+            epoch.saved_value(NEVER)
             check(epoch)
-        assert stored_token(self.storage) not in self.retired
+        assert stored_value(self.storage) not in self.retired
 
 
 TestProcesses = Processes.TestCase

@@ -141,6 +141,5 @@ TIER: Final = {
     "renewed_blocks_total": Metric("Blocks copied onto themselves because they were used."),
     "failed_renewals_total": Metric("Renewals that the server refused."),
     "failed_sweeps_total": Metric("Sweeps that could not list or delete."),
-    "resets_total": Metric("Resets of the cache."),
 }
 """What the built-in tiers count themselves, by name."""

@@ -1,6 +1,6 @@
 """The epoch of a namespace: it separates the blocks from before a reset from those after it.
 
-An epoch is a random *token* that stands in the name of every block. A reset makes another token, so no process asks for
+An epoch is a random *value* that stands in the name of every block. A reset makes another value, so no process asks for
 the older names again. The storage keeps a small *mark*, which tells later processes which epoch to join.
 
 A mark also has a *number*: how many resets came before it. Storage can fall back to an older mark (a failover to a
@@ -45,14 +45,14 @@ _RETIRED_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class EpochMark:
-    """The storage's record of an epoch: how many resets came before it, and its token of 16 hexadecimal digits."""
+    """The storage's record of an epoch: how many resets came before it, and its value of 16 hexadecimal digits."""
 
     number: int
-    token: str
+    value: str
 
     def encode(self) -> bytes:
         """Return the mark's stored form: one line of text with a checksum."""
-        body = f"{self.number} {self.token}"
+        body = f"{self.number} {self.value}"
         return f"tiered-kv epoch {FORMAT_VERSION} {body} {xxhash.xxh3_64_hexdigest(body.encode())}\n".encode()
 
     @classmethod
@@ -117,15 +117,15 @@ class Epoch:
         return self._mark is None or self._is_saved
 
     def renew(self) -> str:
-        """Retire the epoch and make another. The next use of `saved_token` writes it. Return its token."""
+        """Retire the epoch and make another. The next use of `saved_value` writes it. Return its value."""
         with self._lock:
             number = 1
             if self._mark is not None:
-                _retire(self._mark.token)
+                _retire(self._mark.value)
                 number = self._mark.number + 1
             self._mark = EpochMark(number, _draw())
             self._is_saved = False
-            return self._mark.token
+            return self._mark.value
 
     def doubt(self) -> None:
         """Check the storage's mark before the next use: the storage may have been restarted, or failed over."""
@@ -136,8 +136,8 @@ class Epoch:
         with self._lock:
             self._is_saved = False
 
-    def token(self, deadline: float) -> str:
-        """Return the token of this process's epoch, for reading; before a first reset it is joined here.
+    def value(self, deadline: float) -> str:
+        """Return the value of this process's epoch, for reading; before a first reset it is joined here.
 
         Raises:
             TimeoutError: Another thread reads or writes the mark until the deadline.
@@ -146,20 +146,20 @@ class Epoch:
         """
         mark = self._mark
         if mark is None:
-            return self.saved_token(deadline)
+            return self.saved_value(deadline)
         self._check_if_due(deadline)
-        return mark.token
+        return mark.value
 
-    def saved_token(self, deadline: float) -> str:
-        """Return the token of this process's epoch, whose mark the storage has; for storing.
+    def saved_value(self, deadline: float) -> str:
+        """Return the value of this process's epoch, whose mark the storage has; for storing.
 
         Raises:
-            As `token`.
+            As `value`.
         """
         mark = self._saved_mark()
         if mark is not None:
             self._check_if_due(deadline)
-            return mark.token
+            return mark.value
         if not self._io_lock.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
             raise TimeoutError("another thread is reading or writing the epoch's mark")
         try:
@@ -200,46 +200,46 @@ class Epoch:
         if mark is None:
             return  # the next use joins, or writes
         data, found = self._read(deadline)
-        is_over = _is_retired(mark.token)  # another process was reset after this one
-        if found is not None and not _is_retired(found.token):
-            if found.token == mark.token:
+        is_over = _is_retired(mark.value)  # another process was reset after this one
+        if found is not None and not _is_retired(found.value):
+            if found.value == mark.value:
                 return
             is_over = True
             if found.number >= mark.number:
-                _retire(mark.token)
+                _retire(mark.value)
                 return
             # The storage fell back, and another process may have been reset since: no process knows the right epoch.
         repaired = EpochMark(max(mark.number, found.number if found else 0) + 1, _draw()) if is_over else mark
         write = self._store.create if data is None else self._store.write
         write(repaired.encode(), deadline)
         if is_over:
-            _retire(mark.token)
+            _retire(mark.value)
         self.repairs += 1
 
     def _settle(self, deadline: float) -> str:
         """Join the stored epoch, or write this process's own."""
         saved, mark = self._saved_mark(), self._mark
         if saved is not None:  # another thread was first
-            return saved.token
+            return saved.value
         data, found = self._read(deadline)
         if mark is None:
             settled = self._joined(data, found, deadline)
         else:
             settled = mark
-            is_another = found is not None and found.token != mark.token  # not where an unanswered write was done
+            is_another = found is not None and found.value != mark.value  # not where an unanswered write was done
             if found is not None:
-                settled = EpochMark(max(mark.number, found.number + is_another), mark.token)
+                settled = EpochMark(max(mark.number, found.number + is_another), mark.value)
             self._store.write(settled.encode(), deadline)
             if found is not None and is_another:
-                _retire(found.token)
+                _retire(found.value)
         self._checked_at_s = self._clock()
         with self._lock:
             if self._mark is mark:  # otherwise a reset came meanwhile, and the next use writes its own
                 self._mark, self._is_saved = settled, True
-        return settled.token
+        return settled.value
 
     def _joined(self, data: bytes | None, found: EpochMark | None, deadline: float) -> EpochMark:
-        if found is not None and not _is_retired(found.token):
+        if found is not None and not _is_retired(found.value):
             return found
         drawn = EpochMark(found.number + 1 if found is not None else 0, _draw())
         if data is not None:
@@ -247,7 +247,7 @@ class Epoch:
             return drawn
         self._store.create(drawn.encode(), deadline)
         _, found = self._read(deadline)  # another process may have been faster
-        return drawn if found is None or _is_retired(found.token) else found
+        return drawn if found is None or _is_retired(found.value) else found
 
 
 def forget_retired() -> None:
@@ -261,16 +261,16 @@ def _draw() -> str:
 
 
 _retired: dict[str, None] = {}
-"""Tokens that this process has seen retired, in any tier; in order, the oldest is removed first."""
+"""Values that this process has seen retired, in any tier; in order, the oldest is removed first."""
 _retired_lock = threading.Lock()
 
 
-def _retire(token: str) -> None:
+def _retire(value: str) -> None:
     with _retired_lock:
-        _retired[token] = None
+        _retired[value] = None
         if len(_retired) > _RETIRED_MAX:
             del _retired[next(iter(_retired))]
 
 
-def _is_retired(token: str) -> bool:
-    return token in _retired
+def _is_retired(value: str) -> bool:
+    return value in _retired

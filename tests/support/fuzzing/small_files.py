@@ -64,9 +64,9 @@ def _run(data: bytes) -> None:
 
 def _open(path: Path) -> Directory:
     directory = Directory(str(path), Identity(NAMESPACE, {"model": "fuzz"}, 512))
-    token = Epoch(directory).token(time.monotonic() + 60.0)
-    assert len(token) == 16
-    assert set(token) <= set("0123456789abcdef")
+    value = Epoch(directory).value(time.monotonic() + 60.0)
+    assert len(value) == 16
+    assert set(value) <= set("0123456789abcdef")
     return directory
 
 
