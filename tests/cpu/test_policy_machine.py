@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import hypothesis
 import pytest
 from hypothesis import strategies as st
@@ -25,15 +27,16 @@ class PolicyMachine(RuleBasedStateMachine):
     """A tier of few blocks, which holds prefixes of prompts, and its policy."""
 
     policy_name: str
+    num_blocks = NUM_BLOCKS
     has_pins: bool
     """Whether blocks are pinned and protected. While they are, a head may go before a tail that may not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy: CachePolicy = make_policy(self.policy_name, NUM_BLOCKS)
+        self.policy: CachePolicy = make_policy(self.policy_name, self.num_blocks)
         self.resident: dict[Prefix, CPUBlock] = {}
         self.pinned: dict[Prefix, CPUBlock] = {}
-        self.free = [CPUBlock(block_id) for block_id in range(NUM_BLOCKS)]
+        self.free = [CPUBlock(block_id) for block_id in range(self.num_blocks)]
         self.last = RequestChain()
         self.step = 0
 
@@ -165,3 +168,16 @@ def test_a_policy_keeps_its_promises_in_any_order_of_events(
     monkeypatch.setattr(density, "LEARN_EVERY", 12)
     machine = type("Machine", (PolicyMachine,), {"policy_name": policy_name, "has_pins": has_pins})
     run_state_machine_as_test(machine, settings=hypothesis.settings(max_examples=30, stateful_step_count=30))
+
+
+@pytest.mark.parametrize("num_blocks", [12, 16])
+@pytest.mark.parametrize("policy_name", POLICIES)
+def test_a_small_tier_keeps_them_over_many_requests(policy_name: str, num_blocks: int) -> None:
+    """Blocks come back while a policy still remembers some of their keys: rare in the short runs above."""
+    attributes = {"policy_name": policy_name, "num_blocks": num_blocks, "has_pins": False}
+    machine = type("Machine", (PolicyMachine,), attributes)()
+    chance = random.Random(0)
+    for _ in range(1000):
+        machine.request(tuple(chance.choices([0, 0, 1], k=chance.randint(1, 7))), chance.randint(1, 4))
+        machine.end_step()
+    machine.teardown()

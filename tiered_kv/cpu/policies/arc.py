@@ -4,7 +4,8 @@ After N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cac
 request (T1) and blocks used by several (T2) are kept apart, and the share of T1 adapts to the keys of evicted blocks
 (B1, B2) that come back. One rule is added. A block of T2 may be the head of a prefix whose tail is still in T1, and
 the tail must be evicted first. A tail was never used after its head. So T2 evicts only when its oldest request is older
-than T1's.
+than T1's. For the same reason a block that comes back goes to T2 only if its request has no new block in T1: that one
+would be its head.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class ARCPolicy(CachePolicy):
                 self._recent_target = max(self._recent_target - step, 0.0)
                 del frequent[key]
             else:
+                chain.note = True  # it has a new block in T1
                 continue
-            block.is_frequent = True
+            block.is_frequent = not chain.note
 
     def add(self, blocks: Iterable[CPUBlock]) -> None:
         self._clock += 1
