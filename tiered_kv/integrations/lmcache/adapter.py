@@ -137,7 +137,8 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         work = _Work(len(keys), len(parts), partial(self._end_transfer, kind, number, keys, names, parts))
         for tier_set, places in parts.items():
             offsets = [objects[place].data_ptr - self._l1.ptr for place in places]
-            tier_set.use(partial(_begin, kind, work, places, [names[place] for place in places], offsets))
+            task = partial(_begin, kind, work, places, [names[place] for place in places], offsets)
+            tier_set.use(task, stores=kind is _Kind.STORE)
         return number
 
     def _end_transfer(
@@ -178,7 +179,8 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
                 parts.setdefault(tier_set, []).append(place)
         work = _Work(len(keys), len(parts), lambda answers: self._put(_Kind.LOOKUP, number, _bitmap(answers)))
         for tier_set, places in parts.items():
-            tier_set.use(partial(_begin, _Kind.LOOKUP, work, places, [offload_key(keys[place]) for place in places]))
+            task = partial(_begin, _Kind.LOOKUP, work, places, [offload_key(keys[place]) for place in places])
+            tier_set.use(task, stores=False)
         return number
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
