@@ -292,6 +292,29 @@ class Checks:
             assert rig.adapter.pop_completed_store_tasks() == {}
             assert not rig.adapter.report_status()["is_healthy"]
 
+    def a_new_layout_opens_nothing_during_the_close_or_later(self) -> None:
+        closing, gate, before = threading.Event(), threading.Event(), threading.active_count()
+        close_tiers = DirectTiers.close
+
+        def closes_late(tiers: DirectTiers, timeout_s: float) -> bool:
+            closing.set()
+            gate.wait(WAIT_S)
+            return close_tiers(tiers, timeout_s)
+
+        with mock.patch.object(DirectTiers, "close", closes_late), host(self._tier(), sets=3) as rig:
+            assert rig.store(keys_of(1), rig.objects(1)).is_successful()
+            closer = threading.Thread(target=rig.adapter.close)
+            closer.start()
+            try:
+                assert closing.wait(WAIT_S)
+                assert not rig.store(keys_of(1, model_name="during"), rig.objects(1)).is_successful()
+            finally:
+                gate.set()
+            closer.join()
+            rig.adapter.submit_store_task(keys_of(1, model_name="after"), rig.objects(1))
+            wait_until(lambda: threading.active_count() <= before)
+            assert [each["model"] for each in rig.adapter.report_status()["sets"]] == ["m"]
+
     def memory_that_is_not_there_is_refused(self) -> None:
         try:
             TieredKVL2Adapter({"tiers": [self._tier()], "namespace": {"revision": "1"}}, l1_memory_desc=None)
