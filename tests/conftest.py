@@ -51,7 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="of each slow test's cases run the first and every N-th after it, or both of two, as .ci/run does",
+        help="of each slow test's cases run the first and every N-th after it, or both of two, and none that is marked "
+        "`full`; as .ci/run does",
     )
 
 

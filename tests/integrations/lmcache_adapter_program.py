@@ -153,9 +153,41 @@ class Checks:
         for entry in (self._tier("memory"), self._tier("fs"), self._tier("nvme")):
             with host(entry) as rig:
                 keys = [*keys_of(1), *keys_of(1, object_group_id=1)]
-                rig.lookup(keys, {0: FULL, 1: ODD})  # both at once
-                opened = [each for each in rig.adapter.report_status()["sets"] if "error" not in each]
+                assert not rig.store(keys, [*rig.objects(1), *rig.objects(1, ODD)]).is_successful()  # both at once
+                opened = [each for each in rig.adapter.report_status()["sets"] if "tiers" in each]
                 assert len(opened) == 1
+
+    def a_lookup_of_what_was_never_stored_takes_no_place(self) -> None:
+        for entry in (self._tier("fs"), self._tier("memory"), self._tier("nvme")):
+            for_lookups = tier_set.LOOKUP_SETS_MAX if entry["type"] == "fs" else 0
+            with host(entry) as rig:
+                for number in range(tier_set.LOOKUP_SETS_MAX + 1):
+                    assert rig.lookup(keys_of(1, model_name=f"stranger {number}")) == [False]
+                assert rig.load(keys_of(1, model_name="stranger 0"), rig.objects(1)) == [False]
+                shown = rig.adapter.report_status()["sets"]
+                assert sum("tiers" in each for each in shown) == for_lookups
+                assert for_lookups or not Path(str(entry.get("path"))).exists()
+                assert rig.lookup(keys_of(1)) == [False]
+                assert rig.store(keys_of(1), rig.objects(1)).is_successful()
+                assert rig.lookup(keys_of(1)) == [True]
+                assert not rig.store(keys_of(1, model_name="stranger 0"), rig.objects(1)).is_successful()
+                assert "raise adapter_params.sets" in rig.adapter.report_status()["sets"][0]["error"]
+
+    def a_store_that_comes_during_a_lookup_opens_the_tiers(self) -> None:
+        asked, gate = threading.Event(), threading.Event()
+
+        def after_the_decision(_: threading.Timer) -> None:
+            asked.set()
+            gate.wait(WAIT_S)
+
+        with mock.patch.object(threading.Timer, "cancel", after_the_decision), host(self._tier()) as rig:
+            rig.adapter.submit_lookup_and_lock_task(keys_of(1), {0: FULL.layout})
+            assert asked.wait(WAIT_S)
+            task = rig.adapter.submit_store_task(keys_of(1), rig.objects(1))
+            gate.set()
+            done: dict[int, Any] = {}
+            wait_until(lambda: done.update(rig.adapter.pop_completed_store_tasks()) or task in done)
+            assert done[task].is_successful()
 
     def tiers_that_open_slowly_hold_no_task_up(self) -> None:
         gate = threading.Event()
@@ -245,7 +277,7 @@ class Checks:
             mock.patch.object(tier_set, "DirectTiers", side_effect=RuntimeError("redis://:secret@host")),
             host(self._tier()) as rig,
         ):
-            assert rig.lookup(keys_of(1)) == [False]
+            assert not rig.store(keys_of(1), rig.objects(1)).is_successful()
             assert rig.lookup(keys_of(1, model_name="m" * 1025)) == [False]
             errors = [each["error"] for each in rig.adapter.report_status()["sets"]]
             assert errors[0] == "RuntimeError"
@@ -259,6 +291,29 @@ class Checks:
             rig.adapter.submit_lookup_and_lock_task(keys_of(1), {})
             assert rig.adapter.pop_completed_store_tasks() == {}
             assert not rig.adapter.report_status()["is_healthy"]
+
+    def a_new_layout_opens_nothing_during_the_close_or_later(self) -> None:
+        closing, gate, before = threading.Event(), threading.Event(), threading.active_count()
+        close_tiers = DirectTiers.close
+
+        def closes_late(tiers: DirectTiers, timeout_s: float) -> bool:
+            closing.set()
+            gate.wait(WAIT_S)
+            return close_tiers(tiers, timeout_s)
+
+        with mock.patch.object(DirectTiers, "close", closes_late), host(self._tier(), sets=3) as rig:
+            assert rig.store(keys_of(1), rig.objects(1)).is_successful()
+            closer = threading.Thread(target=rig.adapter.close)
+            closer.start()
+            try:
+                assert closing.wait(WAIT_S)
+                assert not rig.store(keys_of(1, model_name="during"), rig.objects(1)).is_successful()
+            finally:
+                gate.set()
+            closer.join()
+            rig.adapter.submit_store_task(keys_of(1, model_name="after"), rig.objects(1))
+            wait_until(lambda: threading.active_count() <= before)
+            assert [each["model"] for each in rig.adapter.report_status()["sets"]] == ["m"]
 
     def memory_that_is_not_there_is_refused(self) -> None:
         try:

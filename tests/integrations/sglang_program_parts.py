@@ -174,6 +174,14 @@ def erase(pool: Any) -> None:
         tensor.zero_()
 
 
+def overwrite(pool: Any, pages: Sequence[int]) -> None:
+    """Fill pages with a pattern that none has after `fill`."""
+    import ctypes
+
+    for address, size in zip(*pool.get_page_buffer_meta(slots(pool, pages)), strict=True):
+        ctypes.memset(address, 0xFF, size)
+
+
 def pages_of(pool: Any, pages: Sequence[int]) -> list[list[bytes]]:
     """Return the bytes of pages, read by SGLang's own words for places."""
     import ctypes

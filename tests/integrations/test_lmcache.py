@@ -124,8 +124,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("lmcache")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_server_that_was_killed_finds_and_verifies_everything(ranks: int, tmp_path: Path) -> None:
     server = LMCacheServer(tmp_path, [nvme(tmp_path)])
     with server:

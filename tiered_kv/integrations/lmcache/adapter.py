@@ -89,9 +89,10 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         self._notifiers = {kind: create_event_notifier() for kind in _Kind}
         self._numbers = itertools.count()
         self._places = Places(self._settings.sets)
-        self._lock = threading.Lock()  # guards the three below; held for dictionary operations only
+        self._lock = threading.Lock()  # guards the four below; held for dictionary operations only
         self._results: dict[_Kind, dict[int, Any]] = {kind: {} for kind in _Kind}
         self._sets: dict[tuple[object, ...], TierSet] = {}
+        self._is_closing = False  # whether no further set is opened
         self._is_closed = False
         self._was_asked_to_delete = False
 
@@ -137,7 +138,8 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         work = _Work(len(keys), len(parts), partial(self._end_transfer, kind, number, keys, names, parts))
         for tier_set, places in parts.items():
             offsets = [objects[place].data_ptr - self._l1.ptr for place in places]
-            tier_set.use(partial(_begin, kind, work, places, [names[place] for place in places], offsets))
+            task = partial(_begin, kind, work, places, [names[place] for place in places], offsets)
+            tier_set.use(task, stores=kind is _Kind.STORE)
         return number
 
     def _end_transfer(
@@ -178,7 +180,8 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
                 parts.setdefault(tier_set, []).append(place)
         work = _Work(len(keys), len(parts), lambda answers: self._put(_Kind.LOOKUP, number, _bitmap(answers)))
         for tier_set, places in parts.items():
-            tier_set.use(partial(_begin, _Kind.LOOKUP, work, places, [offload_key(keys[place]) for place in places]))
+            task = partial(_begin, _Kind.LOOKUP, work, places, [offload_key(keys[place]) for place in places])
+            tier_set.use(task, stores=False)
         return number
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -206,7 +209,10 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
                 memory = (self._l1.ptr, self._l1.size)
                 told = (model, _text_of(shapes, dtypes), block_bytes, self._settings, memory)
                 found = TierSet(*told, self._places, self._tell_removed)
-                self._sets[layout] = found
+                if self._is_closing:
+                    found.close()  # it opens nothing, so that its tasks end with misses
+                else:
+                    self._sets[layout] = found
             return found
 
     def _tell_removed(self, tier_set: TierSet, keys: Sequence[OffloadKey]) -> None:
@@ -255,6 +261,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
 
     def close(self) -> None:
         with self._lock:
+            self._is_closing = True
             sets = list(self._sets.values())
         for each in sets:
             each.close()

@@ -1,4 +1,4 @@
-"""The tiers of one model and one layout of its blocks: opened when they are first used, by a thread of their own."""
+"""The tiers of one model and one layout of its blocks: opened when they may be of use, by a thread of their own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.validation import validate
 from tiered_kv.direct import DirectTiers
-from tiered_kv.direct.settings import part_of
+from tiered_kv.direct.settings import OWN_STORAGE, part_of
 from tiered_kv.errors import ConfigError, ShutdownError, TieredKVError, TierError
 from tiered_kv.integrations.lmcache.settings import LOCATION, QUEUE_S_MAX, AdapterSettings
 from tiered_kv.integrations.lmcache.version import LMCACHE_VERSION
@@ -28,10 +28,12 @@ from tiered_kv.integrations.lmcache.version import LMCACHE_VERSION
 _log = logging.getLogger(__name__)
 
 RETRY_S = 10.0
-"""How long tiers that could not be opened are left alone."""
+"""How long tiers that could not be opened, or can have no block, are left alone."""
 OPEN_S_MAX = 10.0
 """How long tasks wait for the tiers to open; meanwhile they hold objects of L1, or a request waits for them."""
 CLOSE_TIMEOUT_S = 30.0
+LOOKUP_SETS_MAX = 16
+"""How many sets whose tiers all share their storage may be open although nothing is stored into them."""
 KNOWN_MAX = 1 << 20
 """How many blocks of a set LMCache is told to be there, in some 200 MiB. Most tiers do not report what they remove."""
 _DIGEST_CHARACTERS = 12
@@ -42,15 +44,31 @@ Task = Callable[[DirectTiers | None], None]
 
 
 class Places:
-    """How many sets can still be opened. One opens at a time, so that no two find the same place free."""
+    """How many sets can still be opened: `free` for any use, and some for lookups and loads alone. Any thread."""
 
     def __init__(self, free: int) -> None:
-        self.free = free
-        self.opening = threading.Lock()  # held for as long as a set opens; guards `free`
+        self.opening = threading.Lock()  # held while a set opens: no two find room in a directory for the same one
+        self._lock = threading.Lock()
+        self._free = {True: free, False: LOOKUP_SETS_MAX}
+
+    def take(self, *, stores: bool) -> bool:
+        """Take a place, for stores or for none, and return whether there was one."""
+        with self._lock:
+            is_free = self._free[stores] > 0
+            self._free[stores] -= is_free
+            return is_free
+
+    def give_back(self, *, stores: bool) -> None:
+        """Leave a place to other sets."""
+        with self._lock:
+            self._free[stores] += 1
 
 
 class TierSet:
     """Lets tasks use the tiers of a layout, and knows which of its blocks LMCache was told of. Any thread.
+
+    A store opens the tiers. A lookup or a load opens them only where they can have blocks already: in storage that all
+    share, or in a directory of this layout.
 
     Args:
         layout: Data type and shape of each array of an object, as text.
@@ -80,15 +98,20 @@ class TierSet:
         self._tiers: DirectTiers | None = None
         self._lock = threading.Lock()  # never held across I/O or a callback
         self._known: OrderedDict[OffloadKey, bool] = OrderedDict()  # all True; those used last are at the end
-        self._waiting: list[Task] = []
+        self._waiting: list[tuple[Task, bool]] = []  # with whether it stores
         self._opener: threading.Thread | None = None
         self._is_closed = False
+        self._stores = False  # whether a store was asked for
+        self._may_store = False  # whether the open tiers have a place for stores
         self._retry_at_s = 0.0
         self._error = ""
 
-    def use(self, task: Task) -> None:
-        """Call `task` with the tiers: at once if they are open, or when they have been opened."""
+    def use(self, task: Task, *, stores: bool) -> None:
+        """Call `task` with the tiers: at once if they are open or can have nothing, or when they have been opened."""
         with self._lock:
+            if stores and not self._stores:
+                self._stores = True
+                self._retry_at_s = 0.0 if self._opener is None else self._retry_at_s
             tiers = None if self._is_closed else self._tiers
             if tiers is None and not self._is_closed and time.monotonic() >= self._retry_at_s:
                 with suppress(RuntimeError):  # no more threads: a later task tries again
@@ -96,9 +119,26 @@ class TierSet:
                         opener = threading.Thread(target=self._open, name="tiered-kv-open", daemon=True)
                         opener.start()
                         self._opener = opener
-                    self._waiting.append(task)
+                    self._waiting.append((task, stores))
                     return
-        task(tiers)
+        self._begin(task, tiers, stores)
+
+    def _begin(self, task: Task, tiers: DirectTiers | None, stores: bool) -> None:
+        task(None if tiers is not None and stores and not self._takes_stores() else tiers)
+
+    def _takes_stores(self) -> bool:
+        """Return whether the open tiers have a place for stores; that for lookups is given back for it."""
+        with self._lock:
+            if not self._may_store and self._places.take(stores=True):
+                self._places.give_back(stores=False)
+                self._may_store, self._error = True, ""
+            is_refused = not self._may_store
+            is_new = is_refused and not self._error
+            if is_new:
+                self._error = self._no_place
+        if is_new:
+            _log.error("nothing is stored for %s: %s", self._what, self._no_place)
+        return not is_refused
 
     def _open(self) -> None:
         patience = threading.Timer(OPEN_S_MAX, self._stop_waiting)
@@ -108,7 +148,6 @@ class TierSet:
             patience.start()
             with self._places.opening:
                 tiers = self._opened()
-                self._places.free -= 1
         except Exception as problem:  # whatever a tier raises: LMCache goes on without its tiers
             # A client library may have put a password into the text of others than ours.
             error = str(problem) if isinstance(problem, TieredKVError) else type(problem).__name__
@@ -116,27 +155,51 @@ class TierSet:
         if error:
             _log.error("no tiers for %s; trying again in %g s: %s", self._what, RETRY_S, error)
         with self._lock:
+            # A store that was asked for since opens them.
+            is_again = tiers is None and not error and self._stores and not self._is_closed
             late, self._tiers = (tiers, None) if self._is_closed else (None, tiers)
-            self._error, self._opener = error, None
-            self._retry_at_s = time.monotonic() + RETRY_S if error else 0.0
+            self._error = error
+            if not is_again:
+                self._opener = None
+                self._retry_at_s = 0.0 if tiers is not None else time.monotonic() + RETRY_S
+        if is_again:
+            self._open()
+            return
         if late is not None:
             late.close()
         self._end_waiting()
 
-    def _opened(self) -> DirectTiers:
+    def _opened(self) -> DirectTiers | None:
+        """Return the tiers, or None where nothing is to be stored and no tier can have a block."""
         settings = self._settings
-        if not self._places.free:
-            raise ConfigError(f"{settings.sets} other models or layouts use the tiers already; raise {LOCATION}.sets")
         namespace = namespace_of(self.model, self.layout, settings)
         digest = namespace.identify(block_bytes=self.block_bytes, block_tokens=1).digest.hex()
-        return DirectTiers(
-            self._memory,
-            block_bytes=self.block_bytes,
-            tiers=[own_part(tier, digest[:_DIGEST_CHARACTERS], settings.sets) for tier in settings.tiers],
-            namespace=namespace,
-            on_removed=self._removed,
-            wait_s_max=QUEUE_S_MAX,
-        )
+        directory = digest[:_DIGEST_CHARACTERS]
+        if not may_have_blocks(settings.tiers, directory) and not self._stores:
+            return None
+        # A part of a capacity, and a directory, are for those that store.
+        stores = self._stores or any(tier.type in OWN_STORAGE for tier in settings.tiers)
+        if not self._places.take(stores=stores):
+            looked_up = f"{LOOKUP_SETS_MAX} other models or layouts have been looked up, and not stored"
+            raise ConfigError(self._no_place if stores else looked_up)
+        try:
+            tiers = DirectTiers(
+                self._memory,
+                block_bytes=self.block_bytes,
+                tiers=[own_part(tier, directory, settings.sets) for tier in settings.tiers],
+                namespace=namespace,
+                on_removed=self._removed,
+                wait_s_max=QUEUE_S_MAX,
+            )
+        except BaseException:
+            self._places.give_back(stores=stores)
+            raise
+        self._may_store = stores
+        return tiers
+
+    @property
+    def _no_place(self) -> str:
+        return f"{self._settings.sets} other models or layouts use the tiers already; raise {LOCATION}.sets"
 
     def _stop_waiting(self) -> None:
         """Let no task wait for tiers that take too long to open. They are used when they are open."""
@@ -152,8 +215,8 @@ class TierSet:
         with self._lock:
             tiers = self._tiers
             waiting, self._waiting = self._waiting, []
-        for task in waiting:
-            task(tiers)
+        for task, stores in waiting:
+            self._begin(task, tiers, stores)
 
     @property
     def _what(self) -> str:
@@ -200,7 +263,8 @@ class TierSet:
         told = {"model": self.model, "layout": self.layout, "block_bytes": self.block_bytes}
         if tiers is None:
             return {**told, "error": self._error}
-        return {**told, "tiers": tiers.status(), "counters": tiers.counters()}
+        shown = {**told, "tiers": tiers.status(), "counters": tiers.counters()}
+        return {**shown, "error": self._error} if self._error else shown
 
     def close(self) -> None:
         """Close the tiers, when no task is in flight any more or `CLOSE_TIMEOUT_S` are over."""
@@ -231,6 +295,12 @@ def namespace_of(model: str, layout: str, settings: AdapterSettings) -> Namespac
         raise ConfigError(f"LMCache tells '{taken[0]}'; choose another name", location=location)
     told_and_said = {"model": model, "layout": layout, **said.model_dump(), "extra": {**said.extra, **told}}
     return validate(Namespace, told_and_said, (LOCATION, "namespace"))
+
+
+def may_have_blocks(tiers: Sequence[TierSettings], directory: str) -> bool:
+    """Return whether a layout's blocks may be there before it is opened: in shared storage, or in its `directory`."""
+    own = [part_of(tier, directory, Fraction(1)) for tier in tiers if tier.type in OWN_STORAGE]
+    return len(own) < len(tiers) or any(Path(tier.path).is_dir() for tier in own if hasattr(tier, "path"))
 
 
 def own_part(tier: TierSettings, directory: str, sets: int) -> TierSettings:
