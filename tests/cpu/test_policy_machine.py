@@ -171,7 +171,7 @@ def test_a_policy_keeps_its_promises_in_any_order_of_events(
 
 
 @pytest.mark.parametrize("num_blocks", [12, 16])
-@pytest.mark.parametrize("policy_name", POLICIES)
+@pytest.mark.parametrize("policy_name", BUILT_IN_POLICIES)
 def test_a_small_tier_keeps_them_over_many_requests(policy_name: str, num_blocks: int) -> None:
     """Blocks come back while a policy still remembers some of their keys: rare in the short runs above."""
     attributes = {"policy_name": policy_name, "num_blocks": num_blocks, "has_pins": False}
