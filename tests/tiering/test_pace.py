@@ -207,6 +207,23 @@ def test_the_rest_of_a_prefix_on_its_way_comes_with_it(make_bench: MakeBench) ->
     assert [len(job) for job in bench.jobs] == [20, 5]
 
 
+@pytest.mark.parametrize("is_front", [False, True], ids=["behind", "in front"])
+@pytest.mark.parametrize("asks_many", [False, True], ids=["lookup", "lookup_many"])
+def test_a_slow_block_is_worth_what_is_lost_without_it(make_bench: MakeBench, asks_many: bool, is_front: bool) -> None:
+    bench = make_bench(PATIENT, PATIENT, num_blocks=256, limits=LIMITS, compute_block_s=0.02)
+    for size in (30, 10, 20, 25):
+        assert ask(bench, size, load_s=0.001 * size) == [True] * size
+        assert ask(bench, size, load_s=0.5, tier=1)
+    fast, slow = [next(NUMBERS) for _ in range(60)], next(NUMBERS)
+    bench.tiers[0].has(*fast)
+    bench.tiers[1].has(slow)
+    wanted, context = keys(slow, *fast) if is_front else keys(*fast, slow), bench.request("mixed")
+    assert (bench.manager.lookup_many if asks_many else bench.lookup)(wanted, context) == [None] * 61
+    bench.step()
+    assert len(bench.tiers[0].jobs) == 1
+    assert len(bench.tiers[1].jobs) == is_front, "0.5 s: one is computed in 0.02 s, and all of them in 1.22"
+
+
 def test_a_part_ahead_that_is_too_short_for_the_way_does_not_cost_the_whole(make_bench: MakeBench) -> None:
     bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
     for size in (30, 10, 20, 25):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class Promotions:
         self._table[key] = promotion
         self._batches.setdefault((guarded, state), []).append(promotion)
         guarded.load_blocks_reserved += 1
-        state.promoting.add(key)
+        state.promoting[key] = None
         return True
 
     def join(self, key: OffloadKey, state: RequestState) -> bool:
@@ -90,7 +91,7 @@ class Promotions:
             return False
         if key not in state.promoting:
             promotion.waiters.append(state)
-            state.promoting.add(key)
+            state.promoting[key] = None
             if promotion.is_try:
                 promotion.guarded.counters.add("too_slow_blocks_total")
                 self._fail(promotion, TOO_SLOW)
@@ -112,9 +113,10 @@ class Promotions:
             keys = [block.key for block in blocks]
             # A half-open breaker admits one job, and another of this step may have been first.
             refusal = guarded.refusal()
-            # What the request gets from earlier loads counts: it waits for them in any case.
+            # What the request gets from earlier loads of the tier counts: it waits for them in any case.
             in_flight = guarded.loads.blocks + len(blocks)
-            compute_s = guarded.pace.compute_s(computed_blocks(state.promoting or keys), state.blocks_before or 0)
+            computed = computed_blocks(self._lost_without(set(keys), guarded, state) or keys)
+            compute_s = guarded.pace.compute_s(computed, state.blocks_before or 0)
             if not refusal and not guarded.pace.is_worth(in_flight, compute_s):
                 refusal = TOO_SLOW
                 asked_for = sum(not promotion.is_ahead for promotion in promotions)
@@ -201,6 +203,12 @@ class Promotions:
             guarded.load_blocks_reserved -= len(promotions)
             self._primary.abandon([promotion.block for promotion in promotions])
 
+    def _lost_without(self, batch: set[OffloadKey], guarded: GuardedTier, state: RequestState) -> list[OffloadKey]:
+        """Return what a request computes without a batch: those of its tier, and all behind the batch's first block."""
+        behind = itertools.dropwhile(lambda key: key not in batch, state.promoting)
+        of_tier = [key for key in state.promoting if self._table[key].guarded is guarded]
+        return list(dict.fromkeys([*of_tier, *behind]))
+
     def _arrive(self, key: OffloadKey, block: CPUBlock) -> bool:
         promotion = self._table.get(key)
         if promotion is None or promotion.block is not block:  # reset in the meantime
@@ -209,7 +217,7 @@ class Promotions:
         waiters = promotion.waiters
         self._primary.commit([block], pins=len(waiters))
         for state in waiters:
-            state.promoting.discard(key)
+            state.promoting.pop(key, None)
             state.sources[key] = promotion.guarded.name
         if waiters:
             self._hold(block, waiters)
@@ -236,7 +244,7 @@ class Promotions:
         """Let nobody wait for a block any more."""
         key, is_undecided = promotion.block.key, promotion.is_ahead and reason == TOO_SLOW
         for state in promotion.waiters:
-            state.promoting.discard(key)
+            state.promoting.pop(key, None)
             if not is_undecided:
                 state.failed.setdefault(key, set()).add(promotion.guarded)
                 state.troubles.setdefault(key, {})[promotion.guarded.number] = reason

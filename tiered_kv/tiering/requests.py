@@ -44,7 +44,7 @@ class RequestState:
         asked_s: When it asked last; infinite before its first answer None, and again after such a load.
         has_waited: Whether it has reached its bound on waiting. Then blocks that are not ready are misses for it.
         timed_out: Tiers whose answer did not come in time, and why; they are a miss for the rest of the request.
-        promoting: Blocks that are being promoted for this request.
+        promoting: Blocks that are being promoted for this request, in the order of its prefix as far as it asks in it.
         held: Promoted blocks, pinned for this request until it loads them.
         held_until_s: When `held` is released.
         sources: The tier that each promoted block came from.
@@ -71,7 +71,7 @@ class RequestState:
     asked_s: float = math.inf
     has_waited: bool = False
     timed_out: dict[GuardedTier, Fate] = field(default_factory=dict)
-    promoting: set[OffloadKey] = field(default_factory=set)
+    promoting: dict[OffloadKey, None] = field(default_factory=dict)
     held: dict[OffloadKey, CPUBlock] = field(default_factory=dict)
     held_until_s: float = 0.0
     sources: dict[OffloadKey, str] = field(default_factory=dict)

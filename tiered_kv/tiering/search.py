@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 
 from tiered_kv.base import OffloadKey, ReqContext
@@ -133,7 +133,7 @@ class Search:
         return False
 
     def below_many(
-        self, keys: Iterable[OffloadKey], blocks: Mapping[OffloadKey, CPUBlock], req_context: ReqContext
+        self, keys: Collection[OffloadKey], blocks: Mapping[OffloadKey, CPUBlock], req_context: ReqContext
     ) -> dict[OffloadKey, bool | None]:
         """Return `below` of distinct keys, with one call of each tier for all of its keys."""
         state = self._requests.state_of(req_context)
@@ -143,6 +143,7 @@ class Search:
             return {key: self._miss(key, state) for key in keys}
         answers: dict[OffloadKey, bool | None] = {}
         rest: list[OffloadKey] = []
+        promoting = len(state.promoting)
         for key in keys:
             block = blocks.get(key)
             if block is None:
@@ -154,6 +155,9 @@ class Search:
                 break
             if guarded not in state.timed_out:
                 rest = self._ask_many(guarded, rest, req_context, state, answers)
+        if len(state.promoting) > promoting:  # in the order of the tiers
+            for key in [key for key in keys if key in state.promoting]:
+                state.promoting[key] = state.promoting.pop(key)
         if self._missed is not None:
             self._missed += rest
         answers.update(dict.fromkeys(rest, False))
