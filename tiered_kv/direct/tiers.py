@@ -42,8 +42,10 @@ class DirectTiers:
     as they are, and does not use those of a load. That holds after a deadline too: a transfer that hangs keeps its task
     open until it ends.
 
-    Blocks over a tier's budgets wait. Nothing is skipped for want of a budget, so what bounds the queue is the memory,
-    of which each waiting block takes a part. A budget is by default a quarter of the memory, and at most 256 MiB.
+    Blocks over a tier's budgets wait, so what bounds the queue is the memory, of which each waiting block takes a part.
+    They stop waiting without a job where no budget becomes free in time: the tier is disabled, its breaker is open, or
+    half-open with a job in flight, expired jobs hold the whole budget, or `wait_s_max` is over. For that tier they have
+    failed. A budget is by default a quarter of the memory, and at most 256 MiB.
 
     Args:
         memory: A writable, contiguous buffer, or (address, bytes). It stays mapped until `close` has returned True.
