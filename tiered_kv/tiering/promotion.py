@@ -113,11 +113,7 @@ class Promotions:
             keys = [block.key for block in blocks]
             # A half-open breaker admits one job, and another of this step may have been first.
             refusal = guarded.refusal()
-            # What the request gets from earlier loads of the tier counts: it waits for them in any case.
-            in_flight = guarded.loads.blocks + len(blocks)
-            computed = computed_blocks(self._lost_without(set(keys), guarded, state) or keys)
-            compute_s = guarded.pace.compute_s(computed, state.blocks_before or 0)
-            if not refusal and not guarded.pace.is_worth(in_flight, compute_s):
+            if not refusal and not self._is_worth(keys, guarded, state):
                 refusal = TOO_SLOW
                 asked_for = sum(not promotion.is_ahead for promotion in promotions)
                 if asked_for:
@@ -203,11 +199,20 @@ class Promotions:
             guarded.load_blocks_reserved -= len(promotions)
             self._primary.abandon([promotion.block for promotion in promotions])
 
-    def _lost_without(self, batch: set[OffloadKey], guarded: GuardedTier, state: RequestState) -> list[OffloadKey]:
-        """Return what a request computes without a batch: those of its tier, and all behind the batch's first block."""
+    def _is_worth(self, keys: Sequence[OffloadKey], guarded: GuardedTier, state: RequestState) -> bool:
+        """Return whether a tier brings a batch sooner than the request would compute what it lacks without it.
+
+        That is what is behind the batch's first block. What earlier loads of the tier bring counts, too: the request
+        waits for them in any case.
+        """
+        if guarded.pace.compute_block_s == math.inf:
+            return True
+        batch = set(keys)
         behind = itertools.dropwhile(lambda key: key not in batch, state.promoting)
         of_tier = [key for key in state.promoting if self._table[key].guarded is guarded]
-        return list(dict.fromkeys([*of_tier, *behind]))
+        computed = computed_blocks(dict.fromkeys([*of_tier, *behind]) or keys)
+        compute_s = guarded.pace.compute_s(computed, state.blocks_before or 0)
+        return guarded.pace.is_worth(guarded.loads.blocks + len(keys), compute_s)
 
     def _arrive(self, key: OffloadKey, block: CPUBlock) -> bool:
         promotion = self._table.get(key)
