@@ -62,6 +62,7 @@ def computed(engine: SGLangEngine, prompts: list[list[int]], tier: str = "nvme",
     return tokens
 
 
+@pytest.mark.full
 def test_a_killed_engine_s_successor_finds_its_pages_and_damaged_ones_are_computed(model: Path, tmp_path: Path) -> None:
     extra = extra_config([nvme(tmp_path)])
     with SGLangEngine(model, tmp_path, hicache(extra)).wait_ready() as engine:

@@ -201,6 +201,7 @@ def test_what_was_read_before_a_read_error_stays_and_the_rest_is_found_later(ben
     keys = make_keys(20)
     for start in range(0, 20, 5):
         bench.put(store, keys[start : start + 5])
+    bench.wait_until_ready(store)  # no segment is being made
     copy_as_a_crash(bench)  # there is no summary
     store.close()
     disk = FaultyDisk()
