@@ -23,6 +23,12 @@ def write_shown(page: str, directory: Path) -> list[str]:
     return [*files]
 
 
+def commands(page: str) -> list[str]:
+    """Return the lines of a page's shell blocks that run the command."""
+    blocks = re.findall(r"^```(?:ba)?sh\n(.*?)^```$", (_DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in block.splitlines() if line.startswith("tiered-kv ")]
+
+
 def undescribed(names: Iterable[str], page: str, section: str = "") -> set[str]:
     """Return which names a page does not mention as code, or its section of that heading."""
     text = (_DOCS / page).read_text()
