@@ -15,7 +15,6 @@ import pytest
 from tests.support.faulty_disk import FaultyDisk, fail, full_after, hold, in_peace
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
-from tiered_kv_nvme import reader
 from tiered_kv_nvme.index import slot_of
 
 if TYPE_CHECKING:
@@ -251,16 +250,18 @@ def fill(bench: StoreBench, store: SegmentStore, label: str, hot: Sequence[Offlo
         store.touch(hot)
 
 
-def test_a_segment_that_cannot_be_read_below_blocks_in_use_is_given_up(
-    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader, "SPAN_BYTES_MAX", 16 << 10)  # several reads, of which one fails
-    disk = OneBadPage()
-    store = opened(bench, disk)
-    hot = make_keys(40, "hot")
+def filled(bench: StoreBench, disk: FaultyDisk) -> tuple[SegmentStore, list[OffloadKey]]:
+    """Return a full store that has nothing to do, and blocks in it that are used all the time."""
+    store, hot = opened(bench, disk), make_keys(40, "hot")
     bench.put(store, hot)
     fill(bench, store, "before", hot)
     bench.wait_until_ready(store)
+    return store, hot
+
+
+def test_a_segment_that_cannot_be_read_below_blocks_in_use_is_given_up(bench: StoreBench) -> None:
+    disk = OneBadPage()
+    store, hot = filled(bench, disk)
     assert bench.get(store, hot) == set(hot)
     assert bench.get(store, hot[:1]) == set(hot[:1])
     disk.bad = disk.last_read
@@ -272,11 +273,7 @@ def test_a_segment_that_cannot_be_read_below_blocks_in_use_is_given_up(
 
 def test_a_read_without_memory_costs_no_segment(bench: StoreBench) -> None:
     disk = FaultyDisk()
-    store = opened(bench, disk)
-    hot = make_keys(40, "hot")
-    bench.put(store, hot)
-    fill(bench, store, "before", hot)
-    bench.wait_until_ready(store)
+    store, hot = filled(bench, disk)
     disk.on_read = fail(errno.ENOMEM)
     assert bench.get(store, hot) == set()
     disk.on_read = in_peace
