@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="of each slow test's cases run the first and every N-th after it, or both of two, and none that is marked "
+        help="of each test's cases run the first and every N-th after it, or both of two, and none that is marked "
         "`full`; as .ci/run does",
     )
 
@@ -62,17 +62,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out cases of slow tests as `--one-in` says, the same ones in each run, and tests that are marked `full`."""
+    """Leave out cases as `--one-in` says, the same ones in each run, and tests that are marked `full`."""
     one_in = config.getoption("--one-in")
-    left = {item for item in items if one_in > 1 and item.get_closest_marker("full") is not None}
+    if one_in == 1:
+        return
+    left = {item for item in items if item.get_closest_marker("full") is not None}
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("slow") is not None and item not in left:
+        if item not in left:
             cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
     left |= {item for each in cases.values() if len(each) > 2 for n, item in enumerate(each) if n % one_in}
-    if left:
-        config.hook.pytest_deselected(items=list(left))
-        items[:] = [item for item in items if item not in left]
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -170,6 +170,46 @@ class TestPutAndGet:
             stack.get(make_keys(1), out)
 
 
+class TestPrefetch:
+    def test_what_was_prefetched_needs_no_secondary_tier(self) -> None:
+        keys, blocks, out = make_keys(8), blocks_of(8), empty(8)
+        with open_stack(stack_of({"type": "memory", "capacity": "1MiB"})) as stack:
+            stack.put(keys[:6], blocks[:6])
+            stack.flush(WAIT_S)
+            for number in range(4):  # it has room for 16
+                stack.put(make_keys(8, f"other-{number}"), blocks_of(8))
+            stack.flush(WAIT_S)
+            assert stack.get(keys, out, timeout=0) == 0
+            assert stack.prefetch(keys, timeout=WAIT_S) == 6
+            assert stack.get(keys, out, timeout=0) == 6
+            assert stack.put(make_keys(16, "any"), blocks_of(16)) == 16, "nothing is held any more"
+        assert np.array_equal(out[:6], blocks[:6])
+
+    def test_it_takes_half_of_the_primary_tier_at_most(self) -> None:
+        keys, blocks = make_keys(32), blocks_of(32)
+        with open_stack(stack_of({"type": "memory", "capacity": "1MiB"})) as stack:
+            stack.put(keys, blocks)
+            stack.flush(WAIT_S)
+            stack.put(make_keys(8, "latest"), blocks_of(8, 1))
+            assert stack.prefetch(keys, timeout=WAIT_S) == 8
+            assert stack.get(make_keys(8, "latest"), empty(8), timeout=0) == 8
+
+    def test_a_tier_that_does_not_answer_is_waited_for_no_longer_than_told(self, register: Register) -> None:
+        class Silent(FourMethodTier):
+            def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+                return None
+
+        register("silent", Silent)
+        keys = make_keys(4)
+        with open_stack(stack_of({"type": "silent"})) as stack:
+            stack.put(keys[:2], blocks_of(2))
+            assert stack.prefetch(keys, timeout=0.01) == 2
+
+    def test_what_is_no_key_is_refused(self) -> None:
+        with open_stack(stack_of()) as stack, pytest.raises(TypeError, match="made by make_offload_key"):
+            stack.prefetch([OffloadKey(b"abc")])
+
+
 class TestThreads:
     def test_the_lock_is_free_while_blocks_are_copied(self) -> None:
         keys, blocks = make_keys(2), blocks_of(2)

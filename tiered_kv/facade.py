@@ -122,23 +122,32 @@ class BlockFacade:
         self._check(keys, out, "out")
         if not out.flags.writeable:
             raise ValueError("out is read-only")
-        end_s = time.monotonic() + timeout
-        loaded, count = 0, len(keys)
-        with self._request("get", hints) as context:
-            pause_s = _PAUSE_MIN_S
-            while loaded < count:
-                wanted = keys[loaded : min(loaded + self._batch_blocks, count)]
-                ready, known = self._load(wanted, out[loaded:], context)
-                loaded += ready
-                if known < len(wanted):  # a miss: what lies behind it is of no use
-                    count = loaded - ready + known
-                if ready < len(wanted) and time.monotonic() >= end_s:
-                    break  # also where a slow tier brings one block after another
-                if ready:
-                    pause_s = _PAUSE_MIN_S
-                elif loaded < count:
-                    pause_s = _pause(pause_s)
-        return loaded
+        return self._prefix(
+            "get", keys, timeout, hints, lambda wanted, first, context: self._load(wanted, out[first:], context)
+        )
+
+    def prefetch(self, keys: Sequence[OffloadKey], timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
+        """Bring the longest prefix of `keys` that can be had into the primary tier, before anybody gets it.
+
+        A thread of a server calls it while a request waits for its turn: what `get` then asks for needs no secondary
+        tier. The blocks are evicted as others are. It brings at most as many as half of the primary tier holds, since
+        they take the places of the least recently used ones.
+
+        Args:
+            keys: In the order of their prefix.
+            timeout: Seconds to wait, in all, for secondary tiers.
+            hints: As of `put`.
+
+        Returns:
+            How many blocks of the prefix are in the primary tier now.
+
+        Raises:
+            TypeError, ValueError: A key is none, or hints cannot be used.
+            ShutdownError: The stack is closed, or was opened before a fork by another process.
+        """
+        self._check_keys(keys)
+        ahead = keys[: max(self.region.num_blocks // 2, 1)]
+        return self._prefix("prefetch", ahead, timeout, hints, lambda wanted, _, context: self._find(wanted, context))
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until no transfer to or from a secondary tier is in flight, `timeout` seconds at most.
@@ -178,6 +187,36 @@ class BlockFacade:
         with self._call(), self._lock:
             return self.manager.counters()
 
+    def _prefix(
+        self,
+        verb: str,
+        keys: Sequence[OffloadKey],
+        timeout: float,
+        hints: HintsAsGiven,
+        take: Callable[[Sequence[OffloadKey], int, ReqContext], tuple[int, int]],
+    ) -> int:
+        """Take the longest prefix of `keys` that can be had in time; return its length.
+
+        `take` is given keys, and how many precede them. It returns how many it took, and how many precede a miss.
+        """
+        end_s = time.monotonic() + timeout
+        taken, count = 0, len(keys)
+        with self._request(verb, hints) as context:
+            pause_s = _PAUSE_MIN_S
+            while taken < count:
+                wanted = keys[taken : min(taken + self._batch_blocks, count)]
+                ready, known = take(wanted, taken, context)
+                taken += ready
+                if known < len(wanted):  # a miss: what lies behind it is of no use
+                    count = taken - ready + known
+                if ready < len(wanted) and time.monotonic() >= end_s:
+                    break  # also where a slow tier brings one block after another
+                if ready:
+                    pause_s = _PAUSE_MIN_S
+                elif taken < count:
+                    pause_s = _pause(pause_s)
+        return taken
+
     # One step each, under the lock but for the copies.
 
     def _store(self, keys: Sequence[OffloadKey], blocks: Blocks, context: ReqContext, reserved: int) -> bool:
@@ -208,10 +247,7 @@ class BlockFacade:
     def _load(self, keys: Sequence[OffloadKey], out: Blocks, context: ReqContext) -> tuple[int, int]:
         """Load what is ready at the head of `keys`; return how many that are, and how many precede the first miss."""
         with self._lock:
-            self._raise_if_closed()
-            answers = self.manager.lookup_many(keys, context)
-            known = answers.index(False) if False in answers else len(answers)
-            ready = next((index for index in range(known) if not answers[index]), known)
+            ready, known = self._look_up(keys, context)
             # In the step of the lookup: an answer holds no longer.
             spec = self.manager.prepare_load(keys[:ready], context) if ready else None
             if spec is None:
@@ -226,6 +262,20 @@ class BlockFacade:
                 self.manager.complete_load(keys[:ready], context)
                 self.manager.on_schedule_end()
         return ready, known
+
+    def _find(self, keys: Sequence[OffloadKey], context: ReqContext) -> tuple[int, int]:
+        """Promote `keys`; return what `_look_up` does."""
+        with self._lock:
+            found = self._look_up(keys, context)
+            self.manager.on_schedule_end()
+        return found
+
+    def _look_up(self, keys: Sequence[OffloadKey], context: ReqContext) -> tuple[int, int]:
+        """Return how many at the head of `keys` are in the primary tier, and how many precede the first miss."""
+        self._raise_if_closed()
+        answers = self.manager.lookup_many(keys, context)
+        known = answers.index(False) if False in answers else len(answers)
+        return next((index for index in range(known) if not answers[index]), known), known
 
     def _step(self) -> int:
         """Let the manager collect what has finished; return how many jobs are still in flight."""
@@ -297,12 +347,15 @@ class BlockFacade:
         if self._is_shut_down:
             raise ShutdownError("the stack was closed before this call had ended")
 
-    def _check(self, keys: Sequence[OffloadKey], blocks: Blocks, name: str) -> None:
+    def _check_keys(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
             if not isinstance(key, bytes) or len(key) < _KEY_BYTES_MIN:
                 raise TypeError(
                     f"a key is a block hash and a 4-byte group index, made by make_offload_key; found {key!r}"
                 )
+
+    def _check(self, keys: Sequence[OffloadKey], blocks: Blocks, name: str) -> None:
+        self._check_keys(keys)
         if not isinstance(blocks, np.ndarray) or blocks.dtype != np.uint8:
             found = blocks.dtype if isinstance(blocks, np.ndarray) else type(blocks).__name__
             raise TypeError(f"{name} must be a numpy array of uint8, found {found}")

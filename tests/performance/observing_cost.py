@@ -4,8 +4,8 @@
     python tests/performance/observing_cost.py --rounds 60 --steps 25
 
 Several managers handle the same requests of 512 keys, one after the other. `plain` has metrics only, and is what the
-others are compared with. `history`, `events` and `both` have those, too. `unmeasured` is without metrics. Each starts
-first as often as the others.
+others are compared with. `history`, `events` and `both` have those, too. `unmeasured` is without metrics. Their order
+is drawn anew each time, since the threads of one still work while the next one runs.
 
 The first command measures each thing that a request does, in turns of one request. The second measures whole steps, in
 turns of 25: 512 keys are looked up, stored and loaded. A pause follows each step, as in an engine, where the model
@@ -23,6 +23,7 @@ import gc
 import itertools
 import json
 import math
+import random
 import statistics
 import subprocess
 import sys
@@ -212,9 +213,9 @@ def measure(rounds: int, steps: int) -> dict[str, dict[str, Taken]]:
         managers = {side: open_manager(closing, *has, subscribe=steps > 0) for side, has in sides.items()}
         for number in range(warm + rounds):
             known, unknown = ([keys_of_a_request() for _ in range(requests)] for _ in range(2))
-            first = number % len(sides)
+            order = random.Random(number).sample([*sides], len(sides))
             for name, act in acts.items():
-                for side in [*sides][first:] + [*sides][:first]:
+                for side in order:
                     if steps:
                         gc.collect()
                         time.sleep(TURN_PAUSE_S)

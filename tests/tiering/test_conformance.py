@@ -92,6 +92,7 @@ class TestFsTierWithEncryption(TestFsTier):
     settings = AES
 
 
+@pytest.mark.slow
 class TestFsTierWithCompressionAndEncryption(TestFsTier):
     settings = ZSTD_AES
     compressible = True
@@ -138,6 +139,7 @@ class TestNvmeTierWithEncryption(TestNvmeTier):
     settings = AES
 
 
+@pytest.mark.slow
 class TestNvmeTierWithCompressionAndEncryption(TestNvmeTier):
     settings = ZSTD_AES
     compressible = True

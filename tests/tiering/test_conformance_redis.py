@@ -69,6 +69,7 @@ class TestRedisTierWithEncryption(TestRedisTier):
     block_bytes = 3000
 
 
+@pytest.mark.slow
 class TestRedisTierOverTls(TestRedisTier):
     @pytest.fixture
     def open_tier(self, tls_redis_server: RedisServer) -> OpenTier:

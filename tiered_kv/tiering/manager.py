@@ -344,11 +344,10 @@ class TieringOffloadingManager(OffloadingManager):
         while True:
             self._submit()
             self.poll()
-            if not self.jobs_in_flight:
+            is_drained = not self.jobs_in_flight
+            if is_drained or time.monotonic() >= end_s:
                 self._observer.settle()
-                return True
-            if time.monotonic() >= end_s:
-                return False
+                return is_drained
             time.sleep(_DRAIN_POLL_S)
 
     def reset_cache(self) -> None:
