@@ -178,7 +178,8 @@ def open_rig(
     closing: contextlib.ExitStack,
 ) -> OpenRig:
     """Open fs tiers on the directory, for blocks and a capacity that the module names; they are closed at the end."""
-    monkeypatch.setattr("tiered_kv_fs.keeper._REFUSAL_S", 0.02)  # or a test waits for a second after each refusal
+    # Or a test waits for a second after each refusal. It is longer than `_BUSY_PAUSE_S`, or stores never see it.
+    monkeypatch.setattr("tiered_kv_fs.keeper._REFUSAL_S", 0.2)
     monkeypatch.setattr("tiered_kv_fs.tier._ROOM_TIMEOUT_MAX_S", WAIT_S)  # or a busy machine makes stores find no room
     sizes = {"block_bytes": request.module.BLOCK_BYTES, "capacity": request.module.CAPACITY_BYTES}
 
