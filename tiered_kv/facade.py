@@ -131,7 +131,8 @@ class BlockFacade:
 
         A thread of a server calls it while a request waits for its turn: what `get` then asks for needs no secondary
         tier. The blocks are evicted as others are. It brings at most as many as half of the primary tier holds, since
-        they take the places of the least recently used ones.
+        they take the places of those that the policy ranks least. It is counted as a request of its own: in hits and
+        misses, too.
 
         Args:
             keys: In the order of their prefix.
