@@ -102,6 +102,18 @@ def pytest_runtest_makereport(
     return report
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send what a process of several (`-n`) counted to the one that prints it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["figures"] = session.config.stash[FIGURES].rows()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:  # Any: pytest-xdist's process, which may not be installed
+    """Add what one of several processes counted; one that broke off has sent nothing."""
+    node.config.stash[FIGURES].add_rows(getattr(node, "workeroutput", {}).get("figures", {}))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print what the proofs of this run came to, if there were any."""
     figures = config.stash[FIGURES]

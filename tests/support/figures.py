@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
@@ -105,13 +105,17 @@ class Figures:
             what = "; ".join(filter(None, (proof.unit, figure.note if figure else "not run")))
             yield f"| `{name}` | {proof.promise} | {tried} | {passed} | {what} |"
 
-    def write(self, path: Path) -> None:
-        """Write the table as JSON, one object a proof."""
-        path.write_text(json.dumps({name: asdict(figure) for name, figure in self._figures.items()}, indent=1) + "\n")
+    def rows(self) -> dict[str, dict[str, Any]]:  # Any: as `add` takes them
+        """Return the figures as JSON has them, one object a proof."""
+        return {name: asdict(figure) for name, figure in self._figures.items()}
 
-    def read(self, path: Path) -> None:
-        """Add what another run wrote."""
-        for name, row in json.loads(path.read_text()).items():
+    def write(self, path: Path) -> None:
+        """Write them to a file."""
+        path.write_text(json.dumps(self.rows(), indent=1) + "\n")
+
+    def add_rows(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add what another process or run counted."""
+        for name, row in rows.items():
             self.add(name, **row)
 
 
@@ -123,7 +127,7 @@ def main(paths: Sequence[str]) -> int:
     """Print what `pytest --trust-table PATH` wrote, of one run or several, as one table; return 1 if one failed."""
     figures = Figures()
     for path in paths:
-        figures.read(Path(path))
+        figures.add_rows(json.loads(Path(path).read_text()))
     print("\n".join(figures.lines()))
     return int(any(figure.passed != figure.tried for figure in figures._figures.values()))
 
