@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.support.status_server import JSON, Status, answer, busy, histogram, status, tier
 from tiered_kv.errors import FormatError, TierUnavailableError
-from tiered_kv.observe.answer import NoticeAnswer, StatusAnswer, clean, read_status
-from tiered_kv.observe.live import ReasonView, Watcher, view_of
+from tiered_kv.observe.answer import StatusAnswer, printable, read_status
+from tiered_kv.observe.live import NoticeView, ReasonView, Watcher, view_of
 
 
 def test_rates_are_of_what_lies_between_two_answers() -> None:
@@ -62,15 +62,9 @@ def test_without_a_history_loaded_blocks_stand_for_hits() -> None:
     assert view.tiers[0].hit_share is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["\x1b[2J", "a\nb", "a\rb", "\x07", "\x9b2J", "\u202eevil", "e\u0301" * 5, "\ud800", "\u2028", "x" * 1000, 5, None],
-)
-def test_a_name_holds_nothing_that_a_terminal_obeys(text: object) -> None:
-    shown = clean(text)
-    assert shown.isprintable()
-    assert "\u0301" not in shown
-    assert len(shown) <= 65
+@pytest.mark.parametrize("text", ["\x1b[2J", "a\nb", "a\rb", "\x07", "\x9b2J", "\u202eevil", "\ud800", "\u2028"])
+def test_a_name_holds_nothing_that_a_terminal_obeys(text: str) -> None:
+    assert printable(text).isprintable()
 
 
 @st.composite
@@ -95,7 +89,7 @@ def spoiled(draw: st.DrawFn) -> object:
 
 @settings(max_examples=settings().max_examples // 3)
 @given(spoiled(), spoiled())
-def test_an_answer_of_wrong_types_is_read_as_far_as_it_goes(before: object, now: object) -> None:
+def test_an_answer_of_wrong_types_is_refused(before: object, now: object) -> None:
     try:
         view = view_of(answer(before), answer(now))
     except FormatError:
@@ -106,21 +100,12 @@ def test_an_answer_of_wrong_types_is_read_as_far_as_it_goes(before: object, now:
     assert all(each.what.isprintable() and each.age_s >= 0 for each in view.notices)
 
 
-@pytest.mark.parametrize("body", [b"", b"\xff", b"[]", b"{}", b'{"tiers": 5}', b"[" * 100_000, b"9" * 10_000])
+@pytest.mark.parametrize(
+    "body", [b"", b"\xff", b"[]", b"{}", b'{"tiers": 5}', b'{"tiers": []}', b"[" * 100_000, b"9" * 10_000]
+)
 def test_what_is_no_status_is_an_error(body: bytes) -> None:
     with pytest.raises(FormatError):
         read_status(body)
-
-
-def test_a_huge_answer_is_cut() -> None:
-    labels = {f"reason{number}": 1 for number in range(100)}
-    told = status(*(tier(f"tier{number}", {"misses_total": labels}) for number in range(100)))
-    told["notices"] = [{"time": 1.0, "tier": "t", "what": "w" * 10_000}] * 100
-    view = view_of(None, answer(told))
-    assert len(view.tiers) == 65
-    assert len(view.reasons) == 65 * 64
-    assert len(view.notices) == 64
-    assert len(view.notices[0].what) <= 201
 
 
 def watcher(*answers: Status | str) -> tuple[Watcher, Callable[[float], None]]:
@@ -141,7 +126,7 @@ def watcher(*answers: Status | str) -> tuple[Watcher, Callable[[float], None]]:
     return Watcher(ask, lambda: now_s), set_clock
 
 
-def test_a_process_that_goes_away_and_comes_back_is_told_of() -> None:
+def test_how_long_a_process_has_not_answered_is_told() -> None:
     watch, set_clock = watcher(busy(10.0, 1), "refused", "refused", busy(20.0, 2))
     assert watch.look().trouble == ""
     set_clock(102.0)
@@ -150,34 +135,13 @@ def test_a_process_that_goes_away_and_comes_back_is_told_of() -> None:
     lost = watch.look()
     assert (lost.trouble, lost.lost_s) == ("refused", 5.0)
     assert lost.view is not None
-    assert lost.view.notices[0].what == "does not answer: refused"
     set_clock(110.0)
     back = watch.look()
     assert (back.trouble, back.lost_s) == ("", 0.0)
     assert back.view is not None
     assert back.view.interval_seconds == 10.0
-    assert [(notice.age_s, notice.tier, notice.what) for notice in back.view.notices] == [
-        (0.0, "server", "answers again, after 8 s"),
-        (8.0, "server", "does not answer: refused"),
-    ]
 
 
-def test_another_process_at_the_same_address_is_told_of() -> None:
-    watch, _ = watcher(busy(10.0, 1, pid=1), busy(1.0, 0, pid=2))
-    watch.look()
-    view = watch.look().view
-    assert view is not None
-    assert view.is_since_start
-    assert view.notices[0].what == "another stack answers now: process 2, before it 1"
-
-
-def test_notices_grow_older_while_nobody_answers() -> None:
+def test_a_notice_says_how_old_it_is_and_how_often_it_came() -> None:
     told = busy(10.0, 1, notices=[{"time": 1007.0, "tier": "disk", "what": "breaker opened", "count": 3}])
-    watch, set_clock = watcher(told, "refused")
-    first = watch.look().view
-    assert first is not None
-    assert first.notices == (NoticeAnswer(3.0, "disk", "breaker opened (3 times)"),)
-    set_clock(105.0)
-    later = watch.look().view
-    assert later is not None
-    assert [notice.age_s for notice in later.notices] == [0.0, 8.0]
+    assert view_of(None, answer(told)).notices == (NoticeView(3.0, "disk", "breaker opened (3 times)"),)

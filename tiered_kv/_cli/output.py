@@ -16,6 +16,8 @@ from enum import IntEnum
 from types import FrameType
 from typing import Protocol
 
+from tiered_kv.observe.answer import printable
+
 
 class Status(IntEnum):
     """How the command ended."""
@@ -119,11 +121,7 @@ def flush_output() -> None:
 
 def _shown(text: str) -> str:
     """Return `text` without what a terminal obeys: names in it may be those of a stranger's files or requests."""
-    if text.isprintable():
-        return text
-    return "".join(
-        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in text
-    )
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def _write(text: str, *, flush: bool = False) -> None:

@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
-from tiered_kv.observe.answer import NoticeAnswer
-from tiered_kv.observe.live import ReasonView, Sight, TierView, View
+from tiered_kv.observe.live import NoticeView, ReasonView, Sight, TierView, View
 
 _STATES: Final = {
     "closed": ("closed", ""),
@@ -93,7 +92,7 @@ def plain_rows(view: View) -> tuple[list[str], list[list[str]]]:
     return heads, [[tier.name, *(cell(tier).plain for cell in [*_COLUMNS.values()][1:])] for tier in view.tiers]
 
 
-def notice_lines(notices: Sequence[NoticeAnswer]) -> list[str]:
+def notice_lines(notices: Sequence[NoticeView]) -> list[str]:
     """Return notices as lines, the latest last."""
     return [_notice(notice).plain for notice in reversed(notices)]
 
@@ -214,7 +213,7 @@ def _reason_table(reasons: Sequence[ReasonView], count: int, console: Console) -
     return table(min(_BAR_MAX, left) if left >= max(_BAR_MIN, len(more)) else 0)
 
 
-def _notice(notice: NoticeAnswer) -> Text:
+def _notice(notice: NoticeView) -> Text:
     age = rounded_seconds(max(1.0, round(notice.age_s)))
     text = Text(f"{age:>6} ago  ", style="dim", no_wrap=True, overflow="ellipsis")
     text.append(f"{_name(notice.tier)}  ", style="not dim bold")

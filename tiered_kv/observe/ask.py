@@ -1,14 +1,12 @@
-"""Asking a process that has a stack open for its status, over HTTP, within bounded time and memory."""
+"""Asking a process that has a stack open for its status, over HTTP."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
-import io
 import os
 import re
-import socket
 import ssl
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -26,7 +24,6 @@ DEFAULT_ADDRESS: Final = "127.0.0.1:9464"
 _LINE: Final = f'metrics: {{listen: "{DEFAULT_ADDRESS}"}}'
 _HOST_AND_PORT = re.compile(r"([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
 _PATH = re.compile("[!-~]*")
-_ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +38,10 @@ class Address:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}{self.path}"
+
+    def connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
+        return kind(self.host, self.port, timeout=timeout_s)
 
 
 def is_address(text: str) -> bool:
@@ -65,17 +66,17 @@ def address_of(text: str) -> Address:
 
 
 def fetch(address: Address, page: str, timeout_s: float = TIMEOUT_S) -> bytes:
-    """Return the body of a page, such as "/status". The caller waits for up to `timeout_s` seconds.
-
-    A name that has to be resolved may take longer.
+    """Return the body of a page, such as "/status". The caller waits for up to `timeout_s` seconds for each part of it.
 
     Raises:
         ConfigError: The server refuses the question in `page`.
         TierUnavailableError: There is no answer, or it is none of a server's that has this page.
     """
     try:
-        response = _exchange(address, page, time.monotonic() + timeout_s)
-        body = response.read()
+        with contextlib.closing(address.connection(timeout_s)) as connection:
+            connection.request("GET", f"{address.path}{page}", headers={"Accept": "application/json"})
+            with connection.getresponse() as response:
+                body = response.read(ANSWER_BYTES_MAX + 1)
     except TimeoutError:
         raise TierUnavailableError(f"no answer within {timeout_s:g} s") from None
     except ssl.SSLError as error:
@@ -84,6 +85,8 @@ def fetch(address: Address, page: str, timeout_s: float = TIMEOUT_S) -> bytes:
         raise TierUnavailableError(f"the answer is not HTTP, or was cut off ({type(error).__name__})") from error
     except OSError as error:
         raise TierUnavailableError((error.strerror or type(error).__name__).lower()) from error
+    if len(body) > ANSWER_BYTES_MAX:
+        raise TierUnavailableError(f"the answer has more than {ANSWER_BYTES_MAX >> 20} MiB")
     if response.status == http.HTTPStatus.BAD_REQUEST:
         why = body[:_REASON_BYTES_MAX].decode(errors="replace").strip()
         raise ConfigError(f"{address} refuses: {why if why.isprintable() else 'no reason that can be shown'}")
@@ -95,9 +98,9 @@ def fetch(address: Address, page: str, timeout_s: float = TIMEOUT_S) -> bytes:
 def _address_of_url(url: str) -> Address:
     try:
         parts = urlsplit(url)
-        port, host = parts.port, (parts.hostname or "").encode("idna").decode()
+        port, host = parts.port, parts.hostname
     except ValueError:
-        port, host = None, ""
+        port, host = None, None
     if not host or parts.scheme not in ("http", "https") or not _PATH.fullmatch(parts.path):
         raise ConfigError(f"expected a URL such as http://{DEFAULT_ADDRESS}, or the path of a stack's file")
     if "@" in parts.netloc or parts.query or parts.fragment:
@@ -105,8 +108,7 @@ def _address_of_url(url: str) -> Address:
             f"expected a URL without user, password, query and fragment, such as http://{DEFAULT_ADDRESS}"
         )
     is_tls = parts.scheme == "https"
-    default = 443 if is_tls else 80
-    return Address(host, default if port is None else port, is_tls, parts.path.rstrip("/").removesuffix("/status"))
+    return Address(host, port or (443 if is_tls else 80), is_tls, parts.path.rstrip("/").removesuffix("/status"))
 
 
 def _address_of_stack(raw: Mapping[str, object]) -> Address:
@@ -123,54 +125,4 @@ def _address(host: str, port: int) -> Address:
     if not 0 < port <= PORT_MAX:
         expected = "give the URL with the port that the process has taken" if port == 0 else f"at most {PORT_MAX}"
         raise ConfigError(f"nobody can be asked at port {port}: {expected}")
-    return Address(_ANY_HOST.get(host, host), port)
-
-
-def _exchange(address: Address, page: str, deadline: float) -> http.client.HTTPResponse:
-    request = (
-        f"GET {address.path}{page} HTTP/1.1\r\nHost: {address.host}:{address.port}\r\n"
-        "Accept: application/json\r\nConnection: close\r\n\r\n"
-    )
-    with socket.create_connection((address.host, address.port), _left_s(deadline)) as plain:
-        plain.settimeout(_left_s(deadline))
-        connection = plain
-        if address.is_tls:
-            connection = ssl.create_default_context().wrap_socket(plain, server_hostname=address.host)
-        with connection:
-            connection.sendall(request.encode("ascii"))
-            answer = _all_of(connection, deadline)
-    response = http.client.HTTPResponse(_Received(answer))  # type: ignore[arg-type]  # it calls makefile only
-    response.begin()
-    return response
-
-
-def _all_of(connection: socket.socket, deadline: float) -> bytes:
-    """Return all that is sent until the other side closes. A server that drips is cut off at the deadline."""
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        connection.settimeout(_left_s(deadline))
-        part = connection.recv(1 << 16)
-        if not part:
-            return b"".join(parts)
-        parts.append(part)
-        size += len(part)
-        if size > ANSWER_BYTES_MAX:
-            raise TierUnavailableError(f"the answer has more than {ANSWER_BYTES_MAX >> 20} MiB")
-
-
-def _left_s(deadline: float) -> float:
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError
-    return left_s
-
-
-class _Received:
-    """An answer that has come, in the place of the socket that `HTTPResponse` reads."""
-
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
-
-    def makefile(self, mode: str) -> io.BytesIO:
-        return io.BytesIO(self._answer)
+    return Address(host, port)

@@ -60,7 +60,7 @@ def quantile(told: Mapping[str, Any], share: float) -> float | None:  # Any: as 
         return None
     below, seen = 0.0, 0
     for name, count in told["buckets"].items():
-        bound = math.inf if name == INFINITY else float(name)
+        bound = float(name)
         if count and seen + count >= rank:
             return below if bound == math.inf else below + (bound - below) * (rank - seen) / count
         seen, below = seen + count, below if bound == math.inf else bound

@@ -1,20 +1,14 @@
-"""A live view of a stack: what two answers of its process say together, and what became of the process meanwhile."""
+"""A live view of a stack: what two answers of its process say together."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
 
 from tiered_kv.errors import TieredKVError
-from tiered_kv.observe.answer import NOTICES_MAX, Buckets, NoticeAnswer, StatusAnswer, TierAnswer
-from tiered_kv.observe.histogram import INFINITY, quantile
-
-SERVER: Final = "server"
-"""Stands for a tier's name in what the watcher notices itself."""
+from tiered_kv.observe.answer import Buckets, BudgetAnswer, Counters, NoticeAnswer, StatusAnswer, TierAnswer
+from tiered_kv.observe.histogram import quantile
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +45,15 @@ class ReasonView:
 
 
 @dataclass(frozen=True, slots=True)
+class NoticeView:
+    """Something that happened `age_s` seconds before the answer was made; `what` says how often, if more than once."""
+
+    age_s: float
+    tier: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """A stack over an interval; `docs/reference/command.md` describes each field."""
 
@@ -66,7 +69,7 @@ class View:
     step_p99_seconds: float | None
     tiers: tuple[TierView, ...]
     reasons: tuple[ReasonView, ...]
-    notices: tuple[NoticeAnswer, ...]
+    notices: tuple[NoticeView, ...]
     """The latest first."""
 
     @property
@@ -80,28 +83,28 @@ def view_of(before: StatusAnswer | None, now: StatusAnswer) -> View:
 
     A process that was started in between has nothing to do with the first answer.
     """
-    if before is not None and (before.pid != now.pid or before.uptime_s > now.uptime_s):
+    if before is not None and (before.pid != now.pid or before.uptime_seconds > now.uptime_seconds):
         before = None
-    elapsed_s = max(now.uptime_s - (before.uptime_s if before else 0.0), 1e-3)
-    earlier = {tier.name: tier for tier in before.tiers} if before else {}
-    changes = [_Change(tier, earlier.get(tier.name), elapsed_s) for tier in now.tiers]
+    elapsed_s = max(now.uptime_seconds - (before.uptime_seconds if before else 0.0), 1e-3)
+    earlier = {tier.name: tier.counters for tier in before.tiers} if before else {}
+    changes = [_Change(tier, earlier.get(tier.name, Counters()), elapsed_s) for tier in now.tiers]
     hits = _hits(changes)
-    asked = changes[0].asked_per_s() if changes else None
+    asked = changes[0].asked_per_s()
     reasons = [reason for change in changes for reason in change.reasons()]
     return View(
         version=now.version,
         namespace=now.namespace,
         pid=now.pid,
-        uptime_seconds=now.uptime_s,
+        uptime_seconds=now.uptime_seconds,
         interval_seconds=elapsed_s,
         is_since_start=before is None,
         asked_blocks_per_s=asked,
         hit_share=min(1.0, sum(hits) / asked) if asked else None,
-        restored_tokens_per_s=changes[0].per_s("restored_tokens_total") if changes else 0.0,
-        step_p99_seconds=_p99(now.tiers[0].seconds.get("step", {})) if changes else None,
+        restored_tokens_per_s=changes[0].per_s("restored_tokens_total"),
+        step_p99_seconds=now.tiers[0].p99_seconds.get("step"),
         tiers=tuple(change.view(per_s) for change, per_s in zip(changes, hits, strict=True)),
         reasons=tuple(sorted(reasons, key=lambda each: (-each.blocks_per_s, -each.blocks_total))),
-        notices=tuple(sorted(now.notices, key=lambda notice: notice.age_s)),
+        notices=tuple(_notice(each, now.time) for each in sorted(now.notices, key=lambda each: -each.time)),
     )
 
 
@@ -110,35 +113,39 @@ def _hits(changes: list[_Change]) -> list[float]:
 
     Without a history the loaded blocks stand for them. The primary tier's loads then include what others promoted.
     """
-    if any(change.has("blocks_total") for change in changes):
-        return [change.per_s("blocks_total", "hit") for change in changes]
+    if any(change.now.counters.blocks_total for change in changes):
+        return [change.asked_for("hit") for change in changes]
     loaded = [change.per_s("loaded_blocks_total") for change in changes]
-    return [max(0.0, loaded[0] - sum(loaded[1:])), *loaded[1:]] if loaded else []
+    return [max(0.0, loaded[0] - sum(loaded[1:])), *loaded[1:]]
 
 
+def _notice(notice: NoticeAnswer, now_s: float) -> NoticeView:
+    what = f"{notice.what} ({notice.count} times)" if notice.count > 1 else notice.what
+    return NoticeView(max(0.0, now_s - notice.time), notice.tier, what)
+
+
+@dataclass(frozen=True, slots=True)
 class _Change:
     """How one tier's counts changed."""
 
-    def __init__(self, now: TierAnswer, before: TierAnswer | None, elapsed_s: float) -> None:
-        self._now = now
-        self._earlier = before
-        self._elapsed_s = elapsed_s
+    now: TierAnswer
+    earlier: Counters
+    elapsed_s: float
 
-    def has(self, name: str) -> bool:
-        return any(path[0] == name for path in self._now.counts)
+    def per_s(self, counter: str) -> float:
+        return self._rate(getattr(self.now.counters, counter), getattr(self.earlier, counter))
 
-    def per_s(self, *path: str) -> float:
-        earlier = self._earlier.counts.get(path, 0.0) if self._earlier else 0.0
-        return max(0.0, self._now.counts.get(path, 0.0) - earlier) / self._elapsed_s
+    def asked_for(self, result: str) -> float:
+        now, earlier = self.now.counters.blocks_total, self.earlier.blocks_total
+        return self._rate(now.get(result, 0.0), earlier.get(result, 0.0))
 
     def asked_per_s(self) -> float | None:
         """Return the blocks that requests looked up in the tier; None where nobody counts them."""
-        asked = self.per_s("blocks_total", "hit") + self.per_s("blocks_total", "miss")
-        return asked if self.has("blocks_total") else None
+        return self.asked_for("hit") + self.asked_for("miss") if self.now.counters.blocks_total else None
 
     def view(self, hits_per_s: float) -> TierView:
-        now, asked = self._now, self.asked_per_s()
-        store, load = now.budgets.get("store", (None, None)), now.budgets.get("load", (None, None))
+        now, asked = self.now, self.asked_per_s()
+        store, load = now.budgets.get("store", BudgetAnswer()), now.budgets.get("load", BudgetAnswer())
         return TierView(
             name=now.name,
             type=now.type,
@@ -148,44 +155,31 @@ class _Change:
             hit_share=hits_per_s / asked if asked else None,
             load_bytes_per_s=self.per_s("loaded_bytes_total"),
             store_bytes_per_s=self.per_s("stored_bytes_total"),
-            load_p99_seconds=_p99(self._loads()),
+            load_p99_seconds=self._load_p99(),
             used_bytes=now.used_bytes,
             capacity_bytes=now.capacity_bytes,
-            store_budget_used_bytes=store[0],
-            store_budget_bytes=store[1],
-            load_budget_used_bytes=load[0],
-            load_budget_bytes=load[1],
+            store_budget_used_bytes=store.used_bytes,
+            store_budget_bytes=store.limit_bytes,
+            load_budget_used_bytes=load.used_bytes,
+            load_budget_bytes=load.limit_bytes,
         )
 
     def reasons(self) -> list[ReasonView]:
         """Return why blocks did not come, or were not stored; a reason that has no block yet is left out."""
-        found = []
-        for path, total in self._now.counts.items():
-            match path:
-                case ("misses_total", reason):
-                    what = "miss"
-                case ("unexplained_blocks_total",):
-                    what, reason = "unexplained", "too fast"
-                case ("skipped_blocks_total", reason):
-                    what = "skip"
-                case ("failed_blocks_total", direction, reason):
-                    what = direction
-                case _:
-                    continue
-            if total:
-                found.append(ReasonView(what, self._now.name, reason, self.per_s(*path), int(total)))
-        return found
+        earlier = self.earlier.reasons
+        return [
+            ReasonView(what, self.now.name, reason, self._rate(total, earlier.get((what, reason), 0.0)), int(total))
+            for (what, reason), total in self.now.counters.reasons.items()
+        ]
 
-    def _loads(self) -> Buckets:
-        """Return the histogram of the loads of the interval alone."""
-        earlier = self._earlier.seconds.get("load", {}) if self._earlier else {}
-        now = self._now.seconds.get("load", {})
-        return {bound: max(0.0, count - earlier.get(bound, 0.0)) for bound, count in now.items()}
+    def _rate(self, now: float, earlier: float) -> float:
+        return max(0.0, now - earlier) / self.elapsed_s
 
-
-def _p99(buckets: Buckets) -> float | None:
-    named = {INFINITY if bound == math.inf else repr(bound): buckets[bound] for bound in sorted(buckets)}
-    return quantile({"count": sum(named.values()), "buckets": named}, 0.99)
+    def _load_p99(self) -> float | None:
+        """Return the 99th percentile of the loads of the interval alone."""
+        now, earlier = (each.job_seconds.get("load", Buckets()).buckets for each in (self.now.counters, self.earlier))
+        counts = {bound: max(0.0, count - earlier.get(bound, 0.0)) for bound, count in now.items()}
+        return quantile({"count": sum(counts.values()), "buckets": counts}, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +206,7 @@ class Watcher:
         self._clock = clock
         self._last: StatusAnswer | None = None
         self._view: View | None = None
-        self._viewed_s = 0.0
         self._lost_since_s: float | None = None
-        self._noticed: deque[tuple[float, str]] = deque(maxlen=NOTICES_MAX)
 
     def look(self) -> Sight:
         """Ask once, and return what is known then."""
@@ -222,31 +214,8 @@ class Watcher:
         try:
             now = self._ask()
         except TieredKVError as error:
-            return self._without_answer(str(error), began_s)
-        self._note_changes(now)
-        self._view, self._viewed_s = view_of(self._last, now), self._clock()
+            self._lost_since_s = began_s if self._lost_since_s is None else self._lost_since_s
+            return Sight(self._view, str(error), self._clock() - self._lost_since_s)
+        self._view = view_of(self._last, now)
         self._last, self._lost_since_s = now, None
-        return Sight(self._shown())
-
-    def _without_answer(self, trouble: str, began_s: float) -> Sight:
-        if self._lost_since_s is None:
-            self._lost_since_s = began_s
-            self._noticed.append((began_s, f"does not answer: {trouble}"))
-        return Sight(self._shown(), trouble, self._clock() - self._lost_since_s)
-
-    def _note_changes(self, now: StatusAnswer) -> None:
-        now_s, last = self._clock(), self._last
-        if self._lost_since_s is not None:
-            self._noticed.append((now_s, f"answers again, after {now_s - self._lost_since_s:.0f} s"))
-        if last is not None and (last.pid != now.pid or last.uptime_s > now.uptime_s):
-            self._noticed.append((now_s, f"another stack answers now: process {now.pid}, before it {last.pid}"))
-
-    def _shown(self) -> View | None:
-        """Return the last view, with what was noticed here, as old as it all is now."""
-        if self._view is None:
-            return None
-        now_s = self._clock()
-        passed_s = now_s - self._viewed_s
-        theirs = [replace(notice, age_s=notice.age_s + passed_s) for notice in self._view.notices]
-        ours = [NoticeAnswer(now_s - at_s, SERVER, what) for at_s, what in self._noticed]
-        return replace(self._view, notices=tuple(sorted([*theirs, *ours], key=lambda notice: notice.age_s)))
+        return Sight(self._view)
