@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,9 +20,7 @@ from tiered_kv._cli import plugins as plugins_verb
 from tiered_kv.cli import main
 from tiered_kv.cpu.policies.lru import LRUPolicy
 from tiered_kv.hooks import PluginReport
-from tiered_kv.stack import open_stack
 from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.server_process import free_port
 from tiered_kv.tiering.base import JobMetadata
 
 ROOT = Path(__file__).parents[1]
@@ -106,36 +103,6 @@ def test_check_shows_no_password_in_a_list_that_a_tier_tells(tmp_path: Path, com
 def test_check_finds_two_tiers_that_exclude_each_other(tmp_path: Path, command: Command) -> None:
     stack = stack_file(tmp_path, nvme(tmp_path / "cache", "one"), nvme(tmp_path / "cache", "two"))
     assert [tier["ok"] for tier in command.json("check", stack, status=1)["tiers"]] == [True, True, False]
-
-
-def test_check_says_which_addresses_it_cannot_listen_at_and_leaves_none_open(tmp_path: Path, command: Command) -> None:
-    ours, metrics, events = free_port(), free_port(), free_port()
-    stack = stack_file(tmp_path, MEMORY)
-    text = Path(stack).read_text()
-
-    def listening(metrics: str, events: str) -> str:
-        Path(stack).write_text(f"{text}metrics: {{listen: '{metrics}'}}\nevents: {{publish: '{events}'}}\n")
-        return stack
-
-    sound = listening(f"127.0.0.1:{metrics}", f"tcp://127.0.0.1:{events}")
-    for _ in range(2):
-        told = [{"setting": setting, "ok": True, "error": ""} for setting in ("metrics", "events")]
-        assert command.json("check", sound)["addresses"] == told
-    with socket.create_server(("127.0.0.1", ours)):
-        for address in (f"127.0.0.1:{ours}", f"192.0.2.1:{ours}"):  # one is taken, and one is of no machine
-            result = command.json("check", listening(address, f"tcp://{address}"), status=1)
-            assert [check["ok"] for check in (result, *result["addresses"])] == [False, False, False]
-            assert all(address in check["error"] for check in result["addresses"])
-        assert "events: FAILED: events.publish: cannot listen" in command.out("check", stack, status=1)
-
-
-def test_check_takes_no_address_of_ipc_from_whoever_listens_there(tmp_path: Path, command: Command) -> None:
-    stack, place = stack_file(tmp_path, MEMORY), tmp_path / "events"
-    Path(stack).write_text(f"{Path(stack).read_text()}events: {{publish: 'ipc://{place}'}}\n")
-    with open_stack(stack):
-        before = place.stat().st_ino
-        assert command.json("check", stack)["addresses"] == []
-        assert place.stat().st_ino == before
 
 
 @pytest.mark.parametrize("verb", ["check", "replay", "bench"])

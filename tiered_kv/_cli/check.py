@@ -1,9 +1,8 @@
-"""`tiered-kv check`: is the stack's file valid, does every tier and address open here, and what can each tier do."""
+"""`tiered-kv check`: is the stack's file valid, does every tier open here, and what can each tier do."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 
@@ -11,14 +10,10 @@ from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv.config.redaction import scrub, told
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.config.stack_config import MetricsSettings, StackConfig, load_config
+from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.errors import TieredKVError
-from tiered_kv.observe.events import EventPublisher
-from tiered_kv.observe.prometheus import require_client
-from tiered_kv.observe.server import StatusServer
 from tiered_kv.stack import open_region, open_tier
 
 _PROBE_BLOCKS = 2
@@ -36,34 +31,24 @@ class TierCheck:
     details: dict[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class AddressCheck:
-    """What was found of the addresses of one setting, which a stack listens at: why it cannot, if so."""
-
-    setting: str
-    ok: bool
-    error: str = ""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Validate a stack's file, open all of its tiers together, and show what each can do here. It opens them for "
-        "real: nvme makes its directory, and a segment or two in it, which stay. It listens for a moment at the "
-        "addresses of metrics and events."
+        "real: nvme makes its directory, and a segment or two in it, which stay."
     )
     parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
     describe_use(
         parser,
         ("tiered-kv check stack.yaml", "before an engine is started with it"),
         ("tiered-kv check stack.yaml --json", "for a script; `ok` tells whether everything opens"),
-        found="a tier or an address does not open",
+        found="a tier does not open",
     )
 
 
 def run(args: argparse.Namespace) -> Status:
     config = load_config(args.stack)
-    checks, addresses = _check_all(config), _check_addresses(config)
-    ok = all(check.ok for check in checks) and all(address.ok for address in addresses)
+    checks = _check_all(config)
+    ok = all(check.ok for check in checks)
     if args.json:
         print_json(
             {
@@ -73,13 +58,10 @@ def run(args: argparse.Namespace) -> Status:
                 "namespace_digest": config.identity.digest.hex(),
                 "block_bytes": config.block.bytes,
                 "tiers": [asdict(check) for check in checks],
-                "addresses": [asdict(check) for check in addresses],
             }
         )
     else:
         _show(args.stack, config, checks)
-        for address in addresses:
-            print_text(f"{address.setting}: {'ok' if address.ok else f'FAILED: {address.error}'}")
     return Status.OK if ok else Status.FOUND
 
 
@@ -128,29 +110,6 @@ def _scrubbed(value: object, secrets: set[str]) -> object:
     if isinstance(value, (list, tuple)):
         return [_scrubbed(each, secrets) for each in value]
     return value if value is None or isinstance(value, (int, float)) else scrub(str(value), secrets)
-
-
-def _check_addresses(config: StackConfig) -> list[AddressCheck]:
-    """Listen where the stack would, and stop; not at an address of ipc, which would be taken from whoever has it."""
-    metrics, events, checks = config.metrics, config.events, []
-    if metrics is not None:
-        checks.append(_check_address("metrics", config, lambda: _serve(metrics)))
-    if events is not None and "ipc:" not in f"{events.publish} {events.replay}":
-        checks.append(_check_address("events", config, lambda: EventPublisher(events, {}).close()))
-    return checks
-
-
-def _check_address(setting: str, config: StackConfig, listen: Callable[[], None]) -> AddressCheck:
-    try:
-        listen()
-    except TieredKVError as error:
-        return AddressCheck(setting, False, told(error, config.secret_texts()))
-    return AddressCheck(setting, True)
-
-
-def _serve(metrics: MetricsSettings) -> None:
-    require_client()
-    StatusServer(*metrics.address).close()
 
 
 def _show(stack: str, config: StackConfig, checks: list[TierCheck]) -> None:
