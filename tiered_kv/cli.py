@@ -36,7 +36,7 @@ _EPILOG = """examples:
   tiered-kv check stack.yaml
       is the file right, and does every tier open here?
   tiered-kv --print-completion bash > ~/.local/share/bash-completion/completions/tiered-kv
-      complete verbs, options, files and names of tiers with the TAB key
+      complete verbs, options and files with the TAB key
 
 exit status:
   0    all is well

@@ -1,17 +1,16 @@
 """Completion of the command's words by bash, zsh and fish, with argcomplete (extra: completion).
 
-The shell runs the command itself to complete a word. So the names of tiers come from the stack's file that stands on
-the line, and options from the same parser that will read them.
+The shell runs the command itself to complete a word. So options come from the same parser that will read them.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from tiered_kv.errors import ConfigError, MissingExtraError
+from tiered_kv.errors import MissingExtraError
 
 SHELLS: Final = ("bash", "zsh", "fish")
 COMPLETING: Final = "_ARGCOMPLETE"
@@ -58,8 +57,6 @@ def answer_shell(parser: argparse.ArgumentParser) -> None:
             action.completer = FilesCompleter(("yaml", "yml"))  # type: ignore[attr-defined]
         elif names == "FILE":
             action.completer = FilesCompleter()  # type: ignore[attr-defined]
-        elif action.dest == "tier":
-            action.completer = _tiers  # type: ignore[attr-defined]
     argcomplete.autocomplete(parser, always_complete_options=False, default_completer=SuppressCompleter())
 
 
@@ -69,21 +66,3 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
         if isinstance(action, argparse._SubParsersAction):
             for verb in action.choices.values():
                 yield from _actions(verb)
-
-
-def _tiers(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
-    """Return the names of the secondary tiers in the stack's file on the line. Their settings are not looked at."""
-    from tiered_kv.config.reading import from_source
-
-    try:
-        return from_source(parsed_args.stack, lambda raw: list(_names(raw)))
-    except (ConfigError, AttributeError):
-        return []
-
-
-def _names(raw: Mapping[str, object]) -> Iterator[str]:
-    entries = raw.get("secondary")
-    for entry in entries if isinstance(entries, list) else ():
-        name = entry.get("name", entry.get("type")) if isinstance(entry, dict) else None
-        if isinstance(name, str) and name.isprintable():
-            yield name
