@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import io
 import os
 import sys
 import traceback
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from tiered_kv import __version__
 from tiered_kv._cli.arguments import HelpFormatter
 from tiered_kv._cli.completion import COMPLETING, PrintCompletion, answer_shell, words_so_far
-from tiered_kv._cli.output import OutputError, ReaderGoneError, Status, flush_output
+from tiered_kv._cli.output import Status
 from tiered_kv.config.redaction import scrub
 from tiered_kv.errors import TieredKVError
 
@@ -42,29 +41,23 @@ exit status:
   0    all is well
   1    the verb did its work and found something wrong
   2    it could not be done, or wrong usage; standard error says why
-  130  Ctrl-C
-  141  the reader of the output has closed it"""
+  130  Ctrl-C"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; `argv` is by default that of the process."""
-    if sys.stderr is None:  # it was closed; then nobody reads it
-        sys.stderr = io.StringIO()
-    if sys.stdout is None:
-        print("error: cannot write the output: standard output is closed", file=sys.stderr)
-        return Status.ERROR
     try:
         try:
             return _run(argv)
         finally:  # argparse prints, and exits, by itself
-            flush_output()
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return Status.INTERRUPTED
-    except ReaderGoneError:
-        return Status.READER_GONE
-    except OutputError as error:
-        print(f"error: cannot write the output: {error}", file=sys.stderr)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it again when it ends
+        if not isinstance(error, BrokenPipeError):  # whose reader, such as `head`, has what it wanted
+            print(f"error: {error}", file=sys.stderr)
         return Status.ERROR
 
 

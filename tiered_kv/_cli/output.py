@@ -7,7 +7,6 @@ bar or the screen of `top` is really drawn.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +28,6 @@ class Status(IntEnum):
     """The verb could not do its work; standard error says why. argparse uses the same for wrong usage."""
     INTERRUPTED = 130
     """Ctrl-C, as shells number it: 128 and the signal."""
-    READER_GONE = 141
-    """Whoever read the output has gone (`| head`), as shells number it: 128 and SIGPIPE."""
 
 
 _PLAIN_WIDTH = 120
@@ -44,14 +41,6 @@ class Advance(Protocol):
     """Says how far something is; see `progress`."""
 
     def __call__(self, done: int, doing: str | None = None) -> None: ...
-
-
-class OutputError(Exception):
-    """Standard output cannot be written to; the message says why."""
-
-
-class ReaderGoneError(OutputError):
-    """Whoever read standard output has gone."""
 
 
 def print_json(result: Mapping[str, object]) -> None:
@@ -110,32 +99,14 @@ def one_line(text: str) -> str:
     return text.replace("\n", "\\n")
 
 
-def flush_output() -> None:
-    """Hand on what was printed.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
-    _write("", flush=True)
-
-
 def _shown(text: str) -> str:
     """Return `text` without what a terminal obeys: names in it may be those of a stranger's files or requests."""
     return "\n".join(map(printable, text.split("\n")))
 
 
-def _write(text: str, *, flush: bool = False) -> None:
-    """Write to standard output. Once that has failed, it leads to nowhere, so that nothing fails on it again."""
+def _write(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
-    try:
-        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # names of files may be any bytes
-        if flush:
-            sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            raise ReaderGoneError("its reader has gone") from error
-        raise OutputError(error.strerror) from error
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # names of files may be any bytes
 
 
 @contextmanager

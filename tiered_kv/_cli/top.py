@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Final
 
 from tiered_kv._cli.arguments import describe_use, interval
-from tiered_kv._cli.output import Status, flush_output, print_json, print_table, print_text, progress
+from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.observe.answer import StatusAnswer, read_status
@@ -124,7 +124,7 @@ def _print(watcher: Watcher, interval_s: float) -> None:
         sight, now_s = watcher.look(), time.monotonic()
         _print_sight(sight, interval_s, notices_s=now_s - printed_s)
         printed_s = now_s
-        flush_output()
+        sys.stdout.flush()
         time.sleep(max(0.0, now_s + interval_s - time.monotonic()))
 
 
