@@ -260,6 +260,6 @@ def test_a_bad_key_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'name_key' and 'name_key_file' both give the key"):
         load_config(stack_of({**entry, "name_key": NAME_KEY.hex(), "name_key_file": "x"}))
     missing = {**entry, "name_key_file": str(tmp_path / "missing")}
-    with pytest.raises(ConfigError, match=r"secondary\.0\.name_key_file: the key file '.*missing' cannot be opened"):
+    with pytest.raises(ConfigError, match=r"secondary\.0\.name_key_file: the key file cannot be opened"):
         open_stack(stack_of(missing))
     assert list(tmp_path.iterdir()) == []

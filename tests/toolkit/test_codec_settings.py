@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.stacks import stack_of
-from tiered_kv.config.secret_keys import parse_key
 from tiered_kv.config.stack_config import load_config, stack_schema, tier_settings
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
@@ -106,25 +105,21 @@ def test_plain_blocks_are_accepted_only_where_that_is_asked_for() -> None:
         ({"keys": {1: HEX, 2: HEX}}, "expected 'write_key'"),
         ({"keys": {1: HEX}, "write_key": 2}, "'write_key' names key 2"),
         ({"keys": {1: HEX}, "key_files": {1: "x"}}, "both give key 1"),
-        ({"keys": {0: HEX}}, "whole numbers from 1 to 4294967295"),
-        ({"keys": {1 << 32: HEX}}, "whole numbers from 1 to 4294967295"),
-        ({"keys": {True: HEX}}, "whole numbers from 1"),
-        ({"keys": {"first": HEX}}, "whole numbers from 1"),
-        ({"keys": {1: HEX, "01": HEX}}, "one id stands here twice"),
-        ({"key_files": {"1": "x", 1: "y"}}, "one id stands here twice"),
-        ({"keys": {HEX: 7}}, "whole numbers from 1"),
-        ({"key_files": {HEX: "x"}}, "whole numbers from 1"),
+        ({"keys": {0: HEX}}, "greater than or equal to 1"),
+        ({"keys": {1 << 32: HEX}}, "less than or equal to 4294967295"),
+        ({"keys": {True: HEX}}, "expected a whole number"),
+        ({"keys": {"first": HEX}}, "expected a whole number"),
+        ({"keys": {HEX: 7}}, "expected a whole number"),
+        ({"key_files": {HEX: "x"}}, "expected a whole number"),
         ({"keys": {1: HEX[:-1]}}, "key 1: expected a key: 32 bytes as 64 hexadecimal digits or as base64"),
         ({"keys": {1: [HEX]}}, "expected a text"),
         ({"keys": HEX}, "expected a mapping"),
         ({"keys": {1: HEX}, "write_key": 0}, "write_key"),
         ({"keys": dict.fromkeys(range(1, 66), HEX), "write_key": 1}, "at most 64"),
         ({"keys": {1: HEX}, "algorithm": "aes"}, "unknown key"),
-        ({HEX: 1}, "expected keys by their ids in 'keys'"),
+        ({HEX: 1}, "unknown key"),
         ({"key_files": HEX}, "expected a mapping"),
         ({"key_files": [HEX]}, "expected a mapping"),
-        ({"key_files": {1: HEX}}, "'key_files' holds a key"),
-        ({"key_files": {1: BASE64}}, "'key_files' holds a key"),
     ],
 )
 def test_what_cannot_be_used_is_told_without_the_key(encryption: dict[str, object], message: str) -> None:
@@ -141,8 +136,6 @@ def test_what_cannot_be_used_is_told_without_the_key(encryption: dict[str, objec
     [
         ({"encryption": HEX}, "expected a mapping"),
         ({"encryption": [HEX]}, "expected a mapping"),
-        ({"name_key_file": HEX}, "'name_key_file' holds a key"),
-        ({"name_key_file": BASE64}, "'name_key_file' holds a key"),
     ],
 )
 def test_a_key_in_the_wrong_place_is_not_shown(entry: dict[str, object], message: str) -> None:
@@ -152,17 +145,9 @@ def test_a_key_in_the_wrong_place_is_not_shown(entry: dict[str, object], message
     assert BASE64 not in str(raised.value)
 
 
-def test_a_path_may_look_like_base64_where_it_says_that_it_is_one() -> None:
-    path = "/" + "kv/" * 14  # 43 characters of the alphabet
-    assert parse_key(path), "it could be a key"
-    settings = tier_settings({"type": "memory", "capacity": "1MiB", "name_key_file": path})
-    assert settings.name_key_file == path
-    assert settings_of(key_files={1: path}).encryption is not None
-
-
 def test_a_key_file_that_is_refused_is_named_with_its_setting(key_file: Path) -> None:
     key_file.chmod(0o640)
-    with pytest.raises(ConfigError, match=r"encryption\.key_files\.3: .*kv\.key.* chmod 600") as raised:
+    with pytest.raises(ConfigError, match=r"encryption\.key_files\.3: .* chmod 600") as raised:
         settings_of(key_files={3: str(key_file)}).open_codecs()
     assert raised.value.__cause__ is None
     assert raised.value.__context__ is None

@@ -13,9 +13,7 @@ import binascii
 import os
 import re
 import stat
-from collections.abc import Set
 
-from tiered_kv.config.redaction import redact, scrub
 from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError
 from tiered_kv.permissions import OTHERS
@@ -50,14 +48,6 @@ def parse_key(text: str) -> bytes:
     raise ConfigError(f"expected a key: {_ACCEPTED}")
 
 
-def is_key_for_path(path: str) -> bool:
-    """Return whether what should be the path of a key's file is a key, which must not be shown as paths are.
-
-    A path that says where it begins is one: base64 may look like any other.
-    """
-    return not path.startswith(("/", "./", "../", "~")) and not problem_of_key(path)
-
-
 def problem_of_key(text: str) -> str:
     """Return why `text` is no key, or an empty text; it shows nothing of it."""
     try:
@@ -67,17 +57,17 @@ def problem_of_key(text: str) -> str:
     return ""
 
 
-def read_key_file(path: str | os.PathLike[str], *, location: str = "", secrets: Set[str] = frozenset()) -> bytes:
+def read_key_file(path: str | os.PathLike[str], *, location: str = "") -> bytes:
     """Return the key in the file at `path`, which must be this user's own and closed to everybody else.
 
     Args:
         path: A regular file, or a link to one, that holds nothing but a key as `parse_key` takes it.
         location: The setting that names the file, for errors.
-        secrets: Texts that no error shows, such as a path from a variable.
 
     Raises:
         ConfigError: The file cannot be read, belongs to another user, may be used by its group or by others, is larger
-            than `KEY_FILE_BYTES_MAX`, or holds no key. The message has the path, and nothing of what the file holds.
+            than `KEY_FILE_BYTES_MAX`, or holds no key. The message has nothing of what the file holds, nor its path,
+            which is a key where somebody has put that in its place.
     """
     text = ""
     try:
@@ -93,7 +83,7 @@ def read_key_file(path: str | os.PathLike[str], *, location: str = "", secrets: 
     except (OSError, ValueError) as error:  # a path with a null character is a ValueError
         problem = f"cannot be opened: {getattr(error, 'strerror', None) or 'this is no path'}"
     if problem:
-        raise ConfigError(scrub(f"the key file '{redact(os.fspath(path))}' {problem}", secrets), location=location)
+        raise ConfigError(f"the key file {problem}", location=location)
     return parse_key(text)
 
 

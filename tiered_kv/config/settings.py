@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from tiered_kv.config.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
-from tiered_kv.config.secret_keys import is_key_for_path, problem_of_key
+from tiered_kv.config.secret_keys import problem_of_key
 from tiered_kv.config.units import Bytes, BytesPerDay, Count, Seconds, as_written
 
 
@@ -149,8 +149,6 @@ class TierSettings(StrictModel):
             raise ValueError("'admit_after' and 'write_budget' both decide what is stored; give one of them")
         if self.name_key is not None and self.name_key_file is not None:
             raise ValueError("'name_key' and 'name_key_file' both give the key; give one of them")
-        if self.name_key_file is not None and is_key_for_path(self.name_key_file):
-            raise ValueError("'name_key_file' holds a key, not the path of a file; a key goes into 'name_key'")
         return self
 
     @model_validator(mode="before")

@@ -14,6 +14,7 @@ from tiered_kv.config.redaction import HIDDEN, is_secret_name, redact, scrub, se
 from tiered_kv.errors import ConfigError
 
 _SHOWN_CHARACTERS_MAX = 80
+_NAME_CHARACTERS_MAX = 40
 
 # The first that fits, so the general one is last.
 _REWORDED = {
@@ -80,8 +81,11 @@ def combined(problems: Sequence[ConfigError]) -> ConfigError:
 
 
 def dotted(location: Location) -> str:
-    """Return the path of a setting as messages have it, such as "secondary.0.capacity"."""
-    return ".".join(str(part) for part in location)
+    """Return the path of a setting as messages have it, such as "secondary.0.capacity".
+
+    A name that is too long for a setting's may be a secret in the wrong place.
+    """
+    return ".".join(str(part) if len(str(part)) <= _NAME_CHARACTERS_MAX else HIDDEN for part in location)
 
 
 def suggestion(word: str, known: Sequence[str]) -> str:
@@ -109,7 +113,8 @@ def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
     wanted = _reworded(detail["msg"])
     if isinstance(value, Mapping) and detail["type"] == "value_error":  # a check of several settings together
         return wanted
-    return f"{wanted}, found {HIDDEN if any(map(_is_secret, fields)) else _shown(value, name)}"
+    is_hidden = any(map(_is_secret, fields)) or any(is_secret_name(str(part)) for part in location)
+    return f"{wanted}, found {HIDDEN if is_hidden else _shown(value, name)}"
 
 
 def _reworded(message: str) -> str:

@@ -92,7 +92,7 @@ def _name_key(settings: TierSettings) -> bytes | None:
         return parse_key(settings.name_key.get_secret_value())
     if settings.name_key_file is None:
         return None
-    return read_key_file(settings.name_key_file, location="name_key_file", secrets=settings.secret_texts())
+    return read_key_file(settings.name_key_file, location="name_key_file")
 
 
 def _check_keywords(tier_class: Callable[..., object], keywords: Mapping[str, object], name: str) -> None:
