@@ -153,6 +153,5 @@ def test_a_manager_measures_its_steps_jobs_and_lookups() -> None:
     assert told["cpu"]["restored_tokens_total"] == 16 * told["cpu"]["loaded_blocks_total"] > 0
     assert told[name]["job_seconds"]["store"]["count"] == told[name]["submitted_jobs_total"]["store"]
     assert told[name]["job_bytes"]["store"]["sum"] == 4096 * (2 * EVERY_STEPS + 1)
-    assert told[name]["lookup_seconds"]["count"] in (1, 2, 3), "of a sample"
     assert told[name]["store_budget_bytes"] == told[name]["load_budget_bytes"] == 16 * 4096
     engine.manager.shutdown()

@@ -43,7 +43,6 @@ from tiered_kv.observe.events import EventPublisher
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.prometheus import StackCollector, exposition
 from tiered_kv.observe.step_timer import StepTimer
-from tiered_kv.tiering import search
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.observer import RestoredBlocks
 from tiered_kv.tiering.tier_observer import TierMeasures
@@ -128,7 +127,6 @@ def unmeasured() -> Iterator[None]:
     with ExitStack() as patches:
         for owner, name in ((StepTimer, "count_step"), (RestoredBlocks, "add"), (TierMeasures, "add_job")):
             patches.enter_context(mock.patch.object(owner, name, nothing))
-        patches.enter_context(mock.patch.object(search, "SAMPLED_STEPS", 1 << 60))
         yield
 
 

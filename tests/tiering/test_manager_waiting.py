@@ -57,6 +57,16 @@ def test_a_request_waits_until_its_bound_and_not_again(patient: Bench, block: Ca
     assert patient.lookup(keys(6), patient.request("b")) == [None], "others have a bound of their own"
 
 
+def test_how_long_a_tier_took_to_answer_is_counted(patient: Bench) -> None:
+    answers_nothing(patient)
+    context = patient.request("a")
+    assert ask_on(patient, keys(6), context, 3.0) == [None]
+    patient.tier.has(6, answer=False)
+    assert patient.lookup(keys(6), context) == [False]
+    (told,) = [each for name, each in patient.manager.counters().items() if name != "cpu"]
+    assert (told["lookup_seconds"]["count"], told["lookup_seconds"]["sum"]) == (1, 3.0)
+
+
 def test_all_that_a_request_waits_for_has_one_bound(patient: Bench) -> None:
     context = patient.request("a")
     for block, seconds in (

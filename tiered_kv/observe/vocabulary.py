@@ -63,7 +63,7 @@ _SECONDARY: Final = {
     "jobs_in_flight": Metric("Jobs given to the tier and not yet reported."),
     "job_seconds": Metric("Seconds from a job's submission until it was collected.", ("direction",), SECONDS),
     "job_bytes": Metric("Bytes of the blocks of a job.", ("direction",), BYTES),
-    "lookup_seconds": Metric("Seconds until the tier answered a lookup; a sample.", (), SHORT_SECONDS),
+    "lookup_seconds": Metric("Seconds until the tier answered a lookup late; a sample.", (), SHORT_SECONDS),
     "pinned_bytes": Metric("Bytes of the primary tier that the tier's jobs keep in use."),
     "store_budget_bytes": Metric("Bytes that stores in flight may take."),
     "store_budget_used_bytes": Metric("Bytes that stores in flight take."),

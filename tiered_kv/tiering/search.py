@@ -17,8 +17,6 @@ from tiered_kv.tiering.pace import computed_blocks
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestState, RequestTable
 
-SAMPLED_STEPS = 128
-"""One step in so many times a lookup of each tier, for the tier's measures."""
 PAUSE_S_MAX = 1.0
 """The most that counts as waiting between two lookups of a request: an engine that is busy elsewhere does not wait."""
 
@@ -67,8 +65,6 @@ class Search:
         self._wait_max_s = wait_max_s
         self._clock = clock
         self._searched: list[tuple[GuardedTier, _Lookup]] = []
-        self._steps = 0
-        self._is_sampling = False
         self.refresh(clock())
 
     def refresh(self, now_s: float) -> None:
@@ -78,25 +74,6 @@ class Search:
         self._now_s = now_s
         self._turn = object()
         self._searched = [(guarded, guarded.tier.lookup) for guarded in self._tiers if guarded.is_searched]
-        self._steps += 1
-        self._is_sampling = self._steps % SAMPLED_STEPS == 0
-        if self._is_sampling:
-            for index, (guarded, lookup) in enumerate(self._searched):
-                self._searched[index] = guarded, self._timed(index, guarded, lookup)
-
-    def _timed(self, index: int, guarded: GuardedTier, lookup: _Lookup) -> _Lookup:
-        """Return a tier's lookup that measures its first call, and leaves the others to `lookup`."""
-        searched = self._searched
-
-        def timed(key: OffloadKey, req_context: ReqContext) -> bool | None:
-            searched[index] = guarded, lookup
-            began_s = self._clock()
-            answer = lookup(key, req_context)
-            if answer is not None:
-                guarded.measures.lookup_seconds.add(self._clock() - began_s)
-            return answer
-
-        return timed
 
     def stop(self) -> None:
         """Ask no tier from now on."""
@@ -182,11 +159,8 @@ class Search:
         asked = keys
         if state.failed:
             asked = [key for key in keys if guarded not in state.failed.get(key, ())]
-        began_s = self._clock() if self._is_sampling else 0.0
         try:
             replies = guarded.tier.lookup_many(asked, req_context)
-            if self._is_sampling and None not in replies:
-                guarded.measures.lookup_seconds.add(self._clock() - began_s)
             found = dict(zip(asked, replies, strict=True))
         except Exception:
             self._fail(guarded, state, "lookup_many")
