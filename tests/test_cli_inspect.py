@@ -29,7 +29,6 @@ from tiered_kv.tiering.administration import (
     Purged,
     StoredNamespace,
     Survey,
-    SurveyedNamespace,
     TierAdministration,
     Verification,
 )
@@ -388,28 +387,17 @@ class Told(TierAdministration):
     def __init__(self, settings: TierSettings) -> None:
         return
 
-    def namespaces(self, deadline: float, only: str | None = None) -> list[StoredNamespace]:
-        return []
-
     def purge(self, digest: str, deadline: float) -> Purged:
         return Purged(0, 0)
 
-    def survey(self, deadline: float) -> Survey:
-        found = SurveyedNamespace(StoredNamespace("ab" * 16), Ages(90.0, 60.0, 1.0), used_again=0.25)
+    def survey(self, deadline: float, only: str | None = None) -> Survey:
+        found = StoredNamespace("ab" * 16, written=Ages(90.0, 60.0, 1.0), used_again=0.25)
         return Survey((found,), notes=("it may be otherwise",))
-
-
-class Silent(Told):
-    def survey(self, deadline: float) -> Survey:
-        raise NotImplementedError
 
 
 @pytest.fixture
 def _plugin() -> Iterator[None]:
-    with plugged(
-        TierType("told", TierSettings, lambda: FourMethodTier, "", lambda: Told),
-        TierType("silent", TierSettings, lambda: FourMethodTier, "", lambda: Silent),
-    ):
+    with plugged(TierType("told", TierSettings, lambda: FourMethodTier, "", lambda: Told)):
         yield
 
 
@@ -417,13 +405,12 @@ def _plugin() -> Iterator[None]:
 def test_what_a_tier_of_another_type_tells_is_shown_and_what_it_cannot_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = stack_file(tmp_path, "type: told", "type: silent", "type: memory, capacity: 64KiB")
+    file = stack_file(tmp_path, "type: told", "type: memory, capacity: 64KiB")
     assert main(["inspect", file]) == 0
     text = capsys.readouterr().out
     assert "90s 60s 1s" in text
     assert "25%" in text
     assert "told: it may be otherwise" in text
-    assert "silent: tiers of type 'silent' cannot be inspected" in text
     assert "memory: tiers of type 'memory' show nothing to other processes" in text
     assert main(["inspect", file, "--verify"]) == 1, "what was asked for was not done"
     assert "tiers of type 'told' cannot be verified" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import TierType
 from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.tiering.administration import Purged, StoredNamespace, TierAdministration, believed
+from tiered_kv.tiering.administration import Purged, StoredNamespace, Survey, TierAdministration, believed
 
 ALICE = Namespace(model="m", tenant="alice").identify(block_bytes=4096, block_tokens=16)
 OTHER = "ab" * 16
@@ -36,9 +36,9 @@ class Ledger(TierAdministration):
     def __init__(self, settings: TierSettings) -> None:
         type(self).open_ones += 1
 
-    def namespaces(self, deadline: float, only: str | None = None) -> list[StoredNamespace]:
+    def survey(self, deadline: float, only: str | None = None) -> Survey:
         found = [StoredNamespace(ALICE.digest.hex(), ALICE.described, 3, 4096), StoredNamespace(OTHER)]
-        return [each for each in found if only in (None, each.digest)]
+        return Survey(tuple(each for each in found if only in (None, each.digest)))
 
     def purge(self, digest: str, deadline: float) -> Purged:
         if self.error is not None:

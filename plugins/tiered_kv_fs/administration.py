@@ -23,7 +23,6 @@ from typing import Final
 from tiered_kv.tiering.administration import (
     DESCRIPTION_BYTES_MAX,
     Purged,
-    StoredNamespace,
     Survey,
     TierAdministration,
     Verification,
@@ -72,32 +71,24 @@ class FsAdministration(TierAdministration):
         self._claimed = claimed(settings.path, settings.name, private=settings.private)
         self._path = self._claimed.path
 
-    def namespaces(self, deadline: float, only: str | None = None) -> list[StoredNamespace]:
-        found: dict[str, StoredNamespace] = {}
-        with self._claimed.opened("list") as fd:
-            for digest, path in self._directories(fd, only):
-                other = found.get(digest, StoredNamespace(digest, {}, 0, 0))
-                blocks, size_bytes = _count(path, deadline)
-                described = self._described(path, digest) or other.described
-                found[digest] = StoredNamespace(
-                    digest, described, blocks + (other.blocks or 0), size_bytes + (other.size_bytes or 0)
-                )
-        return [found[digest] for digest in sorted(found)]
-
     def purge(self, digest: str, deadline: float) -> Purged:
         with self._claimed.opened("purge") as fd:
-            if fd is None or not self._directories(fd, digest):
+            if fd is None or self._claimed.marker(fd) is None or not self._directories(fd, digest):
                 return Purged(0, 0)
+            self._claimed.check(fd)  # the user's stacks would refuse files that root made in the directory
             with locked(f"{self._path}/{SWEEP_NAME}", deadline - time.monotonic()):
                 return self._purge(fd, digest, deadline)
 
-    def survey(self, deadline: float) -> Survey:
+    def survey(self, deadline: float, only: str | None = None) -> Survey:
         census = Census()
         now_s = time.time()
         with self._claimed.opened("survey") as fd:
             if fd is None or self._claimed.marker(fd) is None:
                 return Survey()
-            for path, status in _entries(self._path, deadline):
+            roots = [self._path] if only is None else self._directories(fd, only)
+            entries = ((f"{root}/{name}", status) for root in roots for name, status in _entries(root, deadline))
+            for full_path, status in entries:
+                path = full_path.removeprefix(f"{self._path}/")
                 top, _, inner = path.partition("/")
                 match = _TOP.fullmatch(top)
                 is_ours = _OURS.fullmatch(inner) if inner else stat.S_ISDIR(status.st_mode)
@@ -107,11 +98,11 @@ class FsAdministration(TierAdministration):
                 elif not (stat.S_ISREG(status.st_mode) and _BLOCK_PATH.fullmatch(inner)):
                     census.add(match["digest"], occupied_bytes(status), 0)
                 else:
-                    born_s = birth_time(f"{self._path}/{path}")
+                    born_s = birth_time(full_path)
                     written_s = None if born_s is None else now_s - born_s
                     used_s = now_s - status.st_mtime
                     census.add(match["digest"], occupied_bytes(status), written_s=written_s, used_s=used_s)
-            return census.survey(lambda digest: self._described(f"{self._path}/{digest}", digest), _UNTOLD)
+            return census.survey(lambda digest: self._described(fd, digest), _UNTOLD)
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
         check = RecordCheck(bytes.fromhex(digest), self._settings.open_codecs(), verification.block_bytes)
@@ -124,9 +115,12 @@ class FsAdministration(TierAdministration):
                 if stat.S_ISREG(status.st_mode) and _BLOCK_PATH.fullmatch(path):
                     self._verify_block(f"{self._path}/{digest}/{path}", check, verification)
 
-    def _described(self, path: str, digest: str) -> Mapping[str, object]:
-        fields = fields_of(read_file(f"{path}/{NAMESPACE_NAME}", DESCRIPTION_BYTES_MAX))
-        return believed(fields.get("namespace"), digest)
+    def _described(self, fd: int, digest: str) -> Mapping[str, object]:
+        for path in reversed(self._directories(fd, digest)):
+            fields = fields_of(read_file(f"{path}/{NAMESPACE_NAME}", DESCRIPTION_BYTES_MAX))
+            if described := believed(fields.get("namespace"), digest):
+                return described
+        return {}
 
     def _verify_block(self, path: str, check: RecordCheck, verification: Verification) -> None:
         try:
@@ -160,7 +154,7 @@ class FsAdministration(TierAdministration):
                 del state.holders[name]
         deleted = _Deleted()
         try:
-            for _, path in self._directories(fd, digest, only_moved=True):
+            for path in self._directories(fd, digest, only_moved=True):
                 while os.path.isdir(path) and not deleted.left and time.monotonic() < deadline:  # some may be added
                     deleted.delete(path, deadline)
         finally:
@@ -172,23 +166,20 @@ class FsAdministration(TierAdministration):
         if len(deleted.left) > _NAMED_MAX:
             left.append(f"{len(deleted.left) - _NAMED_MAX} more such entries")
         if not left and (moved := self._directories(fd, digest, only_moved=True)):
-            left.append(f"the time was over before all in {moved[0][1]} was deleted; purge again")
-        stored, _ = _count(f"{self._path}/{digest}", deadline)
-        if stored:
+            left.append(f"the time was over before all in {moved[0]} was deleted; purge again")
+        entries = _entries(f"{self._path}/{digest}", deadline)
+        if stored := sum(_BLOCK_PATH.fullmatch(inner) is not None for inner, _ in entries):
             left.append(f"{stored} blocks, stored meanwhile by a stack that uses this namespace")
         note = f"{len(users)} stacks use this namespace, or ended a moment ago; who is open may store in it again"
         return Purged(deleted.blocks, deleted.size_bytes, tuple(left), (note,) if users else ())
 
-    def _directories(self, fd: int | None, only: str | None, *, only_moved: bool = False) -> list[tuple[str, str]]:
-        """Return digest and path of each namespace's directory, with those that a purge has renamed."""
-        if fd is None or self._claimed.marker(fd) is None:
-            return []
-        self._claimed.check(fd)  # the user's stacks would refuse files that root made in the directory
+    def _directories(self, fd: int, digest: str, *, only_moved: bool = False) -> list[str]:
+        """Return the paths of a namespace's directories: those that a purge has renamed, and the one in use."""
         matches = [match for name in sorted(os.listdir(fd)) if (match := _TOP.fullmatch(name))]
         return [
-            (match["digest"], f"{self._path}/{match[0]}")
+            f"{self._path}/{match[0]}"
             for match in matches
-            if only in (None, match["digest"]) and (match["moved"] or not only_moved)
+            if match["digest"] == digest and (match["moved"] or not only_moved)
         ]
 
 
@@ -216,13 +207,6 @@ class _Deleted:
         for directory in reversed(directories):
             with suppress(OSError):  # it is not empty, or files were added meanwhile
                 os.rmdir(directory)
-
-
-def _count(path: str, deadline: float) -> tuple[int, int]:
-    """Return the blocks below a directory, and the space of all files there."""
-    files = [each for each in _entries(path, deadline) if not stat.S_ISDIR(each[1].st_mode)]
-    blocks = sum(_BLOCK_PATH.fullmatch(inner) is not None for inner, _ in files)
-    return blocks, sum(occupied_bytes(status) for _, status in files)
 
 
 def _entries(path: str, deadline: float) -> Iterator[tuple[str, os.stat_result]]:

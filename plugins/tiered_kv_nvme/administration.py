@@ -1,4 +1,4 @@
-"""Administration of a tier's directory without a stack: list its namespace, inspect and delete the blocks.
+"""Administration of a tier's directory without a stack: look at its namespace, check and delete the blocks.
 
 A purge needs the directory's lock, so no stack has it open. It deletes the segment files, the epoch, and last the
 marker, so that an interrupted purge can be repeated. Then any namespace can claim the empty directory. The lock stays,
@@ -19,7 +19,6 @@ from tiered_kv.errors import TierBusyError
 from tiered_kv.tiering.administration import (
     DIGEST_HEX,
     Purged,
-    StoredNamespace,
     Survey,
     TierAdministration,
     Verification,
@@ -53,14 +52,6 @@ class NvmeAdministration(TierAdministration):
         self._claimed = claimed(settings.path, settings.name)
         self._path = self._claimed.path
 
-    def namespaces(self, deadline: float, only: str | None = None) -> list[StoredNamespace]:
-        with self._claimed.opened("list") as fd:
-            digest, fields = self._marker(fd)
-            if fd is None or not digest or only not in (None, digest):
-                return []
-            size_bytes = sum(status.st_blocks * 512 for _, status in _segments(fd, digest))
-            return [StoredNamespace(digest, believed(fields.get("namespace"), digest), None, size_bytes)]
-
     def purge(self, digest: str, deadline: float) -> Purged:
         with self._claimed.opened("purge") as fd:
             if fd is None or MARKER_NAME not in os.listdir(fd):
@@ -73,12 +64,12 @@ class NvmeAdministration(TierAdministration):
             finally:
                 give_back(lock_fd)
 
-    def survey(self, deadline: float) -> Survey:
+    def survey(self, deadline: float, only: str | None = None) -> Survey:
         census, segments = Census(), None
         described: Mapping[str, object] = {}
         with self._claimed.opened("survey") as fd:
             digest, fields = self._marker(fd)
-            if fd is not None and digest:
+            if fd is not None and digest and only in (None, digest):
                 described = believed(fields.get("namespace"), digest)
                 identity = self._identity(digest, fields)
                 segments = Inspection(fd, self._path, self._claimed.tier, identity, deadline).count(census)

@@ -24,7 +24,6 @@ from tiered_kv.errors import TierUnavailableError
 from tiered_kv.tiering.administration import (
     DESCRIPTION_BYTES_MAX,
     Purged,
-    StoredNamespace,
     Survey,
     TierAdministration,
     Verification,
@@ -77,22 +76,6 @@ class RedisAdministration(TierAdministration):
         self._tier = settings.name
         self._topology = Topology(settings)
 
-    def namespaces(self, deadline: float, only: str | None = None) -> list[StoredNamespace]:
-        blocks: Counter[str] = Counter()
-        described: dict[str, Mapping[str, object]] = {}
-        with self._told("list"):
-            for node in self._masters(deadline):
-                with closing(node.client()) as client:
-                    for name in _names(client, only, deadline):
-                        match = _NAME.fullmatch(name)
-                        if match is None:
-                            continue
-                        digest = match["digest"].decode()
-                        blocks[digest] += match["block"] is not None
-                        if name.endswith(b":namespace") and match["block"] is None:
-                            described[digest] = _described(client, name, digest)
-        return [StoredNamespace(digest, described.get(digest, {}), count) for digest, count in sorted(blocks.items())]
-
     def purge(self, digest: str, deadline: float) -> Purged:
         removed: Counter[str] = Counter()
         foreign: set[bytes] = set()
@@ -107,13 +90,13 @@ class RedisAdministration(TierAdministration):
             left.append(f"{found} names were found by the last survey: a stack stores them, or time ran out")
         return Purged(removed["blocks"], removed["bytes"], tuple(left))
 
-    def survey(self, deadline: float) -> Survey:
+    def survey(self, deadline: float, only: str | None = None) -> Survey:
         census = Census()
         described: dict[str, Mapping[str, object]] = {}
         with self._told("survey"):
             for node in self._masters(deadline):
                 with closing(node.client()) as client:
-                    for names in _batches(_names(client, None, deadline), NAMES_AT_ONCE):
+                    for names in _batches(_names(client, only, deadline), NAMES_AT_ONCE):
                         _survey(client, names, self._settings.ttl, census, described)
         return census.survey(lambda digest: described.get(digest, {}), _UNTOLD)
 

@@ -8,7 +8,7 @@ every version, and are reported. The tier sends whole objects, so it leaves no u
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,7 +19,6 @@ from tiered_kv.tiering.administration import (
     DESCRIPTION_BYTES_MAX,
     DIGEST_HEX,
     Purged,
-    StoredNamespace,
     Survey,
     TierAdministration,
     Verification,
@@ -69,11 +68,6 @@ class S3Administration(TierAdministration):
         self._bucket = Bucket(settings, account, Counters(COUNTERS, COUNTERS_BY_LABEL))
         self._control = Control(account, settings, settings.name)
 
-    def namespaces(self, deadline: float, only: str | None = None) -> list[StoredNamespace]:
-        folders = [only] if only else self._control.folders(f"{self._prefix}/")
-        stored = [self._stored(digest, deadline) for digest in folders if DIGEST_HEX.fullmatch(digest)]
-        return [each for each in stored if each is not None]
-
     def purge(self, digest: str, deadline: float) -> Purged:
         naming = Naming(self._prefix, bytes.fromhex(digest))
         self._renew_epoch(naming, deadline)
@@ -94,17 +88,20 @@ class S3Administration(TierAdministration):
         notes = ("the server lists no versions; it is taken to keep none",) if self._control.without_versions else ()
         return Purged(removed.blocks, removed.size_bytes, tuple(left), notes)
 
-    def survey(self, deadline: float) -> Survey:
+    def survey(self, deadline: float, only: str | None = None) -> Survey:
         census = Census()
         root = f"{self._prefix}/"
-        for page in self._listed(root, "survey", deadline):
-            for each in page:
-                digest = each.name.removeprefix(root).partition("/")[0]
+        for page in self._control.versions(f"{root}{only}/" if only else root, deadline):
+            for each, is_marker in page:
+                name, size_bytes = each["Key"], each.get("Size", 0)
+                digest = name.removeprefix(root).partition("/")[0]
                 naming = Naming(self._prefix, bytes.fromhex(digest)) if DIGEST_HEX.fullmatch(digest) else None
-                if naming is not None and naming.owns(each.name):
-                    census.add(digest, each.size_bytes, naming.is_block(each.name), written_s=each.age_s)
-                else:
-                    census.add_foreign(each.name, each.size_bytes)
+                if naming is None or not naming.owns(name):
+                    census.add_foreign(name, size_bytes)
+                elif name != naming.epoch:  # it stays after a purge
+                    is_block = naming.is_block(name) and not is_marker and each.get("IsLatest", True)
+                    written_s = time.time() - each["LastModified"].timestamp()
+                    census.add(digest, size_bytes, is_block, written_s=written_s)
         return census.survey(
             lambda digest: self._described(Naming(self._prefix, bytes.fromhex(digest)), deadline),
             "a bucket does not tell when a block was used",
@@ -118,7 +115,7 @@ class S3Administration(TierAdministration):
             return self._read(listed.name, check, min(deadline, time.monotonic() + self._settings.job_timeout))
 
         with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="tiered-kv-s3-verify") as readers:
-            for page in self._listed(naming.blocks, "verify", deadline):
+            for page in self._control.listed(naming.blocks):
                 blocks = [each for each in page if naming.is_block(each.name)]
                 for at in range(0, len(blocks), _READS_AT_ONCE):
                     some = blocks[at : at + _READS_AT_ONCE]
@@ -127,7 +124,8 @@ class S3Administration(TierAdministration):
                         if found is None or not verification.note(found, read_bytes):
                             continue
                         verification.repaired += self._bucket.delete(listed.name, deadline) is Verdict.DONE
-                    self._check_time(deadline, "verify")
+                    if time.monotonic() >= deadline:
+                        raise TierUnavailableError("the time was over", tier=self._tier, operation="verify")
 
     def _read(self, name: str, check: RecordCheck, deadline: float) -> RecordStatus | str | None:
         """Return what an object of a block holds, None if there is none any more."""
@@ -147,15 +145,6 @@ class S3Administration(TierAdministration):
                 break
         # A bucket has no mark that says of which version everything in it is: another release may read the block.
         return found.value if found is RecordStatus.BAD_VERSION else found
-
-    def _listed(self, prefix: str, operation: str, deadline: float) -> Iterator[list[Listed]]:
-        for page in self._control.listed(prefix):
-            yield page
-            self._check_time(deadline, operation)
-
-    def _check_time(self, deadline: float, operation: str) -> None:
-        if time.monotonic() >= deadline:
-            raise TierUnavailableError("the time was over", tier=self._tier, operation=operation)
 
     def close(self) -> None:
         self._control.close()
@@ -197,20 +186,6 @@ class S3Administration(TierAdministration):
         epoch = Epoch(store)
         epoch.renew()
         epoch.saved_value(deadline)
-
-    def _stored(self, digest: str, deadline: float) -> StoredNamespace | None:
-        """Return what is stored of a namespace; None if it is nothing but a mark of an epoch, and foreign objects."""
-        naming = Naming(self._prefix, bytes.fromhex(digest))
-        blocks = size_bytes = others = 0
-        for page in self._control.versions(naming.root, deadline):
-            for each, is_marker in page:
-                if naming.owns(each["Key"]):
-                    size_bytes += each.get("Size", 0)
-                    blocks += not is_marker and naming.is_block(each["Key"])
-                    others += each["Key"] != naming.epoch
-        if not others:
-            return None
-        return StoredNamespace(digest, self._described(naming, deadline), blocks, size_bytes)
 
     def _described(self, naming: Naming, deadline: float) -> Mapping[str, object]:
         _, text = self._bucket.read(naming.namespace, DESCRIPTION_BYTES_MAX, deadline)

@@ -59,9 +59,9 @@ class Control:
                 for each in page.get("Contents", ())
             ]
 
-    def pages(self, operation: str, prefix: str, **more: str) -> Iterator[Mapping[str, Any]]:
+    def pages(self, operation: str, prefix: str) -> Iterator[Mapping[str, Any]]:
         """Yield the pages of a listing, such as `list_object_versions`, as boto3 gives them."""
-        parameters = {"Bucket": self._bucket, "Prefix": prefix, **more}
+        parameters = {"Bucket": self._bucket, "Prefix": prefix}
         pages = self._call("list", lambda client: iter(client.get_paginator(operation).paginate(**parameters)))
         while (page := self._call("list", lambda _: next(pages, None))) is not None:
             yield page
@@ -83,13 +83,6 @@ class Control:
                 raise
             self.without_versions = error.reason
             yield from self.versions(prefix, deadline)
-
-    def folders(self, prefix: str) -> list[str]:
-        """Return what follows `prefix`, which ends with a slash, up to the next slash, each once."""
-        found: list[str] = []
-        for page in self.pages("list_objects_v2", prefix, Delimiter="/"):
-            found += [each["Prefix"].removeprefix(prefix).rstrip("/") for each in page.get("CommonPrefixes", ())]
-        return found
 
     def delete(self, objects: Sequence[Mapping[str, Any]]) -> set[str]:
         """Delete up to `PAGE_OBJECTS` objects or versions; return S3's words for why any is not gone.

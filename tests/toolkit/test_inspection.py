@@ -58,7 +58,7 @@ def test_one_unknown_size_makes_the_sum_unknown() -> None:
     for size_bytes in (1, None, 1):
         census.add("ab" * 16, size_bytes)
     (found,) = census.survey(lambda digest: {}, "why").namespaces
-    assert (found.stored.blocks, found.stored.size_bytes) == (3, None)
+    assert (found.blocks, found.size_bytes) == (3, None)
 
 
 @pytest.mark.parametrize("block_bytes", [4096, None])

@@ -17,7 +17,7 @@ from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
-from tiered_kv.tiering.administration import Ages, Survey, SurveyedNamespace, TierAdministration, Verification
+from tiered_kv.tiering.administration import Ages, StoredNamespace, Survey, TierAdministration, Verification
 from tiered_kv.toolkit.inspection import block_bytes_in
 
 _TIMEOUT_S = 600.0
@@ -103,12 +103,8 @@ def _inspect(config: StackConfig, settings: TierSettings, args: argparse.Namespa
             tier.unavailable = f"tiers of type '{settings.type}' show nothing to other processes"
             return tier
         with closing(load()(settings)) as administration:
-            try:
-                with progress(f"counting {tier.name}", None):
-                    tier.survey = administration.survey(time.monotonic() + (args.timeout or _TIMEOUT_S))
-            except NotImplementedError:
-                tier.unavailable = f"tiers of type '{settings.type}' cannot be inspected"
-                return tier
+            with progress(f"counting {tier.name}", None):
+                tier.survey = administration.survey(time.monotonic() + (args.timeout or _TIMEOUT_S))
             if args.verify:
                 _verify(administration, config, settings, tier, args)
     except Exception as error:  # whatever a stranger's administration raises
@@ -124,15 +120,15 @@ def _verify(
     args: argparse.Namespace,
 ) -> None:
     own = config.identity.digest.hex()
-    chosen = [each for each in tier.survey.namespaces if not args.own or each.stored.digest == own]
+    chosen = [each for each in tier.survey.namespaces if not args.own or each.digest == own]
     rate_bytes = args.rate or _RATE_BYTES
     total_bytes = sum(_size_bytes(each) for each in chosen)
     deadline = time.monotonic() + (args.timeout or _TIMEOUT_S + _PATIENCE * total_bytes / rate_bytes)
     with progress(f"verifying {tier.name}", total_bytes, in_bytes=True) as show:
         on_block = _paced(rate_bytes, show, deadline)
         for each in chosen:
-            digest = each.stored.digest
-            block_bytes = config.block.bytes if digest == own else block_bytes_in(each.stored.described)
+            digest = each.digest
+            block_bytes = config.block.bytes if digest == own else block_bytes_in(each.described)
             found = tier.checks[digest] = Verification(block_bytes, args.repair, on_block)
             try:
                 administration.verify(digest, found, deadline)
@@ -164,28 +160,26 @@ def _paced(rate_bytes: int, show: Callable[[int], None], deadline: float) -> Cal
     return on_block
 
 
-def _size_bytes(found: SurveyedNamespace) -> int:
+def _size_bytes(found: StoredNamespace) -> int:
     """Return about how many bytes a check will read."""
-    block_bytes = block_bytes_in(found.stored.described)
-    if found.stored.blocks is not None and block_bytes is not None:
-        return found.stored.blocks * block_bytes
-    return found.stored.size_bytes or 0
+    block_bytes = block_bytes_in(found.described)
+    if found.blocks is not None and block_bytes is not None:
+        return found.blocks * block_bytes
+    return found.size_bytes or 0
 
 
 def _described(config: StackConfig, tier: TierInspection) -> dict[str, object]:
     namespaces = []
     for each in tier.survey.namespaces:
         known = asdict(each)
-        stored = known.pop("stored")
-        digest = stored.pop("digest")
+        digest = known.pop("digest")
         check = tier.checks.get(digest)
         namespaces.append(
             {
                 "namespace": digest,
                 "own": digest == config.identity.digest.hex(),
-                "tenant": each.stored.tenant,
-                **stored,
-                "differences": differences(config.identity.described, each.stored.described),
+                "tenant": each.tenant,
+                "differences": differences(config.identity.described, each.described),
                 **known,
                 "verification": check and {name: getattr(check, name) for name in _CHECKED},
             }
@@ -215,15 +209,14 @@ def _print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def _rows(tier: TierInspection, own: str) -> Iterator[list[str]]:
     for each in tier.survey.namespaces:
-        stored = each.stored
-        namespace = stored.described.get("namespace")
+        namespace = each.described.get("namespace")
         model = str(namespace.get("model", "-")) if isinstance(namespace, dict) else "-"
         share = "-" if each.used_again is None else f"{each.used_again:.0%}"
-        blocks = "-" if stored.blocks is None else str(stored.blocks)
-        size = "-" if stored.size_bytes is None else rounded_bytes(stored.size_bytes)
-        digest = f"{stored.digest}{' *' if stored.digest == own else ''}"
+        blocks = "-" if each.blocks is None else str(each.blocks)
+        size = "-" if each.size_bytes is None else rounded_bytes(each.size_bytes)
+        digest = f"{each.digest}{' *' if each.digest == own else ''}"
         ages = [_ages(each.written), _ages(each.used)]
-        yield [tier.name, digest, model, stored.tenant or "-", blocks, size, *ages, share]
+        yield [tier.name, digest, model, each.tenant or "-", blocks, size, *ages, share]
     if not tier.survey.namespaces:
         yield [tier.name, "-" if tier.error or tier.unavailable else "nothing stored", *["-"] * 7]
 
@@ -242,12 +235,12 @@ def _reasons(counted: Mapping[str, int]) -> str:
 def _remarks(config: StackConfig, tier: TierInspection, *, repairs: bool) -> Iterator[str]:
     survey = tier.survey
     for each in survey.namespaces:
-        changed = differences(config.identity.described, each.stored.described)
+        changed = differences(config.identity.described, each.described)
         if changed:
             fields = "; ".join(f"{name} is {theirs!r}, not {ours!r}" for name, (ours, theirs) in changed.items())
-            yield f"{each.stored.digest} is another namespace: {fields}"
-        elif each.stored.digest != config.identity.digest.hex():
-            yield f"{each.stored.digest} is another namespace, without a readable form"
+            yield f"{each.digest} is another namespace: {fields}"
+        elif each.digest != config.identity.digest.hex():
+            yield f"{each.digest} is another namespace, without a readable form"
     if (segments := survey.segments) is not None:
         fill = f"{segments.filled_bytes / segments.size_bytes:.0%}" if segments.size_bytes else "-"
         size = rounded_bytes(segments.size_bytes)

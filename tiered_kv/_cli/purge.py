@@ -109,7 +109,7 @@ def _look(settings: TierSettings, digest: str | None, tenant: str | None, timeou
     tier = TierPurge(settings.name, settings.type)
 
     def look(administration: TierAdministration) -> None:
-        for stored in administration.namespaces(time.monotonic() + timeout_s, digest):
+        for stored in administration.survey(time.monotonic() + timeout_s, digest).namespaces:
             if tenant is None or stored.tenant == tenant:
                 tier.namespaces.append(NamespacePurge(stored.digest, stored.tenant, stored.blocks, stored.size_bytes))
             elif stored.tenant is None:

@@ -57,7 +57,7 @@ def tier_namespaces(config: StackConfig, settings: TierSettings, deadline: float
         if load is None:
             return TierNamespaces(settings.name, error=f"tiers of type '{settings.type}' cannot list their namespaces")
         with closing(load()(settings)) as administration:
-            stored = administration.namespaces(deadline)
+            stored = administration.survey(deadline).namespaces
     except Exception as error:  # whatever a stranger's administration raises
         return TierNamespaces(settings.name, error=told(error, settings.secret_texts()))
     digest = own.digest.hex()

@@ -1,10 +1,9 @@
-"""Administration of a tier's storage without a stack: list its namespaces, look at its blocks, and delete for good.
+"""Administration of a tier's storage without a stack: look at its namespaces and blocks, and delete for good.
 
     administration = tier_type.administration()(settings)
     with closing(administration):
-        for stored in administration.namespaces(deadline):
+        for stored in administration.survey(deadline).namespaces:
             administration.purge(stored.digest, deadline)
-        administration.survey(deadline)
 
 A purge is not a reset of the cache: a reset makes blocks unreachable at once and leaves their bytes to be written
 over. A purge deletes the bytes, may take long, and checks afterwards whether any are left.
@@ -30,20 +29,35 @@ DESCRIPTION_BYTES_MAX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Ages:
+    """How long ago something happened to each of many blocks, in seconds. The median is an estimate."""
+
+    oldest_s: float
+    median_s: float
+    newest_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StoredNamespace:
-    """A namespace of which a tier's storage holds data.
+    """A namespace of which a tier's storage holds data; None is what the storage does not know.
 
     Args:
         digest: Its digest, 32 hexadecimal digits.
         described: Its readable form; empty if there is none that matches the digest.
-        blocks: How many blocks; None if counting them is as much work as deleting them.
-        size_bytes: Their size; None likewise.
+        blocks: How many blocks.
+        size_bytes: What they occupy, with marks and readable forms.
+        written: How long ago its blocks were written.
+        used: How long ago they were last used, or written.
+        used_again: The share of its blocks, 0 to 1, that were used again after they were written.
     """
 
     digest: str
     described: Mapping[str, object] = field(default_factory=dict)
     blocks: int | None = None
     size_bytes: int | None = None
+    written: Ages | None = None
+    used: Ages | None = None
+    used_again: float | None = None
 
     @property
     def tenant(self) -> str | None:
@@ -69,32 +83,6 @@ class Purged:
     size_bytes: int
     left: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Ages:
-    """How long ago something happened to each of many blocks, in seconds. The median is an estimate."""
-
-    oldest_s: float
-    median_s: float
-    newest_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class SurveyedNamespace:
-    """What a survey found of one namespace; None is what the storage does not know.
-
-    Args:
-        stored: Its digest, readable form, blocks and bytes.
-        written: How long ago its blocks were written.
-        used: How long ago they were last used, or written.
-        used_again: The share of its blocks, 0 to 1, that were used again after they were written.
-    """
-
-    stored: StoredNamespace
-    written: Ages | None = None
-    used: Ages | None = None
-    used_again: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +124,7 @@ class Survey:
         notes: Hints for the user.
     """
 
-    namespaces: tuple[SurveyedNamespace, ...] = ()
+    namespaces: tuple[StoredNamespace, ...] = ()
     segments: SurveyedSegments | None = None
     foreign: SurveyedForeign | None = None
     notes: tuple[str, ...] = ()
@@ -212,23 +200,18 @@ class TierAdministration(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def namespaces(self, deadline: float, only: str | None = None) -> list[StoredNamespace]:
-        """Return the namespaces of which the storage holds data; with `only`, just the one with that digest."""
-
-    @abstractmethod
     def purge(self, digest: str, deadline: float) -> Purged:
         """Delete all stored data of the namespace with this digest, and check that none is left.
 
         Blocks that other processes store meanwhile may be left. The processes continue; their lookups are misses.
         """
 
-    def survey(self, deadline: float) -> Survey:
-        """Count what the storage holds, and change nothing, also while processes use it. Optional.
+    @abstractmethod
+    def survey(self, deadline: float, only: str | None = None) -> Survey:
+        """Count what the storage holds, and change nothing, also while processes use it.
 
-        Raises:
-            NotImplementedError: Tiers of this type cannot be inspected.
+        With `only`, a digest, no other namespace is counted.
         """
-        raise NotImplementedError
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
         """Read all blocks of one namespace, and `note` each; delete the damaged ones if that says so. Optional.

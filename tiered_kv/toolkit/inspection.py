@@ -13,7 +13,6 @@ from tiered_kv.tiering.administration import (
     StoredNamespace,
     Survey,
     SurveyedForeign,
-    SurveyedNamespace,
     SurveyedSegments,
 )
 from tiered_kv.toolkit.codecs import CodecSet
@@ -130,8 +129,11 @@ class Census:
             segments: The large files, if it has such.
         """
         namespaces = tuple(
-            SurveyedNamespace(
-                StoredNamespace(digest, describe(digest), tally.blocks, tally.size_bytes),
+            StoredNamespace(
+                digest,
+                describe(digest),
+                tally.blocks,
+                tally.size_bytes,
                 tally.written.ages(),
                 tally.used.ages(),
                 tally.used_again / tally.judged if tally.judged else None,
@@ -139,7 +141,7 @@ class Census:
             for digest, tally in sorted(self._tallies.items())
         )
         foreign = SurveyedForeign(self._foreign_entries, self._foreign_bytes, tuple(self._foreign_names))
-        is_untold = any(each.stored.blocks and each.used_again is None for each in namespaces)
+        is_untold = any(each.blocks and each.used_again is None for each in namespaces)
         return Survey(namespaces, segments, foreign, (untold,) if is_untold else ())
 
 
