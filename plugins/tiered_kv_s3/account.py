@@ -92,7 +92,6 @@ class Account:
     def client(self, credentials: Credentials, attempts: int) -> Any:
         """Return boto3's client for the bucket's server; its requests are tried `attempts` times. Asks no provider."""
         return self._make_client(
-            self.region,
             {
                 "connect_timeout": self._settings.request_timeout,
                 "read_timeout": self._settings.request_timeout,
@@ -104,13 +103,12 @@ class Account:
             aws_session_token=credentials.session_token or None,
         )
 
-    def endpoint(self, region: str) -> Endpoint:
-        """Return where the bucket is, if it is in `region`: what boto3 makes of the settings."""
+    def endpoint(self) -> Endpoint:
+        """Return where the bucket is: what boto3 makes of the settings."""
         from botocore import UNSIGNED
 
         try:
             client = self._make_client(
-                region,
                 {"signature_version": UNSIGNED},
                 aws_access_key_id="none",  # so that no provider is asked for those that are not needed here
                 aws_secret_access_key="none",
@@ -125,14 +123,14 @@ class Account:
         except ValueError as error:
             raise ConfigError(f"tier '{self._tier}': {error}") from None
 
-    def _make_client(self, region: str, config: Mapping[str, Any], **arguments: Any) -> Any:
+    def _make_client(self, config: Mapping[str, Any], **arguments: Any) -> Any:
         from botocore.config import Config
 
         s3 = {"addressing_style": self._settings.addressing, "us_east_1_regional_endpoint": "regional"}
         with self._making_client:  # a session is for one thread at a time
             return self._session.client(
                 "s3",
-                region_name=region,
+                region_name=self.region,
                 endpoint_url=self._settings.endpoint_url,
                 config=Config(s3=s3, **config),
                 **arguments,

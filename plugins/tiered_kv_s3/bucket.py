@@ -19,15 +19,15 @@ from tiered_kv_s3.account import Account
 from tiered_kv_s3.connection import Answer, BadAnswerError, Connection, ConnectionPool, Patience
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.signer import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Signer
-from tiered_kv_s3.verdict import ABSENCE, RETRYABLE, Verdict, region_in, verdict_of, verdict_of_error
+from tiered_kv_s3.verdict import RETRYABLE, Verdict, verdict_of, verdict_of_error
 
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 2.0
 HEADS_IN_FLIGHT_MAX = 16
 """Connections over which one batch of presence requests travels."""
 
-_SAYS_NOTHING = frozenset({Verdict.DENIED, Verdict.REFUSED, Verdict.MOVED})
-"""The verdict of an answer to HEAD whose reason would be in its body."""
+_MAY_BE_EXPIRED = frozenset({Verdict.DENIED, Verdict.REFUSED})
+"""The verdict on expired credentials where the answer has no body that says so: to HEAD."""
 
 Sink = Callable[[int], Sequence[memoryview] | None]
 """Returns the memory for a body of as many bytes; None to refuse it."""
@@ -38,7 +38,6 @@ class _Attempt:
     """One try of a request."""
 
     connection: Connection
-    signer: Signer
     credentials: Credentials
     patience: Patience
 
@@ -58,10 +57,9 @@ class Bucket:
         self._ttl_s = settings.ttl or math.inf
         self._signs_payload = settings.sign_payload
         self._put_headers = _put_headers(settings)
-        self.pool = ConnectionPool(account.endpoint(account.region), settings.ca_file, counters)
+        self.pool = ConnectionPool(account.endpoint(), settings.ca_file, counters)
         self._signer = Signer(account.region)
         self._closing = threading.Event()
-        self._moving = threading.Lock()  # held by the thread that follows a bucket to its region
 
     def put(
         self, name: str, pieces: Sequence[bytes | memoryview], deadline: float, *, only_if_absent: bool = False
@@ -125,11 +123,15 @@ class Bucket:
         waiting = list(range(len(names)))
         for number in self._tries((time.monotonic() + deadline) / 2):
             self._counters.add("retried_requests_total", count=len(waiting) if number else 0)
-            self._ask_side_by_side(names, waiting, verdicts, deadline)
+            credentials = self._account.credentials(deadline)
+            self._ask_side_by_side(names, waiting, verdicts, credentials, deadline)
             self._counters.add(
                 "slow_down_answers_total", count=sum(verdicts[index] is Verdict.SLOW_DOWN for index in waiting)
             )
-            waiting = self._to_ask_again(names, waiting, verdicts, deadline)
+            again = RETRYABLE
+            if any(verdicts[index] in _MAY_BE_EXPIRED for index in waiting):
+                again |= _MAY_BE_EXPIRED if self._account.renew(credentials, deadline) else set()
+            waiting = [index for index in waiting if verdicts[index] in again]
             if not waiting:
                 break
         return verdicts
@@ -153,7 +155,7 @@ class Bucket:
         endpoint = attempt.connection.endpoint
         path = endpoint.path_of(name)
         headers = {"host": endpoint.authority, **(headers or {})}
-        signed = attempt.signer.sign(method, path, headers, payload_hash, attempt.credentials, time.time())
+        signed = self._signer.sign(method, path, headers, payload_hash, attempt.credentials, time.time())
         lines = "".join([f"{header}: {value}\r\n" for header, value in signed.items()])
         if endpoint.proxy is not None and not endpoint.is_tls:  # TLS goes through a tunnel
             path = f"http://{endpoint.authority}{path}"
@@ -171,8 +173,6 @@ class Bucket:
         if 200 <= answer.status < 300:
             return Verdict.DONE
         verdict = verdict_of(answer, body)
-        if verdict is Verdict.MOVED:
-            return self._follow(attempt.signer.region, region_in(answer, body))
         if verdict is Verdict.CREDENTIALS and not self._account.renew(attempt.credentials, attempt.patience.deadline):
             return Verdict.CREDENTIALS_EXPIRED
         return verdict
@@ -199,28 +199,16 @@ class Bucket:
 
     def _try(self, exchange: Callable[[_Attempt], Verdict], patience: Patience) -> Verdict:
         credentials = self._account.credentials(patience.deadline)
-        signer = self._signer
         try:
             connection = self.pool.take(patience)
         except OSError as error:
             return verdict_of_error(error)
         try:
-            return exchange(_Attempt(connection, signer, credentials, patience))
+            return exchange(_Attempt(connection, credentials, patience))
         except OSError as error:
             return verdict_of_error(error)
         finally:
             self.pool.give_back(connection)
-
-    def _follow(self, asked: str, region: str) -> Verdict:
-        """Use `region` from now on, because the bucket is not in the former one."""
-        with self._moving:
-            if region == asked:
-                return Verdict.REFUSED  # a redirect that leads nowhere
-            if region != self._signer.region:  # otherwise another thread has done it
-                self.pool.move(self._account.endpoint(region))
-                self._account.region = region
-                self._signer = Signer(region)
-        return Verdict.MOVED
 
     def _age_s(self, answer: Answer) -> float:
         """Return an object's age by the server's clock; 0 if objects do not expire, or the age is unknown."""
@@ -232,10 +220,14 @@ class Bucket:
     # Many requests.
 
     def _ask_side_by_side(
-        self, names: Sequence[str], wanted: Sequence[int], verdicts: list[Verdict], deadline: float
+        self,
+        names: Sequence[str],
+        wanted: Sequence[int],
+        verdicts: list[Verdict],
+        credentials: Credentials,
+        deadline: float,
     ) -> None:
         """Fill in the verdicts of one try each. A request that stalls delays no other."""
-        credentials = self._account.credentials(deadline)
         patience = Patience(deadline, min(self._stall_s, max(0.0, deadline - time.monotonic()) / 2))
         waiting = deque(wanted)
         travelling: dict[int, tuple[int, Connection, float]] = {}  # by file descriptor; in the order of sending
@@ -246,7 +238,7 @@ class Bucket:
                     connection = self.pool.take(patience)
                     travelling[connection.fileno] = (waiting[0], connection, time.monotonic() + patience.stall_s)
                     poll.register(connection.fileno, select.POLLIN)
-                    self._send(_Attempt(connection, self._signer, credentials, patience), "HEAD", names[waiting[0]])
+                    self._send(_Attempt(connection, credentials, patience), "HEAD", names[waiting[0]])
                     waiting.popleft()
                 wait_s = min(next(iter(travelling.values()))[2], deadline) - time.monotonic()
                 ready = {number for number, _ in poll.poll(max(0.0, wait_s) * 1000)}
@@ -278,23 +270,6 @@ class Bucket:
         if answer.status == 200:
             return Verdict.EXPIRED if self._age_s(answer) > self._ttl_s else Verdict.DONE
         return verdict_of(answer, b"")
-
-    def _to_ask_again(
-        self, names: Sequence[str], asked: Sequence[int], verdicts: list[Verdict], deadline: float
-    ) -> list[int]:
-        """Return the requests to try again, after finding out why HEAD was refused: its answer has no body."""
-        refused = [index for index in asked if verdicts[index] in _SAYS_NOTHING]
-        again = [index for index in asked if verdicts[index] in RETRYABLE and verdicts[index] not in _SAYS_NOTHING]
-        if not refused:
-            return again
-
-        only_a_byte = {"range": "bytes=0-0"}
-        verdict = self._persist(lambda attempt: self._ask(attempt, "GET", names[refused[0]], only_a_byte), deadline)
-        if verdict is Verdict.DONE or verdict in ABSENCE:  # what was wrong with the requests has been mended
-            return again + refused
-        for index in refused:
-            verdicts[index] = verdict
-        return again
 
 
 def _put_headers(settings: S3Settings) -> dict[str, str]:

@@ -208,8 +208,8 @@ class ConnectionPool:
     def __init__(self, endpoint: Endpoint, ca_file: str | None, counters: Counters) -> None:
         self._tls = tls_context(ca_file) if endpoint.is_tls else None
         self._counters = counters
-        self._lock = threading.Lock()  # guards the rest; never held across I/O
         self.endpoint = endpoint
+        self._lock = threading.Lock()  # guards the rest; never held across I/O
         self._idle: list[tuple[float, Connection]] = []
         self._used: set[Connection] = set()
         self._is_closed = False
@@ -217,14 +217,6 @@ class ConnectionPool:
     @property
     def open_connections(self) -> int:
         return len(self._idle) + len(self._used)
-
-    def move(self, endpoint: Endpoint) -> None:
-        """Connect to `endpoint` from now on."""
-        with self._lock:
-            self.endpoint = endpoint
-            idle, self._idle = self._idle, []
-        for _, connection in idle:
-            connection.close()
 
     def take(self, patience: Patience) -> Connection:
         """Return a connection that is nobody else's until `give_back`.
@@ -241,8 +233,7 @@ class ConnectionPool:
             if time.monotonic() - since < IDLE_S_MAX and connection.is_usable():
                 return connection
             self.give_back(connection, reuse=False)
-        endpoint = self.endpoint
-        connection = Connection(endpoint, self._tls if endpoint.is_tls else None, patience)
+        connection = Connection(self.endpoint, self._tls, patience)
         self._counters.add("opened_connections_total")
         with self._lock:
             if not self._is_closed:
@@ -255,7 +246,7 @@ class ConnectionPool:
         """Take a connection back, to be used again if it can be."""
         with self._lock:
             self._used.discard(connection)
-            if reuse and connection.is_reusable and connection.endpoint == self.endpoint and not self._is_closed:
+            if reuse and connection.is_reusable and not self._is_closed:
                 self._idle.append((time.monotonic(), connection))
                 return
         connection.close()

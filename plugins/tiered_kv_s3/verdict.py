@@ -11,8 +11,6 @@ from tiered_kv.toolkit.certificates import note_refused
 from tiered_kv_s3.connection import Answer, BadAnswerError
 
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,100})</Code>")
-_REGION_NAME = re.compile(r"[a-z0-9-]{1,64}")
-_REGION = re.compile(rb"<Region>([a-z0-9-]{1,64})</Region>")
 
 _CREDENTIAL_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
 _SLOW_DOWN_CODES = frozenset({"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException"})
@@ -46,6 +44,8 @@ class Verdict(StrEnum):
     """The server refuses the request as invalid."""
     UNTRUSTED = "untrusted"
     """The server's certificate is not signed by a trusted authority."""
+    MOVED = "moved"
+    """The bucket is in another region than the setting `region`."""
 
     # Another try may help.
     SLOW_DOWN = "slow_down"
@@ -53,15 +53,11 @@ class Verdict(StrEnum):
     TIMEOUT = "timeout"
     BROKEN = "broken"
     """The connection was reset, the answer cut off, or no HTTP."""
-    MOVED = "moved"
-    """The bucket is in another region than the request was for."""
     CREDENTIALS = "credentials"
     """They had expired, and there are others."""
 
 
-RETRYABLE = frozenset(
-    {Verdict.SLOW_DOWN, Verdict.UNAVAILABLE, Verdict.TIMEOUT, Verdict.BROKEN, Verdict.MOVED, Verdict.CREDENTIALS}
-)
+RETRYABLE = frozenset({Verdict.SLOW_DOWN, Verdict.UNAVAILABLE, Verdict.TIMEOUT, Verdict.BROKEN, Verdict.CREDENTIALS})
 ABSENCE = frozenset({Verdict.ABSENT, Verdict.EXPIRED})
 
 
@@ -80,7 +76,7 @@ def verdict_of(answer: Answer, body: bytes) -> Verdict:
     if code in _CREDENTIAL_CODES:
         return Verdict.CREDENTIALS
     if status in (301, 302, 307, 308) or code == "AuthorizationHeaderMalformed":
-        return Verdict.MOVED if region_in(answer, body) else Verdict.REFUSED
+        return Verdict.MOVED
     if status in (429, 503) or code in _SLOW_DOWN_CODES:
         return Verdict.SLOW_DOWN
     if status == 412:
@@ -104,10 +100,3 @@ def verdict_of_error(error: OSError) -> Verdict:
     if isinstance(error, BadAnswerError | ConnectionResetError | BrokenPipeError | ssl.SSLError):
         return Verdict.BROKEN
     return Verdict.UNAVAILABLE
-
-
-def region_in(answer: Answer, body: bytes) -> str:
-    """Return the region where the answer says the bucket is, or an empty string."""
-    found = _REGION.search(body)
-    region = answer.headers.get("x-amz-bucket-region", "") or (found[1].decode() if found else "")
-    return region if _REGION_NAME.fullmatch(region) else ""
