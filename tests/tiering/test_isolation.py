@@ -213,7 +213,8 @@ def test_jobs_are_reported_while_one_lookup_follows_the_other(
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit, asyncio.CancelledError])
 @pytest.mark.parametrize(
-    "method", ["submit_store", "get_finished", "take_events", "touch", "lookup", "on_schedule_end", "reset_cache"]
+    "method",
+    ["submit_store", "get_finished", "take_events", "touch", "lookup", "on_schedule_end", "reset_cache", "stats"],
 )
 def test_whatever_a_method_raises_what_comes_after_it_is_done(
     tier: IsolatedTier, inner: HeldTier, method: str, error: type[BaseException]
@@ -278,23 +279,6 @@ def test_no_figure_of_the_tier_is_asked_for_on_the_scheduler_s_thread(region: Pr
     inner._region.release()
     assert len(set(asked_by)) == 1
     assert threading.current_thread() not in asked_by
-
-
-@pytest.mark.parametrize(("error", "told"), [(OSError, OSError), (SystemExit, RuntimeError)])
-def test_what_stats_raises_is_raised_to_who_asks_and_ends_nobody(
-    tier: IsolatedTier, inner: HeldTier, error: type[BaseException], told: type[Exception]
-) -> None:
-    inner.raises["stats"] = error
-
-    def is_told() -> bool:
-        try:
-            tier.stats()
-        except told:
-            return True
-        return False
-
-    wait_until(is_told)
-    wait_until(lambda: not is_told() and tier.stats() == {"blocks": 0})
 
 
 def test_a_job_that_expired_while_it_waited_is_not_begun(tier: IsolatedTier, inner: HeldTier) -> None:

@@ -7,7 +7,6 @@ the thread, not even `SystemExit` or `asyncio.CancelledError`, which are no `Exc
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
@@ -26,8 +25,6 @@ HINTS_MAX = 1 << 12
 """Messages that may be lost (touches, ends of requests and steps) while the tier hangs; the oldest first."""
 EVENTS_MAX = 1 << 14
 """Events kept until they are taken; beyond it the oldest are dropped."""
-STATS_INTERVAL_S = 1.0
-"""Maximum age of the tier's figures after its last job. To read them may take as long as any call."""
 CLOSE_TIMEOUT_S = 5.0
 
 _Item = TypeVar("_Item")
@@ -66,9 +63,7 @@ class IsolatedTier(WrapperTier):
         self._running: set[JobId] = set()
         self._lookup_exceptions = 0
         self._inner_failures = 0  # the tier's own, after its last round
-        self._stats: Mapping[str, Any] = {}  # its last answer
-        self._stats_error: Exception | None = None  # its exception then
-        self._stats_due_s = 0.0  # when to ask it next
+        self._stats: Mapping[str, Any] = {}  # its last answer: at the start, after its last job, and in the end
         self._is_idle = False
         self._is_closing = False
         self._is_resetting = False
@@ -133,11 +128,6 @@ class IsolatedTier(WrapperTier):
         return _taken(self._events)
 
     def stats(self) -> Mapping[str, Any]:
-        self._stats_due_s = 0.0  # for the next call: figures that change without jobs are as old as the last call
-        self._notify()
-        error, self._stats_error = self._stats_error, None
-        if error is not None:
-            raise error
         return self._stats
 
     def shutdown(self) -> None:
@@ -164,24 +154,19 @@ class IsolatedTier(WrapperTier):
     # The tier's side.
 
     def _run(self) -> None:
+        self._attempt(self._note_stats)
         while True:
             with self._wake:
                 self._is_idle = True
                 if not (self._urgent or self._stores or self._has_probe or self._hints or self._is_closing):
-                    self._wake.wait(self._rest_s())
+                    self._wake.wait(POLL_INTERVAL_S if self._running else None)
                 self._is_idle = False
                 if self._is_closing and not self._urgent and not self._stores:
                     break
             self._attempt(self._do_one_round)
         self._attempt(self.inner.shutdown)
         self._collect()
-        self._note_stats()
-
-    def _rest_s(self) -> float | None:
-        """Return how long to wait for a message; None for as long as it takes."""
-        if self._running:
-            return POLL_INTERVAL_S
-        return None if self._stats_due_s == math.inf else max(0.0, self._stats_due_s - time.monotonic())
+        self._attempt(self._note_stats)
 
     def _do_one_round(self) -> None:
         self._do_urgent()
@@ -198,10 +183,8 @@ class IsolatedTier(WrapperTier):
             num_running = len(self._running)
             self._collect()
             if len(self._running) < num_running:
-                self._stats_due_s = min(self._stats_due_s, time.monotonic() + STATS_INTERVAL_S)
+                self._attempt(self._note_stats)
         self._attempt(self._note_lookup_failures)
-        if time.monotonic() >= self._stats_due_s:
-            self._note_stats()
 
     def _do_urgent(self) -> None:
         while self._urgent:
@@ -262,13 +245,7 @@ class IsolatedTier(WrapperTier):
         self._inner_failures = self.inner.lookup_failures
 
     def _note_stats(self) -> None:
-        self._stats_due_s = math.inf
-        try:
-            self._stats = dict(self.inner.stats())
-        except Exception as error:
-            self._stats_error = error
-        except BaseException as error:  # the caller is the scheduler, which it must not end
-            self._stats_error = RuntimeError(f"stats raised {type(error).__name__}")
+        self._stats = dict(self.inner.stats())
 
     def _reset(self) -> None:
         try:
