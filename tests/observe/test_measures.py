@@ -18,7 +18,6 @@ from tiered_kv.observe.step_timer import EVERY_STEPS, StepTimer
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
-from tiered_kv.tiering.observer import RestoredBlocks
 
 
 def test_a_value_is_counted_in_the_first_bucket_that_holds_it() -> None:
@@ -88,16 +87,6 @@ def test_of_too_many_notices_the_latest_are_kept() -> None:
     assert told == [f"change {number}" for number in (*range(NOTICES_MAX + 1, 2 * NOTICES_MAX), NOTICES_MAX)]
 
 
-def test_restored_blocks_are_those_of_the_group_that_loads_most() -> None:
-    restored = RestoredBlocks()
-    assert restored.count == 0
-    full, window = make_keys(8), make_keys(3, group_idx=1)
-    restored.add([*full, *window])
-    restored.add(set(full))
-    restored.add([])
-    assert restored.count == 16
-
-
 class Calls:
     """An object whose methods are called in steps."""
 
@@ -134,6 +123,18 @@ def test_a_wrapper_that_was_replaced_meanwhile_is_left_alone() -> None:
     calls.on_schedule_end()
     assert vars(calls)["lookup"] is replaced
     assert "on_schedule_end" not in vars(calls)
+
+
+def test_restored_tokens_are_those_of_the_group_that_loads_most() -> None:
+    primary = CPUOffloadingManager(CPUBackend(PrimaryRegion(16, 4096)), "lru")
+    engine = Engine(TieringOffloadingManager(primary, [], block_tokens=16))
+    keys = [*make_keys(8), *make_keys(3, group_idx=1)]
+    context = engine.begin("request")
+    engine.write(keys, context)
+    engine.load(keys, context)
+    told = engine.manager.counters()["cpu"]
+    assert (told["loaded_blocks_total"], told["restored_tokens_total"]) == (11, 8 * 16)
+    engine.manager.shutdown()
 
 
 def test_a_manager_measures_its_steps_jobs_and_lookups() -> None:

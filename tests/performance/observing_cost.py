@@ -44,7 +44,6 @@ from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.prometheus import StackCollector, exposition
 from tiered_kv.observe.step_timer import StepTimer
 from tiered_kv.tiering.manager import TieringOffloadingManager
-from tiered_kv.tiering.observer import RestoredBlocks
 from tiered_kv.tiering.tier_observer import TierMeasures
 
 BLOCKS = 8192
@@ -125,7 +124,7 @@ def unmeasured() -> Iterator[None]:
         return
 
     with ExitStack() as patches:
-        for owner, name in ((StepTimer, "count_step"), (RestoredBlocks, "add"), (TierMeasures, "add_job")):
+        for owner, name in ((StepTimer, "count_step"), (TierMeasures, "add_job")):
             patches.enter_context(mock.patch.object(owner, name, nothing))
         yield
 

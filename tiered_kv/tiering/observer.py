@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 from typing import Any
@@ -66,7 +67,7 @@ class Observer:
         self.timer = StepTimer(manager, clock)
         self.stored_blocks = self.released_holds = 0
         self._loaded_blocks = 0
-        self._restored = RestoredBlocks()
+        self._loaded_by_group: Counter[bytes] = Counter()  # an engine loads a token once for each of its groups
         self._primary = primary
         self._tiers = tiers
         self._search = search
@@ -104,7 +105,7 @@ class Observer:
         if self._history is not None and state is not None:
             self._history.loaded(self._search.log_of(state), keys, state.sources)
         self._loaded_blocks += len(keys)
-        self._restored.add(keys)
+        self._loaded_by_group.update(map(_group_of, keys))
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
         """Count and note blocks that the engine has stored, once the history knows who missed them before."""
@@ -165,7 +166,7 @@ class Observer:
                 "stored_bytes_total": self.stored_blocks * block_bytes,
                 "loaded_blocks_total": self._loaded_blocks,
                 "loaded_bytes_total": self._loaded_blocks * block_bytes,
-                "restored_tokens_total": self._restored.count * self._block_tokens,
+                "restored_tokens_total": max([*self._loaded_by_group.values()], default=0) * self._block_tokens,
                 "evicted_blocks_total": self._primary.evicted_blocks,
                 "promotion_blocks": self._promotions.blocks_taken,
                 "released_holds_total": self.released_holds,
@@ -193,33 +194,3 @@ class Observer:
     def disabled_tiers(self) -> set[str]:
         """Return the names of the tiers that are not used any more. Any thread may call."""
         return {guarded.name for guarded in self._tiers if guarded.is_disabled}
-
-
-class RestoredBlocks:
-    """Blocks that the engine loaded, of the KV cache group of which it loaded most.
-
-    An engine loads a token once for each of its groups, so one group tells how many tokens it restored. The manager's
-    thread adds, any thread may read.
-    """
-
-    __slots__ = ("_by_group",)
-
-    def __init__(self) -> None:
-        self._by_group: dict[bytes, int] = {}
-
-    @property
-    def count(self) -> int:
-        """Blocks so far."""
-        return max(list(self._by_group.values()), default=0)
-
-    def add(self, keys: Collection[OffloadKey]) -> None:
-        """Count a batch; one whose first and last key are of one group is taken to be of that group."""
-        if not keys:
-            return
-        ordered = keys if isinstance(keys, (list, tuple)) else list(keys)
-        by_group, first = self._by_group, _group_of(ordered[0])
-        if first == _group_of(ordered[-1]):
-            by_group[first] = by_group.get(first, 0) + len(ordered)
-            return
-        for group in map(_group_of, ordered):
-            by_group[group] = by_group.get(group, 0) + 1
