@@ -16,7 +16,7 @@ from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.rig import OpenTier, make_keys
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv.toolkit import BlockingTier, Outcome
+from tiered_kv.toolkit import Outcome
 
 KINDS: dict[str, Callable[..., Any]] = {"blocking": DictTier, "async": AsyncDictTier}
 
@@ -166,12 +166,6 @@ def test_only_the_first_error_of_a_kind_is_logged_and_without_its_text(
     (record,) = caplog.records
     assert "store_blocks raised ConnectionError" in record.getMessage()
     assert "hunter2" not in record.getMessage()
-
-
-def test_an_author_cannot_hide_a_method_of_the_base_by_mistake() -> None:
-    for name in ("_submit", "_wake"):
-        with pytest.raises(TypeError, match=f"rename {name}"):
-            type("Careless", (BlockingTier,), {name: None})
 
 
 def test_what_cannot_work_is_refused() -> None:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from types import FunctionType
 from typing import Any, ClassVar
 
 from tiered_kv.base import OffloadKey, ReqContext
@@ -28,8 +27,6 @@ PROBE_REQ_IDS: ContextVar[Sequence[str]] = ContextVar("tiered_kv_probe_req_ids",
 """The request that asked first for each key of the lookups that this thread, or task, is serving."""
 PART_EPOCH: ContextVar[int] = ContextVar("tiered_kv_part_epoch")
 """The epoch of the job that this thread, or task, is serving."""
-
-_OWN_PACKAGE = "tiered_kv.toolkit."
 
 
 def block_bytes_of(primary_kv_view: memoryview) -> int:
@@ -90,22 +87,6 @@ class QueuedTier(SecondaryTierManager):
         self._job_results: deque[JobResult] = deque()  # workers append
         self._errors_logged: dict[str, object] = {}  # by kind; workers only add to it, each in one atomic step
         self._is_shut_down = False
-
-    def __init_subclass__(cls) -> None:
-        """Refuse an author's class that would replace a private method of its base by accident."""
-        super().__init_subclass__()
-        if cls.__module__.startswith(_OWN_PACKAGE):
-            return
-        own = [base for base in cls.__mro__ if base.__module__.startswith(_OWN_PACKAGE)]
-        private = {
-            name
-            for base in own
-            for name, value in vars(base).items()
-            if isinstance(value, FunctionType) and not getattr(value, "__isabstractmethod__", False)
-        }
-        hidden = sorted(name for name in private & vars(cls).keys() if name[0] == "_" and name[1] != "_")
-        if hidden:
-            raise TypeError(f"{cls.__name__} hides private methods of its base; rename {', '.join(hidden)}")
 
     # For the two kinds of workers.
 
