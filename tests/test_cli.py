@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -285,7 +286,7 @@ def test_check_builds_the_policy(tmp_path: Path, command: Command) -> None:
     assert "RuntimeError: cannot order 256 blocks" in command.json("check", stack, status=1)["tiers"][0]["error"]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["check", "STACK"]])
+@pytest.mark.parametrize("arguments", [["schema"], ["check", "STACK"]])
 def test_output_that_cannot_be_written_is_an_error(tmp_path: Path, arguments: list[str]) -> None:
     stack = stack_file(tmp_path, MEMORY)
     command = [*COMMAND, *(stack if argument == "STACK" else argument for argument in arguments)]
@@ -302,3 +303,10 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait(timeout=300) == 2
+
+
+def test_output_that_was_closed_is_no_error() -> None:
+    done = subprocess.run(
+        [*COMMAND, "schema"], preexec_fn=lambda: os.close(1), capture_output=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -46,6 +47,8 @@ exit status:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; `argv` is by default that of the process."""
+    # One that was closed is None. What is written then goes nowhere.
+    sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()
     try:
         try:
             return _run(argv)
