@@ -33,7 +33,7 @@ from tiered_kv.toolkit.inspection import Census, RecordCheck
 from tiered_kv.toolkit.small_files import fields_of, opened, read_file
 from tiered_kv.toolkit.status import RecordStatus
 from tiered_kv_fs.directory import claimed
-from tiered_kv_fs.files import birth_time, locked, occupied_bytes, read_all, reason_of
+from tiered_kv_fs.files import locked, occupied_bytes, read_all, reason_of
 from tiered_kv_fs.layout import (
     BLOCK,
     EPOCH,
@@ -49,7 +49,7 @@ from tiered_kv_fs.ledger import Ledger
 from tiered_kv_fs.settings import FsSettings
 
 _NAMED_MAX: Final = 8
-_UNTOLD: Final = "this file system does not tell when a block was written, so not whether it was used again"
+_UNTOLD: Final = "a block's file has one time, that of its last use; so it is unknown whether it was used again"
 _TOP: Final = re.compile(r"(?P<moved>\.)?(?P<digest>[0-9a-f]{32})(?(moved)\.[0-9a-f]{16}\.purged)")
 _OURS: Final = re.compile(
     rf"namespace\.json|epoch|{TEMPORARY.pattern}|{EPOCH.pattern}(/{SHARD.pattern})?"
@@ -81,27 +81,12 @@ class FsAdministration(TierAdministration):
 
     def survey(self, deadline: float, only: str | None = None) -> Survey:
         census = Census()
-        now_s = time.time()
         with self._claimed.opened("survey") as fd:
             if fd is None or self._claimed.marker(fd) is None:
                 return Survey()
-            roots = [self._path] if only is None else self._directories(fd, only)
-            entries = ((f"{root}/{name}", status) for root in roots for name, status in _entries(root, deadline))
-            for full_path, status in entries:
-                path = full_path.removeprefix(f"{self._path}/")
-                top, _, inner = path.partition("/")
-                match = _TOP.fullmatch(top)
-                is_ours = _OURS.fullmatch(inner) if inner else stat.S_ISDIR(status.st_mode)
-                if match is None or not is_ours or stat.S_ISLNK(status.st_mode):
-                    if not (_OWN.fullmatch(path) or path == LOST_AND_FOUND):
-                        census.add_foreign(path, occupied_bytes(status))
-                elif not (stat.S_ISREG(status.st_mode) and _BLOCK_PATH.fullmatch(inner)):
-                    census.add(match["digest"], occupied_bytes(status), 0)
-                else:
-                    born_s = birth_time(full_path)
-                    written_s = None if born_s is None else now_s - born_s
-                    used_s = now_s - status.st_mtime
-                    census.add(match["digest"], occupied_bytes(status), written_s=written_s, used_s=used_s)
+            for folder in [""] if only is None else [f"{name}/" for name in self._directories(fd, only)]:
+                for name, status in _entries(f"{self._path}/{folder}", deadline):
+                    _count(folder + name, status, census)
             return census.survey(lambda digest: self._described(fd, digest), _UNTOLD)
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
@@ -116,8 +101,8 @@ class FsAdministration(TierAdministration):
                     self._verify_block(f"{self._path}/{digest}/{path}", check, verification)
 
     def _described(self, fd: int, digest: str) -> Mapping[str, object]:
-        for path in reversed(self._directories(fd, digest)):
-            fields = fields_of(read_file(f"{path}/{NAMESPACE_NAME}", DESCRIPTION_BYTES_MAX))
+        for name in self._directories(fd, digest):
+            fields = fields_of(read_file(f"{self._path}/{name}/{NAMESPACE_NAME}", DESCRIPTION_BYTES_MAX))
             if described := believed(fields.get("namespace"), digest):
                 return described
         return {}
@@ -154,7 +139,8 @@ class FsAdministration(TierAdministration):
                 del state.holders[name]
         deleted = _Deleted()
         try:
-            for path in self._directories(fd, digest, only_moved=True):
+            for name in self._directories(fd, digest, only_moved=True):
+                path = f"{self._path}/{name}"
                 while os.path.isdir(path) and not deleted.left and time.monotonic() < deadline:  # some may be added
                     deleted.delete(path, deadline)
         finally:
@@ -166,7 +152,7 @@ class FsAdministration(TierAdministration):
         if len(deleted.left) > _NAMED_MAX:
             left.append(f"{len(deleted.left) - _NAMED_MAX} more such entries")
         if not left and (moved := self._directories(fd, digest, only_moved=True)):
-            left.append(f"the time was over before all in {moved[0]} was deleted; purge again")
+            left.append(f"the time was over before all in {self._path}/{moved[0]} was deleted; purge again")
         entries = _entries(f"{self._path}/{digest}", deadline)
         if stored := sum(_BLOCK_PATH.fullmatch(inner) is not None for inner, _ in entries):
             left.append(f"{stored} blocks, stored meanwhile by a stack that uses this namespace")
@@ -174,13 +160,9 @@ class FsAdministration(TierAdministration):
         return Purged(deleted.blocks, deleted.size_bytes, tuple(left), (note,) if users else ())
 
     def _directories(self, fd: int, digest: str, *, only_moved: bool = False) -> list[str]:
-        """Return the paths of a namespace's directories: those that a purge has renamed, and the one in use."""
-        matches = [match for name in sorted(os.listdir(fd)) if (match := _TOP.fullmatch(name))]
-        return [
-            f"{self._path}/{match[0]}"
-            for match in matches
-            if match["digest"] == digest and (match["moved"] or not only_moved)
-        ]
+        """Return the names of a namespace's directories: the one in use, and those that a purge has renamed."""
+        matches = [match for name in sorted(os.listdir(fd), reverse=True) if (match := _TOP.fullmatch(name))]
+        return [each[0] for each in matches if each["digest"] == digest and (each["moved"] or not only_moved)]
 
 
 @dataclass(slots=True)
@@ -207,6 +189,17 @@ class _Deleted:
         for directory in reversed(directories):
             with suppress(OSError):  # it is not empty, or files were added meanwhile
                 os.rmdir(directory)
+
+
+def _count(path: str, status: os.stat_result, census: Census) -> None:
+    top, _, inner = path.partition("/")
+    match = _TOP.fullmatch(top)
+    is_ours = _OURS.fullmatch(inner) if inner else stat.S_ISDIR(status.st_mode)
+    if match is not None and is_ours and not stat.S_ISLNK(status.st_mode):
+        is_block = stat.S_ISREG(status.st_mode) and _BLOCK_PATH.fullmatch(inner) is not None
+        census.add(match["digest"], occupied_bytes(status), is_block, used_s=time.time() - status.st_mtime)
+    elif not (_OWN.fullmatch(path) or path == LOST_AND_FOUND):
+        census.add_foreign(path, occupied_bytes(status))
 
 
 def _entries(path: str, deadline: float) -> Iterator[tuple[str, os.stat_result]]:

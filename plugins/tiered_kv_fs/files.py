@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
 import stat
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,8 +29,6 @@ _REASONS: Final = {
     errno.EISDIR: "not_a_file",
     errno.ENOTDIR: "not_a_file",
 }
-_STATX: Final = getattr(ctypes.CDLL(None), "statx", None)  # os.stat does not tell the time of birth
-_AT_FDCWD, _AT_SYMLINK_NOFOLLOW, _STATX_BTIME, _STATX_BYTES, _BTIME_OFFSET = -100, 0x100, 0x800, 256, 80
 _LOCK_POLL_S: Final = 0.002
 _LOCK_POLL_MAX_S: Final = 0.05
 
@@ -50,16 +46,6 @@ def round_up(size_bytes: int) -> int:
 def occupied_bytes(status: os.stat_result) -> int:
     """Return the space of an entry, also if the file system has not allocated it yet."""
     return max(status.st_blocks * 512, round_up(status.st_size) if stat.S_ISREG(status.st_mode) else 0)
-
-
-def birth_time(path: str) -> float | None:
-    """Return when a file was made, in seconds since 1970; None if the file system does not tell, or it is gone."""
-    status = ctypes.create_string_buffer(_STATX_BYTES)
-    wanted = (_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, _STATX_BTIME)
-    if _STATX is None or _STATX(*wanted, status) or not struct.unpack_from("=I", status)[0] & _STATX_BTIME:
-        return None
-    whole_s, ns = struct.unpack_from("=qI", status, _BTIME_OFFSET)
-    return float(whole_s) + float(ns) / 1e9
 
 
 @contextmanager
