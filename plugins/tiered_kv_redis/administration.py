@@ -36,7 +36,6 @@ from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv.toolkit.status import RecordStatus
 from tiered_kv_redis.endpoint import check_tls_files
 from tiered_kv_redis.keyspace import KEY_PREFIX
-from tiered_kv_redis.node import Node
 from tiered_kv_redis.reasons import MOVED, NOT_OURS_TO_USE, PERMISSION, TIMEOUT, WRONG_TYPE, NodeError, reason_of_error
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
@@ -82,7 +81,7 @@ class RedisAdministration(TierAdministration):
         found = 0
         with self._told("purge"):
             for _ in range(_SURVEYS_MAX):
-                found = sum(self._delete(node, digest, removed, foreign, deadline) for node in self._masters(deadline))
+                found = self._delete(digest, removed, foreign, deadline)
                 if not found or time.monotonic() >= deadline:
                     break
         left = [f"{len(foreign)} names that are not of this tool were left"] if foreign else []
@@ -94,10 +93,8 @@ class RedisAdministration(TierAdministration):
         census = Census()
         described: dict[str, Mapping[str, object]] = {}
         with self._told("survey"):
-            for node in self._masters(deadline):
-                with closing(node.client()) as client:
-                    for names in _batches(_names(client, only, deadline), NAMES_AT_ONCE):
-                        _survey(client, names, self._settings.ttl, census, described)
+            for client, names in self._names(only, NAMES_AT_ONCE, deadline):
+                _survey(client, names, self._settings.ttl, census, described)
         return census.survey(lambda digest: described.get(digest, {}), _UNTOLD)
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
@@ -111,48 +108,53 @@ class RedisAdministration(TierAdministration):
         codecs, block = self._settings.open_codecs(), memoryview(bytearray(verification.block_bytes))
         at_once = min(NAMES_AT_ONCE, max(1, _BLOCKS_BYTES // len(block)))
         with self._told("verify"):
-            for node in self._masters(deadline):
-                with closing(node.client()) as client:
-                    try:
-                        client.client_no_touch("ON")
-                    except ResponseError:
-                        if _TOUCHED not in verification.notes:
-                            verification.notes.append(_TOUCHED)
-                    for names in _batches(_names(client, digest, deadline), at_once):
-                        blocks = [name for name in names if (match := _NAME.fullmatch(name)) and match["block"]]
-                        for name, found in _found(client, blocks, bytes.fromhex(digest), codecs, block):
-                            if verification.note(found, len(block)):
-                                client.unlink(name)
-                                verification.repaired += 1  # also where an engine has deleted it meanwhile
+            for client, names in self._names(digest, at_once, deadline):
+                try:
+                    client.client_no_touch("ON")
+                except ResponseError:
+                    if _TOUCHED not in verification.notes:
+                        verification.notes.append(_TOUCHED)
+                blocks = [name for name in names if (match := _NAME.fullmatch(name)) and match["block"]]
+                for name, found in _found(client, blocks, bytes.fromhex(digest), codecs, block):
+                    if verification.note(found, len(block)):
+                        client.unlink(name)
+                        verification.repaired += 1  # also where an engine has deleted it meanwhile
 
     def close(self) -> None:
         self._topology.close()
 
-    def _masters(self, deadline: float) -> list[Node]:
+    def _names(self, digest: str | None, at_once: int, deadline: float) -> Iterator[tuple[Redis, list[bytes]]]:
+        """Yield the names of a namespace, or of all, on each master: some at once, and the master's client."""
+        pattern = KEY_PREFIX + (f"{digest}:*".encode() if digest else b"*")
         self._topology.split([KEY_PREFIX], deadline)
-        return self._topology.nodes()
+        for node in self._topology.nodes():
+            with closing(node.client()) as client:
+                found = client.scan_iter(pattern, NAMES_AT_ONCE)
+                while names := list(islice(found, at_once)):
+                    if time.monotonic() >= deadline:
+                        raise NodeError(TIMEOUT)
+                    yield client, names
 
-    def _delete(self, node: Node, digest: str, removed: Counter[str], foreign: set[bytes], deadline: float) -> int:
-        """Delete a namespace's names from one server; return how many were found."""
+    def _delete(self, digest: str, removed: Counter[str], foreign: set[bytes], deadline: float) -> int:
+        """Delete a namespace's names; return how many were found."""
         found = 0
-        with closing(node.client()) as client:
-            for names in _batches(_names(client, digest, deadline), NAMES_AT_ONCE):
-                ours = [name for name in names if _NAME.fullmatch(name)]
-                foreign.update(set(names).difference(ours))
-                found += len(ours)
-                pipeline = client.pipeline(transaction=False)
-                for name in ours:
-                    pipeline.strlen(name)
-                    pipeline.unlink(name)
-                replies = pipeline.execute(raise_on_error=False)
-                for name, length, gone in zip(ours, replies[::2], replies[1::2], strict=True):
-                    if isinstance(gone, Exception):
-                        if reason_of_error(gone) != MOVED:
-                            raise gone
-                        self._topology.refresh()  # it is found on its new server by the next survey
-                    elif gone:
-                        removed["blocks"] += name[54:55] == b":"
-                        removed["bytes"] += length if isinstance(length, int) else 0
+        for client, names in self._names(digest, NAMES_AT_ONCE, deadline):
+            ours = [name for name in names if _NAME.fullmatch(name)]
+            foreign.update(set(names).difference(ours))
+            found += len(ours)
+            pipeline = client.pipeline(transaction=False)
+            for name in ours:
+                pipeline.strlen(name)
+                pipeline.unlink(name)
+            replies = pipeline.execute(raise_on_error=False)
+            for name, length, gone in zip(ours, replies[::2], replies[1::2], strict=True):
+                if isinstance(gone, Exception):
+                    if reason_of_error(gone) != MOVED:
+                        raise gone
+                    self._topology.refresh()  # it is found on its new server by the next survey
+                elif gone:
+                    removed["blocks"] += name[54:55] == b":"
+                    removed["bytes"] += length if isinstance(length, int) else 0
         return found
 
     @contextmanager
@@ -215,18 +217,6 @@ def _found(
             yield name, RecordStatus.BAD_LENGTH
         elif isinstance(value, Exception) and (reason := reason_of_error(value)) != MOVED:
             yield name, WRONG_TYPE if str(value).startswith("WRONGTYPE") else reason
-
-
-def _names(client: Redis, digest: str | None, deadline: float) -> Iterator[bytes]:
-    for name in client.scan_iter(KEY_PREFIX + (f"{digest}:*".encode() if digest else b"*"), NAMES_AT_ONCE):
-        if time.monotonic() >= deadline:
-            raise NodeError(TIMEOUT)
-        yield name
-
-
-def _batches(names: Iterator[bytes], count: int) -> Iterator[list[bytes]]:
-    while batch := list(islice(names, count)):
-        yield batch
 
 
 def _described(client: Redis, name: bytes, digest: str) -> Mapping[str, object]:

@@ -163,8 +163,8 @@ class Bucket:
         self._counters.add("requests_total", method.lower())
         attempt.connection.send([f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode(), *pieces], attempt.patience)
 
-    def _ask(self, attempt: _Attempt, method: str, name: str, headers: Mapping[str, str] | None = None) -> Verdict:
-        self._send(attempt, method, name, headers)
+    def _ask(self, attempt: _Attempt, method: str, name: str) -> Verdict:
+        self._send(attempt, method, name)
         return self._settle(attempt, attempt.connection.receive_head(attempt.patience))
 
     def _settle(self, attempt: _Attempt, answer: Answer) -> Verdict:

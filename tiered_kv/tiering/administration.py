@@ -220,7 +220,7 @@ class TierAdministration(ABC):
         also if this raises.
 
         Raises:
-            NotImplementedError: Tiers of this type cannot be inspected.
+            NotImplementedError: Tiers of this type cannot be verified.
         """
         raise NotImplementedError
 
