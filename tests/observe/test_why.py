@@ -91,6 +91,7 @@ def test_threads_may_ask_while_an_engine_runs() -> None:
             for number in range(100):
                 Engine(stack.manager).store(make_keys(8, str(number)), f"w{number}")
                 Engine(stack.manager).request(KEYS, f"r{number}")
+        ask()  # unlike `counters`, `explain` waits until the history has taken what was noted
         assert stack.counters()["cpu"]["blocks_total"] == {"miss": 100}
 
 
