@@ -252,6 +252,17 @@ class TestThreads:
             counted = tiers.counters()["held"]
             assert (count_of(counted, "stored_blocks_total"), count_of(counted, "skipped_blocks_total")) == (20, 0)
 
+    def test_a_task_as_large_as_the_memory_is_one_job(self, pool: Any, register: Register) -> None:
+        gate, told = Gate(is_open=False), list[Any]()
+        register("held", lambda inner: HeldJobsTier(inner, gate))
+        number_of_blocks = len(pool) // BLOCK_BYTES
+        with open_direct(pool, {"type": "held", **PATIENT}) as tiers:
+            tiers.store(make_keys(number_of_blocks), offsets(number_of_blocks), note_in(told))
+            wait_until(lambda: tiers.status()["held"]["jobs_in_flight"] == 1, WAIT_S)
+            assert tiers.status()["held"]["waiting_blocks"] == 0
+            gate.open()
+            wait_until(lambda: told, WAIT_S)
+
     def test_a_callback_that_raises_ends_nothing(self, pool: Any) -> None:
         def fail(_: list[bool]) -> None:
             raise SystemExit("a host's mistake")

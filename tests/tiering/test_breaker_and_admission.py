@@ -111,7 +111,7 @@ def state_after_failures(reason: str) -> BreakerState:
     """Return what becomes of a tier's breaker when all blocks of a hundred loads fail for a reason."""
     tier = LosingTier(TierSpec("t", 16, bytes(16)), memoryview(bytearray(64)).cast("B", (4, 16)), "losing")
     tier.reason = reason
-    guarded = GuardedTier(tier, TierSettings(type="tier"), 16, 64, lambda: 0.0)
+    guarded = GuardedTier(tier, TierSettings(type="tier"), 16, 16, lambda: 0.0)
     for _ in range(100):
         if guarded.refusal():
             break

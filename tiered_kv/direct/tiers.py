@@ -45,7 +45,7 @@ class DirectTiers:
     Blocks over a tier's budgets wait, so what bounds the queue is the memory, of which each waiting block takes a part.
     They stop waiting without a job where no budget becomes free in time: the tier is disabled, its breaker is open, or
     half-open with a job in flight, expired jobs hold the whole budget, or `wait_s_max` is over. For that tier they have
-    failed. A budget is by default a quarter of the memory, and at most 256 MiB.
+    failed. A budget is by default the whole memory, and at most 256 MiB.
 
     Args:
         memory: A writable, contiguous buffer, or (address, bytes). It stays mapped until `close` has returned True.
@@ -112,9 +112,9 @@ class DirectTiers:
                 f"tier '{settings.name}' cannot be used over a host's memory: its class knows no byte offsets; "
                 "use it in a stack, or build it on tiered_kv.toolkit"
             )
-        region_bytes = min(self._size_bytes, 4 * BUDGET_BYTES_MAX)
+        budget_bytes = min(self._size_bytes, BUDGET_BYTES_MAX)
         clock, wants = time.monotonic, spec.wants_events
-        return GuardedTier(tier, settings, self.block_bytes, region_bytes, clock, tells_events=wants)
+        return GuardedTier(tier, settings, self.block_bytes, budget_bytes, clock, tells_events=wants)
 
     def contains(self, keys: Sequence[OffloadKey], on_done: Done) -> None:
         """Ask which blocks the tiers have; a tier that does not answer within its `lookup_timeout` has none.

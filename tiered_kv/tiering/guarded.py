@@ -65,7 +65,7 @@ class _Budget:
 class GuardedTier:
     """Submits jobs to one tier within its budgets, and processes their results. Owned by the manager's thread.
 
-    The budgets, by default a quarter of `region_bytes`, count the blocks of a job until the tier has reported it,
+    The budgets, by default `budget_bytes` each, count the blocks of a job until the tier has reported it,
     expired or not. So a tier that never reports can take its budgets and no more.
 
     A tier whose class does not say `is_nonblocking` gets a thread of its own. With `tells_events` somebody takes its
@@ -78,7 +78,7 @@ class GuardedTier:
         tier: SecondaryTierManager,
         settings: TierSettings,
         block_bytes: int,
-        region_bytes: int,
+        budget_bytes: int,
         clock: Callable[[], float],
         notices: Notices | None = None,
         number: int = 1,
@@ -102,9 +102,8 @@ class GuardedTier:
         self.jobs: dict[JobId, SubmittedJob] = {}
         self.is_disabled = False
         """Set for good when the tier cannot reset."""
-        default_budget = max(region_bytes // 4, block_bytes)
-        self.loads = _Budget(_blocks(settings.load_budget, default_budget, block_bytes))
-        self.stores = _Budget(_blocks(settings.store_budget, default_budget, block_bytes))
+        self.loads = _Budget(_blocks(settings.load_budget, budget_bytes, block_bytes))
+        self.stores = _Budget(_blocks(settings.store_budget, budget_bytes, block_bytes))
         self.load_blocks_reserved = 0
         """Blocks taken for loads that will be submitted at the end of the step."""
         self.store_blocks_reserved = 0
@@ -359,13 +358,14 @@ def guard(
 ) -> tuple[GuardedTier, ...]:
     """Return the guarded tiers below a primary tier, in their order; without `settings`, those of each `tier_type`."""
     settings = settings or [TierSettings(type=tier.tier_type) for tier in tiers]
-    block_bytes, region_bytes = primary.backend.block_size, primary.backend.block_size * primary.backend.num_blocks
+    block_bytes = primary.backend.block_size
+    budget_bytes = block_bytes * primary.backend.num_blocks // 4
     return tuple(
         GuardedTier(
             tier,
             limits,
             block_bytes,
-            region_bytes,
+            budget_bytes,
             clock,
             notices,
             number,

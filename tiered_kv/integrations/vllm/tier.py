@@ -122,9 +122,9 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self.locality = None if locality is None else Locality(locality.upper())
         self.cache_hit_source = hit_source(settings)
         self._info = {"tiered_kv_type": settings.type, "tiered_kv_namespace": identity.digest.hex()}
-        region_bytes = self._block_bytes * num_blocks
+        budget_bytes = self._block_bytes * num_blocks // 4
         self._guarded = GuardedTier(
-            opened, settings, self._block_bytes, region_bytes, time.monotonic, tells_events=self._tells_events
+            opened, settings, self._block_bytes, budget_bytes, time.monotonic, tells_events=self._tells_events
         )
         self._telling = frozenset((settings.name,) if opened.tells_stored else ())
         self._is_closed = False
