@@ -86,18 +86,6 @@ def failures(rig: TierRig, operation: str = "load") -> Mapping[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("piece_bytes", "pipeline"),
-    [(1, 3000), (7, 1), (100, 1 << 20), (REPLY_BYTES, 3000), (REPLY_BYTES, 1 << 20), (1 << 20, 1)],
-)
-def test_blocks_land_in_place_in_any_pieces(open_rig: OpenRedis, liar: Liar, piece_bytes: int, pipeline: int) -> None:
-    liar.piece_bytes = piece_bytes
-    rig = open_rig(pipeline=pipeline)
-    keys = make_keys(6)
-    assert rig.store(keys).success
-    assert rig.load(keys) == set(keys)
-
-
-@pytest.mark.parametrize(
     ("piece_bytes", "pipeline", "hold"),
     [(1, 1 << 20, 9), (7, 3000, 1), (7, 1 << 20, 9), (100, 1, 1), (1 << 20, 3000, 1), (1 << 20, 1 << 20, 9)],
 )

@@ -108,26 +108,6 @@ def test_retries_end_with_the_job(server: FakeS3, open_rig: OpenRig) -> None:
         assert time.monotonic() - begin < 15.0
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"), [("flip", "checksum"), ("longer", "bad_length"), ("shorter", "truncated")]
-)
-def test_damage_that_stays_is_a_counted_miss_and_deleted(
-    server: FakeS3, open_rig: OpenRig, fault: str, reason: str
-) -> None:
-    rig = open_rig()
-    (key,) = make_keys(1)
-    rig.store([key])
-    server.always["GET"] = fault
-    (result,) = rig.wait([rig.submit_load([key])])
-    assert (result.success, result.reason) == (False, "checksum")
-    assert rig.tier.stats()["corrupt_blocks_total"] == {reason: 1}
-    assert not rig.lookup(key)
-    assert not server.blocks
-    server.always.clear()
-    assert rig.store([key]).success
-    assert rig.load([key]) == {key}
-
-
 def test_a_store_that_is_refused_is_not_answered_as_there(server: FakeS3, open_rig: OpenRig) -> None:
     rig = open_rig(presence_ttl=60)
     keys = make_keys(2)
