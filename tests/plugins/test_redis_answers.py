@@ -68,9 +68,8 @@ def liar() -> Liar:
 
 @pytest.fixture
 def server(liar: Liar) -> Iterator[LyingRedis]:
-    server = LyingRedis(liar.answer)
-    yield server
-    server.close()
+    with LyingRedis(liar.answer) as server:
+        yield server
 
 
 @pytest.fixture

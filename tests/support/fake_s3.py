@@ -171,9 +171,8 @@ class FakeS3(LoopbackServer):
 
 @pytest.fixture
 def server() -> Iterator[FakeS3]:
-    server = FakeS3()
-    yield server
-    server.close()
+    with FakeS3() as server:
+        yield server
 
 
 @pytest.fixture

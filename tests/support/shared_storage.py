@@ -70,9 +70,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
             storage = _redis(request.getfixturevalue("redis_server"))
         else:
             pytest.importorskip("boto3", reason="boto3 is not installed")
-            server = FakeS3()
-            stack.callback(server.close)
-            storage = _bucket(server, kind)
+            storage = _bucket(stack.enter_context(FakeS3()), kind)
         yield storage
         for rig in storage.rigs:
             rig.close()
