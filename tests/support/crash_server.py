@@ -2,9 +2,7 @@
 
 A case is a writer with a fault (`crash_scenario`, `syscalls`), and a second child that looks at what is there then.
 Starting Python for each would take longer than both. It reads a case a line, JSON, and writes what came of it;
-`crash_cases` has the other end.
-
-    python -m tests.support.crash_server FOLDER [--image]
+`crash_cases` has the other end. Its arguments:
 
     FOLDER     where it may write
     --image    the tiers' directories are on an ext4 image mounted there, whose power can be cut; it needs a mount
@@ -220,7 +218,3 @@ def main() -> None:
         return
     with Ext4Image(folder / "image", folder / "mounted") as image:
         _serve(CrashServer(folder, image))
-
-
-if __name__ == "__main__":
-    main()
