@@ -128,7 +128,11 @@ def test_a_tier_may_be_opened_before_its_servers(
         assert "no server can be used yet (unavailable)" in caplog.text
         result = rig.store(make_keys(4))
         assert (result.success, result.reason) == (False, "unavailable")
+        before = rig.tier.lookup_failures
         assert not rig.lookup(make_keys(1)[0])
+        assert rig.tier.lookup_failures > before, "the breaker is not told"
+        with pytest.raises(TierUnavailableError, match="cannot be used now: unavailable"):
+            rig.tier.describe()
 
 
 @pytest.mark.parametrize("mode", [{"mode": "cluster"}, {"mode": "sentinel", "service": "blocks"}])
@@ -173,7 +177,7 @@ def test_a_sentinel_names_the_master_and_its_successor(
     until(lambda: rig.store(keys).success)
     assert str(master.port) in str(rig.tier.describe()["servers"])
     until(lambda: is_replicated([master, redis_sentinel.replica], [master]))
-    master.kill()
+    redis_sentinel.kill_master()
     assert rig.load(keys) == set()
     until(lambda: rig.load(keys) == set(keys))
 

@@ -11,7 +11,6 @@ import pytest
 from tests.plugins.conftest import OpenRedis, block_names, calls
 from tests.support.redis_servers import RedisServer, redis_server
 from tiered_kv.counters import count_of
-from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
@@ -71,27 +70,6 @@ def test_a_read_only_replica_gives_blocks_and_takes_none(
         assert (result.success, result.reason) == (False, "readonly")
     finally:
         replica.kill()
-
-
-def test_a_server_that_is_killed_costs_misses_and_is_used_again(
-    redis_server: RedisServer, open_redis: OpenRedis
-) -> None:
-    rig = open_redis(url=redis_server.url)
-    keys = make_keys(8)
-    rig.store(keys)
-    assert rig.tier.describe()
-    redis_server.kill()
-    with pytest.raises(TierUnavailableError, match="cannot be used now: unavailable"):
-        rig.tier.describe()
-    assert rig.load(keys) == set()
-    assert not rig.store(make_keys(4, "meanwhile")).success
-    before = rig.tier.lookup_failures
-    assert not rig.lookup(keys[0])
-    assert rig.tier.lookup_failures > before, "the breaker is not told"
-    redis_server.start()
-    wait_until(lambda: rig.store(keys).success)
-    assert rig.load(keys) == set(keys)
-    assert [rig.lookup(key) for key in keys] == [True] * 8
 
 
 def test_a_frozen_server_holds_no_job_longer_than_its_timeout(redis_server: RedisServer, open_redis: OpenRedis) -> None:
