@@ -133,18 +133,7 @@ def test_one_object_that_always_fails_costs_its_own_blocks_and_opens_no_breaker(
     """Ten prompts of eight blocks, more than the primary tier has; the fourth block of one of them is bad."""
     prompts = [make_keys(8, f"prompt {number}") for number in range(10)]
     blocks = np.zeros((8, 512), np.uint8)
-    entry = {
-        "type": "s3",
-        "bucket": "bucket",
-        "endpoint_url": server.url,
-        "access_key_id": "key-id",
-        "secret_access_key": "secret",
-        "request_timeout": "1s",
-        "lookup_timeout": "10s",
-        "job_timeout": "10s",
-        "attempts": 2,
-        "presence_ttl": 0,
-    }
+    entry = {**server.entry, "request_timeout": "1s", "lookup_timeout": "10s", "job_timeout": "10s", "attempts": 2}
     with open_stack(stack_of(entry, blocks=8, block_bytes=512)) as stack:
         for keys in prompts:
             assert stack.put(keys, blocks, timeout=WAIT_S) == 8

@@ -30,6 +30,7 @@ class Child:
         self._process = subprocess.Popen(
             within([sys.executable, "-c", program, *arguments]), 0, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
+        self._last = b""
 
     def __enter__(self) -> Self:
         return self
@@ -49,7 +50,9 @@ class Child:
     def line(self) -> str:
         """Return the next line that it prints; an empty one if it has ended."""
         assert self._process.stdout is not None
-        return self._process.stdout.readline().decode().rstrip("\n")
+        line = self._process.stdout.readline()
+        self._last = line or self._last
+        return line.decode().rstrip("\n")
 
     def finish(self, timeout_s: float) -> str | None:
         """Have it end; return the last line that it printed, or None for one that was killed."""
@@ -57,7 +60,7 @@ class Child:
         if self._process.returncode == -signal.SIGKILL:
             return None
         assert self._process.returncode == 0, f"it ended with {self._process.returncode}"
-        return printed.decode().rstrip("\n").rpartition("\n")[2]
+        return (self._last + printed).decode().rstrip("\n").rpartition("\n")[2]
 
     def kill(self) -> None:
         """End it by force."""
