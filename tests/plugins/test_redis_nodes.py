@@ -14,6 +14,7 @@ from tests.plugins.conftest import OpenRedis
 from tests.support.loopback import LoopbackServer
 from tests.support.lying_redis import LyingRedis, Slots, Storage, slots_reply
 from tiered_kv.base import OffloadKey
+from tiered_kv.counters import count_of
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.guarded import HARMLESS_REASONS
@@ -134,6 +135,25 @@ def test_a_slot_that_nobody_serves_is_no_failure_of_the_server_that_says_so(
     assert rig.load(keys) == set(keys), "a server that answered was taken for one that is down"
 
 
+def digest_with_epoch_from(slot: int) -> bytes:
+    """Return a namespace whose epoch's mark is in a slot from this one on."""
+    digests = (bytes([number]) * 16 for number in range(64))
+    return next(each for each in digests if key_slot(f"tkv1:{each.hex()}:epoch".encode()) >= slot)
+
+
+def test_slots_without_a_master_are_misses_and_the_others_are_used(open_redis: OpenRedis) -> None:
+    member = Member(lambda: [(SLOTS // 2, SLOTS - 1, "127.0.0.1", member.server.port)])
+    with member.server:
+        rig = open_redis(digest=digest_with_epoch_from(SLOTS // 2), mode="cluster", nodes=[member.server.address])
+        keys = make_keys(64)
+        stored = set(rig.store(keys).successful_keys or ())
+        assert 8 < len(stored) < 56
+        assert rig.load(keys) == stored
+        assert rig.lookup_all(keys) == [key in stored for key in keys]
+        assert count_of(rig.tier.stats(), "failed_blocks_total", "load", "cluster_down") == 64 - len(stored)
+        rig.close()
+
+
 class TurningMute(LoopbackServer):
     """Hangs up at once, until it is told to take connections and say nothing."""
 
@@ -152,12 +172,10 @@ class TurningMute(LoopbackServer):
 
 def test_closing_waits_for_all_threads_that_dead_servers_keep_together(open_redis: OpenRedis) -> None:
     mutes = [TurningMute() for _ in range(24)]
-    digests = (bytes([number]) * 16 for number in range(64))
-    digest = next(each for each in digests if key_slot(f"tkv1:{each.hex()}:epoch".encode()) >= 12_000)
     ranges = [(500 * at, 500 * at + 499, "127.0.0.1", mute.port) for at, mute in enumerate(mutes)]
     member = Member(lambda: [(0, SLOTS - 1, "127.0.0.1", member.server.port), *ranges])
     try:
-        rig = open_redis(digest=digest, mode="cluster", nodes=[member.server.address])
+        rig = open_redis(digest=digest_with_epoch_from(12_000), mode="cluster", nodes=[member.server.address])
         rig.store(make_keys(400))
         for mute in mutes:
             mute.is_mute = True

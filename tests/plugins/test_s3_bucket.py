@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,16 +53,6 @@ def client(moto_server: S3Server) -> Iterator[Any]:
 def blocks_in(client: Any, bucket: str) -> list[dict[str, Any]]:
     found = client.list_objects_v2(Bucket=bucket).get("Contents", ())
     return [entry for entry in found if "/blocks/" in entry["Key"]]
-
-
-def test_the_namespace_is_readable_beside_the_blocks(client: Any, moto_bucket: str, make_rig: MakeRig) -> None:
-    rig = make_rig(prefix="prod/kv")
-    rig.store(make_keys(1))
-    names = [str(entry["Key"]) for entry in client.list_objects_v2(Bucket=moto_bucket)["Contents"]]
-    assert all(found.startswith("prod/kv/") for found in names)
-    name = f"prod/kv/{rig.spec.namespace_digest.hex()}/namespace.json"
-    text = client.get_object(Bucket=moto_bucket, Key=name)["Body"].read()
-    assert json.loads(text)["namespace"] == {"model": "bench"}
 
 
 def test_a_block_that_is_renewed_stays_what_it_is(
