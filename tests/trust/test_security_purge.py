@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.support.tenants import Tenant, neighbour
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.waiting import wait_until
+from tiered_kv_s3.control import Control
 
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
 
@@ -255,6 +257,31 @@ def test_an_epoch_survives_a_purge_as_a_new_one_so_that_nothing_from_before_a_re
         assert alice.load(4, 100) == (0, 0)
         wait_until(lambda: not never_reset.counters()["s3"]["jobs_in_flight"])
     assert [name for name in storage.holds(b"tiered-kv epoch 1") if "epoch" in name]
+
+
+@pytest.mark.parametrize("kind", ["s3", "s3-versioned"])
+def test_a_purge_keeps_the_mark_that_a_reset_writes_while_it_runs(
+    kind: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = place_of(kind)
+    alice = place.tenant("alice")
+    root = f"kv/{alice.digest}/"
+    block = f"{root}blocks/{'0' * 16}/ab/ab{'0' * 30}"
+    with closing(place.s3.client()) as client:
+        for name in (f"{root}namespace.json", block, block):
+            client.put_object(Bucket=place.bucket, Key=name, Body=b"block")
+        delete = Control.delete
+
+        def delete_late(self: Control, objects: Sequence[Mapping[str, str]]) -> set[str]:
+            if f"{root}epoch" not in place.stored():
+                client.put_object(Bucket=place.bucket, Key=f"{root}epoch", Body=b"new")
+            return delete(self, objects)
+
+        monkeypatch.setattr(Control, "delete", delete_late)
+        status, tier = purge(alice, capsys)
+    assert [(name, data) for name, _, data in place.everything()] == [(f"{root}epoch", b"new")]
+    (found,) = tier["namespaces"]
+    assert (status, found["blocks"], found["left"]) == (0, 2 if kind == "s3-versioned" else 1, [])
 
 
 # Names that only begin like the namespace's.
