@@ -18,7 +18,6 @@ from tiered_kv.testing.rig import TierRig, block_content
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import CodecSet
-from tiered_kv.toolkit.epoch import forget_retired
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.sizing import Sizing
@@ -79,12 +78,6 @@ class StoreBench:
         for key, block in zip(keys, blocks, strict=True):
             assert key not in loaded or block == block_content(key, self.block_bytes), "wrong bytes"
         return loaded
-
-    def reset(self, store: SegmentStore) -> None:
-        """Reset a store, and wait until that would outlast the end of this process."""
-        store.reset()
-        self.wait_until(lambda: f"{store.epoch:016x}".encode() in (self.path / "epoch").read_bytes())
-        forget_retired()  # what this process remembers of the reset must not stand for what the file says
 
     def memory(self, count: int) -> list[memoryview]:
         """Return page-aligned memory for `count` blocks, each where the primary tier would have it."""

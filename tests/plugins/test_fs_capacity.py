@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.disk_use import fs_blocks, fs_ledger, occupied_bytes
 from tests.support.entries import OpenRig
+from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
+from tiered_kv_fs.files import locked
 from tiered_kv_fs.layout import TEMPORARY_BLOCK
+from tiered_kv_fs.ledger import Holder, Ledger
 
 BLOCK_BYTES = 65_536
 CAPACITY_BYTES = 8 << 20
@@ -153,3 +157,64 @@ def test_a_foreign_directory_that_may_not_be_read_does_not_keep_the_tier_from_st
     rig = open_rig()
     assert rig.store(make_keys(8)).success
     assert rig.tier.stats()["surveys_total"] > 0
+
+
+# Beside others that end, or stand still.
+
+
+def test_the_grant_of_a_writer_that_was_killed_is_free_again_once_it_has_lapsed(open_rig: OpenRig, path: Path) -> None:
+    rig = open_rig()
+    assert rig.store(make_keys(4)).success
+    rig.tier.shutdown()
+    with Ledger(str(path)).locked() as state:
+        state.add(CAPACITY_BYTES // 2)
+        state.holders["0" * 16] = Holder(DIGEST.hex(), "f" * 16, CAPACITY_BYTES // 2, state.now_s - 3600)
+    rig.reopen()
+    for number in range(40):
+        assert rig.store(make_keys(8, f"after-{number}")).success
+    assert rig.tier.stats()["surveys_total"] > 0
+    assert len(fs_ledger(path)["holders"]) == 1
+    assert occupied_bytes(path) <= CAPACITY_BYTES
+
+
+def test_a_tier_that_lapsed_and_goes_on_stores_within_a_new_grant(open_rig: OpenRig, path: Path, gate: Gate) -> None:
+    stopped, other = open_rig(), open_rig()
+    for rig in (stopped, other):
+        assert rig.store(make_keys(8)).success
+    gate.close()
+    stopped.tier._event_loop.call_soon_threadsafe(gate.pass_through)  # type: ignore[attr-defined]  # it stands still
+    wait_until(lambda: gate.waiting)
+    with Ledger(str(path)).locked() as state:
+        for holder in state.holders.values():
+            holder.seen_s -= 3600
+    for number in range(20):  # more than fits: surveys and evicts
+        other.store(make_keys(8, f"other-{number}"))
+        assert occupied_bytes(path) <= CAPACITY_BYTES
+    late = stopped.submit_store(make_keys(8, "after"))
+    gate.open()
+    stopped.wait([late])  # what it may lose is a store
+    wait_until(lambda: stopped.store(make_keys(8, "later")).success)
+    assert occupied_bytes(path) <= CAPACITY_BYTES
+    for rig in (stopped, other):
+        rig.tier.shutdown()
+    assert fs_ledger(path)["holders"] == {}
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_with_the_ledger_keeps_stores_waiting_for_a_bounded_time_and_no_loads(
+    open_rig: OpenRig, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv_fs.keeper._REFUSAL_S", 1.0)  # as it is outside of these tests
+    monkeypatch.setattr("tiered_kv_fs.tier._ROOM_TIMEOUT_MAX_S", 5.0)
+    rig = open_rig()
+    keys = make_keys(4)
+    assert rig.store(keys).success
+    with locked(str(path / "lock"), 60.0):
+        begin = time.monotonic()
+        far = begin + 3600.0
+        stores = rig.wait([rig.submit_store(make_keys(8, f"batch-{number}"), deadline=far) for number in range(20)])
+        assert time.monotonic() - begin < 40.0, "each waited for itself, five seconds"
+        assert not all(result.success for result in stores)
+        assert {result.reason for result in stores if not result.success} <= {"timeout", "no_space"}
+        assert rig.load(keys) == set(keys)
+    wait_until(lambda: rig.store(make_keys(8, "afterwards")).success)

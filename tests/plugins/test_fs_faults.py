@@ -245,26 +245,3 @@ def test_after_its_deadline_a_job_takes_no_block_from_its_memory_and_puts_none_t
         (result,) = rig.wait([job])
     assert result.reason == "expired"
     assert moved == []
-
-
-def test_a_reset_does_not_wait_for_a_file_system_that_hangs(
-    rig: TierRig, monkeypatch: pytest.MonkeyPatch, gate: Gate
-) -> None:
-    keys = make_keys(4)
-    assert rig.store(keys).success
-    replace = os.replace
-
-    def replace_late(source: str, target: str, **options: int) -> None:
-        gate.pass_through()
-        replace(source, target, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", replace_late)
-        gate.close()
-        assert rig.tier.reset_cache()
-        assert rig.tier.reset_cache()
-        wait_until(lambda: gate.waiting)
-        gate.open()
-        assert rig.load(keys) == set()
-    rig.reopen()
-    assert rig.load(keys) == set()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
+import shutil
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
-
-import pytest
 
 from tests.support.disk_use import fs_ledger, occupied_bytes
 from tests.support.entries import rig_of
@@ -22,22 +19,15 @@ BLOCK_BYTES = 65_536
 CAPACITY_BYTES = 16 << 20
 PURGED, OTHER = bytes(range(16)), bytes(range(16, 32))
 
-PROGRAM = """
-import os, signal, sys
-from tests.support.entries import rig_of
-from tiered_kv.testing.rig import make_keys
 
-path, namespace, capacity = sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])
-rig = rig_of({"type": "fs", "path": path, "capacity": capacity}, block_bytes=65536, namespace=namespace)
-assert rig.store(make_keys(1)).success
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def be_killed(path: Path, namespace: bytes) -> None:
-    """Have a process store a block and be killed."""
-    command = [sys.executable, "-c", PROGRAM, str(path), namespace.hex(), str(CAPACITY_BYTES)]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+def as_killed(path: Path, *namespaces: bytes) -> Path:
+    """Return a directory as processes that were killed leave it, each with a block of a namespace."""
+    entry = {"type": "fs", "path": str(path), "capacity": CAPACITY_BYTES}
+    with ExitStack() as running:
+        for namespace in namespaces:
+            rig = running.enter_context(closing(rig_of(entry, block_bytes=BLOCK_BYTES, namespace=namespace)))
+            assert rig.store(make_keys(1)).success
+        return shutil.copytree(path, path.with_name("killed"))
 
 
 def purge(path: Path) -> Purged:
@@ -45,11 +35,8 @@ def purge(path: Path) -> Purged:
     return FsAdministration(settings).purge(PURGED.hex(), time.monotonic() + 60)
 
 
-@pytest.mark.slow
 def test_what_a_killed_process_has_noted_of_itself_is_purged_too(tmp_path: Path) -> None:
-    path = tmp_path / "kv"
-    be_killed(path, PURGED)
-    be_killed(path, OTHER)
+    path = as_killed(tmp_path / "kv", PURGED, OTHER)
     assert len(fs_ledger(path)["holders"]) == 2
     purged = purge(path)
     assert (purged.blocks, purged.left) == (1, ())
@@ -59,10 +46,11 @@ def test_what_a_killed_process_has_noted_of_itself_is_purged_too(tmp_path: Path)
 
 
 def test_the_grant_of_a_killed_process_does_not_stay_in_the_total(tmp_path: Path) -> None:
-    path = tmp_path / "kv"
-    be_killed(path, PURGED)
+    path = as_killed(tmp_path / "kv", PURGED)
     purge(path)
-    other = rig_of({"type": "fs", "path": str(path), "capacity": CAPACITY_BYTES}, block_bytes=65_536, namespace=OTHER)
+    other = rig_of(
+        {"type": "fs", "path": str(path), "capacity": CAPACITY_BYTES}, block_bytes=BLOCK_BYTES, namespace=OTHER
+    )
     try:
         assert not other.lookup(make_keys(1)[0])
         wait_until(lambda: other.tier.stats()["surveys_total"])

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 
 from tests.support.faulty_disk import FaultyDisk, hold
-from tests.support.meanwhile import meanwhile
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
@@ -142,25 +141,6 @@ def test_a_bounded_share_of_a_segment_moves_on(bench: StoreBench) -> None:
         store.touch([key for other in range(number + 1) for key in batch(other)[::2]])
     stats = store.stats()
     assert 0 < stats["relocated_blocks_total"] <= 16 * (stats["reclaimed_segments_total"] + 1)
-
-
-@pytest.mark.slow
-def test_the_capacity_holds_at_every_moment_of_a_run_that_is_full(bench: StoreBench) -> None:
-    bench.capacity_bytes = 24 << 20
-    bench.segment_bytes = 1 << 20
-    store = bench.open()
-    samples: list[int] = []
-    numbers = itertools.count(400)
-
-    def was_watched_when_full() -> bool:
-        fill(bench, store, range(number := next(numbers), number + 1))
-        return len(samples) > 50 and bench.capacity_bytes * 0.9 < max(samples)
-
-    with meanwhile(lambda: samples.append(bench.occupied_bytes())):
-        fill(bench, store, range(400))
-        bench.wait_until(was_watched_when_full)  # the watcher may have come late
-    assert max(samples) <= bench.capacity_bytes
-    assert store.stats()["reclaimed_segments_total"] > 20
 
 
 def test_a_lower_capacity_holds_from_the_moment_of_opening(bench: StoreBench) -> None:

@@ -9,11 +9,8 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.faulty_disk import FaultyDisk, fail, hold, in_peace
-from tests.support.segment_map import SegmentMap
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.gate import Gate
@@ -22,61 +19,6 @@ from tiered_kv_nvme.layout import PAGE_BYTES
 
 if TYPE_CHECKING:
     from tests.plugins.conftest import StoreBench
-
-
-def test_blocks_of_the_last_use_of_a_file_do_not_come_back(bench: StoreBench) -> None:
-    store = bench.open()
-    old, new = make_keys(40, "old"), make_keys(5, "new")
-    bench.put(store, old)
-    for number in range(60):
-        bench.put(store, make_keys(40, f"batch {number}"))
-    bench.put(store, new)
-    here = store.contains(old)
-    copy_as_a_crash(bench)
-    store.close()
-    store = bench.open()
-    assert store.contains(old) == here == [False] * 40
-    found = list(store.index.places)
-    assert bench.get(store, found) == set(found)
-    assert set(new) <= set(found)
-
-
-@pytest.mark.slow
-def test_closing_and_opening_at_any_moment_finds_what_was_stored(bench: StoreBench) -> None:
-    everything = make_keys(120)
-    actions: st.SearchStrategy[tuple[str, list[int]]] = st.one_of(
-        st.tuples(st.just("store"), st.lists(st.sampled_from(range(120)), min_size=1, max_size=30, unique=True)),
-        st.tuples(st.just("load"), st.lists(st.sampled_from(range(120)), min_size=1, max_size=30, unique=True)),
-        st.tuples(st.sampled_from(["close", "crash", "reset"]), st.just([])),
-    )
-    directory = bench.path
-
-    @settings(max_examples=30)
-    @given(st.lists(actions, min_size=1, max_size=20))
-    def check(steps: list[tuple[str, list[int]]]) -> None:
-        shutil.rmtree(directory.parent, ignore_errors=True)
-        bench.path = directory
-        store = bench.open()
-        expected: set[OffloadKey] = set()  # 120 blocks always fit
-        for number, (action, numbers) in enumerate(steps):
-            keys = [everything[index] for index in numbers]
-            if action == "store":
-                assert bench.put(store, keys).successful_keys is None
-                expected.update(keys)
-            elif action == "load":
-                assert bench.get(store, keys) == expected.intersection(keys)
-            elif action == "reset":
-                bench.reset(store)
-                expected.clear()
-            else:
-                if action == "crash":
-                    bench.path = shutil.copytree(bench.path, directory.with_name(f"crash {number}"))
-                store.close()
-                store = bench.open()
-            assert {key for key in everything if key in store.index.places} == expected
-        store.close()
-
-    check()
 
 
 def test_a_reset_does_not_wait_for_a_file_system_that_hangs(bench: StoreBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,28 +47,6 @@ def test_a_reset_does_not_wait_for_a_file_system_that_hangs(bench: StoreBench, m
 def copy_as_a_crash(bench: StoreBench) -> None:
     """Have the bench go on with a copy of its directory, as it is before anything is closed."""
     bench.path = shutil.copytree(bench.path, bench.path.with_name("crashed"))
-
-
-def test_a_batch_that_was_cut_off_ends_its_segment(bench: StoreBench) -> None:
-    disk = FaultyDisk()
-    store = bench.open(disk)
-    written, cut_off = make_keys(12, "written"), make_keys(12, "cut off")
-    bench.put(store, written[:6])
-    bench.put(store, written[6:])
-    bench.wait_until_ready(store)
-    writes = iter([lambda buffers, offset: sum(map(len, buffers[:3])), fail(errno.EIO)])  # as if it had been killed
-    disk.on_write = lambda buffers, offset: next(writes)(buffers, offset)
-    bench.put(store, cut_off)
-    disk.on_write = in_peace
-    copy_as_a_crash(bench)
-    store.close()
-    store = bench.open()
-    assert store.contains(written + cut_off) == [True] * 12 + [False] * 12
-    bench.put(store, cut_off)
-    store.close()
-    found = SegmentMap(bench.segments[0].read_bytes())
-    assert sum(len(each.entries) for each in found.batches) == 24, "it did not go where the cut-off batch was"
-    assert bench.get(bench.open(), written + cut_off) == {*written, *cut_off}
 
 
 def test_a_store_that_was_offered_before_a_reset_stores_nothing(bench: StoreBench, gate: Gate) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +21,6 @@ from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
 
 pytest.importorskip("redis", reason="redis-py is not installed")
-
-from redis.crc import key_slot
 
 __all__ = ["redis_cluster", "redis_sentinel", "redis_server"]
 
@@ -70,48 +68,21 @@ def test_a_killed_master_costs_misses_until_a_replica_leads(
     assert rig.load(new) == set(new)
 
 
-@pytest.fixture
-def one_master(tmp_path: Path) -> Iterator[RedisServer]:
-    """A cluster of one master that has only the upper half of the slots, and serves those."""
-    options = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes", "--cluster-require-full-coverage", "no")
-    server = RedisServer(tmp_path, options)
-    server.start()
-    try:
-        assert server.call("CLUSTER", "ADDSLOTSRANGE", "8192", "16383") == b"+OK\r\n"
-        until(lambda: b"cluster_state:ok" in server.call("CLUSTER", "INFO"))
-        yield server
-    finally:
-        server.kill()
-
-
 @pytest.mark.slow
-def test_a_slot_without_a_master_is_a_miss_and_the_others_are_used(
-    one_master: RedisServer, open_rig: OpenRedis
-) -> None:
-    digests = [bytes([number]) * 16 for number in range(64)]
-    digest = next(each for each in digests if key_slot(f"tkv1:{each.hex()}:epoch".encode()) >= 8192)
-    rig = open_rig(digest=digest, mode="cluster", nodes=[f"127.0.0.1:{one_master.port}"])
-    keys = make_keys(64)
-    stored = set(rig.store(keys).successful_keys or ())
-    assert 8 < len(stored) < 56
-    assert rig.load(keys) == stored
-    assert {key for key, found in zip(keys, rig.lookup_all(keys), strict=True) if found} == stored
-    assert count_of(rig.tier.stats(), "failed_blocks_total", "load", "cluster_down") == 64 - len(stored)
-
-
-@pytest.mark.slow
-def test_the_commands_that_the_page_names_are_enough_in_a_cluster(one_master: RedisServer, open_rig: OpenRedis) -> None:
-    one_master.call("CLUSTER", "ADDSLOTSRANGE", "0", "8191")
-    until(lambda: b"cluster_slots_ok:16384" in one_master.call("CLUSTER", "INFO"))
-    rights = ["+get", "+set", "+strlen", "+unlink", "+cluster|slots"]
-    one_master.call("ACL", "SETUSER", "tier", "on", ">secret", "~tkv1:*", *rights)
-    url = f"redis://tier:secret@127.0.0.1:{one_master.port}"
-    rig = open_rig(mode="cluster", url=url)
-    assert rig.store(make_keys(8)).success
-    assert rig.load(make_keys(8)) == set(make_keys(8))
-    one_master.call("ACL", "SETUSER", "tier", "-cluster|slots")
-    with pytest.raises(TierUnavailableError, match=r"\+cluster"):
-        open_rig(mode="cluster", url=url)
+def test_the_commands_that_the_page_names_are_enough_in_a_cluster(tmp_path: Path, open_rig: OpenRedis) -> None:
+    options = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes")
+    with RedisServer(tmp_path, options) as master:
+        assert master.call("CLUSTER", "ADDSLOTSRANGE", "0", "16383") == b"+OK\r\n"
+        until(lambda: b"cluster_state:ok" in master.call("CLUSTER", "INFO"))
+        rights = ["+get", "+set", "+strlen", "+unlink", "+cluster|slots"]
+        master.call("ACL", "SETUSER", "tier", "on", ">secret", "~tkv1:*", *rights)
+        url = f"redis://tier:secret@127.0.0.1:{master.port}"
+        with contextlib.closing(open_rig(mode="cluster", url=url)) as rig:
+            assert rig.store(make_keys(8)).success
+            assert rig.load(make_keys(8)) == set(make_keys(8))
+            master.call("ACL", "SETUSER", "tier", "-cluster|slots")
+            with pytest.raises(TierUnavailableError, match=r"\+cluster"):
+                open_rig(mode="cluster", url=url)
 
 
 @pytest.mark.parametrize("entry", [{}, {"mode": "cluster"}, {"mode": "sentinel", "service": "blocks"}])
@@ -128,7 +99,11 @@ def test_a_tier_may_be_opened_before_its_servers(
         assert "no server can be used yet (unavailable)" in caplog.text
         result = rig.store(make_keys(4))
         assert (result.success, result.reason) == (False, "unavailable")
+        before = rig.tier.lookup_failures
         assert not rig.lookup(make_keys(1)[0])
+        assert rig.tier.lookup_failures > before, "the breaker is not told"
+        with pytest.raises(TierUnavailableError, match="cannot be used now: unavailable"):
+            rig.tier.describe()
 
 
 @pytest.mark.parametrize("mode", [{"mode": "cluster"}, {"mode": "sentinel", "service": "blocks"}])
@@ -173,7 +148,7 @@ def test_a_sentinel_names_the_master_and_its_successor(
     until(lambda: rig.store(keys).success)
     assert str(master.port) in str(rig.tier.describe()["servers"])
     until(lambda: is_replicated([master, redis_sentinel.replica], [master]))
-    master.kill()
+    redis_sentinel.kill_master()
     assert rig.load(keys) == set()
     until(lambda: rig.load(keys) == set(keys))
 

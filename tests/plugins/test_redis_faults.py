@@ -11,7 +11,6 @@ import pytest
 from tests.plugins.conftest import OpenRedis, block_names, calls
 from tests.support.redis_servers import RedisServer, redis_server
 from tiered_kv.counters import count_of
-from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
@@ -73,37 +72,6 @@ def test_a_read_only_replica_gives_blocks_and_takes_none(
         replica.kill()
 
 
-def test_a_server_that_is_killed_costs_misses_and_is_used_again(
-    redis_server: RedisServer, open_redis: OpenRedis
-) -> None:
-    rig = open_redis(url=redis_server.url)
-    keys = make_keys(8)
-    rig.store(keys)
-    assert rig.tier.describe()
-    redis_server.kill()
-    with pytest.raises(TierUnavailableError, match="cannot be used now: unavailable"):
-        rig.tier.describe()
-    assert rig.load(keys) == set()
-    assert not rig.store(make_keys(4, "meanwhile")).success
-    before = rig.tier.lookup_failures
-    assert not rig.lookup(keys[0])
-    assert rig.tier.lookup_failures > before, "the breaker is not told"
-    redis_server.start()
-    wait_until(lambda: rig.store(keys).success)
-    assert rig.load(keys) == set(keys)
-    assert [rig.lookup(key) for key in keys] == [True] * 8
-
-
-def test_a_restart_between_two_jobs_is_not_noticed(redis_server: RedisServer, open_redis: OpenRedis) -> None:
-    rig = open_redis(url=redis_server.url)
-    rig.store(make_keys(4))
-    redis_server.kill()
-    redis_server.start()
-    keys = make_keys(4, "after")
-    assert rig.store(keys).success
-    assert rig.load(keys) == set(keys)
-
-
 def test_a_frozen_server_holds_no_job_longer_than_its_timeout(redis_server: RedisServer, open_redis: OpenRedis) -> None:
     keys = make_keys(8)
     assert open_redis(url=redis_server.url).store(keys).success
@@ -143,22 +111,6 @@ def test_values_of_other_kinds_and_holes_are_misses(redis_server: RedisServer, o
     good = set(keys) - set(keys[::3]) - set(keys[1::6])
     assert rig.load(keys) == good
     assert [key for key in keys if rig.lookup(key)] == [key for key in keys if key in good]
-    assert rig.store(keys).success
-    assert rig.load(keys) == set(keys)
-
-
-def test_values_that_are_too_long_cost_no_other_block_of_their_job(
-    redis_server: RedisServer, open_redis: OpenRedis
-) -> None:
-    rig = open_redis(url=redis_server.url, connections=1)
-    keys = make_keys(32)
-    rig.store(keys)
-    names = {name[-20:]: name for name in block_names(redis_server)}
-    long = keys[3::8]
-    for key in long:
-        redis_server.call("APPEND", names[key], "x" * (1 << 20))
-    assert rig.load(keys) == set(keys) - set(long)
-    assert not any(rig.lookup(key) for key in long), "deleted"
     assert rig.store(keys).success
     assert rig.load(keys) == set(keys)
 

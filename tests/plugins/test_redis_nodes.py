@@ -8,27 +8,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-import numpy as np
 import pytest
 
 from tests.plugins.conftest import OpenRedis
 from tests.support.loopback import LoopbackServer
 from tests.support.lying_redis import LyingRedis, Slots, Storage, slots_reply
-from tests.support.redis_clusters import RedisClusterServers, redis_cluster
-from tests.support.stacks import stack_of
 from tiered_kv.base import OffloadKey
-from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.rig import TierRig, block_content, make_keys
+from tiered_kv.counters import count_of
+from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
+from tiered_kv.tiering.guarded import HARMLESS_REASONS
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
 from redis.crc import key_slot
 
-__all__ = ["redis_cluster"]
-
-BLOCK_BYTES = 4096
-PROMPTS, PROMPT_BLOCKS = 40, 6
 SLOTS = 16_384
 PROBE = [b"STRLEN", b"tkv1:probe"]
 
@@ -42,16 +36,23 @@ class Member:
 
     def __init__(self, ranges: Callable[[], list[Slots]] = list) -> None:
         self.error = b""
+        self.may_answer = threading.Event()
+        self.may_answer.set()
         self.heard: list[list[bytes]] = []
         self._storage = Storage()
         self._ranges = ranges
         self.server = LyingRedis(self._answer)
+
+    def has(self, key: OffloadKey) -> bool:
+        """Return whether it has a block."""
+        return any(name.endswith(key) for name in self._storage.values)
 
     def heard_since(self, start: int, verb: bytes) -> list[list[bytes]]:
         return [command for command in self.heard[start:] if command[0] == verb]
 
     def _answer(self, command: list[bytes]) -> Iterable[bytes]:
         self.heard.append(command)
+        self.may_answer.wait()
         if command[0] == b"CLUSTER":
             yield slots_reply(self._ranges())
         elif self.error and command[0] in (b"GET", b"SET", b"STRLEN"):
@@ -73,6 +74,7 @@ def two_masters() -> Iterator[list[Member]]:
     members += [Member(ranges), Member(ranges)]
     yield members
     for member in members:
+        member.may_answer.set()
         member.server.close()
 
 
@@ -133,6 +135,25 @@ def test_a_slot_that_nobody_serves_is_no_failure_of_the_server_that_says_so(
     assert rig.load(keys) == set(keys), "a server that answered was taken for one that is down"
 
 
+def digest_with_epoch_from(slot: int) -> bytes:
+    """Return a namespace whose epoch's mark is in a slot from this one on."""
+    digests = (bytes([number]) * 16 for number in range(64))
+    return next(each for each in digests if key_slot(f"tkv1:{each.hex()}:epoch".encode()) >= slot)
+
+
+def test_slots_without_a_master_are_misses_and_the_others_are_used(open_redis: OpenRedis) -> None:
+    member = Member(lambda: [(SLOTS // 2, SLOTS - 1, "127.0.0.1", member.server.port)])
+    with member.server:
+        rig = open_redis(digest=digest_with_epoch_from(SLOTS // 2), mode="cluster", nodes=[member.server.address])
+        keys = make_keys(64)
+        stored = set(rig.store(keys).successful_keys or ())
+        assert 8 < len(stored) < 56
+        assert rig.load(keys) == stored
+        assert rig.lookup_all(keys) == [key in stored for key in keys]
+        assert count_of(rig.tier.stats(), "failed_blocks_total", "load", "cluster_down") == 64 - len(stored)
+        rig.close()
+
+
 class TurningMute(LoopbackServer):
     """Hangs up at once, until it is told to take connections and say nothing."""
 
@@ -151,12 +172,10 @@ class TurningMute(LoopbackServer):
 
 def test_closing_waits_for_all_threads_that_dead_servers_keep_together(open_redis: OpenRedis) -> None:
     mutes = [TurningMute() for _ in range(24)]
-    digests = (bytes([number]) * 16 for number in range(64))
-    digest = next(each for each in digests if key_slot(f"tkv1:{each.hex()}:epoch".encode()) >= 12_000)
     ranges = [(500 * at, 500 * at + 499, "127.0.0.1", mute.port) for at, mute in enumerate(mutes)]
     member = Member(lambda: [(0, SLOTS - 1, "127.0.0.1", member.server.port), *ranges])
     try:
-        rig = open_redis(digest=digest, mode="cluster", nodes=[member.server.address])
+        rig = open_redis(digest=digest_with_epoch_from(12_000), mode="cluster", nodes=[member.server.address])
         rig.store(make_keys(400))
         for mute in mutes:
             mute.is_mute = True
@@ -192,59 +211,28 @@ def test_the_look_up_of_a_name_is_bounded(open_redis: OpenRedis, monkeypatch: py
     wait_until(lambda: not any("lookup" in thread.name for thread in threading.enumerate()))
 
 
-# A whole cluster.
-
-
-def prompts() -> list[list[OffloadKey]]:
-    return [make_keys(PROMPT_BLOCKS, f"prompt {number}") for number in range(PROMPTS)]
-
-
-def open_cluster(cluster: RedisClusterServers) -> Stack:
-    entry = {"type": "redis", "mode": "cluster", "nodes": cluster.addresses, "connect_timeout": "1s"}
-    entry |= {"timeout": "5s", "lookup_timeout": "2s"}
-    return open_stack(stack_of(entry, blocks=PROMPTS * PROMPT_BLOCKS, block_bytes=BLOCK_BYTES))
-
-
-def living_blocks(keys: list[OffloadKey], slots: range, prefix: bytes) -> int:
-    """Return how many blocks of a prompt come before the first that a server with `slots` has."""
-    dead = (at for at, key in enumerate(keys) if key_slot(prefix + key) in slots)
-    return next(dead, len(keys))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["kill", "freeze"])
-def test_the_blocks_of_living_masters_are_found_while_one_is_dead(how: str, redis_cluster: RedisClusterServers) -> None:
-    redis_cluster.keep_masters()  # so that it stays dead
-    for server in redis_cluster.servers:
-        assert server.call("CONFIG", "SET", "cluster-require-full-coverage", "no") == b"+OK\r\n"
-    with open_cluster(redis_cluster) as stack:
-        content = {key: block_content(key, BLOCK_BYTES) for keys in prompts() for key in keys}
-        for keys in prompts():
-            blocks = np.frombuffer(b"".join(content[key] for key in keys), np.uint8).reshape(len(keys), BLOCK_BYTES)
-            assert stack.put(keys, blocks) == len(keys)
-        assert stack.flush(timeout=60.0)
-        dead = redis_cluster.servers[2]  # the last third of the slots, as they were dealt out
-        names = [name for name in redis_cluster.servers[0].keys("tkv1:*") if name[54:55] == b":"]
-        prefix = names[0][:55]
-        getattr(dead, how)()
-        out = np.zeros((PROMPT_BLOCKS, BLOCK_BYTES), np.uint8)
-        found = living = 0
-        reachable = {keys[0]: living_blocks(keys, range(10_923, 16_384), prefix) for keys in prompts()}
-        for _ in range(3):
-            # Many in a row of which nothing can be found: a breaker would open, and lose those that follow.
-            for keys in sorted(prompts(), key=lambda keys: reachable[keys[0]]):
-                stack.primary.reset_cache()
-                found += stack.get(keys, out, timeout=30.0)
-                living += reachable[keys[0]]
-        (tier,) = (counted for name, counted in stack.counters().items() if name != "cpu")
-        assert tier.get("breaker_opened_total", 0) == 0
-        assert living > PROMPTS
-        assert found >= 0.9 * living, f"{found} of {living} blocks of living masters were found"
-        before = tier["stored_blocks_total"]
-        new = make_keys(60, "while one is dead")
-        blocks = np.zeros((len(new), BLOCK_BYTES), np.uint8)
-        stack.put(new, blocks)
-        stack.flush(timeout=60.0)
-        (tier,) = (counted for name, counted in stack.counters().items() if name != "cpu")
-        lost = sum(key_slot(prefix + key) >= 10_923 for key in new)
-        assert tier["stored_blocks_total"] - before == len(new) - lost
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_a_dead_master_costs_its_own_blocks_and_opens_no_breaker(
+    how: str, two_masters: list[Member], open_redis: OpenRedis
+) -> None:
+    living, dead = two_masters
+    rig = open_redis(mode="cluster", nodes=[living.server.address], timeout="300ms", connect_timeout="300ms")
+    keys, new = make_keys(60), make_keys(60, "while one is dead")
+    assert rig.store(keys).success
+    assert rig.load(keys) == set(keys)
+    if how == "killed":
+        dead.server.close()
+    else:
+        dead.may_answer.clear()
+    there = [key for key in keys if living.has(key)]
+    assert 0 < len(there) < len(keys)
+    assert rig.load(keys) == set(there)
+    wait_until(lambda: rig.lookup_all(keys) == [living.has(key) for key in keys])
+    failures = rig.tier.lookup_failures
+    for key in keys:  # many in a row of which nothing can be found
+        (result,) = rig.wait([rig.submit_load([key])])
+        assert result.success if living.has(key) else result.reason in HARMLESS_REASONS
+    assert rig.lookup_all(keys) == [living.has(key) for key in keys]
+    assert rig.tier.lookup_failures == failures
+    stored = set(rig.store(new).successful_keys or ())
+    assert stored == {key for key in new if living.has(key)} != set()

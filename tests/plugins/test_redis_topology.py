@@ -62,7 +62,7 @@ Start = Callable[[Callable[[list[bytes]], Iterable[bytes]]], LyingRedis]
 
 @pytest.fixture
 def start(closing: contextlib.ExitStack) -> Start:
-    return lambda answer: closing.enter_context(contextlib.closing(LyingRedis(answer)))
+    return lambda answer: closing.enter_context(LyingRedis(answer))
 
 
 @pytest.mark.parametrize("answer", [b"-ERR no\r\n", b"+OK\r\n", b"*1\r\n*1\r\n:7\r\n", b"*0\r\n"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from tests.support.entries import rig_of
 from tests.support.s3_entries import s3_entry
-from tiered_kv.counters import count_of
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
@@ -55,40 +53,6 @@ def client(moto_server: S3Server) -> Iterator[Any]:
 def blocks_in(client: Any, bucket: str) -> list[dict[str, Any]]:
     found = client.list_objects_v2(Bucket=bucket).get("Contents", ())
     return [entry for entry in found if "/blocks/" in entry["Key"]]
-
-
-def test_the_namespace_is_readable_beside_the_blocks(client: Any, moto_bucket: str, make_rig: MakeRig) -> None:
-    rig = make_rig(prefix="prod/kv")
-    rig.store(make_keys(1))
-    names = [str(entry["Key"]) for entry in client.list_objects_v2(Bucket=moto_bucket)["Contents"]]
-    assert all(found.startswith("prod/kv/") for found in names)
-    name = f"prod/kv/{rig.spec.namespace_digest.hex()}/namespace.json"
-    text = client.get_object(Bucket=moto_bucket, Key=name)["Body"].read()
-    assert json.loads(text)["namespace"] == {"model": "bench"}
-
-
-def test_a_prompt_of_a_thousand_blocks_takes_few_requests_and_an_own_store_needs_none(make_rig: MakeRig) -> None:
-    keys = make_keys(1000)
-    make_rig().store(keys[:300])
-    rig = make_rig(presence_ttl=3600)
-    assert rig.lookup_all(keys) == [True] * 300 + [False] * 700
-    heads = count_of(rig.tier.stats(), "requests_total", "head")
-    assert heads <= 2 * 48, "twice, where the first keys were looked up before the others had come"
-    assert rig.store([keys[0], keys[300]]).success
-    assert rig.tier.stats()["present_blocks_total"] == 1
-    assert rig.lookup_all([keys[300]]) == [True]
-
-
-def test_a_sweep_returns_to_the_capacity_that_was_exceeded_meanwhile(
-    client: Any, moto_bucket: str, make_rig: MakeRig
-) -> None:
-    make_rig().store(make_keys(30, "there at start"))
-    capacity = 20 * RECORD_BYTES
-    rigs = [make_rig(capacity=capacity, sweep_interval=0.3) for _ in range(2)]
-    for number, rig in enumerate(rigs):
-        assert rig.store(make_keys(12, f"from {number}")).success
-    wait_until(lambda: len(blocks_in(client, moto_bucket)) == 20, WAIT_S, what="the end of the oldest")
-    wait_until(lambda: rigs[0].tier.stats()["used_bytes"] == capacity, WAIT_S, what="their count")
 
 
 def test_a_block_that_is_renewed_stays_what_it_is(

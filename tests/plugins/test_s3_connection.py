@@ -85,25 +85,6 @@ def test_what_is_no_answer_is_refused(answers: tuple[Connection, socket.socket],
     assert not connection.is_reusable
 
 
-def test_an_error_s_body_is_read_up_to_a_limit(answers: tuple[Connection, socket.socket]) -> None:
-    connection, server = answers
-    sending = threading.Thread(target=_send_much, args=(server,))
-    sending.start()
-    answer = connection.receive_head(patience())
-    assert answer.body_bytes is None
-    assert len(connection.receive_error(answer, patience())) == 64 << 10
-    assert not connection.is_reusable
-    connection.close()
-    sending.join()
-
-
-def _send_much(server: socket.socket) -> None:
-    try:
-        server.sendall(b"HTTP/1.1 500 x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"x" * (4 << 20))
-    except OSError:
-        pass
-
-
 def test_a_server_that_trickles_is_given_up_at_the_deadline(answers: tuple[Connection, socket.socket]) -> None:
     connection, server = answers
     server.sendall(b"HTTP/1.1 200 OK\r\n")

@@ -7,7 +7,7 @@ library of its codec. What the stranger stores the writer can read, as in the mi
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -160,6 +160,30 @@ def test_a_capacity_holds_while_processes_replace_each_other_s_blocks(storage: S
             rig.load(keys)  # what the other has stored is noted
             wait_until(partial(replace, rig), 60.0, what="room again")
     assert sum(counted(rig, "unknown_key") for rig in rigs) * block_bytes > limit_bytes, "nothing was replaced"
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "checksum": lambda stored: stored[:500] + bytes([stored[500] ^ 1]) + stored[501:],
+    "truncated": lambda stored: stored[:-1],
+    "bad_length": lambda stored: stored + bytes(1 << 20),
+}
+
+
+@pytest.mark.parametrize("reason", DAMAGES)
+def test_a_damaged_block_is_a_counted_miss_and_deleted_and_costs_no_other_of_its_job(
+    storage: SharedStorage, reason: str
+) -> None:
+    rig, door = storage.open({"codec": "raw"}), storage.door
+    keys = make_keys(8)
+    assert rig.store(keys).success
+    victim = keys[3]
+    door.write(victim, DAMAGES[reason](door.read(victim) or b""))
+    assert rig.load(keys) == {*keys} - {victim}
+    assert count_of(rig.tier.stats(), "corrupt_blocks_total") == 1
+    assert door.read(victim) is None
+    assert rig.lookup_all(keys) == [key != victim for key in keys]
+    assert rig.store(keys).success
+    assert rig.load(keys) == set(keys)
 
 
 def test_a_damaged_block_that_may_not_be_deleted_is_offered_no_more_and_replaced(storage: SharedStorage) -> None:

@@ -8,7 +8,7 @@ from tests.support.redis_servers import redis_server
 from tests.support.shared_storage import SharedStorage, storage
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv.toolkit.epoch import EpochMark
+from tiered_kv.toolkit.epoch import EpochMark, forget_retired
 
 __all__ = ["redis_server", "storage"]
 
@@ -65,14 +65,21 @@ def test_a_mark_from_before_a_reset_is_joined_by_no_process_that_has_seen_it_ret
     wait_until(lambda: storage.read_mark() != old)
 
 
-def test_a_mark_that_is_lost_while_a_process_runs_is_written_again_and_counted(
-    storage: SharedStorage, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("falls_back", [False, True], ids=["lost", "older"])
+def test_a_mark_that_is_lost_or_older_while_a_process_runs_is_written_again_and_counted(
+    storage: SharedStorage, falls_back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = storage.open()
     assert rig.store(OLD).success
+    old = storage.read_mark()
+    assert rig.tier.reset_cache()
+    assert rig.store(NEW).success
+    wait_until(lambda: storage.read_mark() != old)
     mark = storage.read_mark()
-    storage.write_mark(None)
+    storage.write_mark(old if falls_back else None)  # as when a server comes back with an older snapshot
     monkeypatch.setattr("tiered_kv.toolkit.epoch.CHECK_PAUSE_S", 0.0)
-    assert rig.load(OLD) == set(OLD)
+    assert rig.load([*OLD, *NEW]) == set(NEW)
     assert storage.read_mark() == mark
     assert rig.tier.stats()["epoch_repairs_total"] == 1
+    forget_retired()  # as in a process that has not seen the reset
+    assert storage.open().load([*OLD, *NEW]) == set(NEW)

@@ -11,9 +11,9 @@ import dataclasses
 import json
 import random
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,6 +21,8 @@ from typing import Any, Final, Self, TypeVar
 
 import pytest
 
+from tests.support import crash_server
+from tests.support.children import Child
 from tests.support.crash_scenario import CrashScenario
 from tests.support.crash_server import Case
 from tests.support.figures import Figures
@@ -55,7 +57,6 @@ _HIT_SHARE_MIN: Final = 0.4
 """The share of cases whose fault must have happened in the end; the others are not counted. Some calls come only where
 every thread is traced, or where threads meet in a certain order. Seen were nine tenths and more as a rule, and half of
 a small sample on a busy machine."""
-_PROGRAM: Final = ("-m", "tests.support.crash_server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,10 @@ class CaseOutcome:
 class CrashCases:
     """Servers that run cases, several at once; the test skips where they cannot."""
 
-    def __init__(self, folder: Path, *, image: bool = False, program: Sequence[str] = _PROGRAM) -> None:
+    def __init__(self, folder: Path, *, image: bool = False, main: Callable[[], None] = crash_server.main) -> None:
         if missing := missing_for_tracing() or (missing_for_ext4() if image else ""):
             pytest.skip(missing)
-        self._servers = [_Server(folder / str(number), image, program) for number in range(_SERVERS)]
+        self._servers = [_Server(folder / str(number), image, main) for number in range(_SERVERS)]
         self._free: SimpleQueue[_Server] = SimpleQueue()
         for server in self._servers:
             self._free.put(server)
@@ -85,7 +86,8 @@ class CrashCases:
 
     def __exit__(self, *_: object) -> None:
         for server in self._servers:
-            server.close()
+            with server.process as process, suppress(subprocess.TimeoutExpired):
+                process.finish(30.0)
 
     def record(self, scenario: CrashScenario, kind: str, *, kills: bool = True) -> list[Call]:
         """Return the calls of a run without faults."""
@@ -128,40 +130,21 @@ class CrashCases:
 class _Server:
     """One `crash_server` process, and its folder."""
 
-    def __init__(self, folder: Path, image: bool, program: Sequence[str]) -> None:
+    def __init__(self, folder: Path, image: bool, main: Callable[[], None]) -> None:
         folder.mkdir(parents=True)
         self._root = folder / "mounted" if image else folder
-        command = [sys.executable, *program, str(folder), *(["--image"] * image)]
-        self._process = subprocess.Popen(
-            command_in_namespace(command) if image else command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        within = command_in_namespace if image else list
+        self.process = Child(main, str(folder), *(["--image"] * image), within=within)
 
     def ask(self, case: Case, request: Mapping[str, object]) -> Any:  # Any: JSON
         """Send a request about a case, its directory in this server's folder, and return the answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         told = dataclasses.asdict(case)
         if case.scenario.path is not None:
             told["scenario"]["entry"]["path"] = str(self._root / case.scenario.path.name)
-        self._process.stdin.write(json.dumps({**request, "case": told}) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise AssertionError(f"the server of crashes has ended itself, asked for {request} of {case}")
+        self.process.tell(json.dumps({**request, "case": told}))
+        line = self.process.line()
+        assert line, f"the server of crashes has ended itself, asked for {request} of {case}"
         return json.loads(line)
-
-    def close(self) -> None:
-        """End it."""
-        with self._process:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(30.0)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
 
 
 def sample(items: Sequence[T], most: int, kind: Callable[[T], object] = lambda item: 0) -> list[T]:

@@ -2,9 +2,7 @@
 
 A case is a writer with a fault (`crash_scenario`, `syscalls`), and a second child that looks at what is there then.
 Starting Python for each would take longer than both. It reads a case a line, JSON, and writes what came of it;
-`crash_cases` has the other end.
-
-    python -m tests.support.crash_server FOLDER [--image]
+`crash_cases` has the other end. Its arguments:
 
     FOLDER     where it may write
     --image    the tiers' directories are on an ext4 image mounted there, whose power can be cut; it needs a mount
@@ -21,10 +19,12 @@ import mmap
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from pydantic import TypeAdapter
 
 from tests.support.crash_scenario import CrashScenario, Excuses, Found, Progress
 from tests.support.disk_use import flush_file_system, occupied_bytes
@@ -57,19 +57,6 @@ class Case:
     loses_pages: bool = False  # files may come back without their bytes: blocks are answered, and found to be damaged
     accepts_old: bool = False  # the reset may be lost by this fault
 
-    @classmethod
-    def of_json(cls, told: Mapping[str, Any]) -> Case:
-        """Return what `dataclasses.asdict` made of a case."""
-        fault, power = told["fault"], told["power"]
-        return cls(
-            **{
-                **told,
-                "scenario": CrashScenario(**told["scenario"]),
-                "fault": fault and Fault(**fault),
-                "power": power and PowerLoss(power),
-            }
-        )
-
     @property
     def kills(self) -> bool:
         """Whether the writer is killed by the fault."""
@@ -78,6 +65,9 @@ class Case:
     def __str__(self) -> str:
         said = [f"{name}={value}" for name in self.__slots__[1:] if (value := getattr(self, name)) not in (None, False)]
         return f"{self.scenario.tier} tier, {', '.join(said)}"
+
+
+_CASE: Final = TypeAdapter(Case)
 
 
 class CrashServer:
@@ -197,7 +187,7 @@ def _serve(server: CrashServer) -> None:
         request = json.loads(line)
         answer: object
         try:
-            case = Case.of_json(request["case"])
+            case = _CASE.validate_python(request["case"])
             for module in _IMPORTS[case.scenario.tier]:
                 importlib.import_module(module)
             if request["do"] == "record":
@@ -220,7 +210,3 @@ def main() -> None:
         return
     with Ext4Image(folder / "image", folder / "mounted") as image:
         _serve(CrashServer(folder, image))
-
-
-if __name__ == "__main__":
-    main()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
@@ -108,6 +109,13 @@ class FakeS3(LoopbackServer):
         return f"http://{self.address}"
 
     @property
+    def entry(self) -> dict[str, object]:
+        """What a stack's file says of a tier in its one bucket, which asks it about each block anew."""
+        secrets = {"access_key_id": "id", "secret_access_key": "secret"}
+        bucket = {"type": "s3", "bucket": "bucket", "endpoint_url": self.url, "connections": 4}
+        return {**bucket, **secrets, "presence_ttl": 0}
+
+    @property
     def blocks(self) -> list[str]:
         return [target for target in self.objects if "/blocks/" in target]
 
@@ -171,37 +179,21 @@ class FakeS3(LoopbackServer):
 
 @pytest.fixture
 def server() -> Iterator[FakeS3]:
-    server = FakeS3()
-    yield server
-    server.close()
+    with FakeS3() as server:
+        yield server
 
 
 @pytest.fixture
-def open_rig(server: FakeS3) -> Iterator[OpenRig]:
+def open_rig(server: FakeS3, closing: ExitStack) -> OpenRig:
     """Opens tiers with so much patience that a slow machine makes no answer of theirs another.
 
     Only a server that stalls is given up by time. A test that has one sets `request_timeout`.
     """
-    rigs: list[TierRig] = []
+    patience = {"job_timeout": 10 * WAIT_S, "request_timeout": WAIT_S, "lookup_timeout": WAIT_S}
 
     def open_one(**changes: object) -> TierRig:
-        entry = {
-            "type": "s3",
-            "bucket": "bucket",
-            "endpoint_url": server.url,
-            "access_key_id": "id",
-            "secret_access_key": "secret",
-            "connections": 4,
-            "job_timeout": 10 * WAIT_S,
-            "request_timeout": WAIT_S,
-            "lookup_timeout": WAIT_S,
-            "presence_ttl": 0,
-            **changes,
-        }
-        given = {name: value for name, value in entry.items() if value is not None}
-        rigs.append(rig_of(given, block_bytes=BLOCK_BYTES, wait_s=2 * WAIT_S))
-        return rigs[-1]
+        rig = rig_of({**server.entry, **patience, **changes}, block_bytes=BLOCK_BYTES, wait_s=2 * WAIT_S)
+        closing.callback(rig.close)
+        return rig
 
-    yield open_one
-    for rig in rigs:
-        rig.close()
+    return open_one

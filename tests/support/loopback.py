@@ -6,12 +6,13 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from typing import Self
 
 _JOIN_S = 30.0
 
 
 class LoopbackServer(ABC):
-    """Listens from the start; any thread may close it."""
+    """Listens from the start; any thread may close it. As a context manager it is closed at the end."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -19,6 +20,12 @@ class LoopbackServer(ABC):
         self._connections: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def address(self) -> str:

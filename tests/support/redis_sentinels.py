@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +24,7 @@ _ADDRESS = re.compile(rb"address=127\.0\.0\.1:(\d+),slaves=(\d+)")
 
 
 class RedisSentinelServers:
-    """A master, its replica, and one sentinel. It promotes the replica when the master was stopped or killed."""
+    """A master, its replica, and one sentinel. It promotes the replica after `kill_master`."""
 
     def __init__(self, directory: Path, *, tls: TlsFiles | None = None) -> None:
         own = [directory / name for name in ("master", "replica", "sentinel")]
@@ -34,9 +32,9 @@ class RedisSentinelServers:
             each.mkdir()
         self.tls = tls
         secured = () if tls is None else ("--tls-replication", "yes")
-        self.master = _Master(own[0], secured, tls=tls)
+        self.master = RedisServer(own[0], secured, tls=tls)
         self.replica = RedisServer(own[1], ("--replicaof", f"127.0.0.1 {self.master.port}", *secured), tls=tls)
-        self._sentinel = self.master.sentinel = _Sentinel(own[2], self.master.port, tls)
+        self._sentinel = _Sentinel(own[2], self.master.port, tls)
 
     @property
     def address(self) -> str:
@@ -58,9 +56,14 @@ class RedisSentinelServers:
             what="a replica that follows and that the sentinel sees",
         )
 
+    def kill_master(self) -> None:
+        """Kill the master, and have the sentinel replace it at once."""
+        self.master.kill()
+        self._sentinel.call("SENTINEL", "SET", SERVICE, "down-after-milliseconds", str(_ENDED_MS))
+
     def fail_over(self) -> None:
         """Kill the master, and return when the sentinel names the replica as master, and it accepts writes."""
-        self.master.kill()
+        self.kill_master()
         wait_until(
             lambda: (
                 self._watched()[0] == self.replica.port and b"role:master" in self.replica.call("INFO", "replication")
@@ -96,22 +99,6 @@ class _Sentinel(RedisServer):
 
     def command(self) -> list[str]:
         return ["redis-server", str(self._config), "--sentinel"]
-
-    def expect_no_answer(self) -> None:
-        """From now on the sentinel replaces the master as soon as it does not answer."""
-        with contextlib.suppress(OSError):  # the sentinel has ended, too
-            self.call("SENTINEL", "SET", SERVICE, "down-after-milliseconds", str(_ENDED_MS))
-
-
-class _Master(RedisServer):
-    """A master that tells its sentinel when it is ended, so that the sentinel need not replace a slow one."""
-
-    sentinel: _Sentinel | None = None
-
-    def _end(self, number: signal.Signals) -> None:
-        super()._end(number)
-        if self.sentinel is not None:
-            self.sentinel.expect_no_answer()
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -50,35 +50,30 @@ class SharedStorage:
     read_mark: Callable[[], bytes | None]  # of the epoch; None where there is none
     write_mark: Callable[[bytes | None], object]
     refuse_deletions: Callable[[], object]
-    rigs: list[TierRig] = field(default_factory=list)
+    closing: ExitStack
 
     def open(self, settings: Mapping[str, object] | None = None, *, block_bytes: int = BLOCK_BYTES) -> TierRig:
         entry = {**self.entry, **(settings or {})}
         rig = rig_of(entry, block_bytes=block_bytes, num_blocks=64, content=compressible_content)
-        self.rigs.append(rig)
+        self.closing.callback(rig.close)
         return rig
 
 
 @pytest.fixture(params=KINDS)
-def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedStorage]:
+def storage(
+    request: pytest.FixtureRequest, tmp_path: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> SharedStorage:
     """A storage of each kind; a test may name one by `parametrize(..., indirect=True)`."""
     kind = str(request.param)
-    with contextlib.ExitStack() as stack:
-        if kind == "fs":
-            storage = _directory(tmp_path / "kv", monkeypatch)
-        elif kind == "redis":
-            storage = _redis(request.getfixturevalue("redis_server"))
-        else:
-            pytest.importorskip("boto3", reason="boto3 is not installed")
-            server = FakeS3()
-            stack.callback(server.close)
-            storage = _bucket(server, kind)
-        yield storage
-        for rig in storage.rigs:
-            rig.close()
+    if kind == "fs":
+        return _directory(tmp_path / "kv", closing, monkeypatch)
+    if kind == "redis":
+        return _redis(request.getfixturevalue("redis_server"), closing)
+    pytest.importorskip("boto3", reason="boto3 is not installed")
+    return _bucket(closing.enter_context(FakeS3()), closing, kind)
 
 
-def _directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> SharedStorage:
+def _directory(path: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch) -> SharedStorage:
     mark = path / NAMESPACE.hex() / "epoch"
 
     def refuse(name: str, **options: int) -> None:
@@ -91,10 +86,11 @@ def _directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> SharedStorage:
         lambda: mark.read_bytes() if mark.exists() else None,
         lambda data: mark.unlink() if data is None else mark.write_bytes(data),
         lambda: monkeypatch.setattr("os.unlink", refuse),
+        closing,
     )
 
 
-def _redis(server: RedisServer) -> SharedStorage:
+def _redis(server: RedisServer, closing: ExitStack) -> SharedStorage:
     pytest.importorskip("redis", reason="redis-py is not installed")
     server.call("ACL", "SETUSER", _USER, "reset", "on", f">{_PASSWORD}", "~*", "+@all")
     mark = f"tkv1:{NAMESPACE.hex()}:epoch".encode()
@@ -105,10 +101,11 @@ def _redis(server: RedisServer) -> SharedStorage:
         lambda: server.get(mark) if mark in server.keys("*") else None,
         lambda data: server.call("DEL", mark) if data is None else server.set(mark, data),
         lambda: server.call("ACL", "SETUSER", _USER, "-unlink", "-del"),
+        closing,
     )
 
 
-def _bucket(server: FakeS3, kind: str) -> SharedStorage:
+def _bucket(server: FakeS3, closing: ExitStack, kind: str) -> SharedStorage:
     server.has_mark = False  # of its own
 
     def name_of_mark() -> str:
@@ -120,13 +117,13 @@ def _bucket(server: FakeS3, kind: str) -> SharedStorage:
         else:
             server.objects[name_of_mark()] = data
 
-    entry = {"type": "s3", "bucket": "bucket", "endpoint_url": server.url, "connections": 4}
-    secrets = {"access_key_id": "id", "secret_access_key": "secret"}
+    remembers = {"presence_ttl": "1h"} if "remembers" in kind else {}
     return SharedStorage(
         kind,
-        {**entry, **secrets, "request_timeout": "60s", "presence_ttl": "1h" if "remembers" in kind else 0},
+        {**server.entry, "request_timeout": "60s", **remembers},
         FakeS3Door(server),
         lambda: server.objects.get(name_of_mark()),
         write_mark,
         lambda: server.always.update(DELETE="denied"),
+        closing,
     )

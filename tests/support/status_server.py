@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
-import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 from hypothesis import strategies as st
 
+from tests.support.loopback import LoopbackServer
 from tiered_kv.observe.answer import StatusAnswer, read_status
 
 Status = dict[str, Any]  # Any: JSON
@@ -92,42 +90,19 @@ def busy(uptime_s: float, times: int, **fields: Any) -> Status:
     return status(tier("cpu", cpu), tier("disk", disk), uptime_s=uptime_s, **fields)
 
 
-class StatusServer:
+class StatusServer(LoopbackServer):
     """Answers each connection with the bytes that `answer` returns, and closes it.
 
     Attributes:
         requests: What was asked, the heads as they came.
-        address: HOST:PORT.
     """
 
     def __init__(self, answer: Callable[[], bytes]) -> None:
         self.answer = answer
         self.requests: list[bytes] = []
-        self._is_closed = False
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
+        super().__init__()
 
-    def __enter__(self) -> StatusServer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._socket.close()
-
-    def _serve(self) -> None:
-        while not self._is_closed:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            with contextlib.suppress(OSError), connection:
-                connection.settimeout(10)
-                self.requests.append(connection.recv(1 << 16))
-                connection.sendall(self.answer())
+    def serve(self, sock: socket.socket) -> None:
+        with sock:
+            self.requests.append(sock.recv(1 << 16))
+            sock.sendall(self.answer())

@@ -11,14 +11,15 @@ import json
 import select
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
+from tests.support.children import Child
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.cli import main
 from tiered_kv.config.stack_config import load_config
@@ -124,3 +125,35 @@ def store_and_load_until_told() -> None:
             came, wrong, rounds = came + new_came, wrong + new_wrong, rounds + 1
             report = {"at_s": time.monotonic(), "rounds": rounds, "came": came, "wrong": wrong}
             print(json.dumps(report), flush=True)
+
+
+class Neighbour:
+    """A process in which a tenant stores and loads all the while."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+
+    def read(self) -> dict[str, Any]:
+        """Return its next report."""
+        report: dict[str, Any] = json.loads(self._child.line())
+        return report
+
+    def go_on(self, rounds: int) -> dict[str, Any]:
+        """Wait until it has made so many more rounds, from now on; return its last report."""
+        now_s = time.monotonic()  # of all processes
+        while (report := self.read())["at_s"] < now_s:
+            pass
+        last = report["rounds"] + rounds
+        while report["rounds"] < last:
+            report = self.read()
+        return report
+
+
+@contextmanager
+def neighbour(tenant: Tenant) -> Iterator[Neighbour]:
+    """Have a process store and load as a tenant; it must end well."""
+    with Child(store_and_load_until_told, tenant.tenant, str(tenant.file)) as child:
+        yield Neighbour(child)
+        told = child.finish(2 * WAIT_S)
+        assert told is not None
+        assert json.loads(told)["wrong"] == 0

@@ -12,7 +12,6 @@ import pytest
 from tests.support.figures import Figures, Profile
 from tests.support.simulation import Failure, Scenario, run
 from tests.support.simulation import storage as simulated_storage
-from tests.support.simulation.__main__ import main
 from tests.support.simulation.scenario import ACTIONS
 from tests.support.simulation.simulation import Simulation
 from tests.support.simulation.toolkit_tier import SimulatedToolkitTier
@@ -74,11 +73,6 @@ def test_no_seed_breaks_a_promise(figures: Figures, profile: Profile) -> None:
 def test_a_seed_replays_its_run_exactly() -> None:
     assert history_of(3) == history_of(3)
     assert history_of(3) != history_of(4)
-
-
-def test_the_command_says_how_many_seeds_it_played(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seeds", "5:7"]) == 0
-    assert capsys.readouterr().out == "2 seeds, 0 failed\n"
 
 
 @pytest.mark.slow

@@ -28,9 +28,8 @@ class EchoServer(LoopbackServer):
 
 @pytest.fixture
 def server() -> Iterator[EchoServer]:
-    server = EchoServer()
-    yield server
-    server.close()
+    with EchoServer() as server:
+        yield server
 
 
 @pytest.fixture

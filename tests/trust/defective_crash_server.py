@@ -1,11 +1,11 @@
-"""A `crash_server` over code with a defect, which is a function here: `… DEFECT FOLDER [--image]`."""
+"""Programs that are each a `crash_server` over code with a defect."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-import sys
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from unittest import mock
 
 import tiered_kv_fs.blocks
@@ -16,11 +16,24 @@ from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.segment import Segment
 
 
+def serving(plant: Callable[[], None]) -> Callable[[], None]:
+    """Return the program that plants a defect and then is a `crash_server`."""
+
+    @functools.wraps(plant)
+    def serve() -> None:
+        plant()
+        crash_server.main()
+
+    return serve
+
+
+@serving
 def fs_publishes_before_it_writes() -> None:
     """A block's file has its name before it has its content."""
     mock.patch.object(tiered_kv_fs.blocks, "temporary_path", lambda path, owner: path).start()
 
 
+@serving
 def fs_takes_a_short_write_for_a_whole_one() -> None:
     """What `writev` returns is not looked at."""
 
@@ -30,11 +43,13 @@ def fs_takes_a_short_write_for_a_whole_one() -> None:
     mock.patch.object(tiered_kv_fs.blocks, "write_all", write_once).start()
 
 
+@serving
 def nvme_believes_torn_batches() -> None:
     """Opening takes a batch for whole whose header is."""
     mock.patch.object(tiered_kv_nvme.recovery, "_all_sound", return_value=True).start()
 
 
+@serving
 def nvme_makes_a_segment_too_many() -> None:
     """While one is reclaimed another is made, over the capacity."""
     create = SegmentFiles.create
@@ -46,11 +61,13 @@ def nvme_makes_a_segment_too_many() -> None:
     mock.patch.object(SegmentFiles, "create", create_over).start()
 
 
+@serving
 def nvme_does_not_flush_its_marker() -> None:
     """The marker and its name are not on the device when the first block may be stored."""
     mock.patch.object(os, "fsync").start()
 
 
+@serving
 def nvme_does_not_flush_a_reset() -> None:
     """A reset is not on the device when it counts as held; the epoch that the directory began with is."""
     sync, synced = DirectoryEpoch.sync, list[DirectoryEpoch]()
@@ -61,8 +78,3 @@ def nvme_does_not_flush_a_reset() -> None:
             sync(epoch)
 
     mock.patch.object(DirectoryEpoch, "sync", sync_once).start()
-
-
-if __name__ == "__main__":
-    globals()[sys.argv.pop(1)]()
-    crash_server.main()

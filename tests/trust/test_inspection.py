@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from tests.support.places import Place, PlaceOf
 from tests.support.secret_hunt import Sheet, new_marker
-from tests.support.tenants import BLOCK_BYTES, Tenant
+from tests.support.tenants import BLOCK_BYTES, neighbour
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.cli import main
 from tiered_kv.hooks import tier_plugins
@@ -23,7 +19,6 @@ from tiered_kv.tiering.base import TierSpec
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
 
 BLOCKS = 16
-PROGRAM = f"from {Tenant.__module__} import store_and_load_until_told as main; main()"
 SPEC = TierSpec("inspection", 4096, bytes(range(16)), {"model": "inspection"})
 
 
@@ -91,12 +86,9 @@ def verify(place: Place, *, repairs: bool) -> Verification:
 @pytest.mark.parametrize("kind", ["nvme", "fs", "redis", "s3"])
 def test_a_process_that_stores_and_loads_meanwhile_is_not_disturbed(kind: str, place_of: PlaceOf) -> None:
     alice = place_of(kind).tenant("alice", **({"capacity": "16MiB"} if kind == "nvme" else {}))
-    command = [sys.executable, "-c", PROGRAM, "alice", str(alice.file)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
+    with neighbour(alice) as other:
         for _ in range(8):
-            process.stdout.readline()
+            other.read()
         checked = 0
         for _ in range(5):
             status, tier = alice.inspect("--verify")
@@ -104,12 +96,6 @@ def test_a_process_that_stores_and_loads_meanwhile_is_not_disturbed(kind: str, p
             assert (status, found["damaged"]) == (0, {}), tier
             checked += found["blocks"]
         assert checked
-        lines, _ = process.communicate("end\n", timeout=120)
-        last = json.loads(lines.splitlines()[-1])
-        assert (process.returncode, last["wrong"]) == (0, 0)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_a_server_that_does_not_answer_is_an_error(place_of: PlaceOf) -> None:

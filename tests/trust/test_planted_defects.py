@@ -6,7 +6,7 @@ The simulation's are in `tests/support_tests/test_simulation.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -23,6 +23,7 @@ from tests.support.race_cases import BLOCK_BYTES, race_damage, race_late_workers
 from tests.support.races import Prompts, open_guarded, problems_at_rest
 from tests.support.racing_scheduler import RacingScheduler
 from tests.support.syscalls import Fault
+from tests.trust import defective_crash_server
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.tiering.cascade import Cascade
@@ -37,7 +38,6 @@ SECONDS = 2.0
 SEEDS = range(1, 21)
 """A race goes on with the next until the defect is found: when threads meet is up to the machine."""
 SEED = 1
-PROGRAM = Path(__file__).with_name("defective_crash_server.py")
 WRITES_TRIED = 48
 CASES_A_ROUND = 8
 
@@ -154,16 +154,16 @@ def test_a_tier_that_forgets_nothing_at_a_reset_is_found_by_a_scheduler_that_res
 @pytest.mark.parametrize(
     ("defect", "scenario", "cut_ends"),
     [
-        ("fs_publishes_before_it_writes", FS, True),
-        ("fs_takes_a_short_write_for_a_whole_one", FS, False),
-        ("nvme_believes_torn_batches", NVME, True),
+        (defective_crash_server.fs_publishes_before_it_writes, FS, True),
+        (defective_crash_server.fs_takes_a_short_write_for_a_whole_one, FS, False),
+        (defective_crash_server.nvme_believes_torn_batches, NVME, True),
     ],
     ids=["published early", "short write", "torn batch"],
 )
 def test_a_write_that_is_not_what_it_seems_is_found_by_cutting_writes(
-    tmp_path: Path, defect: str, scenario: CrashScenario, cut_ends: bool
+    tmp_path: Path, defect: Callable[[], None], scenario: CrashScenario, cut_ends: bool
 ) -> None:
-    with CrashCases(tmp_path / "crash", program=(str(PROGRAM), defect)) as cases:
+    with CrashCases(tmp_path / "crash", main=defect) as cases:
         tried = [Case(scenario, cut=cut, cut_ends=cut_ends) for cut in range(WRITES_TRIED)]
         assert_found(problems_of(cases, tried), "answered and are damaged")
 
@@ -176,7 +176,7 @@ def problems_of(cases: CrashCases, tried: Sequence[Case]) -> Iterator[list[str]]
 
 
 def test_a_segment_over_the_capacity_is_found_by_a_crash(tmp_path: Path) -> None:
-    with CrashCases(tmp_path / "crash", program=(str(PROGRAM), "nvme_makes_a_segment_too_many")) as cases:
+    with CrashCases(tmp_path / "crash", main=defective_crash_server.nvme_makes_a_segment_too_many) as cases:
         # How far reclaiming has come when the writer ends differs from run to run, so it goes on with earlier writes.
         cuts = range(cases.count_writes(NVME) - 1, 0, -1)[:WRITES_TRIED]
         tried = [Case(NVME, cut=cut, cut_ends=True) for cut in cuts]
@@ -186,16 +186,20 @@ def test_a_segment_over_the_capacity_is_found_by_a_crash(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("defect", "role", "text"),
     [
-        ("nvme_does_not_flush_its_marker", "main", "FormatError"),  # it is cut off, and shuts its owner out for good
-        ("nvme_does_not_flush_a_reset", "nvme-0", "of version 0 where only {1} may be"),
+        (
+            defective_crash_server.nvme_does_not_flush_its_marker,
+            "main",
+            "FormatError",
+        ),  # it is cut off, and shuts its owner out for good
+        (defective_crash_server.nvme_does_not_flush_a_reset, "nvme-0", "of version 0 where only {1} may be"),
     ],
     ids=["marker", "reset"],
 )
 def test_a_flush_that_is_left_out_is_found_by_a_loss_of_power(
-    tmp_path: Path, defect: str, role: str, text: str
+    tmp_path: Path, defect: Callable[[], None], role: str, text: str
 ) -> None:
     scenario = dataclasses.replace(NVME, device=True)
-    with CrashCases(tmp_path / "power", image=True, program=(str(PROGRAM), defect)) as cases:
+    with CrashCases(tmp_path / "power", image=True, main=defect) as cases:
         calls = [call for call in cases.record(scenario, "changes") if call.role == role]
         tried = [Case(scenario, fault=Fault.kill(call), power=power) for call in calls for power in PowerLoss]
         assert_found(problems_of(cases, tried), text)

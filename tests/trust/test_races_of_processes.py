@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +15,7 @@ from unittest import mock
 
 import pytest
 
+from tests.support.children import Child
 from tests.support.entries import EntryOf
 from tests.support.figures import Figures, Profile
 from tests.support.race_cases import BLOCK_BYTES, TIERS, race_as_told, seeds_of, stack_of, unless
@@ -29,7 +28,6 @@ pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("pati
 WAIT_S = 60.0
 LIMIT_S = 600.0
 SHARED = ("fs", "redis", "s3")
-PROGRAM = f"from {race_as_told.__module__} import race_as_told as main; main()"
 
 
 # Opening and closing.
@@ -93,35 +91,15 @@ def switching_often() -> Iterator[None]:
 # Processes.
 
 
-class Racer:
-    """A process that races on its own stack over shared tiers."""
+def racer(config: Mapping[str, object], seed: int, seconds: float, reset_every: int = 0) -> Child:
+    """Start a process that races on its own stack over shared tiers."""
+    return Child(race_as_told, json.dumps(config), str(seed), str(seconds), str(reset_every))
 
-    def __init__(self, config: Mapping[str, object], seed: int, seconds: float, reset_every: int = 0) -> None:
-        arguments = [json.dumps(config), str(seed), str(seconds), str(reset_every)]
-        # Without a buffer: `communicate` would not see what a line was read with.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *arguments], bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
 
-    def wait_until_it_runs(self) -> None:
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == b"running\n", self._process.communicate()[1].decode()
-
-    def close(self) -> None:
-        self.kill()
-        with contextlib.suppress(ValueError):  # it was read to its end already
-            self._process.communicate(timeout=WAIT_S)
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def finish(self) -> Race | None:
-        """Return what happened; None for one that was killed."""
-        output, errors = self._process.communicate(timeout=LIMIT_S)
-        if self._process.returncode == -signal.SIGKILL:
-            return None
-        assert self._process.returncode == 0, errors.decode()
-        return Race(**json.loads(output.splitlines()[-1]))
+def race_of(child: Child) -> Race | None:
+    """Return what happened in a process; None for one that was killed."""
+    told = child.finish(LIMIT_S)
+    return None if told is None else Race(**json.loads(told))
 
 
 @pytest.mark.parametrize("what", ["both go on", "one resets", "one is killed"])
@@ -135,14 +113,12 @@ def test_two_processes_race_on_one_storage(
         # One that is to be killed does not end before, however late that comes.
         second_s = LIMIT_S if what == "one is killed" else seconds
         resets = 200 if what == "one resets" else 0
-        racers = Racer(config, seed, seconds), Racer(config, 1000 + seed, second_s, resets)
-        with contextlib.closing(racers[0]) as first, contextlib.closing(racers[1]) as second:
-            for racer in racers:
-                racer.wait_until_it_runs()
+        with racer(config, seed, seconds) as first, racer(config, 1000 + seed, second_s, resets) as second:
+            assert [each.line() for each in (first, second)] == ["running"] * 2
             if what == "one is killed":
                 time.sleep(seconds / 2)
                 second.kill()
-            races = [first.finish(), second.finish()]
+            races = [race_of(first), race_of(second)]
         note([problem for race in races if race is not None for problem in race.problems])
         note(unless(races[0] is not None and races[0].verified_blocks > 0, "nothing was loaded"))
         note(unless((races[1] is None) == (what == "one is killed"), "nobody was killed"))

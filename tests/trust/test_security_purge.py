@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +19,14 @@ from tests.support.disk_use import occupied_bytes
 from tests.support.places import Place, PlaceOf
 from tests.support.redis_sentinels import RedisSentinelServers
 from tests.support.redis_servers import RedisServer
-from tests.support.tenants import Tenant
+from tests.support.tenants import Tenant, neighbour
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.waiting import wait_until
+from tiered_kv_s3.control import Control
 
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
 
-PROGRAM = f"from {Tenant.__module__} import store_and_load_until_told as main; main()"
 BLOCKS, FEW = 16, 4
 ROUNDS = 4
 """Of a neighbour, which loads again what it stored six rounds before."""
@@ -102,41 +100,6 @@ def test_what_a_reset_made_unreachable_is_purged_too(
     assert storage.holds(alice.marker) == []
     assert tier["namespaces"][0]["blocks"] >= 2 * BLOCKS
     assert purge(alice, capsys)[1]["namespaces"] == []
-
-
-class Neighbour:
-    """A process that stores and loads all the while."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return line
-
-    def go_on(self, rounds: int) -> dict[str, Any]:
-        """Wait until it has made so many more rounds, from now on; return its last report."""
-        now_s = time.monotonic()  # of all processes
-        while (report := self.read())["at_s"] < now_s:
-            pass
-        last = report["rounds"] + rounds
-        while report["rounds"] < last:
-            report = self.read()
-        return report
-
-
-@contextmanager
-def neighbour(tenant: Tenant) -> Iterator[Neighbour]:
-    command = [sys.executable, "-c", PROGRAM, tenant.tenant, str(tenant.file)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield Neighbour(process)
-        process.communicate("end\n", timeout=WAIT_S)
-        assert process.returncode == 0
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.parametrize("kind", SHARED)
@@ -294,6 +257,31 @@ def test_an_epoch_survives_a_purge_as_a_new_one_so_that_nothing_from_before_a_re
         assert alice.load(4, 100) == (0, 0)
         wait_until(lambda: not never_reset.counters()["s3"]["jobs_in_flight"])
     assert [name for name in storage.holds(b"tiered-kv epoch 1") if "epoch" in name]
+
+
+@pytest.mark.parametrize("kind", ["s3", "s3-versioned"])
+def test_a_purge_keeps_the_mark_that_a_reset_writes_while_it_runs(
+    kind: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = place_of(kind)
+    alice = place.tenant("alice")
+    root = f"kv/{alice.digest}/"
+    block = f"{root}blocks/{'0' * 16}/ab/ab{'0' * 30}"
+    with closing(place.s3.client()) as client:
+        for name in (f"{root}namespace.json", block, block):
+            client.put_object(Bucket=place.bucket, Key=name, Body=b"block")
+        delete = Control.delete
+
+        def delete_late(self: Control, objects: Sequence[Mapping[str, str]]) -> set[str]:
+            if f"{root}epoch" not in place.stored():
+                client.put_object(Bucket=place.bucket, Key=f"{root}epoch", Body=b"new")
+            return delete(self, objects)
+
+        monkeypatch.setattr(Control, "delete", delete_late)
+        status, tier = purge(alice, capsys)
+    assert [(name, data) for name, _, data in place.everything()] == [(f"{root}epoch", b"new")]
+    (found,) = tier["namespaces"]
+    assert (status, found["blocks"], found["left"]) == (0, 2 if kind == "s3-versioned" else 1, [])
 
 
 # Names that only begin like the namespace's.

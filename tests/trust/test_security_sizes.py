@@ -10,7 +10,7 @@ import re
 import socket
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -211,7 +211,7 @@ ENDLESS_HTTP = {
 @pytest.mark.parametrize("form", ENDLESS_HTTP)
 def test_an_s3_server_s_answers(form: str, tmp_path: Path) -> None:
     """What a running engine does is bounded. Purges and `check` read as boto3 does (security.md)."""
-    with closing(EndlessServer(*ENDLESS_HTTP[form])) as server:
+    with EndlessServer(*ENDLESS_HTTP[form]) as server:
         entry = {"type": "s3", "bucket": "kv-bucket", "region": REGION, "access_key_id": "a", "secret_access_key": "b"}
         entry |= {"endpoint_url": f"http://{server.address}", "job_timeout": "1s", "lookup_timeout": "200ms"}
         tenant = Tenant("alice", tmp_path, {**entry, "attempts": 1, "request_timeout": "400ms"})

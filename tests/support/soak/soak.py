@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.children import Child
 from tests.support.disk_use import occupied_bytes
 from tests.support.races import problems_at_rest
 from tests.support.soak.grounds import (
@@ -115,8 +116,8 @@ def run(settings: SoakSettings, directory: Path) -> SoakReport:
     with Grounds(directory) as grounds:
         before = Holdings.now(grounds.foreign_descriptors)
         with ExitStack() as undo:
-            second = _SecondProcess(grounds.config(1), settings.seed)
-            undo.callback(second.kill)
+            other = undo.enter_context(Child(second, json.dumps(grounds.config(1)), str(settings.seed)))
+            assert other.line() == "running", "the second process of the soak did not start"
             with open_stack(grounds.config(0)) as stack:
                 # As engines do once they are loaded: a full collection over what was imported holds the interpreter,
                 # and with it the scheduler, for 0.1 s.
@@ -124,7 +125,7 @@ def run(settings: SoakSettings, directory: Path) -> SoakReport:
                 gc.freeze()
                 undo.callback(gc.unfreeze)
                 _Soak(settings, grounds, stack, report).run()
-            verified, samples, problems = second.finish()
+            verified, samples, problems = _end_of(other)
         report.verified_blocks += verified
         report.samples.append(samples)
         report.problems += [*problems, *left_problems(before, lambda: Holdings.now(grounds.foreign_descriptors))]
@@ -284,34 +285,15 @@ class _Soak:
 # The second process.
 
 
-class _SecondProcess:
-    """A process with a stack of its own on the same storage; it runs once the constructor returns."""
-
-    def __init__(self, config: Mapping[str, object], seed: int) -> None:
-        command = [sys.executable, "-c", f"from {__name__} import second; second()", json.dumps(config), str(seed)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != "running\n":
-            self.kill()
-            raise RuntimeError("the second process of the soak did not start")
-
-    def finish(self) -> tuple[int, list[Holdings], list[str]]:
-        """Have it end; return how many blocks it verified, its samples, and what was wrong."""
-        try:
-            told: dict[str, Any] = json.loads(self._process.communicate("", timeout=_SECOND_LIMIT_S)[0])  # Any: JSON
-        except (subprocess.TimeoutExpired, ValueError) as error:
-            return 0, [], [f"the second process did not end well: {type(error).__name__}"]
-        samples = [Holdings(*sample) for sample in told["samples"]]
-        problems = [*told["problems"], *growth_problems(samples)]
-        return told["verified"], samples, [f"the second process: {problem}" for problem in problems]
-
-    def kill(self) -> None:
-        """End it by force if it still runs."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+def _end_of(process: Child) -> tuple[int, list[Holdings], list[str]]:
+    """Have the process end; return how many blocks it verified, its samples, and what was wrong."""
+    try:
+        told: dict[str, Any] = json.loads(process.finish(_SECOND_LIMIT_S) or "")  # Any: JSON
+    except (subprocess.TimeoutExpired, AssertionError, ValueError) as error:
+        return 0, [], [f"the second process did not end well: {type(error).__name__}"]
+    samples = [Holdings(*sample) for sample in told["samples"]]
+    problems = [*told["problems"], *growth_problems(samples)]
+    return told["verified"], samples, [f"the second process: {problem}" for problem in problems]
 
 
 def second() -> None:

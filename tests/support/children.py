@@ -1,0 +1,67 @@
+"""Processes that run a function of the tests, and talk with them line by line.
+
+with Child(store_until_told, "alice") as child:
+    assert child.line() == "begun"
+    told = child.finish(60.0)
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Self
+
+
+class Child:
+    """A Python process that runs a function of a module. A context manager, whose end kills it if it still runs.
+
+    Args:
+        function: It finds `arguments` in `sys.argv`. The end of its input asks it to end.
+        within: Returns the command that runs a command, such as one with a mount namespace of its own.
+    """
+
+    def __init__(
+        self, function: Callable[[], None], *arguments: str, within: Callable[[list[str]], Sequence[str]] = list
+    ) -> None:
+        program = f"from {function.__module__} import {function.__name__} as main; main()"
+        # Without a buffer: `communicate` would not see what a line was read with.
+        self._process = subprocess.Popen(
+            within([sys.executable, "-c", program, *arguments]), 0, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._last = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def tell(self, line: str) -> None:
+        """Send it a line."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n".encode())
+
+    def line(self) -> str:
+        """Return the next line that it prints; an empty one if it has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        self._last = line or self._last
+        return line.decode().rstrip("\n")
+
+    def finish(self, timeout_s: float) -> str | None:
+        """Have it end; return the last line that it printed, or None for one that was killed."""
+        printed, _ = self._process.communicate(timeout=timeout_s)
+        if self._process.returncode == -signal.SIGKILL:
+            return None
+        assert self._process.returncode == 0, f"it ended with {self._process.returncode}"
+        return (self._last + printed).decode().rstrip("\n").rpartition("\n")[2]
+
+    def kill(self) -> None:
+        """End it by force."""
+        self._process.kill()
