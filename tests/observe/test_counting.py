@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.observe.rig import OTHERS, Engine, blocks, get, misses, obedient, put, put_below, stack_of
+from tests.observe.rig import BLOCK_BYTES, OTHERS, Engine, blocks, get, misses, obedient, put, put_below, stack_of
 from tiered_kv.base import ReqContext
-from tiered_kv.observe import pages
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.observe.history import BlockHistory
+from tiered_kv.observe.pages import PAGE_KEYS
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.tiering.requests import ManagerLimits
 
 KEYS = make_keys(6)
 OBEDIENT: dict[str, object] = {"type": "obedient", "name": "disk"}
@@ -142,16 +148,18 @@ def test_prefetch_asks_for_nothing() -> None:
         assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 2), (0, 2))
 
 
-def test_keys_that_were_noted_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "PAGE_KEYS", 8)
+def test_keys_that_were_noted_are_not_kept_for_ever() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
-        for number, key in enumerate(make_keys(100)):
-            assert Engine(stack.manager).request([key], f"r-{number}") == 0
-            put(stack, [key])
+        manager, engine, asked = stack.manager, Engine(stack.manager), make_keys(3 * PAGE_KEYS)
+        for first in range(0, len(asked), 512):
+            context = engine.begin(f"r-{first}")
+            assert not any(manager.lookup_many(asked[first : first + 512], context))
+            engine.end(context)
+            put(stack, asked[first : first + 16])
         assert stack.history is not None
-        missed, noted = stack.manager._search._missed, stack.history._page
+        missed, noted = manager._search._missed, stack.history._page
         assert missed is not None
-        assert max(len(missed), len(noted)) <= 8
+        assert max(len(missed), len(noted)) <= PAGE_KEYS + 512
 
 
 def test_calls_without_an_id_are_one_request() -> None:
@@ -164,16 +172,20 @@ def test_calls_without_an_id_are_one_request() -> None:
         assert stack.manager.counters()["disk"]["blocks_total"] == {"miss": 6}
 
 
-def test_a_request_that_is_forgotten_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        engine = Engine(stack.manager)
-        monkeypatch.setattr(stack.manager._requests, "_requests_max", 2)
-        for number in range(4):
-            assert engine.look_up(KEYS, engine.begin(f"never-finished-{number}")) == 0
-            stack.manager.on_schedule_end()
-        assert blocks(stack, "disk") == (0, 2)
-        stack.close()
-        assert stack.manager.counters()["disk"]["blocks_total"] == {"miss": 4}
+def test_a_request_that_is_forgotten_counts_too() -> None:
+    primary = CPUOffloadingManager(CPUBackend(PrimaryRegion(4, BLOCK_BYTES)), "lru")
+    history = BlockHistory(64, ["cpu"], [None])
+    manager = TieringOffloadingManager(primary, [], limits=ManagerLimits(requests_max=2), history=history)
+    engine = Engine(manager)
+    for number in range(4):
+        assert engine.look_up(KEYS, engine.begin(f"never-finished-{number}")) == 0
+        manager.on_schedule_end()
+    history.settle()
+    assert manager.counters()["cpu"]["blocks_total"] == {"miss": 2}
+    manager.shutdown()
+    history.settle()
+    assert manager.counters()["cpu"]["blocks_total"] == {"miss": 4}
+    history.close()
 
 
 def test_a_request_goes_on_after_a_reset_and_counts_what_it_had() -> None:

@@ -22,7 +22,7 @@ from tests.observe.rig import (
 )
 from tests.support.stacks import Register
 from tiered_kv.base import ReqContext
-from tiered_kv.observe import history as history_module
+from tiered_kv.observe.history import PENDING_KEYS_MAX
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.damage import record_damages
 from tiered_kv.testing.faults import HangingTier
@@ -263,11 +263,8 @@ def test_a_tier_that_cannot_be_reset_is_not_used(register: Register) -> None:
 
 
 @pytest.mark.parametrize("present", [4, 2], ids=["all are promoted", "some are misses"])
-def test_a_request_that_waits_is_noted_once_however_often_it_asks(
-    present: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_waits_is_noted_once_however_often_it_asks(present: int) -> None:
     """Otherwise the repetitions fill the history's queue, and what others tell it finds no room."""
-    monkeypatch.setattr(history_module, "PENDING_KEYS_MAX", 64)
     with open_stack(stack_of(OBEDIENT)) as stack:
         tier, manager = obedient(stack), stack.manager
         tier.present.update(KEYS[:present])
@@ -275,11 +272,13 @@ def test_a_request_that_waits_is_noted_once_however_often_it_asks(
         context = ReqContext("waits")
         manager.on_new_request(context)
         assert stack.history is not None
-        with stack.history._lock:  # so that nothing is taken from the queue
-            for _ in range(100):
-                assert manager.lookup_many(KEYS, context) == [None] * present + [False] * (4 - present)
-                manager.on_schedule_end()
+        stack.history.close()  # so that nothing is taken from the queue, which has room for few keys more
+        stack.history.stored(OTHERS[:1] * (PENDING_KEYS_MAX - 64))
+        for _ in range(100):
+            assert manager.lookup_many(KEYS, context) == [None] * present + [False] * (4 - present)
+            manager.on_schedule_end()
         assert stack.counters()["cpu"]["unexplained_blocks_total"] == 0
+        stack.history.settle()
         tier.let_go()
         manager.on_request_finished(context)
         manager.on_schedule_end()
