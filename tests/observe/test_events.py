@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from tests.observe.rig import BLOCK_BYTES, put, stack_of
 from tests.support.event_subscriber import Index, Message, Subscriber, index_of
 from tests.support.redis_servers import PATIENT, RedisServer, redis_server
 from tests.support.s3_entries import s3_entry
+from tests.support.stacks import ReplaceModule
 from tiered_kv.base import OffloadingEvent, OffloadKey, make_offload_key
 from tiered_kv.config.stack_config import EventSettings
 from tiered_kv.errors import ConfigError, MissingExtraError
@@ -376,8 +376,8 @@ def test_an_address_that_is_none_is_refused(address: object) -> None:
 
 
 @pytest.mark.parametrize("library", ["zmq", "msgspec"])
-def test_without_its_libraries_it_names_the_extra(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
+def test_without_its_libraries_it_names_the_extra(library: str, replace_module: ReplaceModule) -> None:
+    replace_module(library)
     with pytest.raises(MissingExtraError, match=r"'events' needs a library .* '\.\[events\]'"):
         EventPublisher(SETTINGS, {})
 

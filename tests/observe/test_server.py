@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.meanwhile import meanwhile
 from tests.support.no_threads import no_threads
-from tests.support.stacks import Register, stack_of
+from tests.support.stacks import Register, ReplaceModule, stack_of
 from tiered_kv.config.stack_config import MetricsSettings
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.observe import server as server_module
@@ -131,18 +130,14 @@ def test_a_stack_that_cannot_be_opened_listens_no_more() -> None:
     open_stack(config_of(f"127.0.0.1:{port}")).close()
 
 
-def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(MissingExtraError, match=r"pip install '\.\[metrics\]'"):
-        open_stack(config_of())
-
-
-def test_a_stack_that_cannot_serve_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch, register: Register) -> None:
+def test_without_the_library_the_error_names_the_extra_and_no_thread_is_left_behind(
+    replace_module: ReplaceModule, register: Register
+) -> None:
     """The manager has given the tier a thread by then."""
     register("four", FourMethodTier)
     before = set(threading.enumerate())
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(MissingExtraError):
+    replace_module("prometheus_client")
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[metrics\]'"):
         open_stack(config_of(secondary=[{"type": "four"}]))
     assert set(threading.enumerate()) <= before
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from tests.support.meanwhile import meanwhile
 from tiered_kv.cli import main
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.stack_config import load_config
-from tiered_kv.errors import ConfigError, ShutdownError
+from tiered_kv.errors import ConfigError
 from tiered_kv.observe.explain import KEYS_MAX, SENTENCES, explain_query
 from tiered_kv.observe.fates import Fate
 from tiered_kv.observe.namespaces import tier_namespaces
@@ -71,12 +70,6 @@ def test_a_stack_without_a_history_says_so() -> None:
 def test_a_closed_stack_still_explains(stack: Stack) -> None:
     stack.close()
     assert [each.fate for each in stack.explain(KEYS)[0].tiers] == ["evicted", "evicted"]
-
-
-def test_a_forked_child_does_not(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack, "_pid", os.getpid() + 1)
-    with pytest.raises(ShutdownError):
-        stack.explain(KEYS)
 
 
 def test_threads_may_ask_while_an_engine_runs() -> None:
