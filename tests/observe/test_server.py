@@ -218,15 +218,12 @@ def test_a_connection_that_has_lasted_too_long_makes_room(
         assert first.recv(1) == b""
 
 
-def test_a_request_that_never_ends_is_given_up(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module._Handler, "timeout", 0.05)
-    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
-    assert raw(server, b"GET / HTT") == b""
-
-
-def test_an_answer_that_nobody_reads_is_given_up(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_never_ends_and_an_answer_that_nobody_reads_are_given_up(
+    server: StatusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_module._Handler, "timeout", 0.05)
     server.start({"/": lambda query: Answer(bytes(64 << 20), "text/plain")})
+    assert raw(server, b"GET / HTT") == b""
     with closing(socket.create_connection((server.host, server.port), timeout=TIMEOUT_S)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
         wait_until(lambda: not [each for each in threading.enumerate() if each.name == "tiered-kv-answer"])

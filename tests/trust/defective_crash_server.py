@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from unittest import mock
 
 import tiered_kv_fs.blocks
@@ -16,9 +16,14 @@ from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.segment import Segment
 
 
+def plant(owner: object, name: str, instead: Callable[..., object]) -> None:
+    """Have this process run a function with the defect."""
+    mock.patch.object(owner, name, instead).start()
+
+
 def fs_publishes_before_it_writes() -> None:
     """A block's file has its name before it has its content."""
-    mock.patch.object(tiered_kv_fs.blocks, "temporary_path", lambda path, owner: path).start()
+    plant(tiered_kv_fs.blocks, "temporary_path", lambda path, owner: path)
 
 
 def fs_takes_a_short_write_for_a_whole_one() -> None:
@@ -27,12 +32,12 @@ def fs_takes_a_short_write_for_a_whole_one() -> None:
     def write_once(fd: int, parts: Sequence[memoryview]) -> None:
         os.writev(fd, parts)
 
-    mock.patch.object(tiered_kv_fs.blocks, "write_all", write_once).start()
+    plant(tiered_kv_fs.blocks, "write_all", write_once)
 
 
 def nvme_believes_torn_batches() -> None:
     """Opening takes a batch for whole whose header is."""
-    mock.patch.object(tiered_kv_nvme.recovery, "_all_sound", return_value=True).start()
+    plant(tiered_kv_nvme.recovery, "_all_sound", lambda *_: True)
 
 
 def nvme_makes_a_segment_too_many() -> None:
@@ -43,12 +48,12 @@ def nvme_makes_a_segment_too_many() -> None:
         larger = dataclasses.replace(files, capacity_bytes=files.capacity_bytes + 2 * files.segment_bytes)
         return create(larger, taken, generation)
 
-    mock.patch.object(SegmentFiles, "create", create_over).start()
+    plant(SegmentFiles, "create", create_over)
 
 
 def nvme_does_not_flush_its_marker() -> None:
     """The marker and its name are not on the device when the first block may be stored."""
-    mock.patch.object(os, "fsync").start()
+    plant(os, "fsync", lambda *_: None)
 
 
 def nvme_does_not_flush_a_reset() -> None:
@@ -60,7 +65,7 @@ def nvme_does_not_flush_a_reset() -> None:
             synced.append(epoch)
             sync(epoch)
 
-    mock.patch.object(DirectoryEpoch, "sync", sync_once).start()
+    plant(DirectoryEpoch, "sync", sync_once)
 
 
 if __name__ == "__main__":
