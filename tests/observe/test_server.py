@@ -84,13 +84,6 @@ def test_a_stack_shows_its_metrics_and_its_status(stack: Stack) -> None:
     assert ask(stack.server, "/healthz")[::2] == (200, b"ok\n")
 
 
-def test_what_changes_is_a_notice(stack: Stack) -> None:
-    stack.manager.reset_cache()
-    (notice,) = json.loads(ask(stack.server, "/status")[2])["notices"]
-    assert (notice["tier"], notice["what"], notice["count"]) == ("cpu", "cache reset", 1)
-    assert abs(notice["time"] - time.time()) < 600
-
-
 def test_it_only_reads(stack: Stack) -> None:
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
         status, headers, _ = ask(stack.server, "/metrics", method)
