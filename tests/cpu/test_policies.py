@@ -90,19 +90,6 @@ def test_blocks_return_to_their_place_when_their_request_uses_them_again(policy_
 
 
 @pytest.mark.parametrize("policy_class", POLICIES)
-def test_a_request_that_wants_room_is_spared(policy_class: type[CachePolicy]) -> None:
-    policy = policy_class(100)
-    one, other = RequestChain(), RequestChain()
-    store(policy, make_blocks(3), one)
-    store(policy, make_blocks(3, 10), other)
-    policy.use((), one)
-    assert policy.evict(4, step=0, spare=one) is None
-    victims = policy.evict(2, step=0, spare=one)
-    assert victims is not None
-    assert [block.block_id for block in victims] == [12, 11]
-
-
-@pytest.mark.parametrize("policy_class", POLICIES)
 def test_what_was_refused_leaves_the_order_as_it_was(policy_class: type[CachePolicy]) -> None:
     policy = policy_class(100)
     *others, spared = [RequestChain() for _ in range(4)]

@@ -207,8 +207,8 @@ def test_it_agrees_with_a_replay_of_the_built_in_chats(
 def test_redis_below_memory_agrees_with_a_replay_of_the_built_in_chats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis_server: RedisServer
 ) -> None:
-    tiers = [{"type": "memory", "capacity": "64MiB"}, {"type": "redis", "url": redis_server.url, **PATIENT}]
-    assert_agrees(tmp_path, monkeypatch, tiers, redis_server.restart)
+    redis: dict[str, Any] = {"type": "redis", "url": redis_server.url, **PATIENT}
+    assert_agrees(tmp_path, monkeypatch, [{"type": "memory", "capacity": "64MiB"}, redis], redis_server.restart)
 
 
 @pytest.mark.slow
