@@ -157,6 +157,13 @@ def server() -> Iterator[StatusServer]:
         server.close()
 
 
+@pytest.fixture
+def greeting(server: StatusServer) -> StatusServer:
+    """A server that says hello."""
+    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
+    return server
+
+
 def test_a_ninth_connection_is_refused_and_served_once_another_has_ended(server: StatusServer, gate: Gate) -> None:
     def slow(query: Any) -> Answer:
         gate.pass_through()
@@ -185,29 +192,26 @@ def test_a_connection_for_which_there_is_no_thread_is_refused_and_the_next_one_i
     assert raw(server, b"GET /fine HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.0 200 ")
 
 
-def test_a_head_is_bounded(server: StatusServer) -> None:
-    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
-    assert raw(server, b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 50 + b"\r\n").startswith(b"HTTP/1.0 200")
-    assert raw(server, b"GET /" + b"x" * (LINE_BYTES_MAX - 5)) == b""
-    assert b" 431 " in raw(server, b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n").splitlines()[0]
+def test_a_head_is_bounded(greeting: StatusServer) -> None:
+    assert raw(greeting, b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 50 + b"\r\n").startswith(b"HTTP/1.0 200")
+    assert raw(greeting, b"GET /" + b"x" * (LINE_BYTES_MAX - 5)) == b""
+    assert b" 431 " in raw(greeting, b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n").splitlines()[0]
 
 
 @pytest.mark.parametrize(
     "request_bytes",
     [b"hello\r\n\r\n", b"GET / HTTP/x\r\n\r\n", b"GET http://[ HTTP/1.1\r\n\r\n", b"\xff\xfe\x00 / HTTP/1.1 x\n\n"],
 )
-def test_what_is_no_request_is_refused(server: StatusServer, request_bytes: bytes) -> None:
-    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
-    assert b" 400 " in raw(server, request_bytes)[:500]
+def test_what_is_no_request_is_refused(greeting: StatusServer, request_bytes: bytes) -> None:
+    assert b" 400 " in raw(greeting, request_bytes)[:500]
 
 
 def test_a_connection_that_has_lasted_too_long_makes_room(
-    server: StatusServer, monkeypatch: pytest.MonkeyPatch
+    greeting: StatusServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "LIFETIME_S", 0.0)
-    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
-    with closing(socket.create_connection((server.host, server.port), timeout=TIMEOUT_S)) as first:
-        assert ask(server, "/")[0] == 200
+    with closing(socket.create_connection((greeting.host, greeting.port), timeout=TIMEOUT_S)) as first:
+        assert ask(greeting, "/")[0] == 200
         assert first.recv(1) == b""
 
 
@@ -239,17 +243,16 @@ def test_a_route_that_fails_says_nothing_of_why(server: StatusServer, caplog: py
     assert ask(server, "/picky?" + "&".join(f"a={number}" for number in range(2000)))[0] == 400
 
 
-def test_closing_ends_waiting_connections_in_bounded_time(server: StatusServer) -> None:
-    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
-    with closing(socket.create_connection((server.host, server.port), timeout=TIMEOUT_S)) as connection:
+def test_closing_ends_waiting_connections_in_bounded_time(greeting: StatusServer) -> None:
+    with closing(socket.create_connection((greeting.host, greeting.port), timeout=TIMEOUT_S)) as connection:
         wait_until(lambda: [each for each in threading.enumerate() if each.name == "tiered-kv-answer"])
         began_s = time.monotonic()
-        server.close(timeout=TIMEOUT_S)
+        greeting.close(timeout=TIMEOUT_S)
         assert time.monotonic() - began_s < server_module.SILENCE_S
         assert connection.recv(100) == b""
-    server.close()
+    greeting.close()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((server.host, server.port), timeout=1.0)
+        socket.create_connection((greeting.host, greeting.port), timeout=1.0)
 
 
 def test_a_stack_is_scraped_while_it_works(stack: Stack) -> None:
