@@ -23,7 +23,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 from tests.support.figures import FIGURES, Figures, Profile
-from tests.support.stacks import Register
+from tests.support.stacks import Register, ReplaceModule
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.leaks import Footprint, left_behind
@@ -186,6 +186,12 @@ def register(closing: ExitStack) -> Register:
         closing.callback(SecondaryTierFactory.unregister, name)
 
     return register
+
+
+@pytest.fixture
+def replace_module(monkeypatch: pytest.MonkeyPatch) -> ReplaceModule:
+    """Has an import find this module for the rest of the test, or, where it is None, no module."""
+    return lambda name, module=None: monkeypatch.setitem(sys.modules, name, module)
 
 
 @pytest.fixture

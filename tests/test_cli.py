@@ -17,10 +17,8 @@ from tests.support.disk_use import occupied_bytes
 from tests.support.pages import undescribed
 from tests.support.stacks import Register, stack_file
 from tiered_kv import __version__
-from tiered_kv._cli import plugins as plugins_verb
 from tiered_kv.cli import main
 from tiered_kv.cpu.policies.lru import LRUPolicy
-from tiered_kv.hooks import PluginReport
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.tiering.base import JobMetadata
 
@@ -237,15 +235,21 @@ def test_plugins_lists_tiers_with_their_settings(command: Command) -> None:
     assert "job_timeout" in command.out("plugins")
 
 
-def test_a_broken_plugin_is_shown(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
-    class Plugins:
-        def reports(self) -> list[PluginReport]:
-            return [PluginReport("tape", "tiered-kv-tape 1.0", (), "ImportError: no tape")]
+def test_a_broken_plugin_is_shown(tmp_path: Path) -> None:
+    info = tmp_path / "tiered_kv_tape-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiered-kv-tape\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tiered_kv]\ntape = tiered_kv_tape\n")
+    (tmp_path / "tiered_kv_tape.py").write_text("raise ImportError('no tape')\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"}
 
-    monkeypatch.setattr(plugins_verb, "tier_plugins", Plugins)
-    told = command.out("plugins", status=1)
-    assert told == "broken: plugin 'tape' of tiered-kv-tape 1.0: ImportError: no tape\n"
-    assert command.json("plugins", status=1)["broken"][0]["error"] == "ImportError: no tape"
+    program = "from tiered_kv.cli import main; main(['plugins']); raise SystemExit(main(['plugins', '--json']))"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
+    table, _, found = done.stdout.partition("\n{")
+    assert "broken: plugin 'tape' of tiered-kv-tape 1.0: ImportError: no tape" in table
+    assert json.loads("{" + found)["broken"][0]["error"] == "ImportError: no tape"
 
 
 def test_schema_describes_every_tier(command: Command) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.stacks import ReplaceModule
 from tests.support.terminal import TAB, Terminal
 from tiered_kv import cli
 from tiered_kv.cli import main
@@ -67,9 +68,9 @@ def test_the_tab_key_completes(
 
 
 def test_without_its_library_it_says_which_extra_brings_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    replace_module: ReplaceModule, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "argcomplete.shell_integration", None)
+    replace_module("argcomplete.shell_integration")
     with pytest.raises(SystemExit) as ended:
         main(["--print-completion", "bash"])
     assert ended.value.code == 2

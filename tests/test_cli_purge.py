@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -28,7 +29,7 @@ OTHER = "ab" * 16
 class Ledger(TierAdministration):
     """Stores two namespaces, one of alice's and one of nobody knows whose."""
 
-    purged: ClassVar[list[str]] = []
+    purged: ClassVar[list[str]]
     left: tuple[str, ...] = ()
     error: Exception | None = None
     open_ones = 0
@@ -51,16 +52,18 @@ class Ledger(TierAdministration):
 
 
 @pytest.fixture(autouse=True)
-def _plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(Ledger, "purged", [])
-    monkeypatch.setattr(Ledger, "left", ())
-    monkeypatch.setattr(Ledger, "error", None)
+def ledger() -> Iterator[type[Ledger]]:
+    """What tiers of the type "kept" have stored."""
+
+    class Mine(Ledger):
+        purged: ClassVar[list[str]] = []
+
     with plugged(
-        TierType("kept", TierSettings, lambda: FourMethodTier, "", lambda: Ledger),
+        TierType("kept", TierSettings, lambda: FourMethodTier, "", lambda: Mine),
         TierType("closed", TierSettings, lambda: FourMethodTier),
     ):
-        yield
-    assert Ledger.open_ones == 0
+        yield Mine
+    assert Mine.open_ones == 0
 
 
 @pytest.fixture
@@ -78,28 +81,30 @@ def write(folder: Path, *types: str) -> Path:
     return file
 
 
-def test_without_a_choice_the_stack_s_own_namespace_is_purged(stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_choice_the_stack_s_own_namespace_is_purged(
+    stack: Path, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["purge", str(stack), "--yes"]) == 0
-    assert Ledger.purged == [ALICE.digest.hex()]
+    assert ledger.purged == [ALICE.digest.hex()]
     out = capsys.readouterr().out
     assert "a note" in out
     assert "alice" in out
 
 
 def test_a_tenant_s_namespaces_are_found_and_those_that_may_be_its_are_told(
-    stack: Path, capsys: pytest.CaptureFixture[str]
+    stack: Path, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["purge", str(stack), "--yes", "--json", "--tenant", "alice"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert Ledger.purged == [ALICE.digest.hex()]
+    assert ledger.purged == [ALICE.digest.hex()]
     assert report["of"] == "tenant 'alice'"
     (tier,) = report["tiers"]
     assert (tier["unknown"], tier["ok"], tier["namespaces"][0]["purged"]) == ([OTHER], False, True)
 
 
-def test_a_namespace_may_be_named_by_its_digest(stack: Path) -> None:
+def test_a_namespace_may_be_named_by_its_digest(stack: Path, ledger: type[Ledger]) -> None:
     assert main(["purge", str(stack), "--yes", "--namespace", OTHER]) == 0
-    assert Ledger.purged == [OTHER]
+    assert ledger.purged == [OTHER]
 
 
 @pytest.mark.parametrize("digest", ["", "ab", "../../../etc", "AB" * 16, "ab" * 16 + "\n", "*" * 32])
@@ -109,9 +114,9 @@ def test_a_digest_that_is_none_is_refused(stack: Path, digest: str, capsys: pyte
     assert "expected 32 hexadecimal digits" in capsys.readouterr().err
 
 
-def test_a_dry_run_removes_nothing(stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_removes_nothing(stack: Path, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["purge", str(stack), "--dry-run"]) == 0
-    assert Ledger.purged == []
+    assert ledger.purged == []
     assert ALICE.digest.hex() in capsys.readouterr().out
 
 
@@ -122,55 +127,61 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(("answer", "status"), [("yes\n", 0), ("y\n", 2), ("", 2), ("no\n", 2)])
 def test_at_a_terminal_somebody_is_asked(
-    stack: Path, answer: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stack: Path,
+    ledger: type[Ledger],
+    answer: str,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     assert main(["purge", str(stack)]) == status
-    assert len(Ledger.purged) == (status == 0)
+    assert len(ledger.purged) == (status == 0)
     assert "Remove 1 stored namespaces for good?" in capsys.readouterr().err
 
 
-def test_without_a_terminal_nothing_is_removed_unasked(stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_nothing_is_removed_unasked(
+    stack: Path, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["purge", str(stack)]) == 2
-    assert Ledger.purged == []
+    assert ledger.purged == []
     assert "give --yes" in capsys.readouterr().err
 
 
 def test_a_tier_that_cannot_be_purged_is_told_and_the_others_are_purged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["purge", str(write(tmp_path, "closed", "memory, capacity: 64KiB", "kept")), "--yes", "--json"]) == 1
     tiers = json.loads(capsys.readouterr().out)["tiers"]
     assert tiers[0]["error"] == "tiers of type 'closed' cannot be purged by this command"
     assert "cannot be purged" in tiers[1]["error"]
     assert tiers[2]["ok"]
-    assert Ledger.purged == [ALICE.digest.hex()]
+    assert ledger.purged == [ALICE.digest.hex()]
 
 
 def test_what_is_left_is_told_and_the_status_says_so(
-    stack: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stack: Path, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Ledger, "left", ("3 blocks",))
+    ledger.left = ("3 blocks",)
     assert main(["purge", str(stack), "--yes"]) == 1
     assert f"kept: LEFT of {ALICE.digest.hex()}: 3 blocks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_the_name_of_a_file_that_is_left_may_be_any_bytes(
-    stack: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Ledger, "left", (os.fsdecode(b"caf\xe9"),))
+def test_the_name_of_a_file_that_is_left_may_be_any_bytes(stack: Path, ledger: type[Ledger], encoding: str) -> None:
+    ledger.left = (os.fsdecode(b"caf\xe9"),)
     told = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(told, encoding))
-    assert main(["purge", str(stack), "--yes"]) == 1
-    assert rb"caf\udce9" in told.getvalue()
+    with io.TextIOWrapper(told, encoding) as out, contextlib.redirect_stdout(out):
+        assert main(["purge", str(stack), "--yes"]) == 1
+        out.flush()
+        assert rb"caf\udce9" in told.getvalue()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), ConfigError("broken"), OSError(5, "broken")])
 def test_whatever_an_administration_raises_is_the_tier_s_error(
-    stack: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stack: Path, ledger: type[Ledger], error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Ledger, "error", error)
+    ledger.error = error
     assert main(["purge", str(stack), "--yes"]) == 1
     assert "broken" in capsys.readouterr().out
     assert main(["purge", str(stack), "--yes", "--json"]) == 1

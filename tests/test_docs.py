@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.pages import counters_of
 from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, Register, stack_of
 from tiered_kv.counters import count_of, flat_counts
 from tiered_kv.stack import Stack, open_stack
@@ -115,10 +116,12 @@ def test_every_counter_of_the_built_in_tiers_is_described_and_no_other(stack: St
         check_described(name, counters)
     # Those without labels are shown from the start.
     without_audit = [name for name in plain(told["cpu"]) if "audit" not in name]
-    assert set(without_audit) == plain_counters("the primary tier")
+    assert set(without_audit) == plain_counters("Of the primary tier")
     for name in stack.tier_names:
-        assert plain(told[name]) == plain_counters("every secondary tier")
-        assert plain(told[name]["tier"]) == plain_counters("tiers made with the toolkit") | plain_counters(name)
+        assert plain(told[name]) == plain_counters("Of every secondary tier")
+        assert plain(told[name]["tier"]) == plain_counters("Of tiers made with the toolkit") | plain_counters(
+            f"Of {name}"
+        )
 
 
 def test_the_names_of_counters_end_with_their_unit_and_have_no_labels_in_them() -> None:
@@ -141,9 +144,11 @@ LIBRARIES = {"redis": "redis", "s3": "boto3"}
 def check_described(tier: str, counters: Mapping[str, Any], reasons_of_its_own: frozenset[str] = frozenset()) -> None:
     """Check that the page has each counter of a tier where it belongs, its labels, and its reasons."""
     page = (ROOT / "docs/reference/counters.md").read_text()
-    of_manager = counters_of("the primary tier" if tier == "cpu" else "every secondary tier")
-    of_manager |= counters_of("the history") | counters_of("the audit")
-    of_tier = counters_of("tiers made with the toolkit") | (counters_of(tier) if tier in BUILT_IN_TIERS else {})
+    of_manager = counters_of("Of the primary tier" if tier == "cpu" else "Of every secondary tier")
+    of_manager |= counters_of("Of the history") | counters_of("Of the audit")
+    of_tier = counters_of("Of tiers made with the toolkit") | (
+        counters_of(f"Of {tier}") if tier in BUILT_IN_TIERS else {}
+    )
     for path, _ in flat_counts(counters):
         (name, *labels), described = (path[1:], of_tier) if path[0] == "tier" else (path, of_manager)
         assert name in described, f"{name} of {tier} is not described"
@@ -165,18 +170,5 @@ def plain_counters(section: str) -> set[str]:
 
 
 def sections() -> list[str]:
-    """Return the titles of the sections of the page, without their first word."""
-    return re.findall(r"^## Of (.+)$", (ROOT / "docs/reference/counters.md").read_text(), re.MULTILINE)
-
-
-def counters_of(section: str) -> dict[str, tuple[list[str], list[str]]]:
-    """Return the labels and the units of each counter that the page describes in a section."""
-    page = (ROOT / "docs/reference/counters.md").read_text()
-    (text,) = re.findall(rf"^## Of {section}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
-    table = text.partition("| counter |")[2].partition("\n\n")[0]
-    found = {}
-    for row in table.splitlines()[2:]:
-        names, labels, *_, units, _ = (cell.strip() for cell in row.split("|")[1:-1])
-        for name in re.findall(r"`(\w+)`", names):
-            found[name] = (re.findall(r"`(\w+)`", labels), units.split(", "))
-    return found
+    """Return the titles of the sections of the page that describe counters."""
+    return re.findall(r"^## (Of .+)$", (ROOT / "docs/reference/counters.md").read_text(), re.MULTILINE)

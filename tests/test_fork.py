@@ -78,7 +78,7 @@ def test_in_another_process_a_stack_refuses_and_closes_nothing() -> None:
         def use_and_close() -> None:
             with pytest.raises(ShutdownError, match=f"belongs to process {parent}; open another"):
                 stack.get(KEYS, BLOCKS)
-            for call in (lambda: stack.put(KEYS, BLOCKS), stack.flush, stack.counters):
+            for call in (lambda: stack.put(KEYS, BLOCKS), lambda: stack.explain(KEYS), stack.flush, stack.counters):
                 with pytest.raises(ShutdownError):
                     call()
             stack.close()

@@ -6,7 +6,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -152,25 +151,19 @@ def test_the_built_in_tiers_come_through_entry_points_alone() -> None:
         assert [tier.name for tier in origins[name].tiers] == [name]
 
 
-class TestReferences:
-    @pytest.fixture(autouse=True)
-    def _module(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        module = ModuleType("some_program")
-        module.Tier = FourMethodTier  # type: ignore[attr-defined]
-        module.tier_type = TierType("thing", TierSettings, lambda: FourMethodTier)  # type: ignore[attr-defined]
-        module.number = 1  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "some_program", module)
+def test_a_class_and_a_tier_type_are_found_by_their_names() -> None:
+    tier_type = TierPlugins().resolve("tiered_kv.testing.four_methods:FourMethodTier")
+    assert tier_type.load() is FourMethodTier
+    assert tier_type.settings is ClassArguments
+    assert TierPlugins().resolve("tests.observe.rig:OBEDIENT_TYPE").name == "obedient"
 
-    def test_a_class_and_a_tier_type_are_found_by_their_names(self) -> None:
-        tier_type = TierPlugins().resolve("some_program:Tier")
-        assert tier_type.load() is FourMethodTier
-        assert tier_type.settings is ClassArguments
-        assert TierPlugins().resolve("some_program:tier_type").name == "thing"
 
-    @pytest.mark.parametrize("name", ["some_program:number", "some_program:missing", "no_such_program:Tier", ":", "a:"])
-    def test_what_is_no_tier_is_refused(self, name: str) -> None:
-        with pytest.raises(ConfigError, match=r"cannot be loaded|expected a tier's class"):
-            TierPlugins().resolve(name)
+@pytest.mark.parametrize(
+    "name", ["tests.observe.rig:WAIT_S", "tests.observe.rig:missing", "no_such_program:Tier", ":", "a:"]
+)
+def test_what_is_no_tier_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be loaded|expected a tier's class"):
+        TierPlugins().resolve(name)
 
 
 @pytest.mark.parametrize(

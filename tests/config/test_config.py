@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -76,99 +77,91 @@ def error_of(source: object) -> str:
 
 class TestUnits:
     @pytest.mark.parametrize(
-        ("written", "size_bytes"),
+        ("parse", "written", "value"),
         [
-            (0, 0),
-            ("512", 512),
-            ("64MiB", 64 << 20),
-            (" 64 MiB ", 64 << 20),
-            ("1.5GB", 1_500_000_000),
-            ("0.5KiB", 512),
-            ("3B", 3),
-            ("2kB", 2000),
-            ("2KB", 2000),
-            ("1PiB", 1 << 50),
+            (parse_bytes, 0, 0),
+            (parse_bytes, "512", 512),
+            (parse_bytes, "64MiB", 64 << 20),
+            (parse_bytes, " 64 MiB ", 64 << 20),
+            (parse_bytes, "1.5GB", 1_500_000_000),
+            (parse_bytes, "0.5KiB", 512),
+            (parse_bytes, "3B", 3),
+            (parse_bytes, "2kB", 2000),
+            (parse_bytes, "2KB", 2000),
+            (parse_bytes, "1PiB", 1 << 50),
+            (parse_bytes_per_day, "2TiB/day", 2 << 40),
+            (parse_bytes_per_day, "1.5 GB / h", 36_000_000_000),
+            (parse_bytes_per_day, "1MiB/s", 86400 << 20),
+            (parse_bytes_per_day, 1 << 40, 1 << 40),
+            (parse_seconds, 1, 1.0),
+            (parse_seconds, 0.25, 0.25),
+            (parse_seconds, "250ms", 0.25),
+            (parse_seconds, "30s", 30.0),
+            (parse_seconds, "5m", 300.0),
+            (parse_seconds, "1h", 3600.0),
+            (parse_seconds, "1.5", 1.5),
+            (parse_seconds, "10us", 1e-5),
         ],
     )
-    def test_sizes_are_read_in_units_of_1024_and_1000(self, written: object, size_bytes: int) -> None:
-        assert parse_bytes(written) == size_bytes
+    def test_sizes_rates_and_durations_are_read_with_units(
+        self, parse: Callable[[object], float], written: object, value: float
+    ) -> None:
+        assert parse(written) == value
 
-    @pytest.mark.parametrize("written", ["", "MiB", "-1", -1, "1.5B", "1e3", True, None, "9999PiB", "1" * 100, [], 0.5])
-    def test_what_is_no_size_is_refused_with_an_example(self, written: object) -> None:
-        with pytest.raises(ValueError, match="64MiB"):
-            parse_bytes(written)
+    @pytest.mark.parametrize(
+        ("parse", "refused", "example"),
+        [
+            (parse_bytes, ("", "MiB", "-1", -1, "1.5B", "1e3", True, None, "9999PiB", "1" * 100, [], 0.5), "64MiB"),
+            (
+                parse_bytes_per_day,
+                ("", "2TiB", "/day", "2TiB/d", "1B/s/s", "-1B/s", -1, True, "9e9/s", "0.5B/day"),
+                "2TiB/day",
+            ),
+            (parse_seconds, ("", "s", "-1s", -0.1, "1 parsec", False, float("nan"), float("inf")), "250ms"),
+        ],
+    )
+    def test_what_is_none_is_refused_with_an_example(
+        self, parse: Callable[[object], float], refused: Iterable[object], example: str
+    ) -> None:
+        for written in refused:
+            with pytest.raises(ValueError, match=example):
+                parse(written)
 
     def test_an_unknown_unit_is_answered_with_those_there_are(self) -> None:
         with pytest.raises(ValueError, match=r"the units are B, KiB, MiB, .*, MB"):
             parse_bytes("64M")
 
     @pytest.mark.parametrize(
-        ("size_bytes", "text"),
+        ("shown", "value", "text"),
         [
-            (0, "0B"),
-            (1, "1B"),
-            (1023, "1023B"),
-            (98_000_000, "93.5MiB"),
-            (640 << 20, "640MiB"),
-            (1536 << 20, "1.5GiB"),
-            (2 << 40, "2TiB"),
+            (rounded_bytes, 0, "0B"),
+            (rounded_bytes, 1, "1B"),
+            (rounded_bytes, 1023, "1023B"),
+            (rounded_bytes, 98_000_000, "93.5MiB"),
+            (rounded_bytes, 640 << 20, "640MiB"),
+            (rounded_bytes, 1536 << 20, "1.5GiB"),
+            (rounded_bytes, 2 << 40, "2TiB"),
+            (rounded_seconds, 0, "0us"),
+            (rounded_seconds, 25e-5, "250us"),
+            (rounded_seconds, 0.0123, "12.3ms"),
+            (rounded_seconds, 1.5, "1.5s"),
+            (rounded_seconds, 90, "90s"),
+            (rounded_seconds, 7200, "2h"),
         ],
     )
-    def test_sizes_for_people_are_rounded(self, size_bytes: int, text: str) -> None:
-        assert rounded_bytes(size_bytes) == text
+    def test_sizes_and_durations_for_people_are_short(self, shown: Callable[[Any], str], value: Any, text: str) -> None:
+        assert shown(value) == text
 
     @given(st.integers(min_value=0, max_value=BYTES_MAX))
     def test_a_printed_size_or_rate_reads_back_as_itself(self, size_bytes: int) -> None:
         assert parse_bytes(format_bytes(size_bytes)) == size_bytes
         assert parse_bytes_per_day(format_bytes_per_day(size_bytes)) == size_bytes
 
-    @pytest.mark.parametrize(
-        ("written", "bytes_per_day"),
-        [("2TiB/day", 2 << 40), ("1.5 GB / h", 36_000_000_000), ("1MiB/s", 86400 << 20), (1 << 40, 1 << 40)],
-    )
-    def test_rates_are_read_with_units(self, written: object, bytes_per_day: int) -> None:
-        assert parse_bytes_per_day(written) == bytes_per_day
-
-    @pytest.mark.parametrize(
-        "written", ["", "2TiB", "/day", "2TiB/d", "1B/s/s", "-1B/s", -1, True, "9e9/s", "0.5B/day"]
-    )
-    def test_what_is_no_rate_is_refused_with_an_example(self, written: object) -> None:
-        with pytest.raises(ValueError, match="2TiB/day"):
-            parse_bytes_per_day(written)
-
-    @pytest.mark.parametrize(
-        ("written", "seconds"),
-        [
-            (1, 1.0),
-            (0.25, 0.25),
-            ("250ms", 0.25),
-            ("30s", 30.0),
-            ("5m", 300.0),
-            ("1h", 3600.0),
-            ("1.5", 1.5),
-            ("10us", 1e-5),
-        ],
-    )
-    def test_durations_are_read_with_units(self, written: object, seconds: float) -> None:
-        assert parse_seconds(written) == seconds
-
-    @pytest.mark.parametrize("written", ["", "s", "-1s", -0.1, "1 parsec", False, float("nan"), float("inf")])
-    def test_what_is_no_duration_is_refused_with_an_example(self, written: object) -> None:
-        with pytest.raises(ValueError, match="250ms"):
-            parse_seconds(written)
-
     @given(
         st.floats(min_value=0, max_value=1e9, allow_subnormal=False).filter(lambda value: value == 0 or value > 1e-9)
     )
     def test_a_printed_duration_reads_back_as_itself(self, seconds: float) -> None:
         assert parse_seconds(format_seconds(seconds)) == seconds
-
-    @pytest.mark.parametrize(
-        ("seconds", "expected"),
-        [(0, "0us"), (25e-5, "250us"), (0.0123, "12.3ms"), (1.5, "1.5s"), (90, "90s"), (7200, "2h")],
-    )
-    def test_durations_for_people_are_short(self, seconds: float, expected: str) -> None:
-        assert rounded_seconds(seconds) == expected
 
 
 class TestFile:

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support import secret_hunt
 from tests.support.parrot import Parrot
 from tests.support.redis_servers import RedisServer
 from tests.support.secret_hunt import Sheet, new_marker, show_running_stack
@@ -97,12 +96,6 @@ ANSWERED = {"job_timeout": "60s", "request_timeout": "60s", "lookup_timeout": "6
 """Of a tier whose server answers: what it says is waited for, also on a machine that holds it up."""
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a running stack end what it was given, since a reset in between would make it void."""
-    monkeypatch.setattr(secret_hunt, "_WAIT_S", 60.0)
-
-
 def swept(stack: Stack) -> bool:
     """Return whether blocks were deleted: for that the tier uses boto3's own client, whose log tells much."""
     return count_of(stack.counters(), "s3", "tier", "deleted_blocks_total") > 0
@@ -113,7 +106,7 @@ def refused(stack: Stack) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("nothing_of_aws", "patient")
+@pytest.mark.usefixtures("nothing_of_aws")
 @pytest.mark.parametrize("checks_signatures", [False, True])
 def test_no_key_is_shown_by_a_real_s3_server(
     checks_signatures: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -135,9 +128,9 @@ def test_no_key_is_shown_by_a_real_s3_server(
         for settings in (explicit, {"profile": "kv"}):
             entry = {"type": "s3", "attempts": 1, **ANSWERED, **given, **settings}
             source = {**STACK, "secondary": [{**entry, "ttl": "1ms", "sweep_interval": "50ms"}]}
-            show_running_stack(
-                sheet, f"s3 with {sorted(settings)}", source, until=refused if checks_signatures else swept
-            )
+            # It ends what it was given, since a reset in between would make it void.
+            until = refused if checks_signatures else swept
+            show_running_stack(sheet, f"s3 with {sorted(settings)}", source, until=until, wait_s=60.0)
     finally:
         server.stop()
     assert sheet.findings() == []

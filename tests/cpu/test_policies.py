@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
@@ -40,15 +38,6 @@ def evicted_ids(policy: CachePolicy, count: int, step: int = 0) -> list[int]:
     victims = policy.evict(count, step)
     assert victims is not None
     return [block.block_id for block in victims]
-
-
-@pytest.mark.parametrize("policy_class", POLICIES)
-def test_the_tail_of_a_request_goes_before_its_head(policy_class: type[CachePolicy]) -> None:
-    policy = policy_class(100)
-    chain = RequestChain()
-    for first in (0, 4, 8):  # three stores of one request, as a chunked prefill makes them
-        store(policy, make_blocks(4, first), chain)
-    assert evicted_ids(policy, 12) == list(range(11, -1, -1))
 
 
 @pytest.mark.parametrize("policy_class", POLICIES)
@@ -101,19 +90,6 @@ def test_blocks_return_to_their_place_when_their_request_uses_them_again(policy_
 
 
 @pytest.mark.parametrize("policy_class", POLICIES)
-def test_a_request_that_wants_room_is_spared(policy_class: type[CachePolicy]) -> None:
-    policy = policy_class(100)
-    one, other = RequestChain(), RequestChain()
-    store(policy, make_blocks(3), one)
-    store(policy, make_blocks(3, 10), other)
-    policy.use((), one)
-    assert policy.evict(4, step=0, spare=one) is None
-    victims = policy.evict(2, step=0, spare=one)
-    assert victims is not None
-    assert [block.block_id for block in victims] == [12, 11]
-
-
-@pytest.mark.parametrize("policy_class", POLICIES)
 def test_what_was_refused_leaves_the_order_as_it_was(policy_class: type[CachePolicy]) -> None:
     policy = policy_class(100)
     *others, spared = [RequestChain() for _ in range(4)]
@@ -121,35 +97,6 @@ def test_what_was_refused_leaves_the_order_as_it_was(policy_class: type[CachePol
         store(policy, make_blocks(2, 2 * index), chain)
     assert policy.evict(7, step=0, spare=spared) is None
     assert evicted_ids(policy, 8) == [1, 0, 3, 2, 5, 4, 7, 6]
-
-
-@pytest.mark.parametrize("policy_class", POLICIES)
-def test_a_block_answered_in_this_step_is_not_evicted_before_the_step_ends(policy_class: type[CachePolicy]) -> None:
-    policy = policy_class(100)
-    blocks = make_blocks(4)
-    store(policy, blocks, RequestChain())
-    blocks[3].step = blocks[2].step = 7
-    assert policy.evict(3, step=7) is None
-    assert len(policy) == 4, "a refused eviction changes nothing"
-    assert evicted_ids(policy, 2, step=7) == [1, 0]
-    policy.end_step()
-    assert evicted_ids(policy, 2, step=8) == [3, 2]
-
-
-@pytest.mark.parametrize("policy_class", POLICIES)
-def test_a_protected_block_can_be_pinned_and_released(policy_class: type[CachePolicy]) -> None:
-    policy = policy_class(100)
-    blocks = make_blocks(3)
-    store(policy, blocks, RequestChain())
-    for block in blocks:
-        block.step = 1
-    assert policy.evict(1, step=1) is None
-    policy.remove(blocks[1:2])
-    assert len(policy) == 2
-    policy.end_step()
-    policy.add(blocks[1:2])
-    assert sorted(evicted_ids(policy, 3, step=2)) == [0, 1, 2]
-    assert len(policy) == 0
 
 
 @pytest.mark.parametrize("policy_class", POLICIES)
@@ -207,59 +154,6 @@ def test_arc_gives_up_no_head_before_the_tail_of_an_older_request() -> None:
     store(policy, old, RequestChain())
     policy.use(old[:4], RequestChain())  # the head is shared now, its old tail is not
     assert evicted_ids(policy, 8) == [7, 6, 5, 4, 3, 2, 1, 0]
-
-
-@st.composite
-def operations(draw: st.DrawFn) -> list[tuple[str, int, int]]:
-    names = st.sampled_from(["store", "use", "pin", "unpin", "evict", "end_step", "protect"])
-    return draw(st.lists(st.tuples(names, st.integers(0, 30), st.integers(1, 6)), max_size=60))
-
-
-@pytest.mark.parametrize("policy_class", POLICIES)
-@given(operations=operations())
-def test_a_policy_never_loses_or_invents_a_block(
-    policy_class: type[CachePolicy], operations: list[tuple[str, int, int]]
-) -> None:
-    policy = policy_class(1000)
-    evictable: dict[int, CPUBlock] = {}
-    pinned: dict[int, CPUBlock] = {}
-    chains = [RequestChain() for _ in range(4)]
-    step, made = 0, 0
-    for name, number, count in operations:
-        chain = chains[number % 4]
-        some = list(evictable.values())[number : number + count]
-        if name == "store":
-            blocks = make_blocks(count, made)
-            made += count
-            store(policy, blocks, chain)
-            evictable.update((block.block_id, block) for block in blocks)
-        elif name == "use":
-            policy.use(some, chain)
-        elif name == "pin":
-            policy.remove(some)
-            for block in some:
-                pinned[block.block_id] = evictable.pop(block.block_id)
-        elif name == "unpin":
-            back = list(pinned.values())[:count]
-            policy.add(back)
-            for block in back:
-                evictable[block.block_id] = pinned.pop(block.block_id)
-        elif name == "protect":
-            for block in some:
-                block.step = step
-        elif name == "end_step":
-            step += 1
-            policy.end_step()
-        else:
-            free = [block for block in evictable.values() if block.step != step]
-            victims = policy.evict(count, step)
-            assert (victims is None) == (count > len(free))
-            for block in victims or ():
-                assert block.step != step
-                del evictable[block.block_id]
-        assert len(policy) == len(evictable)
-    policy.end_step()
-    assert sorted(evicted_ids(policy, len(evictable), step + 1)) == sorted(evictable)
 
 
 def test_a_policy_is_found_by_name_or_by_module_and_class() -> None:

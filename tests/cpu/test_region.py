@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import mmap
-import sys
 from types import SimpleNamespace
 
 import pytest
 
+from tests.support.stacks import ReplaceModule
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 
@@ -70,12 +70,12 @@ def fake_torch(runtime: FakeCudaRuntime) -> SimpleNamespace:
     return SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True, cudart=lambda: runtime))
 
 
-def test_a_region_is_pinned_where_torch_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_is_pinned_where_torch_has_a_gpu(replace_module: ReplaceModule) -> None:
     region = PrimaryRegion(2, 4096)
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    replace_module("torch")
     assert not region.pin()
     runtime = FakeCudaRuntime()
-    monkeypatch.setitem(sys.modules, "torch", fake_torch(runtime))
+    replace_module("torch", fake_torch(runtime))
     assert region.pin()
     assert region.pin(), "once is enough"
     assert runtime.registered == {region.array.ctypes.data: 8192}
@@ -83,9 +83,9 @@ def test_a_region_is_pinned_where_torch_has_a_gpu(monkeypatch: pytest.MonkeyPatc
     assert not runtime.registered
 
 
-def test_a_region_that_cuda_refuses_to_pin_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_that_cuda_refuses_to_pin_says_what_to_do(replace_module: ReplaceModule) -> None:
     region = PrimaryRegion(2, 4096)
-    monkeypatch.setitem(sys.modules, "torch", fake_torch(FakeCudaRuntime(code=2)))
+    replace_module("torch", fake_torch(FakeCudaRuntime(code=2)))
     with pytest.raises(ConfigError, match="error 2"):
         region.pin()
     region.close()

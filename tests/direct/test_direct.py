@@ -107,22 +107,6 @@ class TestBlocks:
         with pytest.raises(Exception, match="namespace"):
             open_direct(pool, nvme, namespace=Namespace(model="another"))
 
-    def test_that_a_tier_does_not_have_are_loaded_from_the_next(self, pool: Any, register: Register) -> None:
-        failing: list[FailingTier] = []
-
-        def wrap(inner: Any) -> FailingTier:
-            failing.append(FailingTier(inner))
-            return failing[0]
-
-        register("first", wrap)
-        keys = make_keys(4)
-        with open_direct(pool, {"type": "first", **PATIENT}, MEMORY) as tiers:
-            assert tiers.wait("store", keys[:2], offsets(2)) == [True] * 2
-            failing[0].failing = True
-            assert tiers.wait("store", keys[2:], offsets(2, 2 * BLOCK_BYTES)) == [True] * 2
-            assert tiers.wait("load", [*keys, *make_keys(1, "other")], offsets(5, 1 << 16)) == [True] * 4 + [False]
-        assert np.array_equal(pool[: 4 * BLOCK_BYTES], pool[1 << 16 : (1 << 16) + 4 * BLOCK_BYTES])
-
     def test_of_one_key_are_answered_one_by_one(self, pool: Any, register: Register) -> None:
         calls: list[Sequence[OffloadKey]] = []
 

@@ -14,6 +14,7 @@ from tiered_kv.observe.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
 
 RULES = [rule for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
 PAGE = MONITORING.parents[1] / "docs" / "how-to" / "monitoring.md"
+COUNTERS = PAGE.parents[1] / "reference" / "counters.md"
 EVER = 240
 """Minutes that the sound stack's series last."""
 
@@ -108,6 +109,8 @@ def test_every_alert_says_what_is_wrong_and_what_to_do_about_metrics_that_there_
         assert "$labels.instance" in rule["annotations"]["summary"]
         named = set(re.findall(r"tiered_kv_\w+", rule["expr"]))
         assert {name.removesuffix("_bucket") for name in named} <= known
+        chosen = set(re.findall(r'\w+!?="(\w+)"', rule["expr"])) - {"cpu"}
+        assert {value for value in chosen if f"`{value}`" not in COUNTERS.read_text()} == set()
     alerts = {rule["alert"]: rule["labels"]["severity"] for rule in RULES}
     assert alerts.keys() == FAULTS.keys()
     assert alerts == dict(re.findall(r"^\| `(TieredKV\w+)` \|.*\| (\w+) \|$", PAGE.read_text(), re.MULTILINE))

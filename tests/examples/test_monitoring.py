@@ -32,7 +32,7 @@ from tiered_kv.workload.replay import ReplaySettings, replay
 BLOCK_BYTES = 8 << 10
 PAUSE_S, PAUSE_S_MAX = 0.004, 0.1
 NONE: set[str] = set()
-FAULTS = {  # test_alert_faults.py has the others
+FAULTS = {  # test_alerts.py has the others
     "TieredKVDamagedBlocks",
     "TieredKVNoSpace",
     "TieredKVStoresSkipped",

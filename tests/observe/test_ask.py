@@ -99,13 +99,6 @@ def test_a_bad_answer_is_an_error_for_a_terminal(answer: bytes, expected: str) -
     assert str(error.value).isprintable()
 
 
-def test_nobody_who_listens_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with pytest.raises(TierUnavailableError, match="refused"):
-        fetch(Address("127.0.0.1", port), "/status")
-
-
 def test_an_answer_that_does_not_come_is_given_up() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,

@@ -2,82 +2,92 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from tests.observe.rig import OTHERS, Engine, blocks, get, misses, obedient, put, put_below, stack_of
+from tests.observe.rig import BLOCK_BYTES, OTHERS, Engine, blocks, get, misses, obedient, put, put_below, stack_of
 from tiered_kv.base import ReqContext
-from tiered_kv.observe import pages
-from tiered_kv.stack import open_stack
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.observe.history import BlockHistory
+from tiered_kv.observe.pages import PAGE_KEYS
+from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.tiering.requests import ManagerLimits
 
 KEYS = make_keys(6)
 OBEDIENT: dict[str, object] = {"type": "obedient", "name": "disk"}
 
 
-def test_an_engine_that_asks_key_by_key_asks_for_no_block_behind_the_first_miss() -> None:
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    """A stack over one obedient tier."""
     with open_stack(stack_of(OBEDIENT)) as stack:
-        put(stack, KEYS[:2])
-        assert Engine(stack.manager).request(KEYS, "r") == 2
-        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 1), (0, 1))
+        yield stack
 
 
-def test_lookup_many_asks_for_all_of_its_keys() -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        put(stack, KEYS[:2])
-        engine = Engine(stack.manager)
-        context = engine.begin("r")
-        assert stack.manager.lookup_many(KEYS, context) == [True, True, False, False, False, False]
-        engine.load(KEYS[:2], context)
-        engine.end(context)
-        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 4), (0, 4))
+def test_an_engine_that_asks_key_by_key_asks_for_no_block_behind_the_first_miss(stack: Stack) -> None:
+    put(stack, KEYS[:2])
+    assert Engine(stack.manager).request(KEYS, "r") == 2
+    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 1), (0, 1))
+
+
+def test_lookup_many_asks_for_all_of_its_keys(stack: Stack) -> None:
+    put(stack, KEYS[:2])
+    engine = Engine(stack.manager)
+    context = engine.begin("r")
+    assert stack.manager.lookup_many(KEYS, context) == [True, True, False, False, False, False]
+    engine.load(KEYS[:2], context)
+    engine.end(context)
+    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 4), (0, 4))
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_a_request_that_asks_again_and_again_counts_once(many: bool) -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        engine = Engine(stack.manager)
-        context = engine.begin("r")
-        for _ in range(5):
-            if many:
-                stack.manager.lookup_many(KEYS, context)
-            for key in KEYS:
-                assert stack.manager.lookup(key, context) is False
-            stack.manager.on_schedule_end()
-        engine.end(context)
-        assert blocks(stack, "cpu") == blocks(stack, "disk") == (0, 6)
-        assert Engine(stack.manager).request(KEYS, "another") == 0
-        assert blocks(stack, "cpu") == (0, 7)
-
-
-def test_a_block_that_was_missed_first_and_loaded_then_is_a_hit() -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        engine = Engine(stack.manager)
-        context = engine.begin("r")
-        assert engine.look_up(KEYS, context) == 0
+def test_a_request_that_asks_again_and_again_counts_once(stack: Stack, many: bool) -> None:
+    engine = Engine(stack.manager)
+    context = engine.begin("r")
+    for _ in range(5):
+        if many:
+            stack.manager.lookup_many(KEYS, context)
+        for key in KEYS:
+            assert stack.manager.lookup(key, context) is False
         stack.manager.on_schedule_end()
-        engine.store(KEYS, "another")
-        assert engine.look_up(KEYS, context) == 6
-        engine.load(KEYS, context)
-        engine.load(KEYS, context)  # once more, after a preemption
-        engine.end(context)
-        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((6, 0), (0, 0))
+    engine.end(context)
+    assert blocks(stack, "cpu") == blocks(stack, "disk") == (0, 6)
+    assert Engine(stack.manager).request(KEYS, "another") == 0
+    assert blocks(stack, "cpu") == (0, 7)
 
 
-def test_the_reason_is_that_of_the_miss_although_the_request_stores_the_block_then() -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        put_below(stack, KEYS)
-        obedient(stack).present.clear()
-        engine = Engine(stack.manager)
-        context = engine.begin("r")
-        assert stack.manager.lookup_many(KEYS, context) == [False] * 6
-        stack.manager.on_schedule_end()
-        output = stack.manager.prepare_store(KEYS, context)
-        assert output is not None
-        stack.manager.complete_store(output.keys_to_store, context)
-        stack.manager.on_schedule_end()
-        engine.end(context)
-        assert misses(stack, "cpu") == misses(stack, "disk") == {"evicted": 6}
-        assert [each.fate for each in stack.explain(KEYS)[0].tiers] == ["present", "stored"]
+def test_a_block_that_was_missed_first_and_loaded_then_is_a_hit(stack: Stack) -> None:
+    engine = Engine(stack.manager)
+    context = engine.begin("r")
+    assert engine.look_up(KEYS, context) == 0
+    stack.manager.on_schedule_end()
+    engine.store(KEYS, "another")
+    assert engine.look_up(KEYS, context) == 6
+    engine.load(KEYS, context)
+    engine.load(KEYS, context)  # once more, after a preemption
+    engine.end(context)
+    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((6, 0), (0, 0))
+
+
+def test_the_reason_is_that_of_the_miss_although_the_request_stores_the_block_then(stack: Stack) -> None:
+    put_below(stack, KEYS)
+    obedient(stack).present.clear()
+    engine = Engine(stack.manager)
+    context = engine.begin("r")
+    assert stack.manager.lookup_many(KEYS, context) == [False] * 6
+    stack.manager.on_schedule_end()
+    output = stack.manager.prepare_store(KEYS, context)
+    assert output is not None
+    stack.manager.complete_store(output.keys_to_store, context)
+    stack.manager.on_schedule_end()
+    engine.end(context)
+    assert misses(stack, "cpu") == misses(stack, "disk") == {"evicted": 6}
+    assert [each.fate for each in stack.explain(KEYS)[0].tiers] == ["present", "stored"]
 
 
 @pytest.mark.parametrize(("admit_after", "fate"), [(1, "stored"), (2, "admission")])
@@ -94,109 +104,108 @@ def test_the_reason_is_that_of_the_miss_although_the_block_is_stored_in_the_same
         assert [each.fate for each in stack.explain(KEYS)[0].tiers] == ["present", fate]
 
 
-def test_a_request_that_asks_again_and_misses_another_block_between_two_counts_it() -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        tier, manager, engine = obedient(stack), stack.manager, Engine(stack.manager)
-        tier.present.add(KEYS[1])
-        tier.holds_jobs = True
-        context = engine.begin("r")
-        for _ in range(3):
-            assert manager.lookup_many(KEYS[:4], context) == [False, None, False, False]
-            manager.on_schedule_end()
-        engine.store([KEYS[2]], "another")
-        tier.let_go()
+def test_a_request_that_asks_again_and_misses_another_block_between_two_counts_it(stack: Stack) -> None:
+    tier, manager, engine = obedient(stack), stack.manager, Engine(stack.manager)
+    tier.present.add(KEYS[1])
+    tier.holds_jobs = True
+    context = engine.begin("r")
+    for _ in range(3):
+        assert manager.lookup_many(KEYS[:4], context) == [False, None, False, False]
         manager.on_schedule_end()
-        assert manager.lookup_many(KEYS[:4], context) == [False, False, True, False]
-        engine.load([KEYS[2]], context)
+    engine.store([KEYS[2]], "another")
+    tier.let_go()
+    manager.on_schedule_end()
+    assert manager.lookup_many(KEYS[:4], context) == [False, False, True, False]
+    engine.load([KEYS[2]], context)
+    engine.end(context)
+    assert blocks(stack, "cpu") == (1, 3)
+    assert misses(stack, "disk") == {"absent": 2, "failed": 1}
+
+
+def test_a_block_that_was_found_and_not_loaded_is_neither_hit_nor_miss(stack: Stack) -> None:
+    put(stack, KEYS)
+    engine = Engine(stack.manager)
+    context = engine.begin("r")
+    assert engine.look_up(KEYS, context) == 6
+    engine.end(context)
+    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 0), (0, 0))
+
+
+def test_prefetch_asks_for_nothing(stack: Stack) -> None:
+    put_below(stack, KEYS[:2])
+    engine = Engine(stack.manager)
+    context = engine.begin("r")
+    stack.manager.prefetch(KEYS, context)
+    for _ in range(3):
+        stack.manager.on_schedule_end()
+    engine.end(context)
+    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 0), (0, 0))
+    context = engine.begin("s")
+    assert engine.look_up(KEYS[3:4], context) == 0
+    stack.manager.prefetch(KEYS, context)
+    assert engine.look_up(KEYS[:3], context) == 2
+    engine.load(KEYS[:2], context)
+    engine.end(context)
+    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 2), (0, 2))
+
+
+def test_keys_that_were_noted_are_not_kept_for_ever(stack: Stack) -> None:
+    manager, engine, asked = stack.manager, Engine(stack.manager), make_keys(3 * PAGE_KEYS)
+    for first in range(0, len(asked), 512):
+        context = engine.begin(f"r-{first}")
+        assert not any(manager.lookup_many(asked[first : first + 512], context))
         engine.end(context)
-        assert blocks(stack, "cpu") == (1, 3)
-        assert misses(stack, "disk") == {"absent": 2, "failed": 1}
+        put(stack, asked[first : first + 16])
+    assert stack.history is not None
+    missed, noted = manager._search._missed, stack.history._page
+    assert missed is not None
+    assert max(len(missed), len(noted)) <= PAGE_KEYS + 512
 
 
-def test_a_block_that_was_found_and_not_loaded_is_neither_hit_nor_miss() -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        put(stack, KEYS)
-        engine = Engine(stack.manager)
-        context = engine.begin("r")
-        assert engine.look_up(KEYS, context) == 6
-        engine.end(context)
-        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 0), (0, 0))
+def test_calls_without_an_id_are_one_request(stack: Stack) -> None:
+    nameless = ReqContext()
+    for _ in range(3):
+        assert stack.manager.lookup_many(KEYS, nameless) == [False] * 6
+        stack.manager.on_schedule_end()
+    stack.close()
+    assert stack.manager.counters()["disk"]["blocks_total"] == {"miss": 6}
 
 
-def test_prefetch_asks_for_nothing() -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        put_below(stack, KEYS[:2])
-        engine = Engine(stack.manager)
-        context = engine.begin("r")
-        stack.manager.prefetch(KEYS, context)
-        for _ in range(3):
-            stack.manager.on_schedule_end()
-        engine.end(context)
-        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 0), (0, 0))
-        context = engine.begin("s")
-        assert engine.look_up(KEYS[3:4], context) == 0
-        stack.manager.prefetch(KEYS, context)
-        assert engine.look_up(KEYS[:3], context) == 2
-        engine.load(KEYS[:2], context)
-        engine.end(context)
-        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 2), (0, 2))
+def test_a_request_that_is_forgotten_counts_too() -> None:
+    primary = CPUOffloadingManager(CPUBackend(PrimaryRegion(4, BLOCK_BYTES)), "lru")
+    history = BlockHistory(64, ["cpu"], [None])
+    manager = TieringOffloadingManager(primary, [], limits=ManagerLimits(requests_max=2), history=history)
+    engine = Engine(manager)
+    for number in range(4):
+        assert engine.look_up(KEYS, engine.begin(f"never-finished-{number}")) == 0
+        manager.on_schedule_end()
+    history.settle()
+    assert manager.counters()["cpu"]["blocks_total"] == {"miss": 2}
+    manager.shutdown()
+    history.settle()
+    assert manager.counters()["cpu"]["blocks_total"] == {"miss": 4}
+    history.close()
 
 
-def test_keys_that_were_noted_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "PAGE_KEYS", 8)
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        for number, key in enumerate(make_keys(100)):
-            assert Engine(stack.manager).request([key], f"r-{number}") == 0
-            put(stack, [key])
-        assert stack.history is not None
-        missed, noted = stack.manager._search._missed, stack.history._page
-        assert missed is not None
-        assert max(len(missed), len(noted)) <= 8
+def test_a_request_goes_on_after_a_reset_and_counts_what_it_had(stack: Stack) -> None:
+    put_below(stack, KEYS[:4])
+    engine = Engine(stack.manager)
+    context = engine.begin("r")
+    assert engine.look_up(KEYS[:2], context) == 2
+    engine.load(KEYS[:2], context)
+    stack.manager.reset_cache()
+    assert engine.look_up(KEYS[2:], context) == 0
+    engine.end(context)
+    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 3), (2, 1))
+    assert misses(stack, "disk") == {"reset": 1}
 
 
-def test_calls_without_an_id_are_one_request() -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        nameless = ReqContext()
-        for _ in range(3):
-            assert stack.manager.lookup_many(KEYS, nameless) == [False] * 6
-            stack.manager.on_schedule_end()
-        stack.close()
-        assert stack.manager.counters()["disk"]["blocks_total"] == {"miss": 6}
-
-
-def test_a_request_that_is_forgotten_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        engine = Engine(stack.manager)
-        monkeypatch.setattr(stack.manager._requests, "_requests_max", 2)
-        for number in range(4):
-            assert engine.look_up(KEYS, engine.begin(f"never-finished-{number}")) == 0
-            stack.manager.on_schedule_end()
-        assert blocks(stack, "disk") == (0, 2)
-        stack.close()
-        assert stack.manager.counters()["disk"]["blocks_total"] == {"miss": 4}
-
-
-def test_a_request_goes_on_after_a_reset_and_counts_what_it_had() -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        put_below(stack, KEYS[:4])
-        engine = Engine(stack.manager)
-        context = engine.begin("r")
-        assert engine.look_up(KEYS[:2], context) == 2
-        engine.load(KEYS[:2], context)
-        stack.manager.reset_cache()
-        assert engine.look_up(KEYS[2:], context) == 0
-        engine.end(context)
-        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 3), (2, 1))
-        assert misses(stack, "disk") == {"reset": 1}
-
-
-def test_the_facade_asks_once_however_long_it_waits() -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        put_below(stack, KEYS[:4])
-        assert get(stack, KEYS) == 4
-        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 6), (4, 2))
-        assert get(stack, KEYS) == 4
-        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((4, 8), (4, 4))
+def test_the_facade_asks_once_however_long_it_waits(stack: Stack) -> None:
+    put_below(stack, KEYS[:4])
+    assert get(stack, KEYS) == 4
+    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 6), (4, 2))
+    assert get(stack, KEYS) == 4
+    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((4, 8), (4, 4))
 
 
 def test_hits_and_misses_of_a_tier_add_up_with_its_reasons() -> None:

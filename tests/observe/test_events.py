@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -20,11 +19,21 @@ from tests.observe.rig import BLOCK_BYTES, put, stack_of
 from tests.support.event_subscriber import Index, Message, Subscriber, index_of
 from tests.support.redis_servers import PATIENT, RedisServer, redis_server
 from tests.support.s3_entries import s3_entry
+from tests.support.stacks import ReplaceModule
 from tiered_kv.base import OffloadingEvent, OffloadKey, make_offload_key
 from tiered_kv.config.stack_config import EventSettings
 from tiered_kv.errors import ConfigError, MissingExtraError
-from tiered_kv.observe import events
-from tiered_kv.observe.events import EventPublisher, hashes_of
+from tiered_kv.observe.events import (
+    MESSAGE_KEYS_MAX,
+    PEER_MESSAGE_BYTES_MAX,
+    QUEUE_BATCHES_MAX,
+    QUEUE_KEYS_MAX,
+    REPLAY_BYTES_MAX,
+    REPLAY_MESSAGES_MAX,
+    SUBSCRIBER_MESSAGES_MAX,
+    EventPublisher,
+    hashes_of,
+)
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
@@ -243,12 +252,12 @@ def lists_of(keys: list[OffloadKey]) -> dict[int, list[int]]:
 
 
 def test_no_message_is_large(publisher: EventPublisher) -> None:
-    keys = make_keys(3 * events.MESSAGE_KEYS_MAX // 2)
+    keys = make_keys(3 * MESSAGE_KEYS_MAX // 2)
     publisher.publish([stored(*keys), stored(*keys, medium="disk"), stored(*keys[:1])])
     with Subscriber(publisher) as subscriber:
         messages = subscriber.replay_until(lambda messages: len(messages) == 4)
     sizes = [sum(len(event["block_hashes"]) for event in message.events) for message in messages]
-    assert sizes == [events.MESSAGE_KEYS_MAX] * 3 + [1]
+    assert sizes == [MESSAGE_KEYS_MAX] * 3 + [1]
     assert index_of(messages) == {"CPU": hashes(keys), "NVME": hashes(keys)}
 
 
@@ -268,17 +277,21 @@ def test_a_subscriber_gets_what_it_missed_from_the_replay_socket(publisher: Even
         assert publisher.counted()["event_replay_requests_total"] >= 3
 
 
-def test_the_replay_has_a_limit(publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "REPLAY_MESSAGES_MAX", 3)
-    for key in make_keys(10):
-        publisher.publish([stored(key)])
+@pytest.mark.slow
+def test_the_replay_has_a_limit(publisher: EventPublisher) -> None:
     with Subscriber(publisher) as subscriber:
-        messages = subscriber.replay_until(lambda messages: bool(messages) and messages[-1].number == 9)
-        assert [message.number for message in messages] == [7, 8, 9]
-        monkeypatch.setattr(events, "REPLAY_BYTES_MAX", 200)
-        publisher.publish([stored(*make_keys(4))])
-        messages = subscriber.replay_until(lambda messages: messages[-1].number == 10)
-        assert [message.number for message in messages] == [10]
+        # A message of so many keys has more than nine bytes for each.
+        publisher.publish([stored(*make_keys(MESSAGE_KEYS_MAX) * (2 * REPLAY_BYTES_MAX // (9 * MESSAGE_KEYS_MAX)))])
+        wait_until_sent(publisher, 2 * REPLAY_BYTES_MAX // (9 * MESSAGE_KEYS_MAX))
+        kept = subscriber.replay()
+        assert 0 < len(kept) * 9 * MESSAGE_KEYS_MAX <= REPLAY_BYTES_MAX
+        sent = publisher.counted()["event_messages_total"]
+        for number in range(REPLAY_MESSAGES_MAX + 3):
+            publisher.clear()
+            wait_until_sent(publisher, sent + number + 1 - QUEUE_BATCHES_MAX // 2)
+        wait_until_sent(publisher, sent + REPLAY_MESSAGES_MAX + 3)
+        numbers = [message.number for message in subscriber.replay()]
+        assert numbers == list(range(sent + 3, sent + 3 + REPLAY_MESSAGES_MAX))
 
 
 def test_a_request_for_a_replay_that_is_none_is_ignored(publisher: EventPublisher) -> None:
@@ -296,7 +309,7 @@ def test_a_request_for_a_replay_that_is_none_is_ignored(publisher: EventPublishe
 def test_a_peer_that_sends_a_large_message_is_disconnected_and_others_are_served(publisher: EventPublisher) -> None:
     """Otherwise it could fill this process's memory."""
     publisher.publish([stored(*make_keys(1))])
-    large = bytes(events.PEER_MESSAGE_BYTES_MAX + 1)
+    large = bytes(PEER_MESSAGE_BYTES_MAX + 1)
     for kind, address in ((zmq.DEALER, publisher.replay_address), (zmq.SUB, publisher.publish_address)):
         with zmq.Context() as context, context.socket(kind) as peer:
             peer.linger = 0
@@ -312,42 +325,42 @@ def test_a_peer_that_sends_a_large_message_is_disconnected_and_others_are_served
         assert subscriber.replay_until(lambda messages: len(messages) == 1)
 
 
-def test_where_too_much_waits_the_oldest_is_dropped_and_the_numbers_show_it(
-    publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_too_much_waits_the_oldest_is_dropped_and_the_numbers_show_it(publisher: EventPublisher) -> None:
     gate = Gate(is_open=False)
-    monkeypatch.setattr(events, "give_way", lambda *_: gate.pass_through())
-    monkeypatch.setattr(events, "QUEUE_KEYS_MAX", 4)
-    keys = make_keys(12)
+
+    class HeldKeys(list[OffloadKey]):
+        def __getitem__(self, place: Any) -> Any:  # Any: as a list's
+            gate.pass_through()
+            return super().__getitem__(place)
+
+    keys = make_keys(13)
     with Subscriber(publisher) as subscriber:
-        publisher.publish([stored(keys[0])])
+        publisher.publish([OffloadingEvent(HeldKeys(keys[:1]), BLOCK_BYTES, "CPU", removed=False)])
         wait_until(lambda: gate.waiting == 1)  # the publisher's thread
         for key in keys[1:]:
-            publisher.publish([stored(key)])
+            publisher.publish([stored(*[key] * (QUEUE_KEYS_MAX // 4))])
         assert publisher.counted()["dropped_event_batches_total"] == 8
         gate.open()
-        messages = subscriber.replay_until(lambda messages: len(messages) == 4)
-    assert [message.number for message in messages] == [8, 9, 10, 11]
-    assert index_of(messages) == {"CPU": hashes(keys[8:])}
+        count = 1 + QUEUE_KEYS_MAX // MESSAGE_KEYS_MAX
+        messages = subscriber.replay_until(lambda messages: len(messages) == count)
+    assert [message.number for message in messages] == [0, *range(9, 9 + count - 1)]
+    assert index_of(messages) == {"CPU": hashes([keys[0], *keys[9:]])}
 
 
-def test_a_slow_subscriber_loses_messages_and_slows_nobody(closing: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "SUBSCRIBER_MESSAGES_MAX", 2)
-    publisher = closing.enter_context(contextlib.closing(EventPublisher(SETTINGS, {})))
-    monkeypatch.setattr(events, "MESSAGE_KEYS_MAX", 1 << 20)
-    large = make_keys(1) * 100_000  # a message of 900 kB
+@pytest.mark.slow
+def test_a_slow_subscriber_loses_messages_and_slows_nobody(publisher: EventPublisher) -> None:
     with Subscriber(publisher, queue=1) as slow, Subscriber(publisher) as subscriber:
         slow.connect(lambda: publisher.publish([stored(*make_keys(1))]))
         sent = publisher.counted()["event_messages_total"]
-        for number in range(1, 25):
-            publisher.publish([stored(*large)])
-            wait_until_sent(publisher, sent + number)
+        messages = 5 * SUBSCRIBER_MESSAGES_MAX  # of some 5 kB
+        publisher.publish([stored(*make_keys(MESSAGE_KEYS_MAX) * messages)])
+        wait_until_sent(publisher, sent + messages)
         numbers = [message.number for message in subscriber.replay(first=sent)]
         # One of those by which the slow one was connected may have been on its way.
-        assert len(numbers) >= 24
+        assert len(numbers) >= messages
         assert numbers == list(range(sent, sent + len(numbers))), "all were sent, with the slow one connected"
         got: list[int] = []
-        while not got or got[-1] < sent + 24:  # it goes on once it has read what was kept for it
+        while not got or got[-1] < sent + messages:  # it goes on once it has read what was kept for it
             got.append(slow.connect(lambda: publisher.publish([stored(*make_keys(1))])).number)
         assert len(set(numbers) - set(got)) > 0, "it lost some"
         assert got == sorted(got)
@@ -363,8 +376,8 @@ def test_an_address_that_is_none_is_refused(address: object) -> None:
 
 
 @pytest.mark.parametrize("library", ["zmq", "msgspec"])
-def test_without_its_libraries_it_names_the_extra(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
+def test_without_its_libraries_it_names_the_extra(library: str, replace_module: ReplaceModule) -> None:
+    replace_module(library)
     with pytest.raises(MissingExtraError, match=r"'events' needs a library .* '\.\[events\]'"):
         EventPublisher(SETTINGS, {})
 
@@ -393,14 +406,12 @@ def test_events_of_keys_that_are_none_are_dropped_and_the_others_are_published(
     key: Any, publisher: EventPublisher
 ) -> None:
     """A stranger's tier may say anything."""
-    keys = make_keys(2 * events.MESSAGE_KEYS_MAX)
+    keys = make_keys(2 * MESSAGE_KEYS_MAX)
     publisher.publish([stored(keys[0]), stored(*[key] * len(keys), medium="disk"), stored(*keys[1:])])
     with Subscriber(publisher) as subscriber:
         wanted = {"CPU": hashes(keys)}
         messages = subscriber.replay_until(lambda messages: index_of(messages) == wanted)
-    assert all(
-        len(event["block_hashes"]) <= events.MESSAGE_KEYS_MAX for message in messages for event in message.events
-    )
+    assert all(len(event["block_hashes"]) <= MESSAGE_KEYS_MAX for message in messages for event in message.events)
     assert publisher.counted()["dropped_event_batches_total"] > 0
 
 

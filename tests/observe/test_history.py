@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.observe import history as history_module
 from tiered_kv.observe import ledger as ledger_module
 from tiered_kv.observe.fates import Fate
-from tiered_kv.observe.history import PENDING_KEYS_MAX, BlockHistory
+from tiered_kv.observe.history import PENDING_BATCHES_MAX, PENDING_KEYS_MAX, BlockHistory
 from tiered_kv.observe.ledger import CPU, RequestLog
 from tiered_kv.observe.table import FateTable, hashes
 from tiered_kv.testing.clock import ManualClock
@@ -33,6 +33,12 @@ def ask(history: BlockHistory, keys: list[OffloadKey], req_id: str = "r", becaus
     history.missed(log, because, keys)
     history.ended(log)
     history.settle()
+
+
+def fill(history: BlockHistory) -> None:
+    """Let as many batches wait as may; the history's thread has to have ended."""
+    for _ in range(PENDING_BATCHES_MAX + 1):
+        history.stored([])
 
 
 def misses(history: BlockHistory, tier: int) -> dict[str, int]:
@@ -98,12 +104,13 @@ def test_a_reset_separates_blocks_of_one_moment(history: BlockHistory) -> None:
         assert [fates[1][0] for fates in history.fates(keys)] == [Fate.RESET, Fate.STORED, Fate.UNKNOWN], number
 
 
-def test_a_reset_is_noted_however_much_waits(history: BlockHistory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_is_noted_however_much_waits(history: BlockHistory) -> None:
     keys = make_keys(2)
+    history.close()
     history.note(1, Fate.STORED, keys)
-    monkeypatch.setattr(history_module, "PENDING_BATCHES_MAX", -1)
+    fill(history)
     history.reset(1)
-    monkeypatch.undo()
+    history.settle()
     ask(history, keys)
     assert misses(history, 1) == {"reset": 2}
 
@@ -118,9 +125,8 @@ def test_a_skipped_store_does_not_hide_a_stored_block_but_one_from_before_a_rese
     assert history.fates([key])[0][1][0] is Fate.BUDGET
 
 
-def test_what_comes_too_fast_is_counted_and_bounds_memory(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "INTERVAL_S", 3600.0)  # the thread takes nothing
-    history = BlockHistory(64, NAMES, [None, None], clock)
+def test_what_comes_too_fast_is_counted_and_bounds_memory(history: BlockHistory) -> None:
+    history.close()  # its thread takes nothing
     keys = make_keys(1024)
     for _ in range(2 * PENDING_KEYS_MAX // len(keys)):
         history.note(CPU, Fate.EVICTED, keys)
@@ -130,45 +136,22 @@ def test_what_comes_too_fast_is_counted_and_bounds_memory(clock: ManualClock, mo
     history.missed(log, b"", keys)
     history.loaded(log, keys, {})
     assert history.dropped_blocks == 2 * len(keys)
-    for _ in range(3 * history_module.PENDING_BATCHES_MAX):
+    for _ in range(3 * PENDING_BATCHES_MAX):
         history.ended(RequestLog("r", 0.0))
-    assert len(history._pending) <= history_module.PENDING_BATCHES_MAX + 1
+    assert len(history._pending) <= PENDING_BATCHES_MAX + 1
     history.settle()
     assert not history._pending
     ask(history, keys)
     assert sum(misses(history, CPU).values()) == len(keys), "it goes on"
-    history.close()
 
 
-def test_a_request_whose_end_found_no_room_is_counted_once_when_it_is_forgotten(
-    clock: ManualClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(history_module, "INTERVAL_S", 3600.0)  # the thread takes nothing
-    history = BlockHistory(64, NAMES, [None, None], clock)
-    log = RequestLog("r", 0.0)
-    history.missed(log, b"", make_keys(6))
-    history.settle()
-    monkeypatch.setattr(history_module, "PENDING_BATCHES_MAX", -1)
-    history.ended(log)
-    monkeypatch.undo()
-    monkeypatch.setattr(ledger_module, "UNFINISHED_BYTES_MAX", 500)
-    ask(history, make_keys(1))
-    assert history.dropped_blocks == 6
-    assert misses(history, CPU) == {"absent": 1}
-    history.close()
+def test_a_reader_that_is_interrupted_takes_nothing_from_those_that_follow(history: BlockHistory) -> None:
+    class Interrupting(list[OffloadKey]):
+        def __getitem__(self, place: Any) -> Any:  # Any: as a list's
+            raise KeyboardInterrupt
 
-
-def test_a_reader_that_is_interrupted_takes_nothing_from_those_that_follow(
-    clock: ManualClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(history_module, "INTERVAL_S", 3600.0)  # the thread takes nothing
-    history = BlockHistory(64, NAMES, [None, None], clock)
-    with monkeypatch.context() as patch:
-        patch.setattr(history._ledger, "miss", interrupted)
-        history.missed(RequestLog("r", 0.0), b"", make_keys(1000))
+    history.close()  # its thread takes nothing
+    history.missed(RequestLog("r", 0.0), b"", Interrupting(make_keys(1000)))
     with pytest.raises(KeyboardInterrupt):
         history.requests()
     log = RequestLog("s", 0.0)
@@ -176,18 +159,23 @@ def test_a_reader_that_is_interrupted_takes_nothing_from_those_that_follow(
     history.ended(log)
     history.settle(512)
     assert history.counted()[CPU]["misses_total"] == {"absent": 6}
-    history.close()
+
+
+@pytest.fixture
+def unfinished_bytes_max(monkeypatch: pytest.MonkeyPatch) -> int:
+    """What is remembered of requests that have not ended: little, since 16 MiB take seconds to fill."""
+    monkeypatch.setattr(ledger_module, "UNFINISHED_BYTES_MAX", 64 << 10)
+    return ledger_module.UNFINISHED_BYTES_MAX
 
 
 def test_what_is_remembered_of_requests_that_do_not_end_is_bounded(
-    history: BlockHistory, monkeypatch: pytest.MonkeyPatch
+    history: BlockHistory, unfinished_bytes_max: int
 ) -> None:
-    monkeypatch.setattr(ledger_module, "UNFINISHED_BYTES_MAX", 64 << 10)
     logs = [RequestLog(str(number), 0.0) for number in range(100)]
     for number, log in enumerate(logs):
         history.missed(log, b"", make_keys(100, str(number)))
     history.settle()
-    assert sum(log.size_bytes for log in logs) <= 64 << 10
+    assert sum(log.size_bytes for log in logs) <= unfinished_bytes_max
     remembered = sum(bool(log.rows) for log in logs)
     assert remembered > 30
     for log in logs:
@@ -197,16 +185,27 @@ def test_what_is_remembered_of_requests_that_do_not_end_is_bounded(
     assert [request.req_id for request in history.requests()] == [str(number) for number in range(100)][-remembered:]
 
 
-def test_a_request_that_alone_asks_for_too_much_is_forgotten_too(
-    history: BlockHistory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger_module, "UNFINISHED_BYTES_MAX", 6000)
+@pytest.mark.usefixtures("unfinished_bytes_max")
+def test_a_request_whose_end_found_no_room_is_counted_once_when_it_is_forgotten(history: BlockHistory) -> None:
+    history.close()  # its thread takes nothing
     log = RequestLog("r", 0.0)
-    history.missed(log, b"", make_keys(1000))
+    history.missed(log, b"", make_keys(6))
+    history.settle()
+    fill(history)
     history.ended(log)
+    history.settle()
+    for number in range(10):
+        history.missed(RequestLog(str(number), 0.0), b"", make_keys(1000))
+    assert misses(history, CPU) == {}
+    assert history.dropped_blocks % 1000 == 6
+
+
+@pytest.mark.usefixtures("unfinished_bytes_max")
+def test_a_request_that_alone_asks_for_too_much_is_forgotten_too(history: BlockHistory) -> None:
+    ask(history, make_keys(10_000))
     counted = sum(misses(history, CPU).values())
-    assert 0 < counted < 1000
-    assert counted + history.dropped_blocks == 1000
+    assert 0 < counted < 10_000
+    assert counted + history.dropped_blocks == 10_000
 
 
 def test_a_request_that_asks_for_the_same_blocks_for_ever_takes_no_more_memory(history: BlockHistory) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,10 @@ from tests.observe.rig import (
 )
 from tests.support.stacks import Register
 from tiered_kv.base import ReqContext
-from tiered_kv.observe import history as history_module
+from tiered_kv.observe.history import PENDING_KEYS_MAX
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.damage import record_damages
-from tiered_kv.testing.faults import HangingTier
 from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.pace import LOADS_MIN
@@ -36,24 +35,16 @@ KEYS = make_keys(4)
 OBEDIENT: dict[str, object] = {"type": "obedient", "name": "disk", "breaker_failures": 1000}
 
 
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    """A stack over one obedient tier."""
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        yield stack
+
+
 def fates(stack: Stack, index: int = 0) -> list[str]:
     """Return what became of one of KEYS, in each tier."""
     return [each.fate for each in stack.explain([KEYS[index]])[0].tiers]
-
-
-def test_what_was_never_stored_is_absent() -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        assert get(stack, KEYS) == 0
-        assert misses(stack, "cpu") == misses(stack, "disk") == {"absent": 4}
-        assert fates(stack) == ["unknown", "unknown"]
-
-
-def test_what_is_there_is_no_miss() -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        put(stack, KEYS)
-        assert get(stack, KEYS) == 4
-        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((4, 0), (0, 0))
-        assert fates(stack) == ["present", "stored"]
 
 
 def test_what_a_full_tier_evicted() -> None:
@@ -76,14 +67,6 @@ def test_a_block_that_came_from_below_is_a_miss_above() -> None:
         assert misses(stack, "disk") == {}
 
 
-def test_what_was_not_admitted() -> None:
-    with open_stack(stack_of({**OBEDIENT, "admit_after": 2})) as stack:
-        put_below(stack, KEYS)
-        assert get(stack, KEYS) == 0
-        assert misses(stack, "disk") == {"admission": 4}
-        assert fates(stack) == ["evicted", "admission"]
-
-
 def test_what_found_the_store_budget_used_up() -> None:
     with open_stack(stack_of({**OBEDIENT, "store_budget": BLOCK_BYTES})) as stack:
         Engine(stack.manager).store(KEYS, "writer")
@@ -97,13 +80,12 @@ def test_what_found_the_store_budget_used_up() -> None:
 
 
 @pytest.mark.parametrize(("told", "reason"), [("no_space", "no_space"), ("io_error", "failed"), ("timeout", "timeout")])
-def test_what_the_tier_did_not_store(told: str, reason: str) -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        obedient(stack).store_reason = told
-        put_below(stack, KEYS)
-        assert get(stack, KEYS) == 0
-        assert misses(stack, "disk") == {reason: 4}
-        assert fates(stack) == ["evicted", reason]
+def test_what_the_tier_did_not_store(stack: Stack, told: str, reason: str) -> None:
+    obedient(stack).store_reason = told
+    put_below(stack, KEYS)
+    assert get(stack, KEYS) == 0
+    assert misses(stack, "disk") == {reason: 4}
+    assert fates(stack) == ["evicted", reason]
 
 
 def test_a_store_that_was_not_made_again_hides_no_stored_block() -> None:
@@ -164,20 +146,6 @@ def test_a_tier_that_never_answers_is_too_slow() -> None:
         assert fates(stack) == ["evicted", "stored"], "it still has the blocks"
 
 
-def test_a_tier_that_hangs_is_too_slow(register: Register, gate: Gate) -> None:
-    class Hanging(FourMethodTier):
-        def __new__(cls, *arguments: object) -> HangingTier:  # type: ignore[misc]  # what the factory gets
-            return HangingTier(FourMethodTier(*arguments), gate, ("lookup",))  # type: ignore[arg-type]
-
-    register("hanging", lambda: Hanging)
-    with open_stack(stack_of({"type": "hanging", "lookup_timeout": "20ms"})) as stack:
-        put_below(stack, KEYS)
-        gate.close()
-        assert get(stack, KEYS) == 0
-        gate.open()
-        assert misses(stack, "hanging") == {"timeout": 4}
-
-
 def test_a_load_that_is_not_reported_is_too_slow() -> None:
     with open_stack(stack_of({**OBEDIENT, "job_timeout": "1ms"})) as stack:
         put_below(stack, KEYS[:1])
@@ -229,27 +197,25 @@ def test_what_is_older_than_the_tier_keeps_it() -> None:
         assert fates(stack) == ["evicted", "expired"]
 
 
-def test_what_went_with_a_reset() -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        put(stack, KEYS)
-        stack.manager.reset_cache()
-        assert get(stack, KEYS[:2]) == 0
-        assert misses(stack, "cpu") == misses(stack, "disk") == {"reset": 2}
-        put(stack, KEYS[2:])
-        assert fates(stack, 0) == ["reset", "reset"]
-        assert fates(stack, 2) == ["present", "stored"], "stored after the reset, within the same moment"
+def test_what_went_with_a_reset(stack: Stack) -> None:
+    put(stack, KEYS)
+    stack.manager.reset_cache()
+    assert get(stack, KEYS[:2]) == 0
+    assert misses(stack, "cpu") == misses(stack, "disk") == {"reset": 2}
+    put(stack, KEYS[2:])
+    assert fates(stack, 0) == ["reset", "reset"]
+    assert fates(stack, 2) == ["present", "stored"], "stored after the reset, within the same moment"
 
 
-def test_a_store_that_ends_after_a_reset_went_with_it() -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        context = Engine(stack.manager).begin("writer")
-        output = stack.manager.prepare_store(KEYS, context)
-        assert output is not None
-        stack.manager.complete_store(output.keys_to_store, context)
-        stack.manager.reset_cache()
-        Engine(stack.manager).end(context)  # the tier reports the store
-        assert get(stack, KEYS) == 0
-        assert misses(stack, "disk") == {"reset": 4}
+def test_a_store_that_ends_after_a_reset_went_with_it(stack: Stack) -> None:
+    context = Engine(stack.manager).begin("writer")
+    output = stack.manager.prepare_store(KEYS, context)
+    assert output is not None
+    stack.manager.complete_store(output.keys_to_store, context)
+    stack.manager.reset_cache()
+    Engine(stack.manager).end(context)  # the tier reports the store
+    assert get(stack, KEYS) == 0
+    assert misses(stack, "disk") == {"reset": 4}
 
 
 def test_a_tier_that_cannot_be_reset_is_not_used(register: Register) -> None:
@@ -263,28 +229,26 @@ def test_a_tier_that_cannot_be_reset_is_not_used(register: Register) -> None:
 
 
 @pytest.mark.parametrize("present", [4, 2], ids=["all are promoted", "some are misses"])
-def test_a_request_that_waits_is_noted_once_however_often_it_asks(
-    present: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_waits_is_noted_once_however_often_it_asks(stack: Stack, present: int) -> None:
     """Otherwise the repetitions fill the history's queue, and what others tell it finds no room."""
-    monkeypatch.setattr(history_module, "PENDING_KEYS_MAX", 64)
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        tier, manager = obedient(stack), stack.manager
-        tier.present.update(KEYS[:present])
-        tier.holds_jobs = True
-        context = ReqContext("waits")
-        manager.on_new_request(context)
-        assert stack.history is not None
-        with stack.history._lock:  # so that nothing is taken from the queue
-            for _ in range(100):
-                assert manager.lookup_many(KEYS, context) == [None] * present + [False] * (4 - present)
-                manager.on_schedule_end()
-        assert stack.counters()["cpu"]["unexplained_blocks_total"] == 0
-        tier.let_go()
-        manager.on_request_finished(context)
+    tier, manager = obedient(stack), stack.manager
+    tier.present.update(KEYS[:present])
+    tier.holds_jobs = True
+    context = ReqContext("waits")
+    manager.on_new_request(context)
+    assert stack.history is not None
+    stack.history.close()  # so that nothing is taken from the queue, which has room for few keys more
+    stack.history.stored(OTHERS[:1] * (PENDING_KEYS_MAX - 64))
+    for _ in range(100):
+        assert manager.lookup_many(KEYS, context) == [None] * present + [False] * (4 - present)
         manager.on_schedule_end()
-        assert stack.flush(WAIT_S)
-        assert misses(stack, "disk") == ({} if present == 4 else {"absent": 2})
+    assert stack.counters()["cpu"]["unexplained_blocks_total"] == 0
+    stack.history.settle()
+    tier.let_go()
+    manager.on_request_finished(context)
+    manager.on_schedule_end()
+    assert stack.flush(WAIT_S)
+    assert misses(stack, "disk") == ({} if present == 4 else {"absent": 2})
 
 
 def test_what_was_not_stored_before_the_deadline() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.secret_hunt import Sheet, new_marker
-from tests.support.stacks import Register, stack_file, stack_of
+from tests.support.stacks import Register, ReplaceModule, stack_file, stack_of
 from tiered_kv.cli import main
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.observe.report.markup import Html, element, table
@@ -259,7 +258,7 @@ def test_a_replay_that_was_ended_at_once_has_a_page(tmp_path: Path) -> None:
 )
 def test_a_page_that_cannot_be_made_is_known_before_anything_is_measured(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    replace_module: ReplaceModule,
     capsys: pytest.CaptureFixture[str],
     verb: str,
     target: str,
@@ -267,7 +266,7 @@ def test_a_page_that_cannot_be_made_is_known_before_anything_is_measured(
 ) -> None:
     stack = stack_file(tmp_path, f"type: nvme, path: {tmp_path / 'cache'}, capacity: 64MiB")
     if target == "page.html":
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        replace_module("matplotlib")
     assert main([verb, stack, "--report", os.path.join(tmp_path, target)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()

@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.meanwhile import meanwhile
 from tests.support.no_threads import no_threads
-from tests.support.stacks import Register, stack_of
+from tests.support.stacks import Register, ReplaceModule, stack_of
 from tiered_kv.config.stack_config import MetricsSettings
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.observe import server as server_module
@@ -85,13 +84,6 @@ def test_a_stack_shows_its_metrics_and_its_status(stack: Stack) -> None:
     assert ask(stack.server, "/healthz")[::2] == (200, b"ok\n")
 
 
-def test_what_changes_is_a_notice(stack: Stack) -> None:
-    stack.manager.reset_cache()
-    (notice,) = json.loads(ask(stack.server, "/status")[2])["notices"]
-    assert (notice["tier"], notice["what"], notice["count"]) == ("cpu", "cache reset", 1)
-    assert abs(notice["time"] - time.time()) < 600
-
-
 def test_it_only_reads(stack: Stack) -> None:
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
         status, headers, _ = ask(stack.server, "/metrics", method)
@@ -131,18 +123,14 @@ def test_a_stack_that_cannot_be_opened_listens_no_more() -> None:
     open_stack(config_of(f"127.0.0.1:{port}")).close()
 
 
-def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(MissingExtraError, match=r"pip install '\.\[metrics\]'"):
-        open_stack(config_of())
-
-
-def test_a_stack_that_cannot_serve_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch, register: Register) -> None:
+def test_without_the_library_the_error_names_the_extra_and_no_thread_is_left_behind(
+    replace_module: ReplaceModule, register: Register
+) -> None:
     """The manager has given the tier a thread by then."""
     register("four", FourMethodTier)
     before = set(threading.enumerate())
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(MissingExtraError):
+    replace_module("prometheus_client")
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[metrics\]'"):
         open_stack(config_of(secondary=[{"type": "four"}]))
     assert set(threading.enumerate()) <= before
 
@@ -167,6 +155,13 @@ def server() -> Iterator[StatusServer]:
         yield server
     finally:
         server.close()
+
+
+@pytest.fixture
+def greeting(server: StatusServer) -> StatusServer:
+    """A server that says hello."""
+    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
+    return server
 
 
 def test_a_ninth_connection_is_refused_and_served_once_another_has_ended(server: StatusServer, gate: Gate) -> None:
@@ -197,41 +192,35 @@ def test_a_connection_for_which_there_is_no_thread_is_refused_and_the_next_one_i
     assert raw(server, b"GET /fine HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.0 200 ")
 
 
-def test_a_head_is_bounded(server: StatusServer) -> None:
-    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
-    assert raw(server, b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 50 + b"\r\n").startswith(b"HTTP/1.0 200")
-    assert raw(server, b"GET /" + b"x" * (LINE_BYTES_MAX - 5)) == b""
-    assert b" 431 " in raw(server, b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n").splitlines()[0]
+def test_a_head_is_bounded(greeting: StatusServer) -> None:
+    assert raw(greeting, b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 50 + b"\r\n").startswith(b"HTTP/1.0 200")
+    assert raw(greeting, b"GET /" + b"x" * (LINE_BYTES_MAX - 5)) == b""
+    assert b" 431 " in raw(greeting, b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n").splitlines()[0]
 
 
 @pytest.mark.parametrize(
     "request_bytes",
     [b"hello\r\n\r\n", b"GET / HTTP/x\r\n\r\n", b"GET http://[ HTTP/1.1\r\n\r\n", b"\xff\xfe\x00 / HTTP/1.1 x\n\n"],
 )
-def test_what_is_no_request_is_refused(server: StatusServer, request_bytes: bytes) -> None:
-    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
-    assert b" 400 " in raw(server, request_bytes)[:500]
+def test_what_is_no_request_is_refused(greeting: StatusServer, request_bytes: bytes) -> None:
+    assert b" 400 " in raw(greeting, request_bytes)[:500]
 
 
 def test_a_connection_that_has_lasted_too_long_makes_room(
-    server: StatusServer, monkeypatch: pytest.MonkeyPatch
+    greeting: StatusServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "LIFETIME_S", 0.0)
-    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
-    with closing(socket.create_connection((server.host, server.port), timeout=TIMEOUT_S)) as first:
-        assert ask(server, "/")[0] == 200
+    with closing(socket.create_connection((greeting.host, greeting.port), timeout=TIMEOUT_S)) as first:
+        assert ask(greeting, "/")[0] == 200
         assert first.recv(1) == b""
 
 
-def test_a_request_that_never_ends_is_given_up(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module._Handler, "timeout", 0.05)
-    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
-    assert raw(server, b"GET / HTT") == b""
-
-
-def test_an_answer_that_nobody_reads_is_given_up(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_never_ends_and_an_answer_that_nobody_reads_are_given_up(
+    server: StatusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_module._Handler, "timeout", 0.05)
     server.start({"/": lambda query: Answer(bytes(64 << 20), "text/plain")})
+    assert raw(server, b"GET / HTT") == b""
     with closing(socket.create_connection((server.host, server.port), timeout=TIMEOUT_S)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
         wait_until(lambda: not [each for each in threading.enumerate() if each.name == "tiered-kv-answer"])
@@ -254,17 +243,16 @@ def test_a_route_that_fails_says_nothing_of_why(server: StatusServer, caplog: py
     assert ask(server, "/picky?" + "&".join(f"a={number}" for number in range(2000)))[0] == 400
 
 
-def test_closing_ends_waiting_connections_in_bounded_time(server: StatusServer) -> None:
-    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
-    with closing(socket.create_connection((server.host, server.port), timeout=TIMEOUT_S)) as connection:
+def test_closing_ends_waiting_connections_in_bounded_time(greeting: StatusServer) -> None:
+    with closing(socket.create_connection((greeting.host, greeting.port), timeout=TIMEOUT_S)) as connection:
         wait_until(lambda: [each for each in threading.enumerate() if each.name == "tiered-kv-answer"])
         began_s = time.monotonic()
-        server.close(timeout=TIMEOUT_S)
+        greeting.close(timeout=TIMEOUT_S)
         assert time.monotonic() - began_s < server_module.SILENCE_S
         assert connection.recv(100) == b""
-    server.close()
+    greeting.close()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((server.host, server.port), timeout=1.0)
+        socket.create_connection((greeting.host, greeting.port), timeout=1.0)
 
 
 def test_a_stack_is_scraped_while_it_works(stack: Stack) -> None:

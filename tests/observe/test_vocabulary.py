@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
+from tests.support.pages import counters_of
 from tiered_kv.observe.vocabulary import MANAGER, TIER, TOTAL, Metric
 
-PAGE = (Path(__file__).parents[2] / "docs/reference/counters.md").read_text()
 OF_MANAGER = ("Of the primary tier", "Of every secondary tier", "Of the history", "Of the audit", "Histograms")
 OF_TIERS = (
     "Of tiers made with the toolkit",
@@ -19,17 +16,7 @@ OF_TIERS = (
 
 def described(*titles: str) -> dict[str, tuple[str, ...]]:
     """Return the labels of each counter in the tables of these sections."""
-    found = {}
-    for title in titles:
-        (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
-        table = re.split(r"^\| (?:counter|histogram) \|", text, flags=re.MULTILINE)[1].partition("\n\n")[0]
-        columns = [cell.strip() for cell in table.splitlines()[0].strip(" |").split("|")]
-        at = columns.index("labels") + 1
-        for row in table.splitlines()[2:]:
-            cells = [cell.strip() for cell in row.split("|")[1:-1]]
-            for name in re.findall(r"`(\w+)`", cells[0]):
-                found[name] = tuple(re.findall(r"`(\w+)`", cells[at]))
-    return found
+    return {name: labels for title in titles for name, (labels, _) in counters_of(title).items()}
 
 
 @pytest.mark.parametrize(("table", "titles"), [(MANAGER, OF_MANAGER), (TIER, OF_TIERS)], ids=["manager", "tiers"])

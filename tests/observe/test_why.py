@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from tests.support.meanwhile import meanwhile
 from tiered_kv.cli import main
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.stack_config import load_config
-from tiered_kv.errors import ConfigError, ShutdownError
+from tiered_kv.errors import ConfigError
 from tiered_kv.observe.explain import KEYS_MAX, SENTENCES, explain_query
 from tiered_kv.observe.fates import Fate
 from tiered_kv.observe.namespaces import tier_namespaces
@@ -51,6 +50,12 @@ def served(stack: Stack) -> Iterator[str]:
         server.close()
 
 
+@pytest.fixture
+def url(stack: Stack) -> Iterator[str]:
+    with served(stack) as url:
+        yield url
+
+
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert main(["why", *arguments, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -71,12 +76,6 @@ def test_a_stack_without_a_history_says_so() -> None:
 def test_a_closed_stack_still_explains(stack: Stack) -> None:
     stack.close()
     assert [each.fate for each in stack.explain(KEYS)[0].tiers] == ["evicted", "evicted"]
-
-
-def test_a_forked_child_does_not(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack, "_pid", os.getpid() + 1)
-    with pytest.raises(ShutdownError):
-        stack.explain(KEYS)
 
 
 def test_threads_may_ask_while_an_engine_runs() -> None:
@@ -150,22 +149,20 @@ def test_every_fate_has_words() -> None:
 # The command.
 
 
-def test_why_asks_the_process(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    with served(stack) as url:
-        assert answer(capsys, url, KEYS[0].hex())["keys"][0]["tiers"]["cpu"]["fate"] == "evicted"
-        assert answer(capsys, url, "--request", "r")["requests"][0]["missed_blocks"] == 1
-        assert answer(capsys, url, "--last")["requests"][0]["request"] == "r"
-        assert main(["why", url, "--last"]) == 0
-        shown = capsys.readouterr().out
-        assert "request r" in shown
-        assert "evicted 1" in shown
-        assert KEYS[0].hex() in shown
+def test_why_asks_the_process(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, url, KEYS[0].hex())["keys"][0]["tiers"]["cpu"]["fate"] == "evicted"
+    assert answer(capsys, url, "--request", "r")["requests"][0]["missed_blocks"] == 1
+    assert answer(capsys, url, "--last")["requests"][0]["request"] == "r"
+    assert main(["why", url, "--last"]) == 0
+    shown = capsys.readouterr().out
+    assert "request r" in shown
+    assert "evicted 1" in shown
+    assert KEYS[0].hex() in shown
 
 
-def test_a_request_that_is_not_known_is_said_to_be(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    with served(stack) as url:
-        assert main(["why", url, "--request", "unknown"]) == 1
-        assert "still running" in capsys.readouterr().out
+def test_a_request_that_is_not_known_is_said_to_be(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", url, "--request", "unknown"]) == 1
+    assert "still running" in capsys.readouterr().out
 
 
 def test_without_a_process_why_says_so_and_opens_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,10 +189,9 @@ def test_what_why_cannot_do(arguments: list[str], message: str, capsys: pytest.C
     assert message in capsys.readouterr().err
 
 
-def test_what_the_process_refuses_is_told(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    with served(stack) as url:
-        assert main(["why", url, "no-key"]) == 2
-        assert "hexadecimal" in capsys.readouterr().err
+def test_what_the_process_refuses_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", url, "no-key"]) == 2
+    assert "hexadecimal" in capsys.readouterr().err
 
 
 # Other namespaces.
@@ -228,14 +224,13 @@ def test_a_request_s_id_is_cut_and_nothing_in_it_is_obeyed_by_a_terminal(capsys:
 
 
 def test_why_takes_the_address_from_the_stack_s_file_and_needs_no_secret_of_it(
-    stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with served(stack) as url:
-        path = tmp_path / "stack.yaml"
-        path.write_text(
-            f"metrics: {{listen: '{url.removeprefix('http://')}'}}\nsecondary: [{{password: '${{NOT_SET_HERE}}'}}]\n"
-        )
-        assert answer(capsys, str(path), "--last")["requests"]
+    path = tmp_path / "stack.yaml"
+    path.write_text(
+        f"metrics: {{listen: '{url.removeprefix('http://')}'}}\nsecondary: [{{password: '${{NOT_SET_HERE}}'}}]\n"
+    )
+    assert answer(capsys, str(path), "--last")["requests"]
 
 
 def test_the_fields_in_which_another_namespace_differs_are_named(

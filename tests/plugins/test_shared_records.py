@@ -6,7 +6,6 @@ library of its codec. What the stranger stores the writer can read, as in the mi
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ import pytest
 from tests.support.disk_use import occupied_bytes
 from tests.support.redis_servers import redis_server
 from tests.support.shared_storage import SharedStorage, storage
+from tests.support.stacks import ReplaceModule
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
 from tiered_kv.testing.rig import TierRig, make_keys
@@ -44,10 +44,10 @@ class Cause:
         """Return the writer and the stranger."""
         return storage.open(self.writer), storage.open(self.stranger)
 
-    def begin(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(self, replace_module: ReplaceModule) -> None:
         """Take from the stranger what it lacks; the writer has stored, and so has loaded its library."""
         if self.lacks_zstandard:
-            monkeypatch.setitem(sys.modules, "zstandard", None)
+            replace_module("zstandard")
 
 
 UNKNOWN_KEY = Cause(
@@ -76,12 +76,12 @@ def failed(rig: TierRig, keys: list[OffloadKey]) -> str:
 
 @pytest.mark.parametrize(("why", "cause"), [("unknown_key", UNKNOWN_KEY), ("unknown_codec", UNKNOWN_CODEC)])
 def test_what_only_others_can_read_is_a_counted_miss_that_stays_for_them_until_it_is_stored_again(
-    storage: SharedStorage, why: str, cause: Cause, monkeypatch: pytest.MonkeyPatch
+    storage: SharedStorage, why: str, cause: Cause, replace_module: ReplaceModule
 ) -> None:
     writer, stranger = cause.open_pair(storage)
     keys, readable = make_keys(4), make_keys(2, "readable")
     assert writer.store(keys).success
-    cause.begin(monkeypatch)
+    cause.begin(replace_module)
     assert stranger.store(readable).success
     assert stranger.lookup_all(keys) == [True] * 4, "nobody has tried to read them"
 

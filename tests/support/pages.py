@@ -29,6 +29,19 @@ def commands(page: str) -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line.startswith("tiered-kv ")]
 
 
+def counters_of(section: str) -> dict[str, tuple[tuple[str, ...], list[str]]]:
+    """Return the labels and the units of each counter that `counters.md` describes in the section of that heading."""
+    text = (_DOCS / "reference/counters.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    table = re.split(r"^(?=\| (?:counter|histogram) \|)", text, flags=re.MULTILINE)[1].partition("\n\n")[0]
+    heads, _, *rows = ([cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines())
+    found = {}
+    for cells in rows:
+        row = dict(zip(heads, cells, strict=True))
+        for name in re.findall(r"`(\w+)`", cells[0]):
+            found[name] = (tuple(re.findall(r"`(\w+)`", row["labels"])), row.get("unit", "").split(", "))
+    return found
+
+
 def undescribed(names: Iterable[str], page: str, section: str = "") -> set[str]:
     """Return which names a page does not mention as code, or its section of that heading."""
     text = (_DOCS / page).read_text()

@@ -26,7 +26,6 @@ from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.keyed_names import KeyedNames
 
-_WAIT_S = 1.0
 _CONDITION_WAIT_S = 20.0
 _BLOCKS = 2
 
@@ -91,15 +90,22 @@ class Sheet:
 
 
 def show_running_stack(
-    sheet: Sheet, place: str, source: Mapping[str, object], until: Callable[[Stack], bool] = lambda stack: True
+    sheet: Sheet,
+    place: str,
+    source: Mapping[str, object],
+    until: Callable[[Stack], bool] = lambda stack: True,
+    wait_s: float = 1.0,
 ) -> bool:
-    """Open a stack, use it, close it, and note all that can be seen from outside, the log at level DEBUG included."""
+    """Open a stack, use it, close it, and note all that can be seen from outside, the log at level DEBUG included.
+
+    A test whose tiers do end what they are given says a longer `wait_s`: a busy machine may hold them up.
+    """
     is_open = False
     with _log_of_everything() as log:
         try:
             with open_stack(source) as stack:
                 is_open = True
-                _use(sheet, place, stack)
+                _use(sheet, place, stack, wait_s)
                 wait_until(lambda: until(stack), _CONDITION_WAIT_S, what="what the stack was to do")
         except TieredKVError as error:
             sheet.note_error(place, error)
@@ -117,12 +123,12 @@ def process_as_seen() -> Iterator[str]:
             continue
 
 
-def _use(sheet: Sheet, place: str, stack: Stack) -> None:
+def _use(sheet: Sheet, place: str, stack: Stack, wait_s: float) -> None:
     keys = [make_offload_key(bytes([number]) * 32, 0) for number in range(_BLOCKS)]
     blocks = np.zeros((_BLOCKS, stack.config.block.bytes), dtype=np.uint8)
-    sheet.note(f"{place}: put", stack.put(keys, blocks, timeout=_WAIT_S), stack.flush(_WAIT_S))
+    sheet.note(f"{place}: put", stack.put(keys, blocks, timeout=wait_s), stack.flush(wait_s))
     stack.manager.reset_cache()
-    sheet.note(f"{place}: get", stack.get(keys, blocks, _WAIT_S))
+    sheet.note(f"{place}: get", stack.get(keys, blocks, wait_s))
     sheet.note(f"{place}: counters", stack.counters())
     sheet.note(f"{place}: metrics", exposition(StackCollector(stack.counters, secrets=stack.config.secret_texts())))
     sheet.note(f"{place}: status", status(stack))

@@ -190,7 +190,7 @@ def planted_entries(
             return
 
 
-def hunt_in_running_stacks(type_name: str, port: int, directory: Path) -> Sheet:
+def hunt_in_running_stacks(type_name: str, port: int, directory: Path, wait_s: float = 1.0) -> Sheet:
     """Plant a marker in each secret setting of the type, and note what is shown of stacks that use them."""
     markers = {".".join(each.path): new_marker() for each in settings_of(model_of(type_name)) if each.is_secret}
     in_file = new_marker()
@@ -211,7 +211,7 @@ def hunt_in_running_stacks(type_name: str, port: int, directory: Path) -> Sheet:
         plain = {**entry_of(type_name), "job_timeout": "2s", **own_path, **scene}
         for entry, chosen in planted_entries(plain, markers):
             used |= chosen.keys()
-            show_running_stack(sheet, f"{type_name} {scene}", {**STACK, "secondary": [entry]})
+            show_running_stack(sheet, f"{type_name} {scene}", {**STACK, "secondary": [entry]}, wait_s=wait_s)
     assert used == markers.keys(), "every secret was in a stack that was opened"
     return sheet
 

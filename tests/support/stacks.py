@@ -28,6 +28,8 @@ PATIENT: dict[str, object] = {"lookup_timeout": "1h", "job_timeout": "1h"}
 """For a tier that has to answer, however long its thread is held up."""
 Register = Callable[[str, Any], None]
 """Makes a tier class known by a name for one test: the fixture `register`."""
+ReplaceModule = Callable[..., None]
+"""Has an import find another module, or none, for one test: the fixture `replace_module`."""
 
 
 def stack_of(

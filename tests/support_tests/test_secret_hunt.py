@@ -5,18 +5,17 @@ from __future__ import annotations
 import base64
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import yaml
-from pydantic import SecretStr
+from pydantic import SecretStr, create_model
 
-from tests.support import secret_hunt
 from tests.support.plugged import plugged
 from tests.support.secret_hunt import Sheet, new_marker, show_running_stack
-from tests.support.secret_plants import ENTRIES, QUICK, STACK, hunt_in_configuration, hunt_in_running_stacks
+from tests.support.secret_plants import QUICK, STACK, hunt_in_configuration, hunt_in_running_stacks
 from tiered_kv.cli import main
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import TierError
@@ -49,6 +48,9 @@ class LeakyTier(FourMethodTier):
             raise TierError("cannot log in", tier="leaky") from OSError(self._told("cause"))
 
     def describe(self) -> Mapping[str, object]:
+        if self._settings.leak == "describe":
+            secret = self._told("describe")
+            raise OSError(f"cannot log in at http://me:{secret}@host/ with {secret}")
         return {"server": self._told("description")}
 
     def stats(self) -> Mapping[str, int]:
@@ -56,37 +58,26 @@ class LeakyTier(FourMethodTier):
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
         threading.current_thread().name = self._told("thread")
+        if self._settings.leak == "submit_store":
+            raise OSError(f"cannot log in with {self._told('submit_store')}")
         super().submit_store(job_metadata)
 
     def _told(self, leak: str) -> str:
         return self._settings.sauce.get_secret_value() if self._settings.leak == leak else "nothing"
 
 
-@pytest.fixture
-def leaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The type of a tier that tells its secret; the thread that it renames gets its name back."""
-    # It ends whatever it is given: what is waited for is its thread, which a busy machine may hold up.
-    monkeypatch.setattr(secret_hunt, "_WAIT_S", 60.0)
-    monkeypatch.setattr(threading.current_thread(), "name", threading.current_thread().name)
-    with plugged(TierType("leaky", LeakySettings, lambda: LeakyTier)):
-        yield "leaky"
-
-
 LEAKS = ("log", "base64", "hex", "percent", "error", "cause", "attribute", "description", "counter", "thread")
 
 
-@pytest.mark.parametrize("leak", LEAKS)
-def test_a_tier_that_tells_its_secret_is_found_out(
-    leaky: str, leak: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("leak", ["", *LEAKS])
+def test_a_tier_that_tells_its_secret_is_found_out_and_one_that_keeps_it_is_not_blamed(
+    leak: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(ENTRIES, leaky, {"leak": leak})
-    findings = hunt_in_running_stacks(leaky, 1, tmp_path).findings()
-    assert findings
+    settings = create_model("Settings", __base__=LeakySettings, leak=(str, leak))
+    with plugged(TierType("leaky", settings, lambda: LeakyTier)):
+        findings = hunt_in_running_stacks("leaky", 1, tmp_path, wait_s=60.0).findings()
+    assert bool(findings) == bool(leak)
     assert all(finding.startswith("sauce, ") for finding in findings)
-
-
-def test_a_tier_that_keeps_its_secret_is_not_blamed(leaky: str, tmp_path: Path) -> None:
-    assert hunt_in_running_stacks(leaky, 1, tmp_path).findings() == []
 
 
 def test_settings_that_print_their_secret_are_found_out() -> None:
@@ -102,34 +93,26 @@ def test_settings_that_print_their_secret_are_found_out() -> None:
 
 
 def test_what_a_stranger_s_error_says_is_shown_without_the_secret(
-    leaky: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    planted = new_marker()
-
-    def describe(tier: LeakyTier) -> NoReturn:
-        raise OSError(f"cannot log in at http://me:{planted}@host/ with {planted}")
-
-    monkeypatch.setattr(LeakyTier, "describe", describe)
-    stack = tmp_path / "stack.yaml"
-    stack.write_text(yaml.safe_dump({**STACK, "secondary": [{"type": leaky, "sauce": planted}]}))
-    assert main(["check", str(stack), "--json"]) == 1
+    planted, stack = new_marker(), tmp_path / "stack.yaml"
+    entry = {"type": "leaky", "leak": "describe", "sauce": planted}
+    stack.write_text(yaml.safe_dump({**STACK, "secondary": [entry]}))
+    with plugged(TierType("leaky", LeakySettings, lambda: LeakyTier)):
+        assert main(["check", str(stack), "--json"]) == 1
     shown = capsys.readouterr().out
     assert "OSError: cannot log in at http://***@host/ with ***" in shown
     assert planted not in shown
 
 
-def test_the_log_of_a_tier_s_exception_leaves_its_text_out(
-    leaky: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_of_a_tier_s_exception_leaves_its_text_out(caplog: pytest.LogCaptureFixture) -> None:
+    class PromptTier(LeakyTier):
+        is_nonblocking = True  # so that the manager logs its exceptions
+
     planted = new_marker()
-
-    def submit_store(tier: LeakyTier, job_metadata: JobMetadata) -> NoReturn:
-        raise OSError(f"cannot log in with {planted}")
-
-    monkeypatch.setattr(LeakyTier, "submit_store", submit_store)
-    monkeypatch.setattr(LeakyTier, "is_nonblocking", True)
-    sheet = Sheet({"sauce": planted})
-    show_running_stack(sheet, "a failing store", {**STACK, "secondary": [{"type": leaky, "sauce": planted}]})
+    sheet, entry = Sheet({"sauce": planted}), {"type": "prompt", "leak": "submit_store", "sauce": planted}
+    with plugged(TierType("prompt", LeakySettings, lambda: PromptTier)):
+        show_running_stack(sheet, "a failing store", {**STACK, "secondary": [entry]})
     sheet.note("the log", caplog.text)
     assert sheet.findings() == []
     assert "OSError" in caplog.text

@@ -38,18 +38,21 @@ class ManualTier(SecondaryTierManager):
     is_nonblocking = True
     raises = ""
     can_reset = True
+    tells_stored = False
     policy = OffloadPolicy.BLOCK_LEVEL
     lookup_failures = 0
 
     def __init__(self, view: memoryview, name: str) -> None:
         super().__init__(None, view, name)
         self.present: dict[OffloadKey, bool | None] = {}
+        self.asked: list[OffloadKey] = []
         self.jobs: list[JobMetadata] = []
         self.results: list[JobResult] = []
         self.events: list[object] = []
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         self._maybe_raise("lookup")
+        self.asked.append(key)
         return self.present.get(key, False)
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
@@ -108,6 +111,7 @@ class Bench:
         num_blocks: Of the primary tier.
         limits: The manager's.
         policy: What the tiers say of each request.
+        tells_stored: Whether the tiers' own events tell what they stored.
         compute_block_s: What computing a block takes.
         event_sink: Gets the events.
     """
@@ -118,6 +122,7 @@ class Bench:
         num_blocks: int = 8,
         limits: ManagerLimits | None = None,
         policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL,
+        tells_stored: bool = False,
         compute_block_s: float = math.inf,
         event_sink: EventSink | None = None,
     ) -> None:
@@ -130,6 +135,7 @@ class Bench:
         self.tiers = [ManualTier(self.region.kv_view, each.type) for each in settings]
         for tier in self.tiers:
             tier.policy = policy
+            tier.tells_stored = tells_stored
         self.manager = TieringOffloadingManager(
             self.primary,
             self.tiers,

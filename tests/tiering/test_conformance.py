@@ -82,17 +82,6 @@ class TestFsTier(TierConformance):
 
 
 @pytest.mark.slow
-class TestFsTierWithCompression(TestFsTier):
-    settings = ZSTD
-    compressible = True
-
-
-@pytest.mark.slow
-class TestFsTierWithEncryption(TestFsTier):
-    settings = AES
-
-
-@pytest.mark.slow
 class TestFsTierWithCompressionAndEncryption(TestFsTier):
     settings = ZSTD_AES
     compressible = True
@@ -126,17 +115,6 @@ class TestNvmeTier(TierConformance):
 class TestNvmeTierThroughThePageCache(TestNvmeTier):
     settings: ClassVar[dict[str, object]] = {"direct": "off"}
     block_bytes = 1000
-
-
-@pytest.mark.slow
-class TestNvmeTierWithCompression(TestNvmeTier):
-    settings = ZSTD
-    compressible = True
-
-
-@pytest.mark.slow
-class TestNvmeTierWithEncryption(TestNvmeTier):
-    settings = AES
 
 
 @pytest.mark.slow

@@ -52,16 +52,11 @@ class TestRedisTier(TierConformance):
 
 
 @pytest.mark.slow
-class TestRedisTierWithCompression(TestRedisTier):
-    settings: ClassVar[dict[str, object]] = {"codec": "zstd", "ttl": "1h"}
-    compressible = True
-
-
-@pytest.mark.slow
-class TestRedisTierWithEncryption(TestRedisTier):
+class TestRedisTierWithCompressionAndEncryption(TestRedisTier):
     settings: ClassVar[dict[str, object]] = {
         "codec": "zstd+aes-256-gcm",
         "encryption": {"keys": {1: "11" * 32}},
+        "ttl": "1h",
         "connections": 1,
         "pipeline": 10_000,
     }
@@ -91,9 +86,7 @@ class TestRedisTierOverAUnixSocket(TestRedisTier):
 
 
 @pytest.mark.slow
-class TestRedisTierOnALatentWire(TestRedisTier):
-    wire = Faults(latency_s=0.002)
-
+class TestRedisTierOnASlowWire(TestRedisTier):
     @pytest.fixture
     def open_tier(self, redis_server: RedisServer, slow_wire: FaultProxy) -> OpenTier:
         self.server = redis_server
@@ -102,12 +95,8 @@ class TestRedisTierOnALatentWire(TestRedisTier):
     @pytest.fixture
     def slow_wire(self, redis_server: RedisServer) -> Iterator[FaultProxy]:
         with FaultProxy(("127.0.0.1", redis_server.port)) as proxy:
-            proxy.set_faults(self.wire)
+            proxy.set_faults(Faults(latency_s=0.002, bytes_per_s=20e6))
             yield proxy
-
-
-class TestRedisTierOnANarrowWire(TestRedisTierOnALatentWire):
-    wire = Faults(bytes_per_s=20e6)
 
 
 class TestRedisTierOnFakeredis(TierConformance):

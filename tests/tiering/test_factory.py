@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from pydantic import SecretStr
 
 from tests.support.plugged import plugged
+from tests.support.stacks import Register
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError, MissingExtraError, TierError, TierUnavailableError
 from tiered_kv.hooks import TierType
@@ -23,15 +23,6 @@ SPEC = TierSpec(name="t", block_bytes=4)
 @pytest.fixture
 def view() -> memoryview:
     return memoryview(bytearray(8)).cast("B", (2, 4))
-
-
-@contextmanager
-def registered(name: str, tier: Any) -> Iterator[None]:
-    SecondaryTierFactory.register(name, tier)
-    try:
-        yield
-    finally:
-        SecondaryTierFactory.unregister(name)
 
 
 class SizedTier(FourMethodTier):
@@ -54,28 +45,24 @@ class VaultTier(FourMethodTier):
         self.settings = settings
 
 
-def test_a_class_with_the_three_arguments_is_built_by_its_name(view: memoryview) -> None:
-    with registered("four", FourMethodTier):
-        assert SecondaryTierFactory.known()["four"].description.startswith("Keeps copies of blocks")
-        tier = SecondaryTierFactory.create(SPEC, view, {"type": "four", "name": "mine", "job_timeout": "1s"})
-        assert isinstance(tier, FourMethodTier)
-        assert tier.tier_type == "four"
-    assert "four" not in SecondaryTierFactory.known()
+def test_a_class_with_the_three_arguments_is_built_by_its_name(view: memoryview, register: Register) -> None:
+    register("four", FourMethodTier)
+    assert SecondaryTierFactory.known()["four"].description.startswith("Keeps copies of blocks")
+    tier = SecondaryTierFactory.create(SPEC, view, {"type": "four", "name": "mine", "job_timeout": "1s"})
+    assert isinstance(tier, FourMethodTier)
+    assert tier.tier_type == "four"
     with plugged(TierType("plain", TierSettings, lambda: FourMethodTier)):
         assert SecondaryTierFactory.create(SPEC, view, {"type": "plain"}).tier_type == "plain"
     with pytest.raises(ConfigError, match="unknown tier type 'plain'"):
         SecondaryTierFactory.create(SPEC, view, {"type": "plain"})
 
 
-def test_the_further_keys_of_an_entry_are_arguments_of_its_class(view: memoryview) -> None:
-    with registered("sized", lambda: SizedTier):
-        tier = SecondaryTierFactory.create(SPEC, view, {"type": "sized", "size": 7})
-        assert isinstance(tier, SizedTier)
-        assert tier.size == 7
-
-
-def test_a_key_that_the_class_does_not_take_is_an_error_that_names_it(view: memoryview) -> None:
-    with registered("sized", SizedTier), pytest.raises(ConfigError, match=r"tier 'sized'.* 'sise'.*takes: size"):
+def test_the_further_keys_of_an_entry_are_arguments_of_its_class(view: memoryview, register: Register) -> None:
+    register("sized", lambda: SizedTier)
+    tier = SecondaryTierFactory.create(SPEC, view, {"type": "sized", "size": 7})
+    assert isinstance(tier, SizedTier)
+    assert tier.size == 7
+    with pytest.raises(ConfigError, match=r"tier 'sized'.* 'sise'.*takes: size"):
         SecondaryTierFactory.create(SPEC, view, {"type": "sized", "sise": 7})
 
 
@@ -100,7 +87,7 @@ def test_what_a_stranger_raises_becomes_a_tier_error_without_secrets(view: memor
     assert caught.value.__context__ is None
 
 
-def test_this_project_s_own_errors_stay_as_they_are(view: memoryview) -> None:
+def test_this_project_s_own_errors_stay_as_they_are(view: memoryview, register: Register) -> None:
     def fails(error: Exception) -> Callable[[], type[SecondaryTierManager]]:
         def load() -> type[SecondaryTierManager]:
             raise error
@@ -108,21 +95,24 @@ def test_this_project_s_own_errors_stay_as_they_are(view: memoryview) -> None:
         return load
 
     for error in (MissingExtraError("tier 'x'", "x"), TierUnavailableError("gone", tier="x")):
-        with registered("failing", fails(error)), pytest.raises(type(error)) as caught:
-            SecondaryTierFactory.create(SPEC, view, {"type": "failing"})
+        register(name := type(error).__name__, fails(error))
+        with pytest.raises(type(error)) as caught:
+            SecondaryTierFactory.create(SPEC, view, {"type": name})
         assert caught.value is error
-    with registered("failing", fails(ImportError("no module"))), pytest.raises(TierError, match="ImportError: no mod"):
+    register("failing", fails(ImportError("no module")))
+    with pytest.raises(TierError, match="ImportError: no mod"):
         SecondaryTierFactory.create(SPEC, view, {"type": "failing"})
 
 
 @pytest.mark.parametrize("loaded", [dict, 1, None])
-def test_what_is_no_tier_class_is_refused(view: memoryview, loaded: Any) -> None:
-    with registered("odd", lambda: loaded), pytest.raises(ConfigError, match="no subclass of SecondaryTierManager"):
+def test_what_is_no_tier_class_is_refused(view: memoryview, loaded: Any, register: Register) -> None:
+    register("odd", lambda: loaded)
+    with pytest.raises(ConfigError, match="no subclass of SecondaryTierManager"):
         SecondaryTierFactory.create(SPEC, view, {"type": "odd"})
 
 
-def test_a_name_is_registered_once() -> None:
-    with registered("four", FourMethodTier):
-        with pytest.raises(ConfigError, match="four"):
-            SecondaryTierFactory.register("four", FourMethodTier)
-        assert "four" in SecondaryTierFactory.known()
+def test_a_name_is_registered_once(register: Register) -> None:
+    register("four", FourMethodTier)
+    with pytest.raises(ConfigError, match="four"):
+        SecondaryTierFactory.register("four", FourMethodTier)
+    assert "four" in SecondaryTierFactory.known()

@@ -239,20 +239,20 @@ def test_whatever_a_method_raises_what_comes_after_it_is_done(
     assert finished(tier, 1) == [JobResult(2, method != "reset_cache", reason="disabled" * (method == "reset_cache"))]
 
 
-def test_what_is_reported_beside_nonsense_and_exceptions_counts(
-    tier: IsolatedTier, inner: HeldTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sound = inner.get_finished
+def test_what_is_reported_beside_nonsense_and_exceptions_counts(region: PrimaryRegion) -> None:
+    class Breaking(HeldTier):
+        def get_finished(self) -> Iterator[Any]:  # a tier that breaks the contract
+            yield from [None, JobResult([1], True), 7]  # type: ignore[arg-type]
+            for result in super().get_finished():
+                yield result
+                raise RuntimeError
 
-    def breaks_off() -> Iterator[Any]:  # a tier that breaks the contract
-        yield from [None, JobResult([1], True), 7]  # type: ignore[arg-type]
-        for result in sound():
-            yield result
-            raise RuntimeError
-
-    monkeypatch.setattr(inner, "get_finished", breaks_off)
+    inner = Breaking(region.kv_view)
+    tier = IsolatedTier(inner)
     tier.submit_store(job(1, keys(1)))
     assert finished(tier, 1) == [JobResult(1, True)]
+    tier.shutdown()
+    inner._region.release()
 
 
 def test_no_figure_of_the_tier_is_asked_for_on_the_scheduler_s_thread(region: PrimaryRegion) -> None:

@@ -86,11 +86,6 @@ def test_completing_a_load_twice_releases_no_other_pin(bench: Bench) -> None:
     assert bench.has_room_for(9)
 
 
-def test_events_of_all_tiers_come_together(bench: Bench) -> None:
-    bench.store(keys(1), bench.request("a"))
-    assert [(event.medium, event.removed) for event in bench.manager.take_events()] == [("CPU", False)]
-
-
 # Promotion.
 
 

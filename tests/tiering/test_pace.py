@@ -12,8 +12,14 @@ from tiered_kv.tiering.pace import LOADS_MIN, RETRY_MAX_S, RETRY_S, Pace
 from tiered_kv.tiering.requests import ManagerLimits
 
 NUMBERS = itertools.count(1000)
-PATIENT = {**LARGE_BUDGETS, "job_timeout": 86400}
+PATIENT = {**LARGE_BUDGETS, "job_timeout": 86400, "lookup_timeout": 60}
 LIMITS = ManagerLimits(promotion_blocks_max=64, wait_max_s=3600, hold_s=3600)
+
+
+@pytest.fixture
+def bench(make_bench: MakeBench) -> Bench:
+    """A manager of an engine that computes ten blocks a second."""
+    return make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
 
 
 def ask(bench: Bench, size: int, load_s: float, tier: int = 0) -> list[bool | None]:
@@ -48,8 +54,7 @@ def test_a_tier_that_is_slower_than_computing_is_asked_no_more(make_bench: MakeB
     assert (len(bench.tiers[0].jobs), len(bench.tiers[1].jobs)) == (0, 1), "a faster tier below loads them"
 
 
-def test_a_distant_tier_loads_what_is_long_enough_to_be_worth_the_way(make_bench: MakeBench) -> None:
-    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+def test_a_distant_tier_loads_what_is_long_enough_to_be_worth_the_way(bench: Bench) -> None:
     for size in (30, 10, 20, 25):
         assert ask(bench, size, load_s=1.0 + 0.01 * size) == [True] * size
     assert ask(bench, 5, load_s=1.05) == [False] * 5, "1.05 s, and computed in 0.5"
@@ -58,8 +63,7 @@ def test_a_distant_tier_loads_what_is_long_enough_to_be_worth_the_way(make_bench
     assert ask(bench, 20, load_s=1.2) == [True] * 20, "1.2 s, and computed in 2"
 
 
-def test_loads_of_one_size_tell_nothing_of_larger_ones(make_bench: MakeBench) -> None:
-    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+def test_loads_of_one_size_tell_nothing_of_larger_ones(bench: Bench) -> None:
     for _ in range(LOADS_MIN):
         assert ask(bench, 4, load_s=1.04) == [True] * 4
     assert ask(bench, 4, load_s=1.04) == [False] * 4
@@ -79,8 +83,7 @@ def test_what_is_ahead_in_the_tier_counts(make_bench: MakeBench) -> None:
     assert ask(bench, 10, load_s=0.0) == [False] * 10, "behind 20 others"
 
 
-def test_a_tier_that_was_slow_is_tried_again_by_one_load_for_which_nobody_waits(make_bench: MakeBench) -> None:
-    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+def test_a_tier_that_was_slow_is_tried_again_by_one_load_for_which_nobody_waits(bench: Bench) -> None:
     for _ in range(LOADS_MIN):
         ask(bench, 4, load_s=4.0)
     assert ask(bench, 4, load_s=0.0) == [False] * 4
@@ -102,8 +105,7 @@ def test_a_tier_that_was_slow_is_tried_again_by_one_load_for_which_nobody_waits(
     assert bench.lookup(keys(*numbers[0]), bench.request("later")) == [True] * 4
 
 
-def test_nobody_waits_for_a_try_that_another_request_began(make_bench: MakeBench) -> None:
-    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+def test_nobody_waits_for_a_try_that_another_request_began(bench: Bench) -> None:
     for _ in range(LOADS_MIN):
         ask(bench, 4, load_s=4.0)
     bench.clock.advance(RETRY_S)
@@ -124,8 +126,7 @@ def test_nobody_waits_for_a_try_that_another_request_began(make_bench: MakeBench
 
 
 @pytest.mark.parametrize("ended_s", [float("nan"), float("inf"), 0.0, -1e300])
-def test_a_tier_of_another_clock_is_timed_by_its_report(make_bench: MakeBench, ended_s: float) -> None:
-    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+def test_a_tier_of_another_clock_is_timed_by_its_report(bench: Bench, ended_s: float) -> None:
     bench.clock.advance(1000.0)
     bench.step()
     for _ in range(LOADS_MIN):
@@ -138,8 +139,7 @@ def test_a_tier_of_another_clock_is_timed_by_its_report(make_bench: MakeBench, e
     assert ask(bench, 1, load_s=4.0) == [False]
 
 
-def test_a_request_that_asks_for_no_block_is_not_judged(make_bench: MakeBench) -> None:
-    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+def test_a_request_that_asks_for_no_block_is_not_judged(bench: Bench) -> None:
     for size in (30, 10, 20):
         ask(bench, size, load_s=1.0 + 0.01 * size)
     for blocks in (0, -1):  # the engine has the rest of the prefix
@@ -183,8 +183,7 @@ def test_a_load_that_expires_counts_as_slow(make_bench: MakeBench) -> None:
     assert bench.counter("too_slow_blocks_total") == 2
 
 
-def test_blocks_of_several_groups_are_computed_together(make_bench: MakeBench) -> None:
-    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+def test_blocks_of_several_groups_are_computed_together(bench: Bench) -> None:
     for size in (4, 8, 4):
         ask(bench, size, load_s=0.06 * size)
     both = [make_offload_key(b"%d" % number, group) for number in range(4) for group in (0, 1)]
@@ -195,8 +194,7 @@ def test_blocks_of_several_groups_are_computed_together(make_bench: MakeBench) -
     assert ask(bench, 8, load_s=0.48) == [True] * 8, "of one group they take 0.8 s"
 
 
-def test_the_rest_of_a_prefix_on_its_way_comes_with_it(make_bench: MakeBench) -> None:
-    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+def test_the_rest_of_a_prefix_on_its_way_comes_with_it(bench: Bench) -> None:
     for size in (30, 10, 20, 25):
         ask(bench, size, load_s=1.0 + 0.01 * size)
     context = bench.request("long")
@@ -224,8 +222,7 @@ def test_a_slow_block_is_worth_what_is_lost_without_it(make_bench: MakeBench, as
     assert len(bench.tiers[1].jobs) == is_front, "0.5 s: one is computed in 0.02 s, and all of them in 1.22"
 
 
-def test_a_part_ahead_that_is_too_short_for_the_way_does_not_cost_the_whole(make_bench: MakeBench) -> None:
-    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+def test_a_part_ahead_that_is_too_short_for_the_way_does_not_cost_the_whole(bench: Bench) -> None:
     for size in (30, 10, 20, 25):
         ask(bench, size, load_s=1.0 + 0.01 * size)
     first, second = ([next(NUMBERS) for _ in range(size)] for size in (28, 30))
@@ -260,16 +257,14 @@ def wait_for_answer(bench: Bench, size: int, lookup_s: float) -> list[bool | Non
     return answers
 
 
-def test_a_short_prompt_does_not_wait_for_answers_that_take_longer_than_computing_it(make_bench: MakeBench) -> None:
-    bench = make_bench({**PATIENT, "lookup_timeout": 60}, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+def test_a_short_prompt_does_not_wait_for_answers_that_take_longer_than_computing_it(bench: Bench) -> None:
     assert wait_for_answer(bench, 10, lookup_s=0.5) == [None] * 10, "which take a second to compute"
     assert wait_for_answer(bench, 3, lookup_s=0.0) == [False] * 3, "at the second step"
     assert bench.counter("too_slow_blocks_total") == 3
     assert wait_for_answer(bench, 6, lookup_s=0.5) == [None] * 6
 
 
-def test_a_tier_whose_answer_would_come_too_late_is_not_asked(make_bench: MakeBench) -> None:
-    bench = make_bench({**PATIENT, "lookup_timeout": 60}, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+def test_a_tier_whose_answer_would_come_too_late_is_not_asked(bench: Bench) -> None:
     wait_for_answer(bench, 10, lookup_s=0.5)
     for blocks, answer in ((3, False), (6, None)):
         numbers = [next(NUMBERS) for _ in range(blocks)]
@@ -284,8 +279,7 @@ def test_a_tier_whose_answer_would_come_too_late_is_not_asked(make_bench: MakeBe
     assert bench.lookup(keys(1, 2, 3), context) == [None] * 3, "which take 0.3 s more behind these"
 
 
-def test_nobody_waits_longer_for_an_answer_than_for_computing(make_bench: MakeBench) -> None:
-    bench = make_bench({**PATIENT, "lookup_timeout": 60}, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+def test_nobody_waits_longer_for_an_answer_than_for_computing(bench: Bench) -> None:
     assert wait_for_answer(bench, 10, lookup_s=0.9) == [None] * 10
     assert wait_for_answer(bench, 10, lookup_s=1.1) == [False] * 10
     assert wait_for_answer(bench, 10, lookup_s=0.0) == [False] * 10, "as long as the last one"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, keys
-from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.tiering import prefetch
+from tiered_kv.base import ReqContext
+from tiered_kv.tiering.prefetch import PREFETCH_KEYS
 from tiered_kv.tiering.requests import ManagerLimits
 
 LIMITS = ManagerLimits(promotion_blocks_max=8)
@@ -95,28 +95,20 @@ def test_blocks_that_are_there_are_kept_for_a_request_that_waits(bench: Bench) -
     assert bench.has_room_for(*range(100, 116))
 
 
-def test_a_step_looks_up_a_bounded_number_of_keys(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "PREFETCH_KEYS", 3)
-    asked: list[object] = []
-    lookup = bench.tier.lookup
-
-    def noted(key: OffloadKey, context: ReqContext) -> bool | None:
-        asked.append(key)
-        return lookup(key, context)
-
-    monkeypatch.setattr(bench.tier, "lookup", noted)
-    bench.step()  # which sees the new method
+def test_a_step_looks_up_a_bounded_number_of_keys(make_bench: MakeBench) -> None:
+    bench = make_bench(num_blocks=1024, limits=ManagerLimits(promotion_blocks_max=1024))
+    wanted = range(PREFETCH_KEYS * 2 // 3)
     for name in "abc":
-        bench.manager.prefetch(iter(keys(1, 2)), bench.request(name))
-    bench.tier.has(1, 2, answer=None)
+        bench.manager.prefetch(iter(keys(*wanted)), bench.request(name))
+    bench.tier.has(*wanted, answer=None)
     for _ in range(4):
         bench.step()
-        assert len(asked) <= 3
-        asked.clear()
-    bench.tier.has(1, 2)
+        assert 0 < len(bench.tier.asked) <= PREFETCH_KEYS
+        bench.tier.asked.clear()
+    bench.tier.has(*wanted)
     bench.step()
     bench.step()
-    assert bench.jobs == [keys(1, 2)]
+    assert bench.jobs == [keys(*wanted)]
 
 
 def test_keys_that_no_step_had_room_for_are_not_even_made(bench: Bench) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.tiering.conftest import BLOCK_BYTES, LARGE_BUDGETS, Bench, MakeBench, ManualTier, keys
+from tests.tiering.conftest import BLOCK_BYTES, LARGE_BUDGETS, Bench, MakeBench, keys
 from tiered_kv.base import OffloadingEvent, OffloadKey
 
 Told = list[tuple[str, bool, list[OffloadKey]]]
@@ -98,11 +98,8 @@ def test_what_a_tier_removes_is_told_under_its_name_in_the_stack(bench: Bench, s
     assert sink.take() == [(True, keys(1))], "what it stored, its jobs tell"
 
 
-def test_a_tier_that_tells_what_it_stored_is_believed_instead_of_its_jobs(
-    make_bench: MakeBench, sink: Sink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ManualTier, "tells_stored", True)
-    bench = make_bench(LARGE_BUDGETS, event_sink=sink)
+def test_a_tier_that_tells_what_it_stored_is_believed_instead_of_its_jobs(make_bench: MakeBench, sink: Sink) -> None:
+    bench = make_bench(LARGE_BUDGETS, event_sink=sink, tells_stored=True)
     store(bench, 1, 2)
     bench.tier.events = [
         OffloadingEvent(keys(1), BLOCK_BYTES, "", removed=False),

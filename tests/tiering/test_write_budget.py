@@ -19,8 +19,7 @@ from tiered_kv.counters import count_of
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.tiering import write_budget
-from tiered_kv.tiering.write_budget import WINDOW_MINUTES, WriteBudget
+from tiered_kv.tiering.write_budget import OFFERS_MAX, REQUESTS_MAX, WINDOW_MINUTES, WriteBudget
 
 HOUR_S = 3600.0
 
@@ -239,13 +238,11 @@ def test_a_stack_stores_the_head_of_what_its_budget_does_not_hold_and_says_so(tm
     assert fates == ["stored"] * stored + ["admission"] * (30 - stored)
 
 
-def test_what_it_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_budget, "OFFERS_MAX", 10)
-    monkeypatch.setattr(write_budget, "REQUESTS_MAX", 10)
+def test_what_it_remembers_is_bounded() -> None:
     budget = budget_of(1, Clock())
-    for number in range(30):
-        budget.select(blocks(str(number), 4), 100, str(number))
-    assert len(budget._offers) == len(budget._requests) == 10
+    for number in range(OFFERS_MAX + 100):
+        budget.select(blocks(str(number), 1), 100, str(number))
+    assert (len(budget._offers), len(budget._requests)) == (OFFERS_MAX, REQUESTS_MAX)
 
 
 def test_a_tier_has_one_way_of_admission() -> None:

@@ -11,6 +11,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.stacks import ReplaceModule
 from tiered_kv.errors import MissingExtraError
 from tiered_kv.toolkit.codecs import PLAIN, RAW_ID, ZSTD_ID, CodecSet, Zstd, payload_bytes_range
 from tiered_kv.toolkit.status import RecordStatus
@@ -56,8 +57,8 @@ def test_a_frame_of_another_size_or_with_a_tail_is_refused() -> None:
     assert Zstd().decompress(memoryview(payload + b"x"), memoryview(bytearray(64))) is BAD_PAYLOAD
 
 
-def test_without_its_library_zstd_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zstandard", None)
+def test_without_its_library_zstd_names_the_extra(replace_module: ReplaceModule) -> None:
+    replace_module("zstandard")
     with pytest.raises(MissingExtraError, match=r"\.\[zstd\]"):
         CodecSet("zstd")
     assert CodecSet().refusal(ZSTD_ID) is RecordStatus.UNKNOWN_CODEC

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from tests.support.stacks import ReplaceModule
 from tiered_kv.errors import MissingExtraError
 from tiered_kv.toolkit import encryption
 from tiered_kv.toolkit.codecs import AES_ID, OVERHEAD_BYTES_MAX, ZSTD_AES_ID, CodecSet, binding_of
@@ -194,18 +196,15 @@ def test_a_set_that_encrypts_refuses_what_is_plain() -> None:
     assert CodecSet().refusal(AES_ID) is CodecSet().refusal(ZSTD_AES_ID) is RecordStatus.UNKNOWN_KEY
 
 
-@pytest.mark.parametrize("missing", ["cryptography", "an older release"])
-def test_without_its_library_encryption_names_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if missing == "cryptography":
-        monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
-    else:
-        monkeypatch.setattr("cryptography.hazmat.primitives.ciphers.aead.AESGCM", object)
+@pytest.mark.parametrize("found", [None, SimpleNamespace(AESGCM=object)], ids=["cryptography", "an older release"])
+def test_without_its_library_encryption_names_the_extra(found: object, replace_module: ReplaceModule) -> None:
+    replace_module("cryptography.hazmat.primitives.ciphers.aead", found)
     with pytest.raises(MissingExtraError, match=r"codec 'aes-256-gcm' needs .* pip install '\.\[crypto\]'"):
         Cipher({1: SECRET}, 1)
 
 
-def test_without_zstandard_only_compressed_blocks_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zstandard", None)
+def test_without_zstandard_only_compressed_blocks_are_not_read(replace_module: ReplaceModule) -> None:
+    replace_module("zstandard")
     codecs = CodecSet("aes-256-gcm", Cipher({1: SECRET}, 1))
     assert codecs.refusal(AES_ID) is RecordStatus.OK
     assert codecs.refusal(ZSTD_AES_ID) is RecordStatus.UNKNOWN_CODEC

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.toolkit import event_log
-from tiered_kv.toolkit.event_log import EventLog
+from tiered_kv.toolkit.event_log import KEYS_MAX, EventLog
 
 KEYS = make_keys(6)
 
@@ -36,18 +33,19 @@ def test_where_nobody_takes_events_none_are_kept() -> None:
     assert told(log) == []
 
 
-def test_beyond_its_limit_the_oldest_events_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_log, "KEYS_MAX", 4)
+def test_beyond_its_limit_the_oldest_events_are_lost() -> None:
+    quarter = KEYS_MAX // 4
     log = EventLog(True)
     for key in KEYS:
-        log.stored([key])
-    assert told(log) == [(False, KEYS[2:])]
+        log.stored([key] * quarter)
+    assert told(log) == [(False, [key for key in KEYS[2:] for _ in range(quarter)])]
+    most = KEYS[:3] * quarter
     for _ in range(3):  # what was taken takes no room
-        log.stored(KEYS[:3])
-        assert told(log) == [(False, KEYS[:3])]
-    log.stored(KEYS[:3])
+        log.stored(most)
+        assert told(log) == [(False, most)]
+    log.stored(most)
     log.clear()
-    log.removed(KEYS[:4])
-    assert told(log) == [(True, KEYS[:4])]
-    log.removed(KEYS)
+    log.removed(KEYS[:4] * quarter)
+    assert told(log) == [(True, KEYS[:4] * quarter)]
+    log.removed(KEYS * quarter)
     assert told(log) == [], "more than there is room for at once"

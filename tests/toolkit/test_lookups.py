@@ -10,8 +10,7 @@ import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.testing.clock import ManualClock
-from tiered_kv.toolkit import lookups
-from tiered_kv.toolkit.lookups import PROBE_KEYS_MAX, BatchedLookups, Probe
+from tiered_kv.toolkit.lookups import PENDING_KEYS_MAX, PROBE_KEYS_MAX, REQUESTS_MAX, BatchedLookups, Probe
 
 
 def key_of(number: int) -> OffloadKey:
@@ -135,14 +134,13 @@ def test_a_probe_has_a_limit_and_the_rest_follows(desk: Desk) -> None:
     assert numbers_of(desk.take()) == [PROBE_KEYS_MAX, PROBE_KEYS_MAX + 1]
 
 
-def test_more_keys_than_may_wait_are_misses_at_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookups, "PENDING_KEYS_MAX", 3)
-    assert desk.ask(0, 1, 2, 3) == [None, None, None, False]
+def test_more_keys_than_may_wait_are_misses_at_once(desk: Desk) -> None:
+    assert desk.ask(*range(PENDING_KEYS_MAX + 1)) == [None] * PENDING_KEYS_MAX + [False]
     assert desk.lookups.refused == 1
     desk.clock.advance(1.0)
-    assert desk.ask(4) == [False]  # it finds the queue full, and empties it
+    assert desk.ask(PENDING_KEYS_MAX + 1) == [False]  # it finds the queue full, and empties it
     desk.lookups.take()
-    assert desk.ask(5) == [None]
+    assert desk.ask(PENDING_KEYS_MAX + 2) == [None]
 
 
 def test_a_key_whose_answer_is_not_known_is_probed_again_until_its_deadline(desk: Desk) -> None:
@@ -157,13 +155,12 @@ def test_a_key_whose_answer_is_not_known_is_probed_again_until_its_deadline(desk
     assert desk.lookups.timeouts == 1
 
 
-def test_more_requests_than_are_kept_forget_the_oldest(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookups, "REQUESTS_MAX", 2)
-    for req_id in ("a", "b", "c"):
-        desk.ask(1, req_id=req_id)
+def test_more_requests_than_are_kept_forget_the_oldest(desk: Desk) -> None:
+    for number in range(REQUESTS_MAX + 1):
+        desk.ask(1, req_id=str(number))
     desk.lookups.answer(desk.take(), [True])
-    assert desk.ask(1, req_id="c") == desk.ask(1, req_id="b") == [True]
-    assert desk.ask(1, req_id="a") == [None]
+    assert desk.ask(1, req_id=str(REQUESTS_MAX)) == desk.ask(1, req_id="1") == [True]
+    assert desk.ask(1, req_id="0") == [None]
 
 
 def test_no_key_is_lost_between_the_scheduler_and_its_runners() -> None:

@@ -16,21 +16,26 @@ from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.segment import Segment
 
 
-def serving(plant: Callable[[], None]) -> Callable[[], None]:
+def serving(defect: Callable[[], None]) -> Callable[[], None]:
     """Return the program that plants a defect and then is a `crash_server`."""
 
-    @functools.wraps(plant)
+    @functools.wraps(defect)
     def serve() -> None:
-        plant()
+        defect()
         crash_server.main()
 
     return serve
 
 
+def plant(owner: object, name: str, instead: Callable[..., object]) -> None:
+    """Have this process run a function with the defect."""
+    mock.patch.object(owner, name, instead).start()
+
+
 @serving
 def fs_publishes_before_it_writes() -> None:
     """A block's file has its name before it has its content."""
-    mock.patch.object(tiered_kv_fs.blocks, "temporary_path", lambda path, owner: path).start()
+    plant(tiered_kv_fs.blocks, "temporary_path", lambda path, owner: path)
 
 
 @serving
@@ -40,13 +45,13 @@ def fs_takes_a_short_write_for_a_whole_one() -> None:
     def write_once(fd: int, parts: Sequence[memoryview]) -> None:
         os.writev(fd, parts)
 
-    mock.patch.object(tiered_kv_fs.blocks, "write_all", write_once).start()
+    plant(tiered_kv_fs.blocks, "write_all", write_once)
 
 
 @serving
 def nvme_believes_torn_batches() -> None:
     """Opening takes a batch for whole whose header is."""
-    mock.patch.object(tiered_kv_nvme.recovery, "_all_sound", return_value=True).start()
+    plant(tiered_kv_nvme.recovery, "_all_sound", lambda *_: True)
 
 
 @serving
@@ -58,13 +63,13 @@ def nvme_makes_a_segment_too_many() -> None:
         larger = dataclasses.replace(files, capacity_bytes=files.capacity_bytes + 2 * files.segment_bytes)
         return create(larger, taken, generation)
 
-    mock.patch.object(SegmentFiles, "create", create_over).start()
+    plant(SegmentFiles, "create", create_over)
 
 
 @serving
 def nvme_does_not_flush_its_marker() -> None:
     """The marker and its name are not on the device when the first block may be stored."""
-    mock.patch.object(os, "fsync").start()
+    plant(os, "fsync", lambda *_: None)
 
 
 @serving
@@ -77,4 +82,4 @@ def nvme_does_not_flush_a_reset() -> None:
             synced.append(epoch)
             sync(epoch)
 
-    mock.patch.object(DirectoryEpoch, "sync", sync_once).start()
+    plant(DirectoryEpoch, "sync", sync_once)

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from unittest import mock
 
 import pytest
 
@@ -66,13 +65,12 @@ def test_a_stack_that_is_closed_under_its_threads_ends_their_calls(
     for seed, note in seeds_of(f"{tier}, closed under threads", count, figures):
         stack, guard = open_guarded(config)
         closer = threading.Timer(0.01 + 0.0005 * (seed % 40), stack.close, (0.0,))
-        with switching_often(), mock.patch("threading.excepthook") as hook:
+        with switching_often():
             closer.start()
             race = race_facade(stack, Prompts(BLOCK_BYTES), seed=seed, threads=4, seconds=WAIT_S)
             closer.join()
         guard.check()
-        failures = [f"{call.args[0].thread}: {call.args[0].exc_value!r}" for call in hook.call_args_list]
-        note([*race.problems, *failures, *guard.violations])
+        note([*race.problems, *guard.violations])  # an exception that ends a thread fails the test by itself
         note([f"{stack.manager.jobs_in_flight} jobs are left"] if stack.manager.jobs_in_flight else [])
         note(unless(race.calls > 0, "no call was made"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,10 @@ from tiered_kv.errors import ShutdownError
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv.worker import handlers, open_handlers
-from tiered_kv.worker.handlers import CopyHandler
-from tiered_kv.worker.plan import CopyPlan
+from tiered_kv.worker import open_handlers
+from tiered_kv.worker.handlers import CopyHandler, HostCopier, HostCopy, WorkerHandlers, copy_runs
+from tiered_kv.worker.layout import lay_out
+from tiered_kv.worker.plan import LOAD, STORE, CopyPlan
 
 torch = pytest.importorskip("torch")
 
@@ -29,16 +30,36 @@ DEVICES = [
 BLOCK_BYTES = 512
 
 
-class Rig:
-    """A cache of 16 blocks of 512 bytes, and a region of 16 rows."""
+class Copying(HostCopier):
+    """Copies by a function of the test's own."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, copy: Callable[[CopyPlan], float]) -> None:
+        super().__init__("tiered-kv-store")
+        self._copy = copy
+
+    def submit(self, plan: CopyPlan) -> HostCopy:
+        return HostCopy(self._pool.submit(self._copy, plan))
+
+
+class Rig:
+    """A cache of 16 blocks of 512 bytes, and a region of 16 rows; `copy` does what the handler of stores shall do."""
+
+    def __init__(self, device: str, copy: Callable[[CopyPlan], float] | None = None) -> None:
         self.region = PrimaryRegion(16, BLOCK_BYTES)
         self.cache = torch.zeros((16, BLOCK_BYTES), dtype=torch.uint8, device=device)
         caches = CanonicalKVCaches(
             [CanonicalKVCacheTensor(self.cache, BLOCK_BYTES)], [[CanonicalKVCacheRef(0, BLOCK_BYTES)]]
         )
-        self.handlers = open_handlers(caches, self.region)
+        if copy is None:
+            self.handlers = open_handlers(caches, self.region)
+        else:
+            layout, memory = lay_out(caches, self.region), (caches, self.region.array)
+            self.handlers = WorkerHandlers(
+                *(
+                    CopyHandler(layout, kind, Copying(copy), memory, check=lambda: None, on_shutdown=lambda: None)
+                    for kind in (STORE, LOAD)
+                )
+            )
 
     def store(self, job_id: int, blocks: list[int], rows: list[int]) -> None:
         self.handlers.store.transfer_async(job_id, (GPULoadStoreSpec(blocks, [len(blocks)]), CPULoadStoreSpec(rows)))
@@ -105,16 +126,15 @@ def test_nothing_is_copied_after_shutdown(rig: Rig) -> None:
 
 
 def test_copies_of_a_handler_that_is_dropped_do_not_outlive_their_memory(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+    gate: Gate,
 ) -> None:
     def held_up(plan: CopyPlan) -> float:
         gate.pass_through()
         was_there.append(memory() is not None)
         return 0.0
 
-    monkeypatch.setattr(handlers, "copy_runs", held_up)
     was_there: list[bool] = []
-    rigs = [Rig("cpu")]
+    rigs = [Rig("cpu", held_up)]
     memory = weakref.ref(rigs[0].cache)
     region = rigs[0].region
     gate.close()
@@ -132,15 +152,13 @@ def test_copies_of_a_handler_that_is_dropped_do_not_outlive_their_memory(
 
 
 def test_shutdown_waits_for_the_copy_that_runs_and_drops_those_behind_it(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+    gate: Gate,
 ) -> None:
     def held_up(plan: CopyPlan) -> float:
         gate.pass_through()
         return copy_runs(plan)
 
-    copy_runs = handlers.copy_runs
-    monkeypatch.setattr(handlers, "copy_runs", held_up)
-    rig = Rig("cpu")
+    rig = Rig("cpu", held_up)
     store = rig.handlers.store
     assert isinstance(store, CopyHandler)
     rig.cache[:] = 7
@@ -163,7 +181,7 @@ def test_shutdown_waits_for_the_copy_that_runs_and_drops_those_behind_it(
     rig.region.close()
 
 
-def test_a_copy_that_fails_is_reported_and_the_next_one_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_is_reported_and_the_next_one_succeeds() -> None:
     def fail_once(plan: CopyPlan) -> float:
         if not copied:
             copied.append(plan)
@@ -171,9 +189,7 @@ def test_a_copy_that_fails_is_reported_and_the_next_one_succeeds(monkeypatch: py
         return copy_runs(plan)
 
     copied: list[CopyPlan] = []
-    copy_runs = handlers.copy_runs
-    rig = Rig("cpu")
-    monkeypatch.setattr(handlers, "copy_runs", fail_once)  # for good: a copy may begin long after it was submitted
+    rig = Rig("cpu", fail_once)
     rig.store(1, [0], [0])
     rig.store(2, [0], [0])
     rig.handlers.store.wait([1, 2])

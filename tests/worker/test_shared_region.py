@@ -31,6 +31,12 @@ def name() -> Iterator[str]:
     assert not file_of(name).exists()
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits that have an end have it at once, and not after five minutes."""
+    monkeypatch.setattr(shared_file, "JOIN_TIMEOUT_S", 0.05)
+
+
 def file_of(name: str) -> Path:
     return SHARED_MEMORY_DIRECTORY / f"{name}+workers"
 
@@ -134,10 +140,10 @@ def test_notes_are_read_by_all_in_whatever_order_the_parties_come(name: str) -> 
         region.close()
 
 
-def test_a_note_that_does_not_come_is_waited_for_in_bounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("soon")
+def test_a_note_that_does_not_come_is_waited_for_in_bounds(name: str) -> None:
     kill(hold(name, "worker 1"))
     file = SharedFile(name, "worker 0", PARTIES, b"new")
-    monkeypatch.setattr(shared_file, "JOIN_TIMEOUT_S", 0.05)
     with pytest.raises(ConfigError, match=r"^worker 1 has not joined .* on one machine$"):
         file.notes_of(PARTIES[1:])
     file.leave()
@@ -185,10 +191,8 @@ def test_a_restarted_worker_does_not_pass_for_the_one_before(name: str) -> None:
         region.close()
 
 
-def test_a_neighbour_that_does_not_finish_its_turn_is_waited_for_in_bounds(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_file, "JOIN_TIMEOUT_S", 0.05)
+@pytest.mark.usefixtures("soon")
+def test_a_neighbour_that_does_not_finish_its_turn_is_waited_for_in_bounds(name: str) -> None:
     with file_of(name).open("wb") as file:
         file_of(name).chmod(0o600)
         fcntl.lockf(file, fcntl.LOCK_EX)

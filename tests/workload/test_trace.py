@@ -26,18 +26,13 @@ def without(name: str) -> dict[str, object]:
 
 
 def test_lines_become_requests_in_their_order(tmp_path: Path) -> None:
-    file = written(tmp_path, GOOD, "", GOOD | {"timestamp": 6, "hash_ids": []})
+    file = written(tmp_path, GOOD, "", GOOD | {"timestamp": 6, "hash_ids": [], "type": "a field that is not known"})
     assert list(read_trace(file)) == [Request(5, 600, 20, (0, 7)), Request(6, 600, 20, ())]
 
 
 def test_it_stops_after_the_requests_that_were_asked_for(tmp_path: Path) -> None:
     file = written(tmp_path, GOOD, GOOD, "this line is never looked at")
     assert len(list(read_trace(file, requests_max=2))) == 2
-
-
-def test_fields_that_it_does_not_know_are_ignored(tmp_path: Path) -> None:
-    file = written(tmp_path, GOOD | {"type": "chat"})
-    assert len(list(read_trace(file))) == 1
 
 
 @pytest.mark.parametrize(
@@ -83,12 +78,10 @@ def test_an_absent_trace_is_a_clear_error(tmp_path: Path) -> None:
         list(read_trace(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["", "\n \n"])
+@pytest.mark.parametrize("text", ["", "\n "])
 def test_an_empty_trace_is_an_error(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "trace.jsonl"
-    file.write_text(text)
     with pytest.raises(ConfigError, match=r"trace\.jsonl: the trace is empty: expected a request in each line"):
-        list(read_trace(file))
+        list(read_trace(written(tmp_path, text)))
 
 
 def test_keys_are_the_same_in_every_process() -> None:
