@@ -61,9 +61,7 @@ class Measurements:
         for side in in_turn(number, "ours", "resp"):
             told = ours if side == "ours" else theirs
             self._side("redis", side, size, block_bytes, blocks // 2, told)
-            # FLUSHALL would give the memory back to the kernel.
-            script = "local all = redis.call('KEYS', '*') for _, key in ipairs(all) do redis.call('DEL', key) end"
-            server.call("EVAL", script, "0")
+            server.empty()
 
     def table(self) -> str:
         """Return the samples as Markdown."""
@@ -74,14 +72,8 @@ class Measurements:
             ours, theirs = (self.samples[tier, direction, size, each] for each in ("ours", side))
             ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
             target = TARGETS.get((tier, direction, size), REDIS_TARGET)
-            columns = (
-                f"{tier} {direction} {size} (GB/s)",
-                shown(ours),
-                side,
-                shown(theirs),
-                shown(ratios),
-                target,
-            )
+            what = f"{tier} {direction} {size} (GB/s)"
+            columns = (what, shown(ours), side, shown(theirs), shown(ratios), target)
             lines.append(f"| {' | '.join(columns)} |")
         return "\n".join(lines)
 

@@ -76,7 +76,7 @@ class Bench:
 
     def ours(self, *, loads: int, **settings: object) -> Sample:
         """Store all blocks once and load them `loads` times; the fastest load counts."""
-        self._empty()
+        self._server.empty()
         checked = RedisSettings.model_validate({"url": self._server.url, **settings})
         tier = RedisTier(TierSpec("redis", self._block_bytes), self._rows.region.kv_view, "redis", checked)
         try:
@@ -88,7 +88,7 @@ class Bench:
 
     def spread(self) -> Sample:
         """Store and load over one raw connection, every block from and to a place of its own, checking nothing."""
-        self._empty()
+        self._server.empty()
         names = [b"$%d\r\n%b\r\n" % (len(name), name) for name in (b"spread:%d" % row for row in range(self._blocks))]
         opening, size = b"$%d\r\n" % self._block_bytes, self._block_bytes
         reply_bytes = len(opening) + size + 2
@@ -131,17 +131,12 @@ class Bench:
         return timed(work)
 
     def _other(self, python: Sequence[str], script: Path, *arguments: str) -> tuple[dict[str, float], list[float]]:
-        self._empty()
+        self._server.empty()
         size = ("--block-bytes", str(self._block_bytes), "--batch", str(self._batch))
         command = [*python, "-c", _WITH_CPU_TIMES, str(script), *arguments, *size]
         output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S).stdout
         rates, cpu = map(json.loads, output.strip().splitlines()[-2:])
         return rates, cpu
-
-    def _empty(self) -> None:
-        # FLUSHALL would give the memory back to the kernel, or free it on another thread than the one that allocates.
-        script = "local all = redis.call('KEYS', '*') for _, key in ipairs(all) do redis.call('DEL', key) end"
-        self._server.call("EVAL", script, "0")
 
     def _theirs(self, store: float, load: float, store_cpu_s: float, load_cpu_s: float) -> Sample:
         size = self._gigabytes
