@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from tiered_kv.base import OffloadingEvent
-from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.toolkit.status import UNUSABLE_REASONS
 
 EVENTS_MAX: Final = 1 << 12
@@ -48,13 +48,10 @@ class TierEvents:
         self._block_bytes = block_bytes
         self._tells_stored = tier.tells_stored
         self._noted: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
-        self._void: frozenset[JobId] = frozenset()  # jobs from before a reset
 
     def note(self, job: JobMetadata, result: JobResult) -> None:
         """Note what a job that ended tells about its blocks: a store has stored them, a load may have found none."""
-        if self._tells_stored or job.job_id in self._void:
-            return
-        if job.is_promotion and (result.success or result.reason not in _GONE_REASONS):
+        if self._tells_stored or (job.is_promotion and (result.success or result.reason not in _GONE_REASONS)):
             return
         keys = job.keys if isinstance(job.keys, list) else list(job.keys)
         if not result.success:
@@ -80,12 +77,11 @@ class TierEvents:
         self._noted.clear()
         return noted
 
-    def reset(self, jobs_in_flight: Sequence[JobId]) -> None:
-        """Forget every event, and what these jobs will store: a reset has made it invalid.
+    def reset(self) -> None:
+        """Forget every event.
 
         Raises:
             Exception: Whatever the tier raises.
         """
-        self._void = frozenset(jobs_in_flight)
         self._noted.clear()
         list(self._tier.take_events())

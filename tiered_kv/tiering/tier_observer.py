@@ -85,10 +85,12 @@ class TierObserver:
         what = "loaded" if job.is_promotion else "stored"
         self.counters.add(f"{what}_blocks_total", count=done)
         self.counters.add(f"{what}_bytes_total", count=done * self._block_bytes)
-        if self._history is not None:
-            self._note(self._history, job, result, done)
         if done < total:
             self.failed(job, total - done, result.reason or "failed")
+        if job.job_id in self._jobs_before_reset:  # the tier has forgotten what it stored
+            result, done = JobResult(job.job_id, False, reason="reset"), 0
+        if self._history is not None:
+            self._note(self._history, job, result, done)
         if self._events is not None:
             self._events.note(job, result)
 
@@ -111,12 +113,12 @@ class TierObserver:
 
     def reset(self, jobs: Sequence[JobId]) -> None:
         """Note that the tier has forgotten its blocks, those of stores in flight (`jobs`) included."""
+        self._jobs_before_reset = frozenset(jobs)
         if self._history is not None:
-            self._jobs_before_reset = frozenset(jobs)
             self._history.reset(self._number)
         if self._events is not None:
             try:
-                self._events.reset(jobs)
+                self._events.reset()
             except Exception:
                 self.note_exception("take_events")
 
@@ -146,9 +148,6 @@ class TierObserver:
 
     def _note(self, history: BlockHistory, job: JobMetadata, result: JobResult, done: int) -> None:
         """Note which blocks the tier has now, or does not have any more."""
-        if job.job_id in self._jobs_before_reset:
-            result = JobResult(job.job_id, False, reason="reset")
-            done = 0
         keys, is_load = job.keys, job.is_promotion
         if done == len(keys):
             if not is_load:
