@@ -26,6 +26,7 @@ def run(directory: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_second_process_restores_the_prompt_with_equal_logits(tmp_path: Path) -> None:
     save(tmp_path / "cache")
     restore(tmp_path / "cache")

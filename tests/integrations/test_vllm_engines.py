@@ -60,6 +60,7 @@ def checked(version: str, name: str, directory: Path, *arguments: str) -> int:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.full
 def test_vllm_s_own_manager_is_served_by_our_tiers(
     version: str, tmp_path: Path, redis_server: RedisServer, moto_server: S3Server, moto_bucket: str
 ) -> None:

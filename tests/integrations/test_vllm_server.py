@@ -114,6 +114,7 @@ class VllmServer(ServerProcess):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_vllm_s_server_shows_what_each_tier_does(tmp_path: Path, closing: ExitStack) -> None:
     server = VllmServer(tmp_path)
     closing.callback(server.stop)

@@ -58,6 +58,7 @@ def test_keys_of_any_length_are_found_again_and_one_that_is_too_long_fails_alone
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_index_takes_at_most_150_bytes_a_block_beyond_its_key() -> None:
     # Sizes just before and just after the dictionary grows: the worst is right after.
     for count in (174_000, 200_000, 350_000):

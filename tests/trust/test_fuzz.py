@@ -82,6 +82,7 @@ def test_what_once_broke_a_promise_does_not_any_more(name: str, data: bytes) -> 
     target_of(name).run(data)
 
 
+@pytest.mark.full
 def test_a_stack_file_of_the_greatest_size_is_read_in_bounded_time_and_memory(tmp_path: Path) -> None:
     """A number to the base of 60 took as long as the square of its length: minutes, for a file of the greatest size."""
     path = tmp_path / "stack.yaml"
