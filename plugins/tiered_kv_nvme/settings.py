@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from tiered_kv.config.units import Bytes, Count
 from tiered_kv.toolkit.codec_settings import CodecSettings
-
-
-def _on_or_off(value: object) -> object:
-    """Undo what YAML makes of the words on and off."""
-    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
-
-
-Direct = Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)]
 
 
 class NvmeSettings(CodecSettings):
@@ -30,7 +20,6 @@ class NvmeSettings(CodecSettings):
         "256MiB, and more from 128GiB on. Space is reclaimed a segment at a time.",
     )
     threads: Count = Field(default=8, ge=1, le=256, description="How many transfers run at once.")
-    direct: Direct = Field(
-        default="auto",
-        description="O_DIRECT: where the file system takes it (auto), or it is an error if not (on), or never (off).",
+    direct: bool = Field(
+        default=True, description="Use O_DIRECT where the file system takes it; otherwise the page cache."
     )

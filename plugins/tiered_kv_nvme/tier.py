@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
-from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.jobs import Outcome
@@ -29,8 +28,7 @@ class NvmeTier(BlockingTier):
     The directory is opened, and its index read, by the constructor. Lookups are answered from memory, at once.
 
     Raises:
-        ConfigError: The sizes do not fit the blocks, required direct I/O is not supported, or the codec's library
-            or a key file cannot be used.
+        ConfigError: The sizes do not fit the blocks, or the codec's library or a key file cannot be used.
         TierBusyError, FormatError, TierUnavailableError: The directory cannot be used, and why.
     """
 
@@ -125,15 +123,11 @@ def _open_store(
         sizing=Sizing.of(settings.capacity, block_bytes, settings.segment, overhead_bytes=codecs.overhead_bytes),
         # A host mostly aligns each block, wherever its memory begins.
         aligned=is_on_page or getattr(offloading_spec, "memory", None) is not None,
-        want_direct=settings.direct != "off",
+        want_direct=settings.direct,
         codecs=codecs,
         threads=settings.threads,
         room_timeout_s=min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2),
         wants_events=getattr(offloading_spec, "wants_events", False),
     )
     tier = getattr(offloading_spec, "name", None) or tier_type
-    store = SegmentStore(settings.path, identity, options, tier=tier)
-    if settings.direct == "on" and store.not_direct:
-        store.close()
-        raise ConfigError(f"{store.not_direct}; write 'direct: auto' to use the page cache then", location="direct")
-    return store
+    return SegmentStore(settings.path, identity, options, tier=tier)

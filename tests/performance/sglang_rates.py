@@ -6,7 +6,7 @@
 DIRECTORY is on the disk to measure; `.ci/engines` builds the ENVIRONMENT. A host pool for keys and values has the
 pages. Both sides are called as SGLang's threads call them, 128 pages at a time: ours by places in the pool, its own by
 tensors that are copied out of the pool and back into it. Loads are measured from the disk, with nothing of it in the
-page cache, and from the page cache, where our tier has `direct: "off"`. Stores are measured twice: one call, which the
+page cache, and from the page cache, where our tier has `direct: false`. Stores are measured twice: one call, which the
 page cache takes from `file`, and `--calls` of them without a pause, more than the kernel lets wait to be written. Our
 tier is full then; what `file` stored is deleted after each round. The sides take turns within a round. A row has the
 median of the rounds with the lowest and the highest, and the same of the ratio within a round. GB = 1e9 bytes.
@@ -74,7 +74,7 @@ class Own:
 class Ours:
     """Our backend with one nvme tier."""
 
-    def __init__(self, pool: Any, directory: Path, direct: str) -> None:
+    def __init__(self, pool: Any, directory: Path, direct: bool) -> None:
         tier = {"type": "nvme", "path": str(directory), "capacity": CAPACITY, "direct": direct}
         self.pool, self.backend = pool, open_backend(storage_config(extra_config([tier])), pool)
 
@@ -97,8 +97,8 @@ def measure(directory: Path, layout: str, rounds: int, calls: int) -> dict[tuple
     gigabytes = sum(len(part) for page in expected for part in page) / 1e9
     rates: dict[tuple[str, str], list[float]] = defaultdict(list)
     sides: dict[str, Ours | Own] = {
-        "ours": Ours(pool, directory / "ours", "auto"),
-        "ours, buffered": Ours(pool, directory / "buffered", "off"),
+        "ours": Ours(pool, directory / "ours", True),
+        "ours, buffered": Ours(pool, directory / "buffered", False),
         "file": Own(pool, directory / "file"),
     }
     for number in range(rounds + 1):

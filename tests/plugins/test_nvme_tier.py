@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.patient_nvme import PATIENCE_S, opening_nvme, patient_nvme
+from tests.support.patient_nvme import opening_nvme, patient_nvme
 from tiered_kv.errors import ConfigError
-from tiered_kv.testing.rig import OpenTier, TierRig
-from tiered_kv_nvme.disk import Disk
+from tiered_kv.testing.rig import OpenTier
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.tier import NvmeTier
@@ -30,23 +29,6 @@ def test_an_engine_that_passes_no_spec_is_served(tmp_path: Path) -> None:
     tier = NvmeTier(None, view, "nvme", settings)
     assert tier.describe()["path"] == str(tmp_path / "kv")
     tier.shutdown()
-
-
-def test_direct_io_that_is_demanded_and_not_to_be_had_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(disk: Disk, directory_fd: int) -> str:
-        return "the file system refuses O_DIRECT (Invalid argument)"
-
-    monkeypatch.setattr("tiered_kv_nvme.store.refusal_of_direct", refuse)
-    with pytest.raises(ConfigError, match="direct: the file system refuses O_DIRECT"):
-        TierRig(open_with(tmp_path / "kv", direct="on"), num_blocks=8, block_bytes=4096, wait_s=PATIENCE_S)
-
-
-@pytest.mark.parametrize("written", [True, "on"])
-def test_the_words_on_and_off_mean_what_they_say_in_yaml(written: object) -> None:
-    settings = NvmeSettings.model_validate({"path": "kv", "capacity": "1GiB", "direct": written})
-    assert settings.direct == "on"
 
 
 @pytest.mark.parametrize("block_bytes", [1, 512, 4096, 65536, 1 << 20, 2 << 20, 24 << 20])

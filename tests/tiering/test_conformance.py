@@ -113,7 +113,7 @@ class TestNvmeTier(TierConformance):
 
 
 class TestNvmeTierThroughThePageCache(TestNvmeTier):
-    settings: ClassVar[dict[str, object]] = {"direct": "off"}
+    settings: ClassVar[dict[str, object]] = {"direct": False}
     block_bytes = 1000
 
 

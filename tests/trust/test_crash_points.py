@@ -63,7 +63,7 @@ def test_killed_at_any_send_to_a_server_a_process_leaves_others_what_they_need(
 
 
 NVME_ON_DEVICE = dataclasses.replace(NVME, device=True)
-BUFFERED = dataclasses.replace(NVME_ON_DEVICE, entry={**NVME.entry, "direct": "off"})
+BUFFERED = dataclasses.replace(NVME_ON_DEVICE, entry={**NVME.entry, "direct": False})
 
 
 @pytest.mark.parametrize(
