@@ -11,6 +11,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +36,11 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.lmcache import LMCACHE_VERSION, TieredKVL2Adapter, tier_set
 from tiered_kv.integrations.lmcache.keys import in_prefix_order, object_key, offload_key
 from tiered_kv.testing.waiting import wait_until
+
+
+def _retried_at_once() -> AbstractContextManager[object]:
+    """Tiers that could not be opened are tried again by the next task, and not after some seconds."""
+    return mock.patch.object(tier_set, "RETRY_S", 0.0)
 
 
 class Checks:
@@ -255,7 +261,7 @@ class Checks:
 
     def a_tier_that_cannot_be_opened_costs_hits_and_is_tried_again(self) -> None:
         tier = self._tier()
-        with mock.patch.object(tier_set, "RETRY_S", 0.0), host(tier) as first, host(tier) as second:
+        with _retried_at_once(), host(tier) as first, host(tier) as second:
             assert first.store(keys_of(1), first.objects(1)).is_successful()
             assert not second.store(keys_of(1), second.objects(1)).is_successful()
             assert second.lookup(keys_of(1)) == [False]
@@ -265,10 +271,8 @@ class Checks:
     def without_a_thread_to_open_them_the_tiers_are_opened_later(self) -> None:
         with host(self._tier()) as rig:
             for name in ("Thread.start", "Timer.start"):
-                with (
-                    mock.patch.object(tier_set, "RETRY_S", 0.0),
-                    mock.patch(f"threading.{name}", side_effect=RuntimeError("can't start new thread")),
-                ):
+                refuses = mock.patch(f"threading.{name}", side_effect=RuntimeError("can't start new thread"))
+                with _retried_at_once(), refuses:
                     assert rig.lookup(keys_of(1)) == [False]
             assert rig.store(keys_of(1), rig.objects(1)).is_successful()
 
