@@ -165,9 +165,13 @@ def test_each_fault_has_its_alert_and_every_panel_has_series(
     wait_for(firing, NONE)
     gate.close()
     faulty.is_raising = True
-    damage(files)
     monkeypatch.setattr("tiered_kv_nvme.disk.Disk.pwritev", full)
-    wait_for(firing, FAULTS)
+
+    def firing_and_damaged() -> set[str]:
+        damage(files)  # each time: the replay reads few of the files that are there at one moment
+        return firing()
+
+    wait_for(firing_and_damaged, FAULTS)
     wait_for(lambda: empty(prometheus), NONE)
     busy.close()
     gate.open()
@@ -189,8 +193,11 @@ def full(*_: object) -> int:
 
 
 def damage(directory: Path) -> None:
-    """Damage every file, in turns so that nobody can read it, and so that only this process cannot."""
-    changes = [each for each in record_damages(full=False) if each.name.startswith("payload: bit")][:1]
+    """Damage every file, in turns so that nobody can read it, and so that only this process cannot.
+
+    A file that is damaged twice stays damaged.
+    """
+    changes = [each for each in record_damages(full=False) if each.name == "payload all zeros"]
     changes += [each for each in record_damages(full=False) if each.kind is Kind.UNREADABLE]
     for file, change in zip(directory.rglob("*"), itertools.cycle(changes)):
         with suppress(OSError):  # it is a directory, or has been deleted meanwhile

@@ -24,7 +24,7 @@ from tiered_kv.tiering.search import Search
 from tiered_kv.toolkit.jobs import Part, PartQueue
 from tiered_kv.toolkit.record import RecordStatus
 
-SEEDS = 250
+SEEDS = 100
 PLANTED_DEFECT_SEEDS = 500
 
 
@@ -63,7 +63,7 @@ def test_five_seeds_keep_every_promise() -> None:
 @pytest.mark.slow
 @pytest.mark.trust
 def test_no_seed_breaks_a_promise(figures: Figures, profile: Profile) -> None:
-    seeds = profile.pick(SEEDS, 20 * SEEDS)
+    seeds = profile.pick(SEEDS, 50 * SEEDS)
     failure = first_failure(seeds)
     passed = seeds if failure is None else failure.scenario.seed
     figures.add("simulation", seeds, passed, f"{ACTIONS} actions each")
