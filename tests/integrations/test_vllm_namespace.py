@@ -13,7 +13,7 @@ import pytest
 from tests.support.tables import names_in
 from tests.support.vllm_programs import VERSIONS, our_spec, running
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 PROGRAM = Path(__file__).with_name("vllm_namespace_program.py")
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md"

@@ -24,7 +24,7 @@ from tests.support.syscalls import Fault
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
-KILLS, CUTS, POWER_CUTS, SENDS = (20, 160), (8, 60), (6, 40), (10, 60)
+KILLS, CUTS, POWER_CUTS, SENDS = (10, 160), (4, 60), (3, 40), (5, 60)
 """How many the short and the full profile take. Many calls are alike: an even sample has all kinds of them. A kill
 after a call is like one before the next."""
 

@@ -14,7 +14,7 @@ from tests.support.syscalls import Call, Fault
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
-FAILURES, CUTS = (12, 120), (6, 30)
+FAILURES, CUTS = (6, 120), (3, 30)
 """How many the short and the full profile take. Many calls are alike: an even sample has all kinds of them."""
 READS, BROKEN = 100, 60
 """Of the calls that only read, and of those that fail for good, whose jobs wait for deadlines."""
