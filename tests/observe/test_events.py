@@ -180,7 +180,7 @@ def test_what_happened_before_the_stack_closes_is_published(open_with_events: Op
 def test_a_stack_without_events_has_no_publisher() -> None:
     with open_stack(stack_of()) as stack:
         assert stack.events is None
-        assert not stack.primary.tells_events
+        assert not stack.primary.reports_events
         assert not [name for name in stack.counters()["cpu"] if name.startswith("event")]
 
 

@@ -32,7 +32,7 @@ class Cascade:
             for _, blocks in selections:
                 self._primary.pin(blocks)
             self._primary.unpin(written)
-        self._primary.tell_stored(keys)
+        self._primary.note_stored(keys)
         self._submit(selections, req_context, keys)
 
     def offer(self, ready: list[CPUBlock], tiers: Iterable[GuardedTier], req_context: ReqContext) -> None:

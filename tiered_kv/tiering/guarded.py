@@ -370,7 +370,7 @@ def guard(
             notices,
             number,
             history,
-            primary.tells_events,
+            primary.reports_events,
             compute_block_s,
             wear_clock,
         )

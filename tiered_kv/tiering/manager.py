@@ -54,7 +54,7 @@ class TieringOffloadingManager(OffloadingManager):
         history: Where it is noted why requests missed blocks, with the names of all tiers; None for nowhere. `shutdown`
             closes it.
         event_sink: Who gets the events of all tiers at the end of each step; closed with the manager. With one,
-            `take_events` has nothing to return. Tiers have events if the primary tier `tells_events`.
+            `take_events` has nothing to return. Tiers have events if the primary tier `reports_events`.
         clock: Seconds of a monotonic clock; deadlines given to tiers are in its time.
         wear_clock: The clock of write budgets, where that is another: a simulation has the time of its requests.
 

@@ -143,7 +143,7 @@ class Promotions:
             else:
                 self._drop(key, block, result.reason)
                 self._primary.abandon([block])
-        self._primary.tell_stored([block.key for block in ready])
+        self._primary.note_stored([block.key for block in ready])
         return ready
 
     def expire(self, job: SubmittedJob) -> None:
