@@ -22,8 +22,8 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.tiering.events import EventSink
 from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.tiering.observer import EventSink
 from tiered_kv.tiering.requests import ManagerLimits
 
 BLOCK_BYTES = 64

@@ -38,13 +38,13 @@ class Pace:
     too, for tiers that answer later.
 
     Args:
-        compute_block_s: Seconds in which the engine computes a block; infinite where every load is worth its wait.
+        compute_block_s: Seconds in which the engine computes a block; infinite if every load is worth its wait.
 
     Attributes:
         compute_growth_s: What each block before it adds to that.
     """
 
-    def __init__(self, compute_block_s: float) -> None:
+    def __init__(self, compute_block_s: float = math.inf) -> None:
         self.compute_block_s = compute_block_s
         self.compute_growth_s = 0.0
         self._loads = self._blocks = self._seconds = self._blocks_squared = self._products = 0.0
