@@ -13,7 +13,7 @@ TRACKED_KEYS_MAX = 1 << 20
 
 
 class Selection(NamedTuple):
-    """What becomes of offered blocks: to be stored, not admitted, and those for which there is no room in flight."""
+    """Offered blocks: those to store, those not admitted, and those over the limit in flight."""
 
     stored: list[CPUBlock]
     refused: list[CPUBlock]
@@ -21,14 +21,14 @@ class Selection(NamedTuple):
 
 
 class Admission:
-    """Admits a block when it is offered for the n-th time, so that blocks which are used once wear no disk.
+    """Admits a block when it is offered for the n-th time, so that blocks which are used once do not wear an SSD.
 
-    Counts are kept in two generations, so that memory is bounded without work for each key: when the younger is full
-    it becomes the older, whose counts still carry over. Owned by the manager's thread.
+    Counts are kept in two generations: when the younger is full it replaces the older. So memory is bounded without
+    work for each key. Owned by the manager's thread.
     """
 
     reason: ClassVar[str] = "admission"
-    """Why a block that it refuses is not stored."""
+    """The reason in counters for blocks that are not admitted."""
 
     def __init__(self, admit_after: int, tracked_keys_max: int = TRACKED_KEYS_MAX) -> None:
         self._admit_after = admit_after
@@ -41,11 +41,11 @@ class Admission:
         return self._admit_after <= 1
 
     def begin(self, req_id: str) -> None:
-        """Note that a request begins; an earlier one of its id has ended."""
+        """Note that a request begins. An earlier request with this id has ended."""
         return
 
     def select(self, offered: list[CPUBlock], room: int, req_id: str) -> Selection:
-        """Choose from blocks of one request, at most `room`; an offer that finds no room does not count."""
+        """Choose at most `room` blocks of one request. An offer over `room` is not counted."""
         if self.is_open():
             return Selection(offered[:room], [], offered[room:])
         stored: list[CPUBlock] = []
@@ -57,19 +57,19 @@ class Admission:
         return Selection(stored, refused, [])
 
     def again(self, loaded: list[CPUBlock], req_id: str) -> list[CPUBlock]:
-        """Return those blocks to offer that a request has loaded from elsewhere: a load is a use."""
+        """Return the blocks to offer again after a request has loaded them, not from this tier."""
         return loaded
 
     def note_hits(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that the tier loads blocks."""
+        """Note that the tier loads these blocks."""
         return
 
     def tick(self) -> None:
-        """Note the time, once a step."""
+        """Note the time; called once a step."""
         return
 
     def counted(self) -> Mapping[str, int]:
-        """Return counts for the tier's counters; any thread may call."""
+        """Return counters; any thread may call."""
         return {}
 
     def admit(self, key: OffloadKey) -> bool:

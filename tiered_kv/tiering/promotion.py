@@ -18,25 +18,23 @@ from tiered_kv.tiering.requests import RequestState
 
 @dataclass(slots=True, eq=False)
 class Promotion:
-    """A block, in state writing, that is being loaded from a tier for the requests that wait for it.
-
-    `is_ahead` where a prefetch began it: the request has not asked yet, and may ask for a longer part of its prefix.
-    `is_try` where it takes longer than to compute the block, so that nobody waits for it.
-    """
+    """A block, in state writing, that is being loaded from a tier for the requests that wait for it."""
 
     block: CPUBlock
     guarded: GuardedTier
     waiters: list[RequestState]
     is_ahead: bool
+    """Begun by a prefetch: the request has not asked yet, and may ask for a longer part of its prefix."""
     is_try: bool = False
+    """Slower than computing the block, and loaded only to measure the tier: no request waits for it."""
 
 
 class Promotions:
-    """The blocks that are being promoted, and the promoted ones that are held for their requests.
+    """Blocks that are being promoted, and promoted blocks that are held for requests. Owned by the manager's thread.
 
-    A promoted block is pinned for each request that waits for it (a *hold*) until the request loads it or ends, or the
-    hold's time is over. Otherwise a full primary tier could evict it before it was used, and the request would promote
-    it again, for ever. Owned by the manager's thread.
+    A promoted block is pinned for each waiting request (a *hold*) until the request loads it or ends, or until the hold
+    expires. Without holds a full primary tier could evict the block before its use, and the request would promote it
+    again, for ever.
     """
 
     def __init__(
@@ -49,21 +47,20 @@ class Promotions:
         self._table: dict[OffloadKey, Promotion] = {}
         self._batches: dict[tuple[GuardedTier, RequestState], list[Promotion]] = {}
         self._holders: dict[RequestState, None] = {}
-        self._held: dict[int, int] = {}  # block_id to the number of requests that it is held for
+        self._held: dict[int, int] = {}  # block_id to its number of holds
 
     @property
     def blocks_taken(self) -> int:
-        """Blocks that count against the limit."""
+        """Blocks that count against `blocks_max`."""
         return len(self._table) + len(self._held)
 
     def begin(self, key: OffloadKey, guarded: GuardedTier, state: RequestState) -> bool:
-        """Take a primary block for `key`, to be loaded from `guarded` at the end of the step, if there is room.
+        """Take a primary block for `key`, if there is room; `submit` loads it from `guarded`.
 
         Returns:
             Whether the request should wait: the block is being promoted, or room will become free.
         """
-        # A request that already has blocks on their way takes what it has: two requests that each wait for the room
-        # of the other would both wait in vain.
+        # A request with promotions of its own does not wait for room: two such requests could wait for each other.
         may_wait = not (state.promoting or state.held)
         if self.blocks_taken >= self.blocks_max:
             return may_wait
@@ -85,7 +82,7 @@ class Promotions:
         return True
 
     def join(self, key: OffloadKey, state: RequestState) -> bool:
-        """Make `state` wait for a running promotion; False if there is none to wait for, or its tier has failed."""
+        """Let a request wait for a running promotion; return False if it should not wait."""
         promotion = self._table.get(key)
         if promotion is None or promotion.guarded in state.failed.get(key, ()):
             return False
@@ -98,20 +95,20 @@ class Promotions:
         return not promotion.is_try
 
     def keep(self, block: CPUBlock, state: RequestState) -> None:
-        """Hold a ready block for a request that waits, as if it had been promoted for it, if there is room."""
+        """Hold a ready block for a request, as if it had been promoted for it, if there is room."""
         if block.key not in state.held and self.blocks_taken < self.blocks_max:
             self._primary.pin([block])
             self._hold(block, [state])
 
     def submit(self) -> None:
-        """Submit the loads since the last call: one job for each tier and request."""
+        """Submit the loads begun since the last call: one job for each tier and request."""
         batches, self._batches = self._batches, {}
         now_s = self._clock()
         for (guarded, state), promotions in batches.items():
             guarded.load_blocks_reserved -= len(promotions)
             blocks = [promotion.block for promotion in promotions]
             keys = [block.key for block in blocks]
-            # A half-open breaker admits one job, and another of this step may have been first.
+            # A half-open breaker admits one job, which may be another one of this step.
             refusal = guarded.refusal()
             if not refusal and not self._is_worth(keys, guarded, state):
                 refusal = TOO_SLOW
@@ -129,7 +126,7 @@ class Promotions:
                 self._primary.abandon(blocks)
 
     def finish(self, job: SubmittedJob, result: JobResult) -> list[CPUBlock]:
-        """End a load that was reported; return the blocks that are now ready."""
+        """Process a load that was reported; return the blocks that are now ready."""
         if job.is_expired:
             for block in job.blocks:
                 self._primary.backend.free(block)
@@ -147,20 +144,20 @@ class Promotions:
         return ready
 
     def expire(self, job: SubmittedJob) -> None:
-        """Give up an expired load: its keys are a miss, and its blocks stay with the job until the tier reports it."""
+        """Make the keys of an expired load misses. The blocks stay with the job until the tier reports it."""
         for block in job.blocks:
             self._drop(block.key, block, "expired")
             self._primary.forget(block)
 
     def release(self, state: RequestState, keys: Iterable[OffloadKey] | None = None) -> None:
-        """End the holds of a request: on `keys`, which it loads, or on all of its blocks."""
+        """End holds of a request: on `keys`, which it loads, or by default on all blocks."""
         held = state.held
         if keys is None:
             blocks = list(held.values())
             held.clear()
         else:
             blocks = [held.pop(key) for key in keys if key in held]
-            if blocks:  # the request has got the blocks that it waited for
+            if blocks:  # the request has received blocks that it waited for
                 state.waited_s, state.asked_s = 0.0, math.inf
         if not held:
             self._holders.pop(state, None)
@@ -171,14 +168,14 @@ class Promotions:
         self._primary.unpin(blocks)
 
     def release_overdue(self, now_s: float) -> int:
-        """End the holds whose time is over, and return how many blocks were released."""
+        """End expired holds; return how many blocks were released."""
         before = len(self._held)
         for state in [state for state in self._holders if state.held_until_s <= now_s]:
             self.release(state)
         return before - len(self._held)
 
     def leave(self, state: RequestState) -> None:
-        """Forget a request that ends: its promotions continue, but are not held for it."""
+        """Forget a request that ends. Its promotions continue, without holds for it."""
         for key in state.promoting:
             promotion = self._table.get(key)
             if promotion is not None:
@@ -187,7 +184,7 @@ class Promotions:
         self.release(state)
 
     def reset(self) -> None:
-        """Forget all promotions; blocks of jobs in flight become free when the jobs are reported."""
+        """Forget all promotions. Blocks of jobs in flight become free when the jobs are reported."""
         for state in list(self._holders):
             self.release(state)
         for promotion in self._table.values():
@@ -200,10 +197,10 @@ class Promotions:
             self._primary.abandon([promotion.block for promotion in promotions])
 
     def _is_worth(self, keys: Sequence[OffloadKey], guarded: GuardedTier, state: RequestState) -> bool:
-        """Return whether a tier brings a batch sooner than the request would compute what it lacks without it.
+        """Return whether a tier delivers a batch sooner than the engine would compute what the batch saves.
 
-        That is what is behind the batch's first block. What earlier loads of the tier bring counts, too: the request
-        waits for them in any case.
+        Without the batch, the engine computes all blocks from the batch's first one on. Blocks of the tier's earlier
+        loads count too: the request waits for them in any case.
         """
         if guarded.pace.compute_block_s == math.inf:
             return True
@@ -229,7 +226,7 @@ class Promotions:
         return True
 
     def _hold(self, block: CPUBlock, states: Sequence[RequestState]) -> None:
-        """Note that a block, which was pinned once for each, is held for requests."""
+        """Hold a block for requests. The caller has pinned it once for each of them."""
         until_s = self._clock() + self._hold_s
         for state in states:
             state.held[block.key] = block
@@ -238,7 +235,7 @@ class Promotions:
         self._held[block.block_id] = self._held.get(block.block_id, 0) + len(states)
 
     def _drop(self, key: OffloadKey, block: CPUBlock, reason: str = "") -> None:
-        """End the waiting for a block whose load failed."""
+        """End the promotion of a block whose load failed, unless it was reset meanwhile."""
         promotion = self._table.get(key)
         if promotion is None or promotion.block is not block:
             return
@@ -246,7 +243,7 @@ class Promotions:
         self._fail(promotion, reason)
 
     def _fail(self, promotion: Promotion, reason: str) -> None:
-        """Let nobody wait for a block any more."""
+        """Let no request wait for a block any more, nor ask its tier for it again."""
         key, is_undecided = promotion.block.key, promotion.is_ahead and reason == TOO_SLOW
         for state in promotion.waiters:
             state.promoting.pop(key, None)
