@@ -35,10 +35,7 @@ class SecondaryTierFactory:
         Raises:
             ConfigError: The name is taken or cannot name a tier type.
         """
-        if isinstance(tier, type):
-            tier_type = tier_type_of_class(name, tier)
-        else:
-            tier_type = TierType(name, ClassArguments, tier)
+        tier_type = tier_type_of_class(name, tier) if isinstance(tier, type) else TierType(name, ClassArguments, tier)
         tier_plugins().register(_Registration(tier_type), _label(name))
         return tier_type
 
