@@ -14,10 +14,11 @@ import pytest
 
 import tiered_kv
 from tests.support.stacks import stack_of
-from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.counters import count_of
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.stack import Stack
+from tiered_kv.testing.rig import make_keys as keys
 from tiered_kv.tiering.audit import is_chosen
 from tiered_kv.tiering.spare_rows import BLOCKS_MAX
 
@@ -27,10 +28,6 @@ NUM_BLOCKS = 256
 Rows = np.ndarray[Any, np.dtype[np.uint8]]
 Config = dict[str, object]
 OpenStack = Callable[[Config], Stack]
-
-
-def keys(count: int, label: str = "prompt", group: int = 0) -> list[OffloadKey]:
-    return [make_offload_key(f"{label}/{number}".encode(), group) for number in range(count)]
 
 
 class Engine:
@@ -208,7 +205,7 @@ def test_what_no_tier_had_is_not_compared(engine: Engine) -> None:
 
 def test_only_what_comes_after_the_first_lookup_is_compared(engine: Engine) -> None:
     """An engine asks for nothing that it has itself; what it has may have come from the tier."""
-    names, others = keys(8), keys(8, group=1)
+    names, others = keys(8), keys(8, group_idx=1)
     engine.serve(names + others)
     engine.weights = 1
     context, _ = engine.begin(names[5:])

@@ -190,19 +190,6 @@ def test_promoted_blocks_fill_the_tiers_above_that_want_them(make_bench: MakeBen
     assert not bench.tiers[0].jobs[0].is_promotion
 
 
-def test_prefetch_follows_up_answers_that_come_late(bench: Bench) -> None:
-    bench.tier.present = {keys(1)[0]: True, keys(2)[0]: None}
-    context = bench.request("a")
-    bench.manager.prefetch(keys(1, 2, 3), context)
-    bench.step()
-    bench.tier.has(1, 2)
-    bench.step()
-    assert bench.jobs == [keys(1), keys(2)]
-    bench.tier.end()
-    bench.end()
-    assert bench.lookup(keys(1, 2, 3), context) == [True, True, False]
-
-
 @pytest.mark.parametrize("tier_raises", [False, True])
 def test_lookup_many_answers_like_lookup(make_bench: MakeBench, tier_raises: bool) -> None:
     answers: list[object] = []
