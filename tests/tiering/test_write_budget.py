@@ -69,7 +69,7 @@ def test_it_begins_as_if_it_had_been_used_up_and_what_is_left_over_adds_up_to_an
         budget = budget_of(WINDOW_MINUTES, clock)
         clock.now_s += pause_s
         assert len(budget.select(blocks("a", 100), 100, "a").stored) == stored
-    assert budget.counted() == dict.fromkeys(
+    assert budget.snapshot() == dict.fromkeys(
         ("write_budget_bytes", "write_budget_used_bytes"), WINDOW_MINUTES * BLOCK_BYTES
     )
 

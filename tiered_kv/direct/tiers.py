@@ -187,7 +187,7 @@ class DirectTiers:
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return the counts of each tier by its name, as those of a stack, and what concerns no tier under ""."""
         own = {**self._thread.counters.snapshot(), "open_tasks": self._thread.open_tasks}
-        return {"": own, **{queue.guarded.name: queue.guarded.counted() for queue in self._thread.queues}}
+        return {"": own, **{queue.guarded.name: queue.guarded.snapshot() for queue in self._thread.queues}}
 
     def status(self) -> dict[str, dict[str, object]]:
         """Return how each tier stands, by its name."""

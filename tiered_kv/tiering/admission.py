@@ -68,7 +68,7 @@ class Admission:
         """Note the time; called once a step."""
         return
 
-    def counted(self) -> Mapping[str, int]:
+    def snapshot(self) -> Mapping[str, int]:
         """Return counters; any thread may call."""
         return {}
 

@@ -95,7 +95,7 @@ class Audit:
         """Comparisons that have not ended."""
         return self._spare_rows.in_flight
 
-    def counted(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+    def snapshot(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return counters by tier; those of the whole audit are the primary tier's. Any thread may call."""
         counted: dict[str, dict[str, Any]] = {
             name: {"audited_blocks_total": dict(verdicts)} if verdicts else {}

@@ -298,7 +298,7 @@ class GuardedTier:
         answer = self.call("on_new_request", req_context)
         return isinstance(answer, RequestOffloadingContext) and answer.policy is OffloadPolicy.REQUEST_LEVEL
 
-    def counted(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """Return the counters and gauges of this tier, with its own `stats` under "tier"."""
         stats = self.call("stats")
         block_bytes = self._block_bytes
@@ -306,7 +306,7 @@ class GuardedTier:
         return {
             **self.counters.snapshot(),
             **self.measures.snapshot(),
-            **self.admission.counted(),
+            **self.admission.snapshot(),
             "pinned_bytes": (stores + loads) * block_bytes,
             "store_budget_bytes": self.stores.blocks_max * block_bytes,
             "store_budget_used_bytes": stores * block_bytes,

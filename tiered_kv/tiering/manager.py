@@ -439,14 +439,14 @@ class TieringOffloadingManager(OffloadingManager):
         }
         if primary.skipped_blocks:
             of_primary["skipped_blocks_total"] = {BY_REQUEST: primary.skipped_blocks}
-        counted = {PRIMARY_NAME: of_primary, **{guarded.name: guarded.counted() for guarded in self._tiers}}
+        counted = {PRIMARY_NAME: of_primary, **{guarded.name: guarded.snapshot() for guarded in self._tiers}}
         if self._history is not None:
             self._history.settle(_SETTLED_KEYS_MAX)
             of_primary["unexplained_blocks_total"] = self._history.dropped_blocks
             for name, values in zip(self._history.names, self._history.counted(), strict=True):
                 counted[name].update(values)
         if self._audit is not None:
-            for name, audited in self._audit.counted().items():
+            for name, audited in self._audit.snapshot().items():
                 counted[name].update(audited)
         if self._event_sink is not None:
             of_primary.update(self._event_sink.counted())

@@ -246,7 +246,7 @@ class WriteBudget(Admission):
             number, capacity = number + 1, capacity * 2**0.5
         return number
 
-    def counted(self) -> Mapping[str, int]:
+    def snapshot(self) -> Mapping[str, int]:
         return {"write_budget_bytes": self.hour_bytes, "write_budget_used_bytes": self.hour_bytes - self.room_bytes}
 
     # Each minute.

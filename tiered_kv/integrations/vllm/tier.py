@@ -312,7 +312,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return what was counted of the tier, by its name; what it has counted itself stands there under "tier"."""
-        return {self._guarded.name: self._guarded.counted()}
+        return {self._guarded.name: self._guarded.snapshot()}
 
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
