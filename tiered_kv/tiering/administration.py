@@ -223,7 +223,7 @@ class TierAdministration(ABC):
         return
 
 
-def believed(described: object, digest: str) -> Mapping[str, object]:
+def matching_description(described: object, digest: str) -> Mapping[str, object]:
     """Return the readable form of a namespace from storage; an empty one if its digest is not `digest`.
 
     An attacker with write access could put another tenant's name into it, but then its digest differs.
