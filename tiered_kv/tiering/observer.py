@@ -87,7 +87,7 @@ class Observer:
         """Record the end of a request."""
         self._search.report()
         if state.log is not None and self._history is not None:
-            self._history.ended(state.log, state.troubles)
+            self._history.ended(state.log, state.failure_reasons)
 
     def resetting(self) -> None:
         """Record that the primary tier is about to forget its blocks."""

@@ -249,5 +249,5 @@ class Promotions:
             state.promoting.pop(key, None)
             if not is_undecided:
                 state.failed.setdefault(key, set()).add(promotion.guarded)
-                state.troubles.setdefault(key, {})[promotion.guarded.number] = reason
+                state.failure_reasons.setdefault(key, {})[promotion.guarded.number] = reason
         promotion.waiters.clear()

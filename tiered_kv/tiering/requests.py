@@ -87,13 +87,13 @@ class RequestState:
 
     # For the history.
     log: RequestLog | None = None
-    because: Because = b""
-    """Why tiers are not asked."""
-    noted: int | None = None
+    reasons_not_asked: Because = b""
+    """Why tiers are not asked, one byte for each tier; b"" if all are asked."""
+    reported_hash: int | None = None
     """The hash of the misses that were last reported; 0 for the first ones."""
     found: list[OffloadKey] = field(default_factory=list)
     """Keys whose promotion it began to wait for since the last report."""
-    troubles: dict[OffloadKey, dict[int, str]] = field(default_factory=dict)
+    failure_reasons: dict[OffloadKey, dict[int, str]] = field(default_factory=dict)
     """Why a tier that had a block did not deliver it, by key and the tier's number."""
 
     def forget_blocks(self) -> None:

@@ -214,7 +214,7 @@ class Search:
         if not state.is_asking:
             return _Verdict.WAIT  # a prefetch may wait for room without a bound
         guarded.counters.add("refused_promotion_blocks_total")
-        state.troubles.setdefault(key, {})[guarded.number] = "refused"
+        state.failure_reasons.setdefault(key, {})[guarded.number] = "refused"
         return _Verdict.MISS
 
     # For the history.
@@ -226,16 +226,18 @@ class Search:
             return
         if len(page) > start:
             # A waiting request asks in each step. Its first two reports are passed on, then only those that differ.
-            noted = 0 if state.noted is None else hash(tuple(page[start:]))  # no hash for most requests: they ask once
-            if state.is_asking and noted != state.noted:
-                state.noted = noted
-                history.missed(self.log_of(state), state.because, page, start, state.troubles)
+            noted = (
+                0 if state.reported_hash is None else hash(tuple(page[start:]))
+            )  # no hash for most requests: they ask once
+            if state.is_asking and noted != state.reported_hash:
+                state.reported_hash = noted
+                history.missed(self.log_of(state), state.reasons_not_asked, page, start, state.failure_reasons)
                 self._missed = next_page(page)
                 self._noted = len(self._missed)
             else:
                 del page[start:]
         if state.found:
-            history.promoted(self.log_of(state), state.because, state.found)
+            history.promoted(self.log_of(state), state.reasons_not_asked, state.found)
             state.found = []
 
     def _miss(self, key: OffloadKey, state: RequestState) -> bool:
@@ -262,9 +264,9 @@ class Search:
                 self._leave_late_tiers(state)
             if self._history is not None:
                 self.log_of(state)
-                state.because = self._because(state)
+                state.reasons_not_asked = self._reasons_not_asked(state)
 
-    def _because(self, state: RequestState) -> bytes:
+    def _reasons_not_asked(self, state: RequestState) -> bytes:
         """Return why tiers are not asked for this request, one byte for each tier; b"" if all are asked."""
         if state.has_waited or state.skips_load:
             return bytes([Fate.TOO_LATE if state.has_waited else Fate.BY_REQUEST]) * (len(self._tiers) + 1)
