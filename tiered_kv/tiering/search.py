@@ -82,7 +82,7 @@ class Search:
         if state is not self._asking:
             self._attend(state)
         if state.has_waited:
-            return self._miss(key, state)
+            return self._miss(key)
         if block is not None:
             return self._await(key, block, state)
         failed, timed_out, is_unanswered = state.failed, state.timed_out, bool(state.unanswered)
@@ -113,7 +113,7 @@ class Search:
         if state is not self._asking:
             self._attend(state)
         if state.has_waited:
-            return {key: self._miss(key, state) for key in keys}
+            return {key: self._miss(key) for key in keys}
         answers: dict[OffloadKey, bool | None] = {}
         rest: list[OffloadKey] = []
         promoting = len(state.promoting)
@@ -141,7 +141,7 @@ class Search:
         state = self._requests.state_of(req_context)
         if state is not self._asking:
             self._attend(state)
-        return [self._miss(key, state) for key in keys]
+        return [self._miss(key) for key in keys]
 
     def _ask_many(
         self,
@@ -175,7 +175,7 @@ class Search:
             elif verdict is _Verdict.WAIT:
                 answers[key] = None
             else:
-                answers[key] = self._miss(key, state)
+                answers[key] = self._miss(key)
         return rest
 
     def _await(self, key: OffloadKey, block: CPUBlock, state: RequestState) -> bool | None:
@@ -183,7 +183,7 @@ class Search:
         if block.writer is PROMOTION:
             is_known = key in state.promoting
             if not self._promotions.join(key, state):
-                return self._miss(key, state)
+                return self._miss(key)
             if not is_known and self._history is not None:  # once, although a waiting request asks in each step
                 state.found.append(key)
         state.asked_s = self._now_s
@@ -226,11 +226,10 @@ class Search:
             return
         if len(page) > start:
             # A waiting request asks in each step. Its first two reports are passed on, then only those that differ.
-            noted = (
-                0 if state.reported_hash is None else hash(tuple(page[start:]))
-            )  # no hash for most requests: they ask once
-            if state.is_asking and noted != state.reported_hash:
-                state.reported_hash = noted
+            # Most requests ask once, and need no hash.
+            misses_hash = 0 if state.reported_hash is None else hash(tuple(page[start:]))
+            if state.is_asking and misses_hash != state.reported_hash:
+                state.reported_hash = misses_hash
                 history.missed(self.log_of(state), state.reasons_not_asked, page, start, state.failure_reasons)
                 self._missed = next_page(page)
                 self._noted = len(self._missed)
@@ -240,7 +239,7 @@ class Search:
             history.promoted(self.log_of(state), state.reasons_not_asked, state.found)
             state.found = []
 
-    def _miss(self, key: OffloadKey, state: RequestState) -> bool:
+    def _miss(self, key: OffloadKey) -> bool:
         """Record a miss, and return the answer."""
         if (missed := self._missed) is not None:
             missed.append(key)
@@ -272,13 +271,13 @@ class Search:
             return bytes([Fate.TOO_LATE if state.has_waited else Fate.BY_REQUEST]) * (len(self._tiers) + 1)
         if len(self._searched) == len(self._tiers) and not state.timed_out:
             return b""
-        because = bytearray(len(self._tiers) + 1)
+        reasons = bytearray(len(self._tiers) + 1)
         for guarded in self._tiers:
             if guarded in state.timed_out:
-                because[guarded.number] = state.timed_out[guarded]
+                reasons[guarded.number] = state.timed_out[guarded]
             elif not guarded.is_searched:
-                because[guarded.number] = fate_of(guarded.refusal() or "budget")
-        return bytes(because)
+                reasons[guarded.number] = fate_of(guarded.refusal() or "budget")
+        return bytes(reasons)
 
     def _count_wait(self, state: RequestState) -> None:
         state.waited_s += min(self._now_s - state.asked_s, PAUSE_S_MAX)
