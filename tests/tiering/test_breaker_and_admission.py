@@ -44,7 +44,7 @@ def test_an_open_breaker_half_opens_after_its_cooldown_and_reopens_on_the_first_
     assert breaker.times_opened == 2
 
 
-def test_failures_of_what_was_begun_before_it_opened_do_not_put_off_the_probe() -> None:
+def test_late_failures_do_not_delay_the_probe() -> None:
     breaker = Breaker(failures_max=1, cooldown_s=5)
     breaker.fail(100)
     for straggler_s in (101, 103, 104.9):

@@ -225,7 +225,7 @@ def test_jobs_are_reported_while_one_lookup_follows_the_other(
     "method",
     ["submit_store", "get_finished", "take_events", "touch", "lookup", "on_schedule_end", "reset_cache", "stats"],
 )
-def test_whatever_a_method_raises_what_comes_after_it_is_done(
+def test_an_exception_of_any_method_does_not_stop_later_calls(
     tier: IsolatedTier, inner: HeldTier, method: str, error: type[BaseException]
 ) -> None:
     inner.can_reset = True
@@ -248,7 +248,7 @@ def test_whatever_a_method_raises_what_comes_after_it_is_done(
     assert finished(tier, 1) == [JobResult(2, method != "reset_cache", reason="disabled" * (method == "reset_cache"))]
 
 
-def test_what_is_reported_beside_nonsense_and_exceptions_counts(region: PrimaryRegion) -> None:
+def test_valid_results_count_beside_invalid_ones_and_exceptions(region: PrimaryRegion) -> None:
     class Breaking(HeldTier):
         def get_finished(self) -> Iterator[Any]:  # a tier that breaks the contract
             yield from [None, JobResult([1], True), 7]  # type: ignore[arg-type]

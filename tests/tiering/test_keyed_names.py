@@ -86,7 +86,7 @@ def test_names_depend_on_the_name_key_the_namespace_and_where_one_ends_and_the_o
     assert len(set(names)) == len(names)
 
 
-def test_what_is_remembered_is_bounded_and_not_printed() -> None:
+def test_the_cache_is_bounded_and_not_printed() -> None:
     names, keys = NameMap(NAME_KEY, bytes(16)), make_keys(NAMES_MAX + 2)
     expected = NameMap(NAME_KEY, bytes(16)).of(keys)
     assert [names[key] for key in keys] == expected
@@ -188,7 +188,7 @@ def test_results_name_keys_and_nothing_is_kept_of_jobs_that_ended(recorder: Reco
     assert next(iter(keyed.get_finished())).successful_keys == [names[2]], "the job is not known any more"
 
 
-def test_nonsense_hides_no_result(recorder: Recorder, keyed: KeyedNames) -> None:
+def test_invalid_results_do_not_hide_valid_ones(recorder: Recorder, keyed: KeyedNames) -> None:
     keys = make_keys(2)
     for number in (1, 2):
         keyed.submit_store(job_of(number, keys))
@@ -213,7 +213,7 @@ def test_events_that_name_blocks_by_names_are_dropped(recorder: Recorder, keyed:
     assert not recorder.events, "they pile up"
 
 
-def test_what_has_no_keys_is_passed_on(recorder: Recorder, keyed: KeyedNames) -> None:
+def test_methods_without_keys_are_passed_on(recorder: Recorder, keyed: KeyedNames) -> None:
     assert keyed.is_nonblocking
     assert not KeyedNames(FourMethodTier(SPEC, new_view(), "four"), NAME_KEY).is_nonblocking
     assert keyed.tier_type == "recorder"

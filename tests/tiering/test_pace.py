@@ -64,7 +64,7 @@ def test_a_tier_that_is_slower_than_computing_is_asked_no_more(make_bench: MakeB
     assert (len(bench.tiers[0].jobs), len(bench.tiers[1].jobs)) == (0, 1), "a faster tier below loads them"
 
 
-def test_a_distant_tier_loads_what_is_long_enough_to_be_worth_the_way(bench: Bench) -> None:
+def test_a_distant_tier_loads_only_prefixes_that_are_long_enough(bench: Bench) -> None:
     for size in (30, 10, 20, 25):
         assert ask(bench, size, load_s=1.0 + 0.01 * size) == [True] * size
     assert ask(bench, 5, load_s=1.05) == [False] * 5, "1.05 s, and computed in 0.5"
@@ -80,7 +80,7 @@ def test_loads_of_one_size_tell_nothing_of_larger_ones(bench: Bench) -> None:
     assert ask(bench, 30, load_s=1.3) == [True] * 30, "1.3 s, and computed in 3"
 
 
-def test_what_is_ahead_in_the_tier_counts(make_bench: MakeBench) -> None:
+def test_loads_in_flight_count(make_bench: MakeBench) -> None:
     bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.11)
     for size in (10, 5, 10):
         assert ask(bench, size, load_s=0.05 * size) == [True] * size
@@ -90,7 +90,7 @@ def test_what_is_ahead_in_the_tier_counts(make_bench: MakeBench) -> None:
     assert ask(bench, 10, load_s=0.0) == [False] * 10, "behind 20 others"
 
 
-def test_a_tier_that_was_slow_is_tried_again_by_one_load_for_which_nobody_waits(bench: Bench) -> None:
+def test_a_slow_tier_is_tried_again_by_one_load_without_waiting_requests(bench: Bench) -> None:
     for _ in range(LOADS_MIN):
         ask(bench, 4, load_s=4.0)
     assert ask(bench, 4, load_s=0.0) == [False] * 4
@@ -111,7 +111,7 @@ def test_a_tier_that_was_slow_is_tried_again_by_one_load_for_which_nobody_waits(
     assert bench.lookup(requests[0][0], bench.request("later")) == [True] * 4
 
 
-def test_nobody_waits_for_a_try_that_another_request_began(bench: Bench) -> None:
+def test_no_request_waits_for_the_try_of_another(bench: Bench) -> None:
     for _ in range(LOADS_MIN):
         ask(bench, 4, load_s=4.0)
     bench.clock.advance(RETRY_S)
@@ -204,7 +204,7 @@ def test_the_rest_of_a_prefix_on_its_way_comes_with_it(bench: Bench) -> None:
 
 @pytest.mark.parametrize("is_front", [False, True], ids=["behind", "in front"])
 @pytest.mark.parametrize("asks_many", [False, True], ids=["lookup", "lookup_many"])
-def test_a_slow_block_is_worth_what_is_lost_without_it(make_bench: MakeBench, asks_many: bool, is_front: bool) -> None:
+def test_a_slow_block_is_worth_the_blocks_behind_it(make_bench: MakeBench, asks_many: bool, is_front: bool) -> None:
     bench = make_bench(PATIENT, PATIENT, num_blocks=256, limits=LIMITS, compute_block_s=0.02)
     for size in (30, 10, 20, 25):
         assert ask(bench, size, load_s=0.001 * size) == [True] * size
@@ -273,7 +273,7 @@ def test_a_tier_whose_answer_would_come_too_late_is_not_asked(bench: Bench) -> N
     assert bench.lookup(keys(1, 2, 3), context) == [None] * 3, "which take 0.3 s more behind these"
 
 
-def test_nobody_waits_longer_for_an_answer_than_for_computing(bench: Bench) -> None:
+def test_no_request_waits_longer_for_an_answer_than_for_computing(bench: Bench) -> None:
     assert wait_for_answer(bench, 10, lookup_s=0.9) == [None] * 10
     assert wait_for_answer(bench, 10, lookup_s=1.1) == [False] * 10
     assert wait_for_answer(bench, 10, lookup_s=0.0) == [False] * 10, "as long as the last one"
@@ -286,7 +286,7 @@ def test_nobody_waits_longer_for_an_answer_than_for_computing(bench: Bench) -> N
     assert wait_for_answer(bench, 3, lookup_s=0.1) == [None] * 3, "it answers sooner now"
 
 
-def test_where_nobody_says_what_computing_costs_every_block_is_promoted(make_bench: MakeBench) -> None:
+def test_every_block_is_promoted_if_the_compute_time_is_unknown(make_bench: MakeBench) -> None:
     bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS)
     for _ in range(3 * LOADS_MIN):
         assert ask(bench, 2, load_s=100.0) == [True] * 2

@@ -30,7 +30,7 @@ def difference_of(stored: Bytes, computed: Bytes, dtype: str) -> float:
     """
     if np.array_equal(stored, computed):
         return 0.0
-    known = _TYPES.get(dtype.lower().removeprefix("torch."))
+    known = _type_of(dtype)
     if known is None or len(stored) % known.bytes:
         return float("inf")
     sums = [
@@ -47,12 +47,16 @@ def difference_of(stored: Bytes, computed: Bytes, dtype: str) -> float:
 
 def is_known(dtype: str) -> bool:
     """Return whether values of this type can be compared as numbers."""
-    return dtype.lower().removeprefix("torch.") in _TYPES
+    return _type_of(dtype) is not None
 
 
 class _Type(NamedTuple):
     bytes: int
     decode: Callable[[Bytes], Values]
+
+
+def _type_of(dtype: str) -> _Type | None:
+    return _TYPES.get(dtype.lower().removeprefix("torch."))
 
 
 def _sums_of_stretches(stored: Bytes, computed: Bytes, known: _Type) -> tuple[Values, Values]:

@@ -116,7 +116,6 @@ class TieringOffloadingManager(OffloadingManager):
         self._observer = Observer(primary, self._tiers, self._search, history, event_sink)
         self._history, self._event_sink = history, event_sink
         self._block_tokens = block_tokens
-        self._released_holds = 0
         self._timer = StepTimer(self, clock)
         self._is_closed = False
 
@@ -316,7 +315,7 @@ class TieringOffloadingManager(OffloadingManager):
                 if job.metadata.is_promotion and not (audit is not None and audit.expire(job)):
                     self._promotions.expire(job)
             guarded.tick(now_s)
-        self._released_holds += self._promotions.release_overdue(now_s)
+        self._promotions.release_overdue(now_s)
         self._requests.expire(now_s)
         if audit is not None:
             audit.tick(now_s)
@@ -431,7 +430,7 @@ class TieringOffloadingManager(OffloadingManager):
             "restored_tokens_total": restored_blocks * self._block_tokens,
             "evicted_blocks_total": primary.evicted_blocks,
             "promotion_blocks": self._promotions.blocks_taken,
-            "released_holds_total": self._released_holds,
+            "released_holds_total": self._promotions.released_holds,
             "forgotten_requests_total": self._requests.forgotten,
             "hinted_requests_total": primary.hint_reader.hinted,
             "refused_hints_total": primary.hint_reader.refused,

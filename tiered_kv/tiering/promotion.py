@@ -42,6 +42,7 @@ class Promotions:
     ) -> None:
         self._primary = primary
         self.blocks_max = blocks_max
+        self.released_holds = 0
         self._hold_s = hold_s
         self._clock = clock
         self._table: dict[OffloadKey, Promotion] = {}
@@ -167,12 +168,12 @@ class Promotions:
                 self._held[block.block_id] = holders
         self._primary.unpin(blocks)
 
-    def release_overdue(self, now_s: float) -> int:
-        """End expired holds; return how many blocks were released."""
+    def release_overdue(self, now_s: float) -> None:
+        """End expired holds."""
         before = len(self._held)
         for state in [state for state in self._holders if state.held_until_s <= now_s]:
             self.release(state)
-        return before - len(self._held)
+        self.released_holds += before - len(self._held)
 
     def leave(self, state: RequestState) -> None:
         """Forget a request that ends. Its promotions continue, without holds for it."""
