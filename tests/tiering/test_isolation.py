@@ -1,4 +1,4 @@
-"""A tier whose methods block, on a thread of its own."""
+"""A tier whose methods block, on a separate thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OpenTier = Callable[..., IsolatedTier]
 
 
 class HeldTier(FourMethodTier):
-    """Methods wait until the test lets them through, and raise once what the test says."""
+    """Methods wait until the test opens them, and raise the exceptions of the test once."""
 
     failures = 0
 
@@ -131,6 +131,13 @@ def job(job_id: int, wanted: list[OffloadKey], *, is_promotion: bool = False) ->
     return JobMetadata(job_id, wanted, np.arange(len(wanted), dtype=np.int64), is_promotion, ReqContext("a"))
 
 
+def hang_in_store(tier: IsolatedTier, inner: HeldTier) -> None:
+    """Submit job 1, and wait until its call hangs."""
+    inner.open.clear()
+    tier.submit_store(job(1, keys(1)))
+    wait_until(lambda: "submit_store" in inner.calls)
+
+
 def answer(tier: IsolatedTier, key: OffloadKey, context: ReqContext) -> bool | None:
     wait_until(lambda: tier.lookup(key, context) is not None)
     return tier.lookup(key, context)
@@ -148,9 +155,7 @@ def finished(tier: IsolatedTier, count: int) -> list[JobResult]:
 
 
 def test_no_call_waits_for_a_tier_that_hangs_and_memory_stays_bounded(tier: IsolatedTier, inner: HeldTier) -> None:
-    inner.open.clear()
-    tier.submit_store(job(1, keys(1)))
-    wait_until(lambda: "submit_store" in inner.calls)
+    hang_in_store(tier, inner)
     end_s = time.monotonic() + WAIT_S / 3  # less than one call that waits for the tier
     for number in range(HINTS_MAX):
         context = ReqContext(f"r{number}")
@@ -188,9 +193,7 @@ def test_an_answer_does_not_wait_for_a_later_lookup_that_hangs(
     inner.blocks[first] = bytes(64)
     has_ended: list[bool] = []
     inner.before_lookup = lambda key: key == second and has_ended.append(may_end.wait(WAIT_S / 3))  # type: ignore[func-returns-value]  # append returns None
-    inner.open.clear()
-    tier.submit_store(job(1, keys(3)))
-    wait_until(lambda: "submit_store" in inner.calls)
+    hang_in_store(tier, inner)
     assert tier.lookup_many([first, second], ReqContext("a")) == [None, None]
     inner.open.set()
     try:
@@ -285,9 +288,7 @@ def test_a_job_that_expired_while_it_waited_is_not_begun(tier: IsolatedTier, inn
 
 
 def test_loads_go_before_stores(tier: IsolatedTier, inner: HeldTier) -> None:
-    inner.open.clear()
-    tier.submit_store(job(1, keys(1)))
-    wait_until(lambda: "submit_store" in inner.calls)
+    hang_in_store(tier, inner)
     tier.submit_store(job(2, keys(2)))
     tier.submit_load(job(3, keys(1), is_promotion=True))
     inner.open.set()
@@ -306,9 +307,7 @@ def test_a_tier_that_cannot_forget_is_silent_after_a_reset(tier: IsolatedTier, i
 
 def test_stores_that_wait_when_the_cache_is_reset_never_reach_the_tier(tier: IsolatedTier, inner: HeldTier) -> None:
     inner.can_reset = True
-    inner.open.clear()
-    tier.submit_store(job(1, keys(1)))
-    wait_until(lambda: "submit_store" in inner.calls)
+    hang_in_store(tier, inner)
     tier.submit_store(job(2, keys(2)))
     tier.reset_cache()
     inner.open.set()
@@ -321,9 +320,7 @@ def test_shutdown_does_not_wait_for_a_tier_that_hangs(
     tier: IsolatedTier, inner: HeldTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(isolation, "CLOSE_TIMEOUT_S", 0.05)
-    inner.open.clear()
-    tier.submit_store(job(1, keys(1)))
-    wait_until(lambda: "submit_store" in inner.calls)
+    hang_in_store(tier, inner)
     start = time.perf_counter()
     tier.shutdown()
     assert time.perf_counter() - start < 10

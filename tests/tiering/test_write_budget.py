@@ -22,6 +22,7 @@ from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.write_budget import OFFERS_MAX, REQUESTS_MAX, WINDOW_MINUTES, WriteBudget
 
 HOUR_S = 3600.0
+A_BLOCK_A_MINUTE = {**LARGE_BUDGETS, "write_budget": 24 * WINDOW_MINUTES * BLOCK_BYTES}
 
 
 class Clock:
@@ -98,8 +99,8 @@ def test_a_request_is_stored_without_a_hole() -> None:
 
 def test_the_count_of_moved_blocks_is_read_and_need_not_be_a_number(make_bench: MakeBench) -> None:
     for said, used in (({"relocated_blocks_total": 7}, 7), ({"relocated_blocks_total": "many"}, 0), (None, 0)):
-        bench = make_bench({**LARGE_BUDGETS, "write_budget": 24 * WINDOW_MINUTES * BLOCK_BYTES})
-        bench.tier.stats = lambda said=said: said  # type: ignore[method-assign, misc]  # a stranger's
+        bench = make_bench(A_BLOCK_A_MINUTE)
+        bench.tier.stats = lambda said=said: said  # type: ignore[method-assign, misc]  # of a third-party tier
         bench.clock.advance(2 * HOUR_S)
         bench.step()
         assert bench.counter("write_budget_used_bytes") == used * BLOCK_BYTES
@@ -131,16 +132,13 @@ def test_blocks_over_the_store_budget_are_offered_again_before_later_ones(make_b
 
 
 def test_another_request_of_the_same_name_is_decided_anew(make_bench: MakeBench) -> None:
-    bench = make_bench({**LARGE_BUDGETS, "write_budget": 24 * WINDOW_MINUTES * BLOCK_BYTES})
+    bench = make_bench(A_BLOCK_A_MINUTE)
     for number in (0, 2):
         context = bench.request("a")
         bench.store(keys(number, number + 1), context)
         bench.manager.on_request_finished(context)
         bench.clock.advance(600)
     assert bench.jobs == [keys(0), keys(2, 3)]
-
-
-A_BLOCK_A_MINUTE = {**LARGE_BUDGETS, "write_budget": 24 * WINDOW_MINUTES * BLOCK_BYTES}
 
 
 def test_behind_a_refused_block_nothing_is_stored_after_a_load_without_refused_ones(make_bench: MakeBench) -> None:
