@@ -1,4 +1,4 @@
-"""The tiering manager on a bench: tiers whose jobs end when the test says so, and a clock that it moves."""
+"""The tiering manager over tiers whose jobs the test ends, with a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ManualTier(SecondaryTierManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         taken, self.events = self.events, []
-        return taken  # type: ignore[return-value]  # also what no event is
+        return taken  # type: ignore[return-value]  # also invalid events
 
     def has(self, *numbers: int, answer: bool | None = True) -> None:
         """Have the tier answer for these blocks, and for no others."""
@@ -108,12 +108,12 @@ class Bench:
 
     Args:
         tiers: The settings of each tier.
-        num_blocks: Of the primary tier.
-        limits: The manager's.
-        policy: What the tiers say of each request.
-        tells_stored: Whether the tiers' own events tell what they stored.
-        compute_block_s: What computing a block takes.
-        event_sink: Gets the events.
+        num_blocks: Blocks of the primary tier.
+        limits: As the manager's.
+        policy: The tiers' policy for each request.
+        tells_stored: As the tiers' property.
+        compute_block_s: As the manager's.
+        event_sink: As the manager's.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Bench:
         self.manager.on_schedule_end()
 
     def promote(self, *numbers: int, tier: int = 0) -> ReqContext:
-        """Return a request that waits for blocks which a tier has been told to load."""
+        """Return a request that waits for blocks which a tier is loading."""
         self.tiers[tier].has(*numbers)
         context = self.request("a")
         self.lookup(keys(*numbers), context)

@@ -313,7 +313,7 @@ def test_a_reset_while_the_engine_writes_leaves_no_row_behind(engine: Engine) ->
 
 
 def evict_all(stack: Stack) -> None:
-    """Fill the primary tier with blocks that nobody asks for."""
+    """Fill the primary tier with other blocks."""
     context = ReqContext()
     for number in range(4):
         others = keys(NUM_BLOCKS // 4, f"others-{number}")

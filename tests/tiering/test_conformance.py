@@ -1,4 +1,4 @@
-"""The tiers of this machine keep the contract of a secondary tier, whatever their blocks are stored as."""
+"""The memory, fs and nvme tiers keep the contract of a secondary tier, with each kind of stored blocks."""
 
 from __future__ import annotations
 

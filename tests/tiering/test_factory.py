@@ -1,4 +1,4 @@
-"""The factory: classes by name, built with the arguments that they take, whatever they raise."""
+"""The factory: constructs classes by name with their arguments, and reports their errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def view() -> memoryview:
 
 
 class SizedTier(FourMethodTier):
-    """A tier with an argument of its own."""
+    """A tier with one more argument."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, *, size: int = 1) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)

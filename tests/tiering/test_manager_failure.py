@@ -1,4 +1,4 @@
-"""What the tiering manager makes of tiers that fail, are late, raise or report nonsense."""
+"""Tiers that fail, are late, raise exceptions or report invalid results, below the tiering manager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the tiering manager lets a request wait: one bound on all that it waits for."""
+"""The bound on the time that a request waits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def patient(make_bench: MakeBench) -> Bench:
 
 
 def ask_on(bench: Bench, wanted: list[OffloadKey], context: ReqContext, seconds: float) -> list[object]:
-    """Ask twice a second, each time in a step of its own; return the answers without repetitions."""
+    """Look up twice a second, each time in a separate step; return the answers without repetitions."""
     told: list[object] = []
     for _ in range(int(2 * seconds)):
         answers = bench.lookup(wanted, context)

@@ -140,7 +140,7 @@ def open_stack_over(
 
 
 def open_stack_over_blocking_tier(directory: Path) -> StackUnderTest:
-    """Open a stack with a tier whose methods block and raise, so that the manager gives it a thread of its own."""
+    """Open a stack with a tier whose methods block and raise, so that it runs on a separate thread."""
     clock, gate = ManualClock(), Gate()
     region = PrimaryRegion(NUM_BLOCKS, BLOCK_BYTES)
     raising = RaisingTier(smallest_with_reset(TierSpec("blocking", BLOCK_BYTES), region.kv_view, directory))

@@ -1,4 +1,4 @@
-"""What the manager tells of the blocks of any tier, from the results of its jobs and from its own events."""
+"""Events of a tier's blocks, from the results of its jobs and from the tier itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sink:
         self.is_closed = True
 
     def take(self, medium: str = "tier0") -> list[tuple[bool, list[OffloadKey]]]:
-        """Return what was told of one medium since the last call."""
+        """Return the events of one medium since the last call."""
         told, self.told = self.told, []
         return [(is_removed, keys) for where, is_removed, keys in told if where == medium]
 
