@@ -52,12 +52,23 @@ class SubmittedJob:
 
 @dataclass(slots=True)
 class _Budget:
-    """The limit and the use of blocks in flight, for one direction."""
+    """The blocks in flight in one direction, and their limit."""
 
     blocks_max: int
     blocks: int = 0
     expired_blocks: int = 0
     """The part of `blocks` that belongs to expired jobs. When these blocks become free is unknown."""
+    reserved_blocks: int = 0
+    """Blocks of jobs that will be submitted later: promotions of this step, `reserve_stores` of the manager."""
+
+    @property
+    def room(self) -> int:
+        return self.blocks_max - self.blocks - self.reserved_blocks
+
+    @property
+    def will_grow(self) -> bool:
+        """Whether more room will become free: a job that has not expired uses some of the budget."""
+        return self.reserved_blocks > 0 or self.blocks > self.expired_blocks
 
 
 class GuardedTier:
@@ -109,10 +120,6 @@ class GuardedTier:
         """True for the rest of the process once `disable` was called."""
         self.loads = _Budget(_blocks(settings.load_budget, budget_bytes, block_bytes))
         self.stores = _Budget(_blocks(settings.store_budget, budget_bytes, block_bytes))
-        self.load_blocks_reserved = 0
-        """Blocks of loads that will be submitted at the end of the step."""
-        self.store_blocks_reserved = 0
-        """See `TieringOffloadingManager.reserve_stores`."""
         self._clock = clock
         self._block_bytes = block_bytes
         self._lookup_failures = 0
@@ -129,17 +136,17 @@ class GuardedTier:
 
     @property
     def is_loading(self) -> bool:
-        """Whether load budget will become free: a load that has not expired uses some of it."""
-        return self.load_blocks_reserved > 0 or self.loads.blocks > self.loads.expired_blocks
+        """Whether load budget will become free."""
+        return self.loads.will_grow
 
     @property
     def is_storing(self) -> bool:
-        """Whether store budget will become free: a store that has not expired uses some of it."""
-        return self.store_blocks_reserved > 0 or self.stores.blocks > self.stores.expired_blocks
+        """Whether store budget will become free."""
+        return self.stores.will_grow
 
     def store_room(self) -> int:
         """Return how many blocks may be stored now."""
-        return 0 if self.refusal() else self.stores.blocks_max - self.stores.blocks - self.store_blocks_reserved
+        return 0 if self.refusal() else self.stores.room
 
     def is_full_for(self, num_blocks: int) -> bool:
         """Return whether a store of `num_blocks` has no room now, and may have room later."""
@@ -147,7 +154,7 @@ class GuardedTier:
 
     def load_room(self) -> int:
         """Return how many blocks may be loaded now."""
-        return 0 if self.refusal() else self.loads.blocks_max - self.loads.blocks - self.load_blocks_reserved
+        return 0 if self.refusal() else self.loads.room
 
     def refusal(self) -> str:
         """Return why no job may be submitted: "disabled" or "breaker"; "" if jobs may be submitted."""
@@ -302,7 +309,7 @@ class GuardedTier:
         """Return the counters and gauges of this tier, with its own `stats` under "tier"."""
         stats = self.call("stats")
         block_bytes = self._block_bytes
-        stores, loads = self.stores.blocks, self.loads.blocks + self.load_blocks_reserved
+        stores, loads = self.stores.blocks, self.loads.blocks + self.loads.reserved_blocks
         return {
             **self.counters.snapshot(),
             **self.measures.snapshot(),

@@ -346,7 +346,7 @@ class TieringOffloadingManager(OffloadingManager):
     def release_stores(self, num_blocks: int) -> None:
         """Release budget of `reserve_stores`."""
         for guarded in self._tiers:
-            guarded.store_blocks_reserved -= num_blocks
+            guarded.stores.reserved_blocks -= num_blocks
 
     def drain_jobs(self, timeout_s: float) -> bool:
         """Wait until every job has been reported; return False after `timeout_s`."""

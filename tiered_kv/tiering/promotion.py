@@ -78,7 +78,7 @@ class Promotions:
         promotion = Promotion(blocks[0], guarded, [state], not state.is_asking)
         self._table[key] = promotion
         self._batches.setdefault((guarded, state), []).append(promotion)
-        guarded.load_blocks_reserved += 1
+        guarded.loads.reserved_blocks += 1
         state.promoting[key] = None
         return True
 
@@ -106,7 +106,7 @@ class Promotions:
         batches, self._batches = self._batches, {}
         now_s = self._clock()
         for (guarded, state), promotions in batches.items():
-            guarded.load_blocks_reserved -= len(promotions)
+            guarded.loads.reserved_blocks -= len(promotions)
             blocks = [promotion.block for promotion in promotions]
             keys = [block.key for block in blocks]
             # A half-open breaker admits one job, which may be another one of this step.
@@ -194,7 +194,7 @@ class Promotions:
         self._table.clear()
         batches, self._batches = self._batches, {}
         for (guarded, _), promotions in batches.items():
-            guarded.load_blocks_reserved -= len(promotions)
+            guarded.loads.reserved_blocks -= len(promotions)
             self._primary.abandon([promotion.block for promotion in promotions])
 
     def _is_worth(self, keys: Sequence[OffloadKey], guarded: GuardedTier, state: RequestState) -> bool:

@@ -312,7 +312,7 @@ class Search:
     ) -> bool:
         """Stop asking a tier for this request if its blocks would arrive later than `computed` ones are computed."""
         compute_s = guarded.pace.compute_s(computed, state.blocks_before or 0)
-        in_flight = guarded.loads.blocks + guarded.load_blocks_reserved + blocks
+        in_flight = guarded.loads.blocks + guarded.loads.reserved_blocks + blocks
         if guarded.pace.is_answer_worth(in_flight, compute_s, self._now_s - since_s, self._now_s):
             return False
         state.timed_out[guarded] = Fate.TOO_SLOW

@@ -168,7 +168,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         if notes.hits < guarded.loads.blocks_max:
             if guarded.load_room() > 0:
                 notes.hits += 1
-                guarded.load_blocks_reserved += 1
+                guarded.loads.reserved_blocks += 1
                 notes.asked.pop(key, None)
                 return LookupResult.HIT
             if guarded.is_loading and notes.may_wait(key, time.monotonic(), ROOM_WAIT_S):
@@ -198,7 +198,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         guarded = self._guarded
-        guarded.load_blocks_reserved = max(guarded.load_blocks_reserved - len(job_metadata.keys), 0)
+        guarded.loads.reserved_blocks = max(guarded.loads.reserved_blocks - len(job_metadata.keys), 0)
         self._loading_for[job_metadata.job_id] = job_metadata.req_context.req_id
         if guarded.refusal():  # the breaker has opened since the lookup
             self._fail(job_metadata)
@@ -293,7 +293,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     def on_schedule_end(self, context: Any) -> None:
         guarded, now_s = self._guarded, time.monotonic()
         # All loads of the step have been submitted. What is still reserved found no room in the primary tier.
-        guarded.load_blocks_reserved = 0
+        guarded.loads.reserved_blocks = 0
         guarded.call("on_schedule_end")
         guarded.expire(now_s)
         guarded.tick(now_s)
