@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey, ReqContext
@@ -50,6 +50,8 @@ class RequestState:
     """When it last asked; infinite before its first answer None, and after it has loaded promoted blocks."""
     has_waited: bool = False
     """Whether it has reached its bound on waiting. Then blocks that are not ready are misses for it."""
+    is_asking: bool = True
+    """Whether the request itself looks up, and not its prefetch."""
     turn: object = None
     """The turn of the search in which it last asked."""
     blocks_before: int | None = None
@@ -69,14 +71,6 @@ class RequestState:
     held_until_s: float = 0.0
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     """The tier that each promoted block came from."""
-
-    # Its prefetch.
-    upcoming: Iterator[OffloadKey] = field(default_factory=lambda: iter(()))
-    """Keys that have not been looked up."""
-    wanted: list[OffloadKey] = field(default_factory=list)
-    """Keys that were looked up, and that no tier has answered for."""
-    is_asking: bool = True
-    """Whether the request itself looks up, and not its prefetch."""
 
     # Tiers that want all of its blocks when it ends.
     request_level: tuple[GuardedTier, ...] = ()
@@ -100,7 +94,7 @@ class RequestState:
         """Forget what is known of blocks after a reset."""
         self.stores_pending = 0
         self.sources = {}  # the history still reads the old dictionary
-        for kept in (self.failed, self.unanswered, self.wanted, self.keys):
+        for kept in (self.failed, self.unanswered, self.keys):
             kept.clear()
 
 
