@@ -6,6 +6,7 @@ import pytest
 
 from tests.tiering.conftest import LARGE_BUDGETS, MakeBench
 from tiered_kv.base import make_offload_key
+from tiered_kv.tiering import admission as admission_module
 from tiered_kv.tiering.admission import Admission
 from tiered_kv.tiering.breaker import Breaker
 from tiered_kv.toolkit.status import RecordStatus
@@ -72,8 +73,9 @@ def test_admission_counts_offers_and_starts_over_once_admitted() -> None:
     assert Admission(1).is_open()
 
 
-def test_admission_remembers_two_generations_and_no_more() -> None:
-    admission = Admission(admit_after=2, tracked_keys_max=10)
+def test_admission_remembers_two_generations_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_module, "TRACKED_KEYS_MAX", 10)
+    admission = Admission(admit_after=2)
     keys = [make_offload_key(b"%d" % i, 0) for i in range(40)]
     for key in keys[:15]:
         assert not admission.admit(key)

@@ -9,7 +9,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
 
 TRACKED_KEYS_MAX = 1 << 20
-"""Keys counted in one generation, of two (about 200 MiB of keys at the very worst)."""
+"""Keys that are counted in each of two generations, in 200 MiB at most."""
 
 
 class Selection(NamedTuple):
@@ -30,9 +30,8 @@ class Admission:
     reason: ClassVar[str] = "admission"
     """The reason in counters for blocks that are not admitted."""
 
-    def __init__(self, admit_after: int, tracked_keys_max: int = TRACKED_KEYS_MAX) -> None:
+    def __init__(self, admit_after: int) -> None:
         self._admit_after = admit_after
-        self._tracked_keys_max = tracked_keys_max
         self._young: dict[OffloadKey, int] = {}
         self._old: dict[OffloadKey, int] = {}
 
@@ -80,7 +79,7 @@ class Admission:
             self._young.pop(key, None)
             self._old.pop(key, None)
             return True
-        if len(self._young) >= self._tracked_keys_max:
+        if len(self._young) >= TRACKED_KEYS_MAX:
             self._old, self._young = self._young, {}
         self._young[key] = offers
         return False

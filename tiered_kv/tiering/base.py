@@ -32,8 +32,8 @@ class JobMetadata:
         block_ids: Rows of the primary tier's region, int64 of shape (n,), in the order of `keys`.
         is_promotion: True for a load into the region, False for a store out of it.
         req_context: The request.
-        deadline: When the job expires, in seconds of `time.monotonic()`; None for never. A tier may cancel an expired
-            job, but must still report it: the job's blocks are not reused before the report.
+        deadline: When the job expires, in seconds of `time.monotonic()`; None for never. A tier may cancel a job
+            that cannot meet it, but must still report the job: its blocks are not reused before the report.
     """
 
     job_id: JobId

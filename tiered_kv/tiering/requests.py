@@ -61,7 +61,7 @@ class RequestState:
     failed: dict[OffloadKey, set[GuardedTier]] = field(default_factory=dict)
     """Tiers that failed to load a key."""
     timed_out: dict[GuardedTier, Fate] = field(default_factory=dict)
-    """Tiers whose answer did not come in time, and why."""
+    """Tiers whose answer did not come, or would not come, in time; and why."""
 
     # Its promotions.
     promoting: dict[OffloadKey, None] = field(default_factory=dict)
