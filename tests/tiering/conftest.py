@@ -129,6 +129,7 @@ class Bench:
         self.num_blocks = num_blocks
         self.limits = limits or ManagerLimits(promotion_blocks_max=6)
         self.clock = ManualClock()
+        self.clock.advance(-self.clock() % 1.0)  # from a whole second on, sums of half seconds are exact
         self.region = PrimaryRegion(num_blocks, BLOCK_BYTES)
         self.primary = CPUOffloadingManager(CPUBackend(self.region), enable_events=True)
         settings = [TierSettings.model_validate({"type": f"tier{at}", **each}) for at, each in enumerate(tiers)]

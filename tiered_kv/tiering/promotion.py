@@ -112,18 +112,10 @@ class Promotions:
             # A half-open breaker admits one job, which may be another one of this step.
             refusal = guarded.refusal()
             if not refusal and not self._is_worth(keys, guarded, state):
-                refusal = TOO_SLOW
-                asked_for = sum(not promotion.is_ahead for promotion in promotions)
-                if asked_for:
-                    guarded.counters.add("too_slow_blocks_total", count=asked_for)
-                if asked_for == len(blocks) and guarded.pace.tries(now_s):
-                    for promotion in promotions:
-                        promotion.is_try = True
-                        self._fail(promotion, refusal)
-                    refusal = ""
+                refusal = self._try_or_refuse(promotions, guarded, now_s)
             if refusal or not guarded.submit(keys, blocks, state.req_context, is_promotion=True):
                 for block in blocks:
-                    self._drop(block.key, block, refusal)
+                    self._drop(block, refusal)
                 self._primary.abandon(blocks)
 
     def finish(self, job: SubmittedJob, result: JobResult) -> list[CPUBlock]:
@@ -139,7 +131,7 @@ class Promotions:
             if key in ok and self._arrive(key, block):
                 ready.append(block)
             else:
-                self._drop(key, block, result.reason)
+                self._drop(block, result.reason)
                 self._primary.abandon([block])
         self._primary.tell_stored([block.key for block in ready])
         return ready
@@ -147,7 +139,7 @@ class Promotions:
     def expire(self, job: SubmittedJob) -> None:
         """Make the keys of an expired load misses. The blocks stay with the job until the tier reports it."""
         for block in job.blocks:
-            self._drop(block.key, block, "expired")
+            self._drop(block, "expired")
             self._primary.forget(block)
 
     def release(self, state: RequestState, keys: Iterable[OffloadKey] | None = None) -> None:
@@ -212,6 +204,18 @@ class Promotions:
         compute_s = guarded.pace.compute_s(computed, state.blocks_before or 0)
         return guarded.pace.is_worth(guarded.loads.blocks + len(keys), compute_s)
 
+    def _try_or_refuse(self, promotions: list[Promotion], guarded: GuardedTier, now_s: float) -> str:
+        """Count a batch that is too slow. Return "" if it is loaded as a try, else the reason to refuse it."""
+        asked_for = sum(not promotion.is_ahead for promotion in promotions)
+        if asked_for:
+            guarded.counters.add("too_slow_blocks_total", count=asked_for)
+        if asked_for < len(promotions) or not guarded.pace.tries(now_s):
+            return TOO_SLOW
+        for promotion in promotions:
+            promotion.is_try = True
+            self._fail(promotion, TOO_SLOW)
+        return ""
+
     def _arrive(self, key: OffloadKey, block: CPUBlock) -> bool:
         promotion = self._table.get(key)
         if promotion is None or promotion.block is not block:  # reset in the meantime
@@ -235,13 +239,12 @@ class Promotions:
             self._holders[state] = None
         self._held[block.block_id] = self._held.get(block.block_id, 0) + len(states)
 
-    def _drop(self, key: OffloadKey, block: CPUBlock, reason: str = "") -> None:
+    def _drop(self, block: CPUBlock, reason: str) -> None:
         """End the promotion of a block whose load failed, unless it was reset meanwhile."""
-        promotion = self._table.get(key)
-        if promotion is None or promotion.block is not block:
-            return
-        del self._table[key]
-        self._fail(promotion, reason)
+        promotion = self._table.get(block.key)
+        if promotion is not None and promotion.block is block:
+            del self._table[block.key]
+            self._fail(promotion, reason)
 
     def _fail(self, promotion: Promotion, reason: str) -> None:
         """Let no request wait for a block any more, nor ask its tier for it again."""
