@@ -35,8 +35,6 @@ from tiered_kv.tiering.search import Search
 from tiered_kv.tiering.step import PAUSES_MAX, STEP
 
 _DRAIN_POLL_S = 0.0005
-_SETTLED_KEYS_MAX = 512
-"""Keys that `counters` takes from the history's queue, in about 100 us; more are left to the history's thread."""
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -113,9 +111,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._counting_tiers = tuple(guarded for guarded in self._tiers if not guarded.admission.is_open())
         self._audit = Audit(audit, primary, self._tiers, clock, self._withhold) if audit else None
         self._prefetches = Prefetches(self, primary, self._promotions, self._search)
-        self._observer = Observer(primary, self._tiers, self._search, history, event_sink)
-        self._history, self._event_sink = history, event_sink
-        self._block_tokens = block_tokens
+        self._observer = Observer(primary, self._tiers, self._search, history, event_sink, block_tokens)
         self._timer = StepTimer(self, clock)
         self._is_closed = False
 
@@ -415,19 +411,12 @@ class TieringOffloadingManager(OffloadingManager):
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return all counts by tier, a secondary tier's own `stats` under "tier". Any thread may call."""
-        primary, observer, blocks = self.primary, self._observer, len(self._primary_blocks)
-        block_bytes = primary.backend.block_size
-        # An engine loads the blocks of each KV cache group; they hold the same tokens.
-        restored_blocks = max([*observer.loaded_by_group.values()], default=0)
+        primary, blocks, block_bytes = self.primary, len(self._primary_blocks), self.primary.backend.block_size
         of_primary: dict[str, Any] = {
             "used_blocks": blocks,
             "used_bytes": blocks * block_bytes,
             "capacity_bytes": primary.backend.num_blocks * block_bytes,
-            "stored_blocks_total": observer.stored_blocks,
-            "stored_bytes_total": observer.stored_blocks * block_bytes,
-            "loaded_blocks_total": observer.loaded_blocks,
-            "loaded_bytes_total": observer.loaded_blocks * block_bytes,
-            "restored_tokens_total": restored_blocks * self._block_tokens,
+            **self._observer.snapshot(),
             "evicted_blocks_total": primary.evicted_blocks,
             "promotion_blocks": self._promotions.blocks_taken,
             "released_holds_total": self._promotions.released_holds,
@@ -439,16 +428,10 @@ class TieringOffloadingManager(OffloadingManager):
         if primary.skipped_blocks:
             of_primary["skipped_blocks_total"] = {BY_REQUEST: primary.skipped_blocks}
         counted = {PRIMARY_NAME: of_primary, **{guarded.name: guarded.snapshot() for guarded in self._tiers}}
-        if self._history is not None:
-            self._history.settle(_SETTLED_KEYS_MAX)
-            of_primary["unexplained_blocks_total"] = self._history.dropped_blocks
-            for name, values in zip(self._history.names, self._history.counted(), strict=True):
-                counted[name].update(values)
+        self._observer.add_counts(counted)
         if self._audit is not None:
             for name, audited in self._audit.snapshot().items():
                 counted[name].update(audited)
-        if self._event_sink is not None:
-            of_primary.update(self._event_sink.counted())
         return counted
 
     def disabled_tiers(self) -> set[str]:

@@ -1,20 +1,22 @@
-"""What the manager reports to others: events of all tiers, and the history of blocks and requests."""
+"""What the manager reports: stored and loaded blocks, events of all tiers, and the history of blocks and requests."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
 from operator import itemgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 from tiered_kv.base import OffloadingEvent, OffloadKey
-from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.ledger import CPU
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.requests import RequestState
 from tiered_kv.tiering.search import Search
 
+_SETTLED_KEYS_MAX = 512
+"""Keys that `add_counts` takes from the history's queue, in about 100 us; more are left to the history's thread."""
 _GROUP_BYTES = 4
 _group_of = itemgetter(slice(-_GROUP_BYTES, None))
 
@@ -36,12 +38,9 @@ class EventSink(Protocol):
 
 
 class Observer:
-    """Passes what happens in the manager on to a history and an event sink, both optional.
+    """Counts blocks, and passes events and the history on to an event sink and a history, both optional.
 
-    Owned by the manager's thread. Closes both.
-
-    Attributes:
-        loaded_by_group: Blocks that requests have loaded, by the bytes of their KV cache group.
+    Closes both. All methods belong to the manager's thread, unless they say otherwise.
     """
 
     def __init__(
@@ -51,15 +50,16 @@ class Observer:
         search: Search,
         history: BlockHistory | None,
         event_sink: EventSink | None,
+        block_tokens: int,
     ) -> None:
-        self.stored_blocks = 0
-        self.loaded_blocks = 0
-        self.loaded_by_group: Counter[bytes] = Counter()
+        self._stored_blocks = self._loaded_blocks = 0
+        self._loaded_by_group: Counter[bytes] = Counter()  # an engine loads a token once for each of its groups
         self._primary = primary
         self._tiers = tiers
         self._search = search
         self._history = history
         self._event_sink = event_sink
+        self._block_tokens = block_tokens
         if history is not None:
             primary.evicted_keys = history.evicted
 
@@ -73,13 +73,13 @@ class Observer:
         """Record blocks that a request loads. With a history, `state` is not None."""
         if self._history is not None and state is not None:
             self._history.loaded(self._search.log_of(state), keys, state.sources)
-        self.loaded_blocks += len(keys)
-        self.loaded_by_group.update(map(_group_of, keys))
+        self._loaded_blocks += len(keys)
+        self._loaded_by_group.update(map(_group_of, keys))
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
         """Record blocks that the engine has stored."""
         self.report()  # the history needs the misses of these blocks first
-        self.stored_blocks += len(keys)
+        self._stored_blocks += len(keys)
         if self._history is not None:
             self._history.stored(keys)
 
@@ -94,6 +94,27 @@ class Observer:
         self.report()
         if self._history is not None:
             self._history.reset(CPU, self._primary.blocks)
+
+    def snapshot(self) -> dict[str, int]:
+        """Return the counters of stored and loaded blocks. Any thread may call."""
+        block_bytes = self._primary.backend.block_size
+        return {
+            "stored_blocks_total": self._stored_blocks,
+            "stored_bytes_total": self._stored_blocks * block_bytes,
+            "loaded_blocks_total": self._loaded_blocks,
+            "loaded_bytes_total": self._loaded_blocks * block_bytes,
+            "restored_tokens_total": max([*self._loaded_by_group.values()], default=0) * self._block_tokens,
+        }
+
+    def add_counts(self, counters: dict[str, dict[str, Any]]) -> None:  # Any: as `Counters.snapshot`
+        """Add the counts of the history and the sink to the counters of all tiers. Any thread may call."""
+        if self._history is not None:
+            self._history.settle(_SETTLED_KEYS_MAX)
+            counters[PRIMARY_NAME]["unexplained_blocks_total"] = self._history.dropped_blocks
+            for name, values in zip(self._history.names, self._history.counted(), strict=True):
+                counters[name].update(values)
+        if self._event_sink is not None:
+            counters[PRIMARY_NAME].update(self._event_sink.counted())
 
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events of all tiers since the last call."""
