@@ -20,7 +20,7 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import TierType
 from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.tiering.administration import Purged, StoredNamespace, Survey, TierAdministration, believed
+from tiered_kv.tiering.administration import Purged, StoredNamespace, Survey, TierAdministration, matching_description
 
 ALICE = Namespace(model="m", tenant="alice").identify(block_bytes=4096, block_tokens=16)
 OTHER = "ab" * 16
@@ -190,8 +190,8 @@ def test_whatever_an_administration_raises_is_the_tier_s_error(
 
 
 def test_a_readable_form_is_believed_only_if_its_digest_bears_it_out() -> None:
-    assert believed(ALICE.described, ALICE.digest.hex()) == ALICE.described
+    assert matching_description(ALICE.described, ALICE.digest.hex()) == ALICE.described
     others: list[object] = [{**ALICE.described, "format": 2}, {}, [], None, "alice", {1: {2}}]
     others.append({"namespace": {"tenant": "alice"}})
     for other in others:
-        assert believed(other, ALICE.digest.hex()) == {}
+        assert matching_description(other, ALICE.digest.hex()) == {}

@@ -91,14 +91,14 @@ class Stack(BlockFacade):
             self.events = _open_publisher(config)
             if self.events is not None:
                 undo.callback(self.events.close)
-            tells_events = enable_events or self.events is not None
+            reports_events = enable_events or self.events is not None
             self.primary = CPUOffloadingManager(
-                backend, config.primary.policy, enable_events=tells_events, hints=config.hints
+                backend, config.primary.policy, enable_events=reports_events, hints=config.hints
             )
             self.secondary_tiers: list[SecondaryTierManager] = []
             undo.callback(_shut_down, self.secondary_tiers, config)
             for settings in config.secondary:
-                self.secondary_tiers.append(open_tier(config, settings, self.kv_view, wants_events=tells_events))
+                self.secondary_tiers.append(open_tier(config, settings, self.kv_view, wants_events=reports_events))
             self.tier_names = [tier.name for tier in config.secondary]
             stops, dtype = config.audit_action == "stop", config.namespace.dtype
             audit = AuditRules(config.audit, config.audit_tolerance, stops, dtype) if config.audit else None

@@ -26,7 +26,7 @@ from tiered_kv.tiering.administration import (
     Survey,
     TierAdministration,
     Verification,
-    believed,
+    matching_description,
 )
 from tiered_kv.toolkit.claimed import LOST_AND_FOUND, TEMPORARY, walk
 from tiered_kv.toolkit.inspection import Census, RecordCheck
@@ -103,7 +103,7 @@ class FsAdministration(TierAdministration):
     def _described(self, fd: int, digest: str) -> Mapping[str, object]:
         for name in self._directories(fd, digest):
             fields = fields_of(read_file(f"{self._path}/{name}/{NAMESPACE_NAME}", DESCRIPTION_BYTES_MAX))
-            if described := believed(fields.get("namespace"), digest):
+            if described := matching_description(fields.get("namespace"), digest):
                 return described
         return {}
 

@@ -22,7 +22,7 @@ from tiered_kv.tiering.administration import (
     Survey,
     TierAdministration,
     Verification,
-    believed,
+    matching_description,
 )
 from tiered_kv.toolkit.claimed import LOST_AND_FOUND, Identity
 from tiered_kv.toolkit.inspection import Census
@@ -70,7 +70,7 @@ class NvmeAdministration(TierAdministration):
         with self._claimed.opened("survey") as fd:
             digest, fields = self._marker(fd)
             if fd is not None and digest and only in (None, digest):
-                described = believed(fields.get("namespace"), digest)
+                described = matching_description(fields.get("namespace"), digest)
                 identity = self._identity(digest, fields)
                 segments = Inspection(fd, self._path, self._claimed.tier, identity, deadline).count(census)
         return census.survey(lambda _: described, _UNTOLD, segments)

@@ -27,7 +27,7 @@ from tiered_kv.tiering.administration import (
     Survey,
     TierAdministration,
     Verification,
-    believed,
+    matching_description,
 )
 from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.inspection import Census
@@ -224,4 +224,4 @@ def _described(client: Redis, name: bytes, digest: str) -> Mapping[str, object]:
         text = client.get(name) if client.strlen(name) <= DESCRIPTION_BYTES_MAX else b""
     except ResponseError:  # another program wrote it
         return {}
-    return believed(fields_of(text), digest)
+    return matching_description(fields_of(text), digest)

@@ -22,7 +22,7 @@ from tiered_kv.tiering.administration import (
     Survey,
     TierAdministration,
     Verification,
-    believed,
+    matching_description,
 )
 from tiered_kv.toolkit.epoch import Epoch, EpochMark
 from tiered_kv.toolkit.inspection import Census, RecordCheck
@@ -189,4 +189,4 @@ class S3Administration(TierAdministration):
 
     def _described(self, naming: Naming, deadline: float) -> Mapping[str, object]:
         _, text = self._bucket.read(naming.namespace, DESCRIPTION_BYTES_MAX, deadline)
-        return believed(fields_of(text).get("namespace"), naming.namespace_digest.hex())
+        return matching_description(fields_of(text).get("namespace"), naming.namespace_digest.hex())

@@ -114,7 +114,7 @@ class DirectTiers:
             )
         budget_bytes = min(self._size_bytes, BUDGET_BYTES_MAX)
         clock, wants = time.monotonic, spec.wants_events
-        return GuardedTier(tier, settings, self.block_bytes, budget_bytes, clock, tells_events=wants)
+        return GuardedTier(tier, settings, self.block_bytes, budget_bytes, clock, reports_events=wants)
 
     def contains(self, keys: Sequence[OffloadKey], on_done: Done) -> None:
         """Ask which blocks the tiers have; a tier that does not answer within its `lookup_timeout` has none.
@@ -187,7 +187,7 @@ class DirectTiers:
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return the counts of each tier by its name, as those of a stack, and what concerns no tier under ""."""
         own = {**self._thread.counters.snapshot(), "open_tasks": self._thread.open_tasks}
-        return {"": own, **{queue.guarded.name: queue.guarded.counted() for queue in self._thread.queues}}
+        return {"": own, **{queue.guarded.name: queue.guarded.snapshot() for queue in self._thread.queues}}
 
     def status(self) -> dict[str, dict[str, object]]:
         """Return how each tier stands, by its name."""

@@ -41,7 +41,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
             None where vLLM tells by `on_reset_flushed`.
     """
 
-    def __init__(self, stack: Stack, *, tells_events: bool, flush_steps: int | None) -> None:
+    def __init__(self, stack: Stack, *, reports_events: bool, flush_steps: int | None) -> None:
         self._stack = stack
         self._manager = stack.manager
         self._blocks = stack.primary.blocks
@@ -49,7 +49,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._report = CounterReport(stack.config.secret_texts())
         self._transfers: dict[str, list[_Transfer]] = {}  # by request
         self._stale: list[_Transfer] = []
-        self._tells_events = tells_events
+        self._reports_events = reports_events
         tiers = zip(stack.tier_names, stack.secondary_tiers, strict=True)
         self._telling = frozenset(name for name, tier in tiers if tier.tells_stored)
         self._flush_steps = flush_steps
@@ -175,7 +175,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
                 self._manager.complete_load(transfer.keys, transfer.req_context)
 
     def take_events(self) -> Iterable[Any]:
-        return vllm_events(self._manager.take_events(), self._telling) if self._tells_events else ()
+        return vllm_events(self._manager.take_events(), self._telling) if self._reports_events else ()
 
     def get_stats(self) -> Any:
         cost = None if self._meter is None else self._meter.end()

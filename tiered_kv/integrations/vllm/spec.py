@@ -79,11 +79,11 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
             TierError: A tier cannot be opened.
         """
         if self._manager is None:
-            tells_events = self.kv_events_config.enable_kv_cache_events
+            reports_events = self.kv_events_config.enable_kv_cache_events
             file = self._join(SCHEDULER)
             self._manager = TieredKVManager(
-                self._shared.open_stack(enable_events=tells_events, file=file),
-                tells_events=tells_events,
+                self._shared.open_stack(enable_events=reports_events, file=file),
+                reports_events=reports_events,
                 flush_steps=None if _VLLM_TELLS_OF_FLUSHES else self.config.parallel.pp_size + _STEPS_AHEAD,
             )
         return self._manager

@@ -113,8 +113,8 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         identity = namespace_of(
             config, namespace, row_layout=getattr(offloading_spec, "row_layout", VLLM_ROW_LAYOUT)
         ).identify(block_bytes=self._block_bytes, block_tokens=chunk_tokens(config))
-        self._tells_events = offloading_spec.kv_events_config.enable_kv_cache_events
-        spec = TierSpec(settings.name, self._block_bytes, identity.digest, identity.described, self._tells_events)
+        self._reports_events = offloading_spec.kv_events_config.enable_kv_cache_events
+        spec = TierSpec(settings.name, self._block_bytes, identity.digest, identity.described, self._reports_events)
         # vLLM's view is of signed bytes, and it releases it while our tier may still hold its own.
         view = primary_kv_view.cast("B").cast("B", (num_blocks, self._block_bytes))
         opened = SecondaryTierFactory.create(spec, view, settings)
@@ -124,7 +124,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._info = {"tiered_kv_type": settings.type, "tiered_kv_namespace": identity.digest.hex()}
         budget_bytes = self._block_bytes * num_blocks // 4
         self._guarded = GuardedTier(
-            opened, settings, self._block_bytes, budget_bytes, time.monotonic, tells_events=self._tells_events
+            opened, settings, self._block_bytes, budget_bytes, time.monotonic, reports_events=self._reports_events
         )
         self._telling = frozenset((settings.name,) if opened.tells_stored else ())
         self._is_closed = False
@@ -168,7 +168,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         if notes.hits < guarded.loads.blocks_max:
             if guarded.load_room() > 0:
                 notes.hits += 1
-                guarded.load_blocks_reserved += 1
+                guarded.loads.reserved_blocks += 1
                 notes.asked.pop(key, None)
                 return LookupResult.HIT
             if guarded.is_loading and notes.may_wait(key, time.monotonic(), ROOM_WAIT_S):
@@ -198,7 +198,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         guarded = self._guarded
-        guarded.load_blocks_reserved = max(guarded.load_blocks_reserved - len(job_metadata.keys), 0)
+        guarded.loads.reserved_blocks = max(guarded.loads.reserved_blocks - len(job_metadata.keys), 0)
         self._loading_for[job_metadata.job_id] = job_metadata.req_context.req_id
         if guarded.refusal():  # the breaker has opened since the lookup
             self._fail(job_metadata)
@@ -293,7 +293,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     def on_schedule_end(self, context: Any) -> None:
         guarded, now_s = self._guarded, time.monotonic()
         # All loads of the step have been submitted. What is still reserved found no room in the primary tier.
-        guarded.load_blocks_reserved = 0
+        guarded.loads.reserved_blocks = 0
         guarded.call("on_schedule_end")
         guarded.expire(now_s)
         guarded.tick(now_s)
@@ -312,7 +312,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return what was counted of the tier, by its name; what it has counted itself stands there under "tier"."""
-        return {self._guarded.name: self._guarded.counted()}
+        return {self._guarded.name: self._guarded.snapshot()}
 
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
