@@ -7,13 +7,13 @@ each payload.
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from tiered_kv.errors import MissingExtraError
 from tiered_kv.toolkit.encryption import ENVELOPE_BYTES, Cipher
-from tiered_kv.toolkit.room import ThreadRoom
 from tiered_kv.toolkit.status import RecordStatus
 
 _LEVEL: Final = 1
@@ -110,6 +110,23 @@ def binding_of(namespace_digest: bytes, key: bytes) -> bytes:
     return namespace_digest + key  # digests have one length, so no two pairs give the same
 
 
+class ThreadBuffer:
+    """A buffer for each calling thread, as long as the longest that it requested.
+
+    Fresh memory would cost more than the work in it: the kernel clears it page by page.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def take(self, size_bytes: int) -> memoryview:
+        """Return `size_bytes` of this thread's buffer, with undefined content. Earlier results become invalid."""
+        buffer: memoryview | None = getattr(self._local, "buffer", None)
+        if buffer is None or len(buffer) < size_bytes:
+            buffer = self._local.buffer = memoryview(bytearray(size_bytes))
+        return buffer[:size_bytes]
+
+
 class Draft(NamedTuple):
     """A block on its way into storage: its payload's length is known, and where it is encrypted, no byte of it yet."""
 
@@ -166,7 +183,7 @@ class CodecSet:
         self._compresses = codec_id in COMPRESSED_IDS
         if self._compresses:
             self._zstd = Zstd()
-        self._room = ThreadRoom()
+        self._room = ThreadBuffer()
 
     def draft(self, block: memoryview) -> Draft:
         """Return how a block will be stored. Compresses, and does not encrypt yet."""

@@ -15,9 +15,8 @@ from tiered_kv.tiering.administration import (
     SurveyedForeign,
     SurveyedSegments,
 )
-from tiered_kv.toolkit.codecs import CodecSet
+from tiered_kv.toolkit.codecs import CodecSet, ThreadBuffer
 from tiered_kv.toolkit.record import record_bytes_max, verify_record
-from tiered_kv.toolkit.room import ThreadRoom
 from tiered_kv.toolkit.status import RecordStatus
 
 NAMESPACES_MAX: Final = 1024
@@ -158,7 +157,7 @@ class RecordCheck:
         self._digest = namespace_digest
         self._codecs = codecs
         self._block_bytes = block_bytes
-        self._records, self._blocks = ThreadRoom(), ThreadRoom()
+        self._records, self._blocks = ThreadBuffer(), ThreadBuffer()
         self.too_long: RecordStatus | str = "too_long" if block_bytes is None else RecordStatus.BAD_LENGTH
         """What a record is for which there is no room."""
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
+
+_log = logging.getLogger("tiered_kv.toolkit")
+_warn_once = functools.cache(_log.warning)
 
 Addresses = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]]  # Any: an address of any family
 
@@ -58,6 +64,15 @@ def connect(host: str, port: int, next_timeout_s: Callable[[], float]) -> socket
             connected.close()
             failure = error
     raise failure
+
+
+def note_refused(error: ssl.SSLCertVerificationError) -> None:
+    """Log what is wrong with a certificate, the first time for each reason. Any thread.
+
+    docs/reference/redis.md says what to do about each.
+    """
+    wrong = error.verify_message.split(",")[0].rstrip(".")  # a host's name may follow a comma
+    _warn_once("a server's certificate was refused: %s; see 'A certificate that is refused' in redis.md", wrong)
 
 
 def _look_up(host: str, port: int, lookup: Future[Addresses]) -> None:
