@@ -1,4 +1,4 @@
-"""The thread that drives tiers over a host's memory, as an engine's scheduler drives those of a manager."""
+"""The thread that drives tiers over a host's memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tiered_kv.tiering.guarded import GuardedTier
 _log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.02
-"""How often deadlines are looked at while a task is open. Whatever ends wakes the thread at once."""
+"""How often deadlines are checked while a task is open. The end of a job or lookup wakes the thread at once."""
 IDLE_TICK_S: Final = 0.5
 SHUTDOWN_TIMEOUT_S: Final = 6.0
-"""More than a tier takes to close; one is closed after the other."""
+"""For each tier; more than a tier takes to close."""
 
 
 class TierThread:
-    """Owns the tiers. Others send it messages by `post`, or by `wake` that something has finished.
+    """Owns the tiers. Other threads send it messages by `post`, and call `wake` when a job or lookup has ended.
 
     Args:
         on_removed: Called with a tier's name and keys that it does not have any more.
@@ -43,11 +43,11 @@ class TierThread:
         self._woken = threading.Event()
         self.wake = self._woken.set
         self._messages: deque[Callable[[], None]] = deque()
-        self._post_lock = threading.Lock()  # held for a few assignments: nothing is posted after the end is
+        self._post_lock = threading.Lock()  # held for assignments: no message may follow the close
         self._close_by_s: float | None = None
-        self._is_settled = threading.Event()  # the tiers are shut down, and `_is_over` tells
+        self._is_settled = threading.Event()  # the tiers are shut down, and `_is_over` is valid
         self._is_over = False
-        # The thread's own.
+        # Only the thread uses these.
         self._lookups: dict[Task, None] = {}
         self._ended: list[Task] = []
         self._is_shut_down = False
@@ -56,23 +56,22 @@ class TierThread:
     # Any thread.
 
     def add(self, guarded: GuardedTier) -> None:
-        """Search one more tier, after the others; before `start`."""
+        """Add a tier to the end of the search order; before `start`."""
         self.queues.append(TierQueue(guarded, self._end_piece, partial(self._load_at, len(self.queues) + 1)))
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is a callback."""
+        """Whether the caller runs on this thread, in a callback."""
         return threading.current_thread() is self._thread
 
     def post(self, message: Callable[[], None]) -> None:
-        """Have the thread call `message`.
+        """Call `message` on the thread.
 
         Raises:
-            ShutdownError: It ends, or was started before a fork by another process.
+            ShutdownError: It is closed, or another process started it before a fork.
         """
         if os.getpid() != self._pid:
             raise ShutdownError(f"the tiers belong to process {self._pid}; open others after a fork")
@@ -83,7 +82,7 @@ class TierThread:
         self.wake()
 
     def close(self, timeout_s: float) -> bool:
-        """Let the thread end; return whether nothing is in flight any more. As `DirectTiers.close`."""
+        """As `DirectTiers.close`."""
         if os.getpid() != self._pid:
             return True
         with self._post_lock:
@@ -97,32 +96,28 @@ class TierThread:
             self._thread.join()
         return self._is_over
 
-    # Messages.
+    # Messages: they run on the thread.
 
     def store(self, task: Task) -> None:
-        """Begin a store."""
         self.open_tasks += 1
         for queue in self.queues if task.blocks else ():
             queue.add(task, task.blocks, is_load=False)
         self._end_piece(task)
 
     def load(self, task: Task) -> None:
-        """Begin a load."""
         self.open_tasks += 1
         for blocks in _each_key_once(task.blocks):
             self._load_at(0, task, blocks)
         self._end_piece(task)
 
     def look_up(self, task: Task) -> None:
-        """Begin a lookup."""
         self.open_tasks += 1
         task.asked = [list(range(len(task.keys))), *([] for _ in self.queues)]
-        # Each tier gives up before, by its own timeout.
+        # Later than the sum of the tiers' own timeouts.
         task.until_s = time.monotonic() + sum(queue.guarded.settings.lookup_timeout + TICK_S for queue in self.queues)
         self._lookups[task] = None
 
     def reset(self) -> None:
-        """Forget every block in every tier, and what waits to be stored or loaded."""
         for queue in self.queues:
             queue.drop_waiting()
             queue.guarded.reset_cache()
@@ -158,7 +153,7 @@ class TierThread:
             self._ended.append(task)
 
     def _load_at(self, level: int, task: Task, blocks: list[CPUBlock]) -> None:
-        """Load blocks from the tier at this place of the order, if there is one."""
+        """Load blocks from the tier at this place of the search order, if there is one."""
         if level < len(self.queues) and blocks and not self._is_shut_down:
             self.queues[level].add(task, blocks, is_load=True)
 
@@ -182,23 +177,23 @@ class TierThread:
             self.open_tasks -= 1
             for queue in self.queues:
                 queue.guarded.call("on_request_finished", task.context)
-            self._tell(task.on_done, task.answers)
+            self._call(task.on_done, task.answers)
         for queue in self.queues if self._on_removed is not None else ():
             events = queue.guarded.observer.take_events()
             if keys := [key for event in events if event.removed for key in event.keys]:
                 assert self._on_removed is not None
-                self._tell(self._on_removed, queue.guarded.name, keys)
+                self._call(self._on_removed, queue.guarded.name, keys)
 
-    def _tell(self, callback: Callable[..., None], *args: object) -> None:
+    def _call(self, callback: Callable[..., None], *args: object) -> None:
         try:
             callback(*args)
-        except BaseException:  # SystemExit too: the thread goes on
+        except BaseException:  # SystemExit too: the thread continues
             self.counters.add("callback_errors_total")
             if self.counters["callback_errors_total"] == 1:
                 _log.exception("a callback raised; further ones are only counted")
 
     def _end_soon(self, now_s: float) -> None:
-        """Give up what waits, and shut down the tiers when nothing is in flight any more, or the time is over."""
+        """Fail what waits, and shut down the tiers when no job is in flight or the timeout is over."""
         assert self._close_by_s is not None
         is_idle = all(queue.is_idle for queue in self.queues)
         if not self._is_shut_down and (is_idle or now_s >= self._close_by_s):
@@ -218,7 +213,7 @@ class TierThread:
 
 
 def _each_key_once(blocks: Sequence[CPUBlock]) -> list[list[CPUBlock]]:
-    """Divide blocks so that no job has a key twice: a tier answers by key, and may load the one block only."""
+    """Divide blocks so that no job has a key twice: tiers answer by key, so one of two blocks could be unloaded."""
     parts: list[list[CPUBlock]] = []
     times: dict[OffloadKey, int] = {}
     for block in blocks:
