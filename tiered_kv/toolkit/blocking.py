@@ -131,7 +131,7 @@ class BlockingTier(QueuedTier):
             if self._part_queue.take_lookups():
                 self._run_probes()
             elif not is_for_lookups and (part := self._part_queue.take()) is not None:
-                self._run_parts([part, *self._part_queue.take_beside(part)])
+                self._run_parts([part, *self._part_queue.take_small_jobs(part)])
         with self._threads_lock:
             self._threads_running -= 1
             is_last = self._threads_running == 0

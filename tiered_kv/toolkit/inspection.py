@@ -22,7 +22,7 @@ from tiered_kv.toolkit.status import RecordStatus
 NAMESPACES_MAX: Final = 1024
 """Namespaces in one survey; blocks of further namespaces count as foreign."""
 FOREIGN_NAMED_MAX: Final = 8
-AGAIN_S: Final = 10.0
+REUSE_AFTER_S: Final = 10.0
 """A use within this time after the write does not count: writing takes time, and clocks are coarse."""
 _STEPS: Final = 50
 """Histogram steps for each factor of e between two ages."""
@@ -30,7 +30,7 @@ _UNKNOWN_BLOCK_BYTES_MAX: Final = 256 << 20
 """The longest block that is read if the readable form does not say how long blocks are."""
 
 
-class AgeCounts:
+class _AgeHistogram:
     """Oldest, newest and median of many ages. The median is an estimate, to about 2 %."""
 
     def __init__(self) -> None:
@@ -59,8 +59,8 @@ class AgeCounts:
 class _Tally:
     blocks: int = 0
     size_bytes: int | None = 0
-    written: AgeCounts = field(default_factory=AgeCounts)
-    used: AgeCounts = field(default_factory=AgeCounts)
+    written: _AgeHistogram = field(default_factory=_AgeHistogram)
+    used: _AgeHistogram = field(default_factory=_AgeHistogram)
     dated: int = 0  # blocks of which both ages are known
     used_again: int = 0
 
@@ -102,7 +102,7 @@ class Census:
             tally.used.add(used_s, blocks)
         if blocks and written_s is not None and used_s is not None:
             tally.dated += blocks
-            tally.used_again += blocks * (written_s - used_s > AGAIN_S)
+            tally.used_again += blocks * (written_s - used_s > REUSE_AFTER_S)
 
     def add_foreign(self, name: str, size_bytes: int) -> None:
         """Count an entry that does not belong to the tier."""
@@ -114,14 +114,14 @@ class Census:
     def survey(
         self,
         describe: Callable[[str], Mapping[str, object]],
-        untold: str,
+        no_reuse_note: str,
         segments: SurveyedSegments | None = None,
     ) -> Survey:
         """Return the result.
 
         Args:
             describe: Returns the readable form of a namespace, empty if there is none.
-            untold: The note for a storage that does not know which blocks were used again: why.
+            no_reuse_note: Why the storage does not know which blocks were used again; reported if that is so.
             segments: The large files of a storage that has them.
         """
         namespaces = tuple(
@@ -137,8 +137,8 @@ class Census:
             for digest, tally in sorted(self._tallies.items())
         )
         foreign = SurveyedForeign(self._foreign_entries, self._foreign_bytes, tuple(self._foreign_names))
-        is_untold = any(each.blocks and each.used_again is None for each in namespaces)
-        return Survey(namespaces, segments, foreign, (untold,) if is_untold else ())
+        lacks_reuse = any(each.blocks and each.used_again is None for each in namespaces)
+        return Survey(namespaces, segments, foreign, (no_reuse_note,) if lacks_reuse else ())
 
 
 class RecordCheck:

@@ -81,8 +81,7 @@ class Part:
     job: Job
     start: int
     stop: int
-    is_beside: bool = False
-    """Whether its worker runs it together with another part, which alone counts as running."""
+    is_extra: bool = False  # whether it runs in one call with another part, which alone counts as running
 
     @property
     def keys(self) -> Sequence[OffloadKey]:
@@ -181,7 +180,7 @@ class PartQueue:
             self._wake()
         return Part(job, start, stop)
 
-    def take_beside(self, part: Part) -> list[Part]:
+    def take_small_jobs(self, part: Part) -> list[Part]:
         """Return whole small jobs to run together with `part`: one call costs less than one for each job.
 
         Together they have at most the blocks of one part, and each key once. One job for each other worker stays in
@@ -203,7 +202,7 @@ class PartQueue:
                 keys.update(job.keys)
                 queue.popleft()
                 job.next_block = job.end_block
-                taken.append(Part(job, 0, job.end_block, is_beside=True))
+                taken.append(Part(job, 0, job.end_block, is_extra=True))
         return taken
 
     def end(self, part: Part) -> bool:
@@ -213,7 +212,7 @@ class PartQueue:
             job.ended_blocks += part.stop - part.start
             is_last = job.ended_blocks == job.end_block
             unblocks_stores = False
-            if not job.metadata.is_promotion and not part.is_beside:
+            if not job.metadata.is_promotion and not part.is_extra:
                 unblocks_stores = self._stores_running == self._stores_running_max
                 self._stores_running -= 1
         if unblocks_stores:

@@ -112,20 +112,6 @@ def read_header(header: Bytes) -> RecordHeader | RecordStatus:
     return RecordHeader(codec_id, key_id, *rest)
 
 
-def check_header(header: RecordHeader, key_digest: bytes, block_bytes: int, namespace_digest: bytes) -> RecordStatus:
-    """Return OK if the header is that of the block that was asked for, else what is wrong.
-
-    A reader that fetches the payload separately calls this first. Then the record is at most
-    `record_bytes_max(block_bytes)` long, and only a raw payload, which may be read straight into the block, is as long
-    as the block.
-    """
-    if header.namespace_digest != namespace_digest:
-        return RecordStatus.WRONG_NAMESPACE
-    if header.key_digest != key_digest:
-        return RecordStatus.WRONG_KEY
-    return RecordStatus.OK if header.raw_bytes == block_bytes else RecordStatus.BAD_LENGTH
-
-
 def decode_record(
     header: Bytes,
     payload: Bytes,
@@ -155,7 +141,7 @@ def decode_record(
     parsed = read_header(header)
     if isinstance(parsed, RecordStatus):
         return parsed
-    status = check_header(parsed, key_digest, len(block), namespace_digest)
+    status = _check_header(parsed, key_digest, len(block), namespace_digest)
     if status is not RecordStatus.OK:
         return status
     status = _check_payload(parsed, payload)
@@ -191,7 +177,7 @@ def verify_record(
         return parsed
     payload = record[HEADER_BYTES:]
     block_bytes = parsed.raw_bytes if block is None else len(block)
-    status = check_header(parsed, key_digest or parsed.key_digest, block_bytes, namespace_digest)
+    status = _check_header(parsed, key_digest or parsed.key_digest, block_bytes, namespace_digest)
     if status is RecordStatus.OK:
         status = _check_payload(parsed, payload)
     if status is not RecordStatus.OK:
@@ -202,6 +188,14 @@ def verify_record(
     if block is None or parsed.codec_id == RAW_ID:
         return codecs.refusal(parsed.codec_id)
     return codecs.decode(parsed.codec_id, payload, block, b"")
+
+
+def _check_header(header: RecordHeader, key_digest: bytes, block_bytes: int, namespace_digest: bytes) -> RecordStatus:
+    if header.namespace_digest != namespace_digest:
+        return RecordStatus.WRONG_NAMESPACE
+    if header.key_digest != key_digest:
+        return RecordStatus.WRONG_KEY
+    return RecordStatus.OK if header.raw_bytes == block_bytes else RecordStatus.BAD_LENGTH
 
 
 def _check_payload(header: RecordHeader, payload: Bytes) -> RecordStatus:
