@@ -66,7 +66,6 @@ class TierQueue:
         return not self._in_flight
 
     def add(self, task: Task, blocks: list[CPUBlock], *, is_load: bool) -> None:
-        """Queue blocks of a task."""
         task.pieces += 1
         self.waiting_blocks += len(blocks)
         (self._loads if is_load else self._stores).append((task, blocks))

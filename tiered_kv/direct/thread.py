@@ -28,11 +28,7 @@ SHUTDOWN_TIMEOUT_S: Final = 6.0
 
 
 class TierThread:
-    """Owns the tiers. Other threads send it messages by `post`, and call `wake` when a job or lookup has ended.
-
-    Args:
-        on_removed: Called with a tier's name and keys that it does not have any more.
-    """
+    """Owns the tiers. Other threads send it messages by `post`, and call `wake` when a job or lookup has ended."""
 
     def __init__(self, on_removed: Callable[[str, Sequence[OffloadKey]], None] | None) -> None:
         self.queues: list[TierQueue] = []
@@ -64,15 +60,10 @@ class TierThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs on this thread, in a callback."""
         return threading.current_thread() is self._thread
 
     def post(self, message: Callable[[], None]) -> None:
-        """Call `message` on the thread.
-
-        Raises:
-            ShutdownError: It is closed, or another process started it before a fork.
-        """
+        """Call `message` on the thread. Raises `ShutdownError` if it is closed, and in a forked child."""
         if os.getpid() != self._pid:
             raise ShutdownError(f"the tiers belong to process {self._pid}; open others after a fork")
         with self._post_lock:
@@ -153,7 +144,6 @@ class TierThread:
             self._ended.append(task)
 
     def _load_at(self, level: int, task: Task, blocks: list[CPUBlock]) -> None:
-        """Load blocks from the tier at this place of the search order, if there is one."""
         if level < len(self.queues) and blocks and not self._is_shut_down:
             self.queues[level].add(task, blocks, is_load=True)
 

@@ -47,7 +47,6 @@ class Identity:
     block_bytes: int
 
     def fields(self) -> dict[str, object]:
-        """Return the JSON object that is written beside the blocks."""
         return {
             "block_bytes": self.block_bytes,
             "namespace_digest": self.digest.hex(),
@@ -79,11 +78,7 @@ class ClaimedDirectory:
             check_directory(fd, self.path, may_tighten=not names)
 
     def mark(self, fd: int, fields: Mapping[str, object]) -> Mapping[str, object] | None:
-        """Return the marker's fields. If there is no marker, write one with `fields` and return None.
-
-        Raises:
-            FormatError, NotPrivateError, OSError: As `marker` and `check`.
-        """
+        """Return the marker's fields; without a marker, write one and return None. Raises as `marker`."""
         found = self.marker(fd)
         if found is None:
             # Flushed: a power failure may leave an empty marker, which would make the directory unusable.
@@ -139,7 +134,6 @@ class ClaimedDirectory:
             raise self.unavailable(error, operation) from error
 
     def unavailable(self, error: OSError, operation: str = "open") -> TierUnavailableError:
-        """Return the error for a directory that the file system refuses."""
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             return TierUnavailableError(f"{self.path} is a file; give a directory", tier=self.tier, operation=operation)
         remedy = "" if isinstance(error, NotPrivateError) else _REMEDIES.get(error.errno or 0, "")
@@ -199,5 +193,4 @@ def walk(root: str) -> Iterator[list[tuple[str, os.stat_result]]]:
 
 
 def absolute(path: str) -> str:
-    """Return the absolute path; a `~` at its beginning is the home directory."""
     return os.path.abspath(os.path.expanduser(path))

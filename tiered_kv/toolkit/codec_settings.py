@@ -63,11 +63,6 @@ class EncryptionSettings(StrictModel):
         return self
 
     def read_keys(self) -> dict[int, bytes]:
-        """Return all keys by their ids. Reads the key files.
-
-        Raises:
-            ConfigError: A file cannot be used.
-        """
         found = {key_id: parse_key(text.get_secret_value()) for key_id, text in self.keys.items()}
         for key_id, path in self.key_files.items():
             found[key_id] = read_key_file(path, location=f"encryption.key_files.{key_id}")

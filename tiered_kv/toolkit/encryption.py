@@ -58,8 +58,6 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class _Session:
-    """A session key and its unused nonces."""
-
     def __init__(self, key_id: int, check: bytes, salt: bytes, aead: AESGCM) -> None:
         self.fields = (key_id, check, salt)
         self.aead = aead
@@ -136,7 +134,6 @@ class Cipher:
         return RecordStatus.OK
 
     def has_key_of(self, payload: memoryview) -> bool:
-        """Return whether the key of an envelope is known."""
         key_id, check, _, _ = _HEAD.unpack(payload[: _HEAD.size])
         return bool(self._checks.get(key_id) == check)
 

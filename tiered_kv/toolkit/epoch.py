@@ -52,17 +52,12 @@ class EpochMark:
     value: str  # 16 hexadecimal digits
 
     def encode(self) -> bytes:
-        """Return the stored form, see `docs/reference/formats.md`."""
         body = f"{self.number} {self.value}"
         return f"tiered-kv epoch {FORMAT_VERSION} {body} {xxhash.xxh3_64_hexdigest(body.encode())}\n".encode()
 
     @classmethod
     def decode(cls, data: bytes) -> EpochMark | None:
-        """Return the mark in `data`, or None if it is damaged.
-
-        Raises:
-            FormatError: Another version of this project wrote it.
-        """
+        """Return the mark in `data`; None if it is damaged. Raises `FormatError` for another format version."""
         form = _FORM.fullmatch(data)
         if form is None:
             return None
@@ -165,7 +160,6 @@ class Epoch:
             self._io_lock.release()
 
     def _saved_mark(self) -> EpochMark | None:
-        """Return this process's mark if the storage has it."""
         with self._lock:
             return self._mark if self._is_saved else None
 

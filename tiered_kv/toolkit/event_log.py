@@ -28,15 +28,12 @@ class EventLog:
         self._events: deque[tuple[bool, list[OffloadKey]]] = deque(maxlen=BATCHES_MAX)
 
     def stored(self, keys: Iterable[OffloadKey]) -> None:
-        """Note blocks that can be loaded from now on."""
         self._note(False, keys)
 
     def removed(self, keys: Iterable[OffloadKey]) -> None:
-        """Note blocks that cannot be loaded any more."""
         self._note(True, keys)
 
     def clear(self) -> None:
-        """Drop all events, after a reset."""
         self._events.clear()
 
     def take(self, block_bytes: int, medium: str) -> list[OffloadingEvent]:

@@ -38,14 +38,12 @@ class _AgeHistogram:
         self._oldest_s, self._newest_s = 0.0, math.inf
 
     def add(self, age_s: float, blocks: int = 1) -> None:
-        """Add the age of some blocks."""
         age_s = max(0.0, age_s)  # the writer's clock may be ahead
         self._oldest_s = max(self._oldest_s, age_s)
         self._newest_s = min(self._newest_s, age_s)
         self._counts[round(_STEPS * math.log1p(age_s))] += blocks
 
     def ages(self) -> Ages | None:
-        """Return the summary; None if no age was added."""
         left = self._counts.total() // 2
         for step, blocks in sorted(self._counts.items()):
             left -= blocks
@@ -105,7 +103,6 @@ class Census:
             tally.used_again += blocks * (written_s - used_s > REUSE_AFTER_S)
 
     def add_foreign(self, name: str, size_bytes: int) -> None:
-        """Count an entry that does not belong to the tier."""
         self._foreign_entries += 1
         self._foreign_bytes += size_bytes
         if len(self._foreign_names) < FOREIGN_NAMED_MAX:
@@ -144,10 +141,7 @@ class Census:
 class RecordCheck:
     """Checks block records of one namespace, without their keys. Any thread may call, for one record at a time.
 
-    Args:
-        namespace_digest: 16 bytes.
-        codecs: The codecs and keys to read with.
-        block_bytes: Size of a block; None if it is unknown.
+    `block_bytes` is None if the size of blocks is unknown.
     """
 
     def __init__(self, namespace_digest: bytes, codecs: CodecSet, block_bytes: int | None) -> None:

@@ -143,25 +143,28 @@ class PartQueue:
         self._has_lookups = False
         self._lock = threading.Lock()  # guards removals from the queues, and the cursors of jobs
 
+    # The scheduler's thread.
+
     def put(self, job: Job) -> None:
-        """Add a job that has at least one block. The scheduler's thread."""
+        """Add a job that has at least one block."""
         self._queue_of(job).append(job)
         self._wake()
 
     def put_lookups(self) -> None:
-        """Let a worker take the collected lookups. The scheduler's thread."""
         self._has_lookups = True
         self._wake()
 
+    # Any thread.
+
     def take_lookups(self) -> bool:
-        """Return whether there are lookups to take; mostly one caller gets True. Any thread."""
+        """Return whether there are lookups to take; mostly one caller gets True."""
         if not self._has_lookups:
             return False
         self._has_lookups = False  # before they are taken: later lookups set it again
         return True
 
     def take(self) -> Part | None:
-        """Return the next part, or None. Call `end` for each part. Any thread."""
+        """Return the next part, or None. Call `end` for each part."""
         with self._lock:
             queue = self._loads or self._stores
             if not queue:
@@ -184,7 +187,7 @@ class PartQueue:
         """Return whole small jobs to run together with `part`: one call costs less than one for each job.
 
         Together they have at most the blocks of one part, and each key once. One job for each other worker stays in
-        the queue. Call `end` for each, and for `part` last. Any thread.
+        the queue. Call `end` for each, and for `part` last.
         """
         first = part.job
         queue, room = self._queue_of(first), first.part_blocks - (part.stop - part.start)
@@ -206,7 +209,7 @@ class PartQueue:
         return taken
 
     def end(self, part: Part) -> bool:
-        """Note that a part has ended; return whether it was the last of its job. Any thread."""
+        """Note that a part has ended; return whether it was the last of its job."""
         job = part.job
         with self._lock:
             job.ended_blocks += part.stop - part.start
@@ -222,7 +225,7 @@ class PartQueue:
     def drop_rest(self, job: Job, reason: str) -> bool:
         """Cancel the blocks of `job` that have not been started; return whether the caller has to report the job.
 
-        If not, it has ended, or the worker that ends its last part reports it. Any thread.
+        If not, it has ended, or the worker that ends its last part reports it.
         """
         with self._lock:
             if job.next_block == job.end_block:

@@ -66,13 +66,11 @@ class KeyStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the capacity that the blocks take."""
         for key in list(self._written_s):
             self.has(key)
         return len(self._written_s) * self.record_bytes
 
     def has(self, key: OffloadKey) -> bool:
-        """Return whether a block can be loaded."""
         written_s = self._written_s.get(key)
         if written_s is None:
             return False
@@ -99,7 +97,6 @@ class KeyStore:
         return [key for key in keys if key in records]
 
     def load(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Load blocks, and return those that are stored."""
         loaded = [key for key in keys if self.has(key)]
         self.read_blocks += len(loaded)
         for key in loaded:

@@ -177,7 +177,7 @@ class QueuedTier(SecondaryTierManager):
         self._part_queue.put(job)
 
     def _expire(self, now: float) -> None:
-        """Cancel the parts that have not started of the jobs whose deadline has passed."""
+        """Cancel parts that have not started, of jobs whose deadline has passed."""
         self._next_deadline = math.inf
         for job in self._jobs_in_flight.values():
             if job.deadline > now:
@@ -186,7 +186,6 @@ class QueuedTier(SecondaryTierManager):
                 self._report([job])
 
     def _put_probe(self) -> None:
-        """Let a worker take the collected lookups."""
         if not self._is_shut_down:
             self._part_queue.put_lookups()
 

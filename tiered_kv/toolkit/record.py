@@ -138,21 +138,12 @@ def decode_record(
         payload = block  # verify the copied bytes, so that they cannot change between the check and the copy
         if header == _header(key_digest, RAW_ID, 0, len(block), block, namespace_digest):
             return RecordStatus.OK
-    parsed = read_header(header)
+    parsed = _checked_header(header, payload, key_digest, len(block), namespace_digest)
     if isinstance(parsed, RecordStatus):
         return parsed
-    status = _check_header(parsed, key_digest, len(block), namespace_digest)
-    if status is not RecordStatus.OK:
-        return status
-    status = _check_payload(parsed, payload)
-    if status is not RecordStatus.OK:
-        return status
     if parsed.codec_id == RAW_ID:
         return RecordStatus.UNENCRYPTED  # an accepted one has been returned above
-    view = memoryview(payload)
-    if parsed.codec_id in ENCRYPTED_IDS and key_id_of(view) != parsed.key_id:
-        return RecordStatus.BAD_HEADER
-    return codecs.decode(parsed.codec_id, view, block, binding_of(namespace_digest, key))
+    return codecs.decode(parsed.codec_id, memoryview(payload), block, binding_of(namespace_digest, key))
 
 
 def verify_record(
@@ -172,40 +163,39 @@ def verify_record(
         key_digest: The digest of its key, if its name contains it.
     """
     give_way()
-    parsed = read_header(record)
+    payload = record[HEADER_BYTES:]
+    parsed = _checked_header(record, payload, key_digest, None if block is None else len(block), namespace_digest)
     if isinstance(parsed, RecordStatus):
         return parsed
-    payload = record[HEADER_BYTES:]
-    block_bytes = parsed.raw_bytes if block is None else len(block)
-    status = _check_header(parsed, key_digest or parsed.key_digest, block_bytes, namespace_digest)
-    if status is RecordStatus.OK:
-        status = _check_payload(parsed, payload)
-    if status is not RecordStatus.OK:
-        return status
     if parsed.codec_id in ENCRYPTED_IDS:
-        is_consistent = key_id_of(payload) == parsed.key_id
-        return codecs.refusal(parsed.codec_id, payload) if is_consistent else RecordStatus.BAD_HEADER
+        return codecs.refusal(parsed.codec_id, payload)
     if block is None or parsed.codec_id == RAW_ID:
         return codecs.refusal(parsed.codec_id)
     return codecs.decode(parsed.codec_id, payload, block, b"")
 
 
-def _check_header(header: RecordHeader, key_digest: bytes, block_bytes: int, namespace_digest: bytes) -> RecordStatus:
-    if header.namespace_digest != namespace_digest:
+def _checked_header(
+    header: Bytes, payload: Bytes, key_digest: bytes | None, block_bytes: int | None, namespace_digest: bytes
+) -> RecordHeader | RecordStatus:
+    """Return the header of a sound record of this block, else what is wrong. None stands for any key or size."""
+    parsed = read_header(header)
+    if isinstance(parsed, RecordStatus):
+        return parsed
+    if parsed.namespace_digest != namespace_digest:
         return RecordStatus.WRONG_NAMESPACE
-    if header.key_digest != key_digest:
+    if key_digest not in (None, parsed.key_digest):
         return RecordStatus.WRONG_KEY
-    return RecordStatus.OK if header.raw_bytes == block_bytes else RecordStatus.BAD_LENGTH
-
-
-def _check_payload(header: RecordHeader, payload: Bytes) -> RecordStatus:
-    """Return OK if length and checksum of the payload are right, else what is wrong."""
-    if len(payload) != header.payload_bytes:
-        return RecordStatus.TRUNCATED if len(payload) < header.payload_bytes else RecordStatus.BAD_LENGTH
-    key_digest, codec_id, namespace_digest = header.key_digest, header.codec_id, header.namespace_digest
-    written = _header(key_digest, codec_id, header.key_id, header.raw_bytes, payload, namespace_digest)
-    is_sound = written[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + DIGEST_BYTES] == header.checksum
-    return RecordStatus.OK if is_sound else RecordStatus.BAD_CHECKSUM
+    if block_bytes not in (None, parsed.raw_bytes):
+        return RecordStatus.BAD_LENGTH
+    if len(payload) != parsed.payload_bytes:
+        return RecordStatus.TRUNCATED if len(payload) < parsed.payload_bytes else RecordStatus.BAD_LENGTH
+    codec_id, key_id = parsed.codec_id, parsed.key_id
+    written = _header(parsed.key_digest, codec_id, key_id, parsed.raw_bytes, payload, namespace_digest)
+    if written[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + DIGEST_BYTES] != parsed.checksum:
+        return RecordStatus.BAD_CHECKSUM
+    if codec_id in ENCRYPTED_IDS and key_id_of(memoryview(payload)) != key_id:
+        return RecordStatus.BAD_HEADER
+    return parsed
 
 
 def _header(

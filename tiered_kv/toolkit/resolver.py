@@ -22,11 +22,7 @@ _lookups: dict[tuple[str, int], Future[Addresses]] = {}
 
 
 def addresses_of(host: str, port: int, timeout_s: float) -> Addresses:
-    """Return the addresses of a server. After a timeout the look-up continues for the next caller. Any thread.
-
-    Raises:
-        OSError: It has no address; `TimeoutError` if the look-up did not end in time.
-    """
+    """Return the addresses of a server, or raise `OSError`. A look-up that times out continues for the next caller."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except (socket.gaierror, UnicodeError):  # a name, or invalid

@@ -80,7 +80,6 @@ def _link(temporary: str, path: str) -> bool:
 
 
 def write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
-    """Write buffers one after the other."""
     views = [memoryview(part).cast("B") for part in parts]
     while views:
         views = rest_of(views, os.writev(fd, views))
@@ -114,5 +113,4 @@ def fields_of(text: bytes | str | None) -> dict[str, object]:
 
 
 def as_text(fields: Mapping[str, object]) -> bytes:
-    """Return the text of a JSON file."""
     return (json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n").encode()

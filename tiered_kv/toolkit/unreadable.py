@@ -39,7 +39,6 @@ class Unreadable(Generic[Name]):
         self._noted_s: OrderedDict[Name, float] = OrderedDict()  # oldest first
 
     def note(self, names: Iterable[Name]) -> None:
-        """Keep names of records that could not be read."""
         with self._lock:
             for name in names:
                 self._noted_s[name] = self._clock()
