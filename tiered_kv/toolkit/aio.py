@@ -184,20 +184,16 @@ class AsyncTier(QueuedTier):
         task.add_done_callback(self._part_tasks.discard)
 
     async def _run_part(self, part: Part) -> None:
-        try:
-            outcome = await self._transfer(part)
-        except BaseException as error:  # cancelled before its first step
-            outcome = Outcome((), self._reason_of("transfer", error))
+        refused = self._begin_part(part)
+        outcome = await self._transfer(part) if refused is None else refused
         self._blocks_in_flight -= part.stop - part.start
         self._end_part(part, outcome)
         self._start_parts()
 
     async def _transfer(self, part: Part) -> Outcome:
-        job = part.job
-        if (refused := self._begin_part(part)) is not None:
-            return refused
-        transfer = self.load_blocks if job.metadata.is_promotion else self.store_blocks
-        timeout = asyncio.timeout_at(None if job.deadline == math.inf else job.deadline)
+        deadline = part.job.deadline
+        transfer = self.load_blocks if part.job.metadata.is_promotion else self.store_blocks
+        timeout = asyncio.timeout_at(None if deadline == math.inf else deadline)
         try:
             async with timeout:
                 await self._ensure_open()
