@@ -35,6 +35,9 @@ class Task:
         self.answers = [False] * len(self.keys)
 
 
+_Waiting = deque[tuple[Task, list[CPUBlock]]]
+
+
 class TierQueue:
     """A guarded tier, and the blocks that wait for its budgets. Owned by the tiers' thread.
 
@@ -56,8 +59,8 @@ class TierQueue:
         self.waiting_blocks = 0
         self._end = end
         self._load_below = load_below
-        self._loads: deque[tuple[Task, list[CPUBlock]]] = deque()
-        self._stores: deque[tuple[Task, list[CPUBlock]]] = deque()
+        self._loads: _Waiting = deque()
+        self._stores: _Waiting = deque()
         self._in_flight: dict[JobId, Task] = {}
 
     @property
@@ -93,16 +96,18 @@ class TierQueue:
     def submit(self, now_s: float) -> None:
         """Submit jobs while the budgets allow, loads first."""
         guarded = self.guarded
-        while self._has_waiting(self._loads, now_s) and (
-            (room := guarded.load_room()) > 0 or guarded.refusal() or not guarded.is_loading
-        ):
+        while self._has_waiting(self._loads, now_s):
+            room = guarded.load_room()
+            if room <= 0 and guarded.is_loading and not guarded.refusal():
+                break  # room will become free
             task, blocks = self._take(self._loads, room)
             if room <= 0 or not self._submit(task, blocks, is_load=True):
                 self._load_below(task, blocks)
             self._end(task)
-        while self._has_waiting(self._stores, now_s) and (
-            (room := guarded.store_room()) > 0 or guarded.refusal() or not guarded.is_storing
-        ):
+        while self._has_waiting(self._stores, now_s):
+            room = guarded.store_room()
+            if room <= 0 and guarded.is_storing and not guarded.refusal():
+                break
             task, blocks = self._take(self._stores, room)
             selected = guarded.select(blocks, task.context)
             if room > 0 and len(selected) < len(blocks):  # the other blocks are not admitted, which is a success
@@ -113,7 +118,7 @@ class TierQueue:
                 self._submit(task, selected, is_load=False)
             self._end(task)
 
-    def _has_waiting(self, waiting: deque[tuple[Task, list[CPUBlock]]], now_s: float) -> bool:
+    def _has_waiting(self, waiting: _Waiting, now_s: float) -> bool:
         """Fail pieces that have waited too long; return whether others wait."""
         while waiting and waiting[0][0].begin_by_s <= now_s:
             task, blocks = waiting.popleft()
@@ -123,7 +128,7 @@ class TierQueue:
             self._end(task)
         return bool(waiting)
 
-    def _take(self, waiting: deque[tuple[Task, list[CPUBlock]]], room: int) -> tuple[Task, list[CPUBlock]]:
+    def _take(self, waiting: _Waiting, room: int) -> tuple[Task, list[CPUBlock]]:
         """Take at most `room` blocks of the first piece; without room the whole piece, which will fail."""
         task, blocks = waiting.popleft()
         if 0 < room < len(blocks):

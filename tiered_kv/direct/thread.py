@@ -203,7 +203,7 @@ class TierThread:
 
 
 def _each_key_once(blocks: Sequence[CPUBlock]) -> list[list[CPUBlock]]:
-    """Divide blocks so that no job has a key twice: tiers answer by key, so one of two blocks could be unloaded."""
+    """Divide blocks so that no job has a key twice: a tier could load one of two blocks, and report the key."""
     parts: list[list[CPUBlock]] = []
     times: dict[OffloadKey, int] = {}
     for block in blocks:
