@@ -198,17 +198,17 @@ def test_on_removed_gets_the_blocks_that_a_tier_loses(pool: Any) -> None:
 
 
 def test_a_reset_forgets_blocks_that_are_stored_in_flight_or_waiting(open_held: OpenHeld, gate: Gate) -> None:
-    told: list[Any] = []
+    reports: list[Any] = []
     keys = make_keys(6)
     with open_held(store_budget=2 * BLOCK_BYTES) as tiers:
         assert tiers.wait("store", keys[:2], offsets(2)) == [True] * 2
         gate.close()
-        tiers.store(keys[2:], offsets(4, TARGET), told.append)
+        tiers.store(keys[2:], offsets(4, TARGET), reports.append)
         tiers.reset()
         assert tiers.wait("contains", keys) == [False] * 6
         gate.open()
-        wait_until(lambda: told, WAIT_S)
-        assert told == [[False] * 4]
+        wait_until(lambda: reports, WAIT_S)
+        assert reports == [[False] * 4]
         assert tiers.wait("contains", keys) == [False] * 6
         assert tiers.wait("store", keys, offsets(6)) == [True] * 6
 
@@ -222,19 +222,19 @@ def test_every_task_of_many_threads_is_answered_once(pool: Any, entry: dict[str,
 
     def act(number: int) -> None:
         chance, start, size = random.Random(number), number << 17, 1 << 16
-        keys, told = make_keys(size // BLOCK_BYTES, f"thread {number}"), list[Any]()
+        keys, reports = make_keys(size // BLOCK_BYTES, f"thread {number}"), list[Any]()
         for _ in range(6):
             chosen = chance.sample(range(len(keys)), chance.randint(1, len(keys)))
             mine = [keys[place] for place in chosen]
-            tiers.store(mine, [start + place * BLOCK_BYTES for place in chosen], told.append)
-            wait_until(lambda: told, WAIT_S)
+            tiers.store(mine, [start + place * BLOCK_BYTES for place in chosen], reports.append)
+            wait_until(lambda: reports, WAIT_S)
             targets = offsets(len(chosen), start + size)
             answers = tiers.wait("load", mine, targets)
             for place, target in zip(chosen, targets, strict=True):
                 if content(pool, target) != content(pool, start + place * BLOCK_BYTES):
                     problems.append(f"thread {number}: block {place} came back wrong")
-            if told.pop() != [True] * len(mine) or told or not all(answers):
-                problems.append(f"thread {number}: {told}, {answers}")
+            if reports.pop() != [True] * len(mine) or reports or not all(answers):
+                problems.append(f"thread {number}: {reports}, {answers}")
 
     with open_direct(pool, {**entry, "store_budget": 5 * BLOCK_BYTES, "load_budget": 3 * BLOCK_BYTES}) as tiers:
         with ThreadPoolExecutor(8) as threads:
@@ -259,16 +259,16 @@ def test_the_end_of_a_job_or_lookup_wakes_the_thread(
 
 
 def test_blocks_over_a_budget_wait_and_are_not_skipped(open_held: OpenHeld, gate: Gate) -> None:
-    told: list[Any] = []
+    reports: list[Any] = []
     gate.close()
     with open_held(store_budget=4 * BLOCK_BYTES) as tiers:
         for number in range(5):
-            tiers.store(make_keys(4, str(number)), offsets(4, number << 16), told.append)
+            tiers.store(make_keys(4, str(number)), offsets(4, number << 16), reports.append)
         wait_until(lambda: tiers.status()["held"]["waiting_blocks"] == 16, WAIT_S)
         assert tiers.status()["held"]["jobs_in_flight"] == 1
         gate.open()
-        wait_until(lambda: len(told) == 5, WAIT_S)
-        assert told == [[True] * 4] * 5
+        wait_until(lambda: len(reports) == 5, WAIT_S)
+        assert reports == [[True] * 4] * 5
         counted = tiers.counters()["held"]
         assert (count_of(counted, "stored_blocks_total"), count_of(counted, "skipped_blocks_total")) == (20, 0)
 
@@ -300,17 +300,17 @@ def test_a_callback_that_raises_ends_nothing(pool: Any) -> None:
 
 
 def test_a_callback_may_call_but_not_wait(pool: Any) -> None:
-    told: list[Any] = []
+    reports: list[Any] = []
     with open_direct(pool, MEMORY) as tiers:
 
         def go_on(answers: list[bool]) -> None:
             with pytest.raises(RuntimeError, match="cannot wait"):
                 tiers.wait("contains", [])
-            tiers.load(make_keys(2), offsets(2, TARGET), told.append)
+            tiers.load(make_keys(2), offsets(2, TARGET), reports.append)
 
         tiers.store(make_keys(2), offsets(2), go_on)
-        wait_until(lambda: told, WAIT_S)
-        assert told == [[True] * 2]
+        wait_until(lambda: reports, WAIT_S)
+        assert reports == [[True] * 2]
 
 
 def test_a_task_without_keys_is_answered(pool: Any) -> None:
@@ -322,37 +322,32 @@ def test_a_task_without_keys_is_answered(pool: Any) -> None:
 
 
 def test_an_expired_load_is_reported_only_when_its_worker_has_ended(pool: Any, register: Register, gate: Gate) -> None:
-    told, key = list[Any](), make_keys(1)
+    reports, key = list[Any](), make_keys(1)
     register("late", lambda inner: loads_late(inner, gate))
     with open_direct(pool, {"type": "late", "job_timeout": "50 ms"}, MEMORY) as tiers:
         assert tiers.wait("store", key, [0]) == [True]
         gate.close()
-        tiers.load(key, [BLOCK_BYTES], told.append)
+        tiers.load(key, [BLOCK_BYTES], reports.append)
         wait_until(lambda: tiers.counters()["late"]["expired_jobs_total"] == 1, WAIT_S)
         assert tiers.wait("contains", key) == [True], "other calls are served"
-        assert not told, "a worker may still write"
+        assert not reports, "a worker may still write"
         gate.open()
-        wait_until(lambda: told, WAIT_S)
-        assert told == [[True]]
+        wait_until(lambda: reports, WAIT_S)
+        assert reports == [[True]]
         assert content(pool, 0) == content(pool, BLOCK_BYTES)
         pool[BLOCK_BYTES : 2 * BLOCK_BYTES] = 7
     assert (pool[BLOCK_BYTES : 2 * BLOCK_BYTES] == 7).all(), "nothing is written after the report"
 
 
-def test_a_lookup_that_hangs_is_a_miss_in_time(pool: Any, register: Register, gate: Gate) -> None:
-    register("mute", lambda inner: HangingTier(inner, gate, ("lookup",)))
+@pytest.mark.parametrize("mute", [HangingTier, HeldJobsTier], ids=["hangs", "never knows"])
+def test_a_lookup_without_an_answer_is_a_miss_there(pool: Any, register: Register, gate: Gate, mute: Any) -> None:
+    how = {"calls": ("lookup",)} if mute is HangingTier else {"hold_lookups": True}
+    register("mute", lambda inner: mute(inner, gate, **how))
     with open_direct(pool, {"type": "mute", "lookup_timeout": "50 ms"}, MEMORY) as tiers:
         assert tiers.wait("store", make_keys(2), offsets(2)) == [True] * 2
         gate.close()
         assert tiers.wait("contains", make_keys(3), timeout_s=WAIT_S) == [True, True, False]
         gate.open()
-
-
-def test_a_lookup_that_is_never_answered_is_a_miss_in_time(pool: Any, register: Register, gate: Gate) -> None:
-    gate.close()
-    register("never", lambda inner: HeldJobsTier(inner, gate, hold_lookups=True))
-    with open_direct(pool, {"type": "never", "lookup_timeout": "50 ms"}) as tiers:
-        assert tiers.wait("contains", make_keys(2), timeout_s=WAIT_S) == [False] * 2
 
 
 @pytest.mark.parametrize("lie", [lie for lie in DETECTABLE if lie is not Lie.REPORTS_NOTHING])
@@ -390,16 +385,16 @@ def test_a_task_that_does_not_end_in_time_continues(pool: Any, open_held: OpenHe
 
 
 def test_close_waits_for_transfers_and_fails_what_waits(open_held: OpenHeld, gate: Gate) -> None:
-    told: list[Any] = []
+    reports: list[Any] = []
     gate.close()
     tiers = open_held(store_budget=2 * BLOCK_BYTES)
-    tiers.store(make_keys(4), offsets(4), told.append)
+    tiers.store(make_keys(4), offsets(4), reports.append)
     wait_until(lambda: tiers.status()["held"]["waiting_blocks"] == 2, WAIT_S)
     threading.Timer(0.05, gate.open).start()
     assert tiers.close(WAIT_S)
-    assert told == [[True, True, False, False]]
+    assert reports == [[True, True, False, False]]
     with pytest.raises(ShutdownError, match="closed"):
-        tiers.contains(make_keys(1), told.append)
+        tiers.contains(make_keys(1), reports.append)
     assert tiers.close()
 
 
@@ -408,7 +403,7 @@ def test_a_load_that_hangs_at_close_is_reported_when_it_ends(
     pool: Any, register: Register, gate: Gate, is_isolated: bool
 ) -> None:
     """Also if the tier below, which has been closed meanwhile, could load it."""
-    told, key = list[Any](), make_keys(1)
+    reports, key = list[Any](), make_keys(1)
 
     def wrap(inner: MemoryTier) -> Any:
         loads_late(inner, gate)
@@ -419,13 +414,13 @@ def test_a_load_that_hangs_at_close_is_reported_when_it_ends(
     tiers = open_direct(pool, {"type": "late", **PATIENT}, {"type": "below", **PATIENT})
     assert tiers.wait("store", key, [0]) == [True]
     gate.close()
-    tiers.load(key + make_keys(1, "absent"), offsets(2, TARGET), told.append)
+    tiers.load(key + make_keys(1, "absent"), offsets(2, TARGET), reports.append)
     wait_until(lambda: gate.waiting, WAIT_S)
     assert not tiers.close(0.0)
-    assert not told, "the memory is still in use"
+    assert not reports, "the memory is still in use"
     gate.open()
     wait_until(lambda: tiers.close(), WAIT_S)
-    assert told == [[True, False]]
+    assert reports == [[True, False]]
 
 
 # Arguments.

@@ -29,7 +29,7 @@ class Task:
     pieces: int = 1  # open pieces; one is the call itself, until it has been divided
     # Of a lookup.
     asked: list[list[int]] = field(default_factory=list)  # places of keys by the tier to ask next; last: no tier left
-    until_s: float = 0.0  # when keys without an answer become misses
+    until_s: list[float] = field(default_factory=list)  # by tier: when its keys without an answer become misses
 
     def __post_init__(self) -> None:
         self.answers = [False] * len(self.keys)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Final
 
 from tiered_kv.base import OffloadKey
@@ -104,8 +105,9 @@ class TierThread:
     def look_up(self, task: Task) -> None:
         self.open_tasks += 1
         task.asked = [list(range(len(task.keys))), *([] for _ in self.queues)]
-        # Later than the sum of the tiers' own timeouts.
-        task.until_s = time.monotonic() + sum(queue.guarded.settings.lookup_timeout + TICK_S for queue in self.queues)
+        # Each tier's own timeout ends before. One tier is asked after the other.
+        timeouts_s = [queue.guarded.settings.lookup_timeout + TICK_S for queue in self.queues]
+        task.until_s = [time.monotonic() + until_s for until_s in accumulate(timeouts_s)]
         self._lookups[task] = None
 
     def reset(self) -> None:
@@ -152,12 +154,13 @@ class TierThread:
             places, task.asked[level] = task.asked[level], []
             if places:
                 answers = _answers(queue.guarded, task, places, now_s)
+                is_late = now_s >= task.until_s[level]
                 for place, answer in zip(places, answers, strict=True):
                     if answer:
                         task.answers[place] = True
                     else:
-                        task.asked[level + (answer is not None)].append(place)
-        if now_s >= task.until_s or not any(task.asked[:-1]):
+                        task.asked[level + (is_late or answer is not None)].append(place)
+        if not any(task.asked[:-1]):
             del self._lookups[task]
             self._end_piece(task)
 
