@@ -1,4 +1,4 @@
-"""The block record: pinned by golden files, and never a wrong byte."""
+"""The block record: golden files pin its format, and no change of a byte passes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_record_gives_back_its_block(block: bytes, key: bytes, name: str) -> N
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_a_change_of_any_bit_is_noticed(name: str) -> None:
+def test_a_change_of_any_bit_is_detected(name: str) -> None:
     record = bytearray(record_of(BLOCK, CODECS[name]))
     for position in range(len(record)):
         for bit in range(8):
@@ -80,7 +80,7 @@ def test_a_change_of_any_bit_is_noticed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_a_truncated_record_is_noticed(name: str) -> None:
+def test_a_truncated_record_is_detected(name: str) -> None:
     record = record_of(BLOCK, CODECS[name])
     for size in range(len(record)):
         assert decode(record[:size])[0] is RecordStatus.TRUNCATED
@@ -116,14 +116,14 @@ def test_another_blocks_record_and_one_with_a_tail_are_refused() -> None:
         (128, RecordStatus.BAD_CHECKSUM),
     ],
 )
-def test_each_field_has_its_place_and_its_verdict(offset: int, status: RecordStatus) -> None:
+def test_each_field_has_its_offset_and_its_status(offset: int, status: RecordStatus) -> None:
     record = bytearray(record_of(BLOCK))
     record[offset] ^= 0x01
     assert decode(bytes(record))[0] is status
 
 
 def test_only_a_sound_record_is_of_an_unknown_codec() -> None:
-    """Else a flipped bit of the codec's number would make of a damaged record one that others may read."""
+    """A damaged codec number must not keep a damaged record in shared storage."""
     record = bytearray(record_of(BLOCK))
     record[10:12] = (65_000).to_bytes(2, "little")
     record = bytearray(seal_record(bytes(record)))
@@ -144,16 +144,8 @@ def test_a_raw_payload_is_verified_where_it_landed() -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_only_a_raw_payload_is_as_long_as_its_block(name: str) -> None:
-    """So a reader may put what has that length straight into the block's place."""
-    for block in (
-        b"",
-        b"x",
-        bytes(55),
-        bytes(56),
-        bytes(57),
-        bytes(200),
-        *(BLOCK[:size] for size in range(64, 512, 7)),
-    ):
+    """So a reader may read a payload of that length straight into the block."""
+    for block in (*map(bytes, (0, 1, 55, 56, 57, 200)), *(BLOCK[:size] for size in range(64, 512, 7))):
         record = record_of(block, CODECS[name])
         parsed = read_header(record[:HEADER_BYTES])
         assert isinstance(parsed, RecordHeader)
