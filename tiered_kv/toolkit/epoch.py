@@ -100,7 +100,7 @@ class Epoch:
         self._clock = clock
         self._io_lock = threading.Lock()  # held while the mark is read or written
         self._lock = threading.Lock()  # guards the two below; held for assignments only
-        self._mark: EpochMark | None = None  # None until the storage has been read, or after a reset
+        self._mark: EpochMark | None = None  # None before the first read of the storage and the first reset
         self._is_saved = False
         self._checked_at_s = clock()
         self._is_doubted = False
