@@ -12,9 +12,8 @@ from typing import Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import Counters
-from tiered_kv.toolkit.codecs import CodecSet
+from tiered_kv.toolkit.codecs import CodecSet, ThreadBuffer
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
-from tiered_kv.toolkit.room import ThreadRoom
 from tiered_kv.toolkit.small_files import opened, remove, write_all
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE
 from tiered_kv.toolkit.unreadable import Unreadable
@@ -52,7 +51,7 @@ class BlockFiles:
 
     def __post_init__(self) -> None:
         self._uid = os.geteuid() if self.private else None
-        self._room = ThreadRoom()  # for payloads that are not the blocks themselves
+        self._room = ThreadBuffer()  # for payloads that are not the blocks themselves
         self._unreadable: Unreadable[str] = Unreadable()  # by path
 
     def store(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Moved:

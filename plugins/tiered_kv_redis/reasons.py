@@ -16,7 +16,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from tiered_kv.toolkit.certificates import note_refused
+from tiered_kv.toolkit.resolver import note_refused
 
 ABSENT: Final = "absent"
 READ_ONLY: Final = "readonly"

@@ -14,11 +14,11 @@ from tiered_kv.counters import Counters
 from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.blocking import BlockingTier
+from tiered_kv.toolkit.codecs import ThreadBuffer
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
-from tiered_kv.toolkit.room import ThreadRoom
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE
 from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_s3.account import Account
@@ -63,7 +63,7 @@ class S3Tier(BlockingTier):
         name = getattr(offloading_spec, "name", None) or tier_type
         self._settings = settings
         self._codecs = settings.open_codecs()
-        self._room = ThreadRoom()  # for payloads that are not the blocks themselves
+        self._room = ThreadBuffer()  # for payloads that are not the blocks themselves
         record_bytes = HEADER_BYTES + block_bytes_of(primary_kv_view) + self._codecs.overhead_bytes
         if settings.capacity is not None and settings.capacity < record_bytes:
             what = f"{settings.capacity} bytes do not hold one record of {record_bytes} bytes"

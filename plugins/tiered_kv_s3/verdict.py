@@ -7,7 +7,7 @@ import ssl
 from enum import StrEnum
 
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.toolkit.certificates import note_refused
+from tiered_kv.toolkit.resolver import note_refused
 from tiered_kv_s3.connection import Answer, BadAnswerError
 
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,100})</Code>")

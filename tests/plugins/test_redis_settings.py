@@ -20,7 +20,7 @@ from tests.support.redis_servers import PASSWORD, RedisServer, redis_server, tls
 from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.toolkit import certificates
+from tiered_kv.toolkit import resolver
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
@@ -136,7 +136,7 @@ def test_the_commands_that_the_page_names_are_enough(redis_server: RedisServer, 
 def test_why_a_certificate_is_refused_is_logged_once(
     tls_redis_server: RedisServer, open_redis: OpenRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    certificates._warn_once.cache_clear()  # what an earlier test has logged
+    resolver._warn_once.cache_clear()  # what an earlier test has logged
     with pytest.raises(TierUnavailableError, match=r"certificate.*the log says more"):
         open_redis(url=tls_redis_server.url, password=PASSWORD)
     (refused,) = [text for text in caplog.messages if "certificate was refused" in text]
