@@ -66,14 +66,12 @@ class Keeper:
     room_timeout_s: float  # how long a store waits for room
 
     def __post_init__(self) -> None:
-        self.owner = secrets.token_hex(8)
-        """This tier's name in the ledger."""
+        self.owner = secrets.token_hex(8)  # this tier's name in the ledger
         self._usable_bytes = self.capacity_bytes - OPENING_BYTES
         self._ledger = Ledger(self.directory.path)
         self._sweeper = Sweeper(self.directory, self._ledger, self._usable_bytes, self.counters)
         with self._ledger.locked() as state:
-            self.used_bytes = state.total_bytes or 0
-            """The ledger's total when it was last read; any thread may read it."""
+            self.used_bytes = state.total_bytes or 0  # as of the last use of the ledger; any thread may read it
         self._free_bytes = 0
         self._in_flight_bytes = 0
         self._valid_until_s = 0.0
@@ -102,7 +100,6 @@ class Keeper:
     # The event loop.
 
     def start(self) -> None:
-        """Start the tasks."""
         self._tasks = [asyncio.create_task(self._talk()), asyncio.create_task(self._sweep())]
 
     def wake(self) -> None:
@@ -188,18 +185,15 @@ class Keeper:
         returned_bytes = self._free_bytes if is_idle else 0
         self._free_bytes -= returned_bytes
         free_bytes = self._free_bytes
-        need_bytes = max(0, self._waiting[0] - free_bytes) if self._waiting else 0
-        wants = not is_idle and (need_bytes or free_bytes < self.grant_bytes // 2)
-        want_bytes = max(need_bytes, self.grant_bytes) if wants else 0
-        begin_s = time.monotonic()
+        needs_grant = free_bytes < (self._waiting[0] if self._waiting else self.grant_bytes // 2)
         exchange = partial(
             self._exchange,
             free_bytes=free_bytes,
             in_flight_bytes=self._in_flight_bytes,
             returned_bytes=returned_bytes,
-            need_bytes=need_bytes,
-            want_bytes=want_bytes,
+            wanted_bytes=self.grant_bytes if needs_grant and not is_idle else 0,
         )
+        begin_s = time.monotonic()
         reply: _Reply = await self.call(exchange)
         if not reply.is_known and self._is_registered:
             self._free_bytes = max(0, self._free_bytes - free_bytes)
@@ -244,10 +238,8 @@ class Keeper:
 
     # Threads.
 
-    def _exchange(
-        self, *, free_bytes: int, in_flight_bytes: int, returned_bytes: int, need_bytes: int, want_bytes: int
-    ) -> _Reply:
-        """Return bytes to the ledger, renew the grants, and take a grant of `want_bytes`, at least `need_bytes`."""
+    def _exchange(self, *, free_bytes: int, in_flight_bytes: int, returned_bytes: int, wanted_bytes: int) -> _Reply:
+        """Return bytes to the ledger, renew the grants, and take another grant if the capacity has room for it."""
         if not os.path.isdir(self.directory.path):  # it was removed
             self.directory.make()
         value = self.epoch.saved_value(time.monotonic() + _EPOCH_TIMEOUT_S)
@@ -255,12 +247,9 @@ class Keeper:
             is_known = self.owner in state.holders
             # The total may miss bytes in use, if the ledger has removed this holder.
             state.add(-returned_bytes if is_known else OPENING_BYTES + in_flight_bytes)
-            granted_bytes = 0
-            if want_bytes and state.total_bytes is not None:
-                granted_bytes = max(0, min(want_bytes, self._usable_bytes - state.total_bytes))
-                if granted_bytes < need_bytes:
-                    granted_bytes = 0
-                state.add(granted_bytes)
+            has_room = state.total_bytes is not None and state.total_bytes + wanted_bytes <= self._usable_bytes
+            granted_bytes = wanted_bytes if has_room else 0
+            state.add(granted_bytes)
             held_bytes = in_flight_bytes + granted_bytes + (free_bytes if is_known else 0)
             state.holders[self.owner] = Holder(self.directory.namespace, value, held_bytes, state.now_s)
         if state.total_bytes is None:  # with the ledger, other files may have been removed
