@@ -1,4 +1,4 @@
-"""The YAML entry of a redis tier: what it accepts, what it says, and what it never shows."""
+"""The YAML entry of a redis tier: accepted values, error messages, and secrets."""
 
 from __future__ import annotations
 
@@ -44,9 +44,6 @@ def test_a_url_says_host_port_database_tls_user_and_password() -> None:
     assert settings.password is not None
     assert settings.password.get_secret_value() == "p:w"
     assert settings.url == "rediss://example.org:7000/3"
-
-
-def test_a_url_may_name_a_unix_socket_or_an_ipv6_host() -> None:
     assert read(url="unix:///run/redis.sock").socket == "/run/redis.sock"
     assert read(url="redis://[::1]:7000").addresses == (Address("::1", 7000),)
     assert read(mode="cluster", nodes=["[::1]:7000", "b:1"]).addresses == (Address("::1", 7000), Address("b", 1))
@@ -98,10 +95,9 @@ def test_a_user_that_may_not_do_what_is_needed_is_an_error(redis_server: RedisSe
         open_redis(url=redis_server.url, username="reader", password=SECRET)
 
 
-@pytest.mark.parametrize("name", ["capacity", "quota"])
-def test_a_limit_of_its_own_is_an_unknown_key_and_the_message_names_the_server_s(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}: unknown key, .*; the limit is the server's 'maxmemory'"):
-        validate(RedisSettings, {"type": "redis", "url": "redis://localhost", name: "8GiB"})
+def test_a_capacity_is_an_unknown_key_and_the_message_names_the_server_s_limit() -> None:
+    with pytest.raises(ConfigError, match=r"capacity: unknown key, .*; the limit is the server's 'maxmemory'"):
+        validate(RedisSettings, {"type": "redis", "url": "redis://localhost", "capacity": "8GiB"})
 
 
 @pytest.mark.parametrize(
@@ -150,9 +146,7 @@ def test_a_certificate_or_key_that_cannot_be_used_is_said_when_it_is_opened(
     garbage = tmp_path / "garbage.pem"
     garbage.write_text("no PEM")
     for name in good:
-        for wrong, why in ((tmp_path / "absent.pem", "No such file"), (garbage, "not usable"), (tmp_path, "directory")):
-            if name != "tls_key" and wrong is tmp_path:
-                why = ""  # what OpenSSL says of a directory differs between versions
+        for wrong, why in ((tmp_path / "absent.pem", "No such file"), (garbage, "not usable")):
             with pytest.raises(ConfigError, match=f"'{name}': expected .*{wrong}.*{why}"):
                 open_redis(url=tls_redis_server.url, password=PASSWORD, **{**good, name: str(wrong)})
     with pytest.raises(ConfigError, match="'tls_key': expected"):  # a key, but another one's
