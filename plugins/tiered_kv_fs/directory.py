@@ -46,7 +46,6 @@ class Directory:
         self.namespace_path = f"{self.path}/{self.namespace}"
         self._epoch_path = f"{self.namespace_path}/{EPOCH_NAME}"
         try:
-            os.close(open_directory(self.path))  # with the directories above it
             self.make()
         except OSError as error:
             raise self.claimed.unavailable(error) from error
@@ -58,8 +57,7 @@ class Directory:
             ConfigError, FormatError: As the constructor.
             OSError: The file system refuses, or another one is mounted there now.
         """
-        make_directory(self.path)
-        fd = open_directory(self.path, make=False)
+        fd = open_directory(self.path)
         try:
             device = os.fstat(fd).st_dev
             if self._device not in (None, device):

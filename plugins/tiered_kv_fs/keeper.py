@@ -208,18 +208,18 @@ class Keeper:
             self._is_sweep_asked.set()
 
     async def _sweep(self) -> None:
-        """Make room when there is none, and survey when that is due."""
+        """Make room, or survey, whenever the ledger's answer requests that."""
         while not self._is_closing:
             await self._is_sweep_asked.wait()
             self._is_sweep_asked.clear()
-            begin_s = time.monotonic()
             await self._attempt(self._make_room)
-            if self._is_full:  # for example, because of foreign files: that does not change soon
-                self._sweep_after_s = time.monotonic() + max(_REFUSAL_S, 10 * (time.monotonic() - begin_s))
 
     async def _make_room(self) -> None:
+        begin_s = time.monotonic()
         outcome = await self.call(self._sweeper.make_room, 2 * self.grant_bytes)
         self._is_full = outcome is Sweep.FULL
+        if self._is_full:  # for example, because of foreign files: that does not change soon
+            self._sweep_after_s = time.monotonic() + max(_REFUSAL_S, 10 * (time.monotonic() - begin_s))
         if outcome is not Sweep.BUSY or self._waiting:  # else the next tick tries again
             self._is_asked.set()
 

@@ -64,16 +64,10 @@ class Blocks:
 
         False also where the server did not answer; the failures say why.
         """
-        found: dict[int, int] = {}
-
-        def attempt(positions: Sequence[int]) -> Failures:
-            lengths, failures = self._lengths(positions, batch)
-            found.update(lengths)
-            return failures
-
-        failures = _with_second_attempt(attempt, batch)
+        lengths: dict[int, int] = {}
+        failures = _with_second_attempt(lambda positions: self._ask_lengths(positions, batch, lengths), batch)
         answers = [
-            self._may_be_block(found.get(at)) and name not in self._unreadable for at, name in enumerate(batch.names)
+            self._may_be_block(lengths.get(at)) and name not in self._unreadable for at, name in enumerate(batch.names)
         ]
         return answers, failures
 
@@ -86,7 +80,8 @@ class Blocks:
             occupied, failures = self._send(positions, batch, overwrite=False)
         if not occupied:
             return failures
-        lengths, unknown = self._lengths(occupied, batch)
+        lengths: dict[int, int] = {}
+        unknown = self._ask_lengths(occupied, batch, lengths)
         replaced = [
             at for at in occupied if at not in unknown and (at in unreadable or not self._may_be_block(lengths.get(at)))
         ]
@@ -126,15 +121,15 @@ class Blocks:
             failures |= self._load(cut_off, batch)
         return failures
 
-    def _lengths(self, positions: Sequence[int], batch: Batch) -> tuple[dict[int, int], Failures]:
-        """Return the stored bytes at each position, and the failures."""
+    def _ask_lengths(self, positions: Sequence[int], batch: Batch, lengths: dict[int, int]) -> Failures:
+        """Put the stored bytes at each position into `lengths`."""
         failures: Failures = {}
         replies = self._ask(b"STRLEN", positions, batch, failures)
-        lengths = {at: reply for at, reply in replies.items() if isinstance(reply, int)}
+        lengths.update({at: reply for at, reply in replies.items() if isinstance(reply, int)})
         for at in [at for at, reason in failures.items() if reason == WRONG_TYPE]:
             lengths[at] = 0  # the value exists, and is no block
             del failures[at]
-        return lengths, failures
+        return failures
 
     def _ask(self, verb: bytes, positions: Sequence[int], batch: Batch, failures: Failures) -> dict[int, object]:
         """Send one short command for each block; return the received replies."""

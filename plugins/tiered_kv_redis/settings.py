@@ -12,7 +12,6 @@ from pydantic import Field, SecretStr, model_validator
 from tiered_kv.config.units import Bytes, Count, Seconds
 from tiered_kv.toolkit.codec_settings import CodecSettings
 
-DEFAULT_PORT = 6379
 _HOST_CHARACTERS = r"[^\s:/@\[\]]+"
 _ADDRESS = re.compile(rf"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>{_HOST_CHARACTERS})):(?P<port>\d{{1,5}})")
 _HOST = re.compile(rf"{_HOST_CHARACTERS}|[0-9A-Fa-f:.]+(%\w+)?")
@@ -26,7 +25,7 @@ class Address(NamedTuple):
     port: int
 
 
-def parse_address(text: str) -> Address:
+def _parse_address(text: str) -> Address:
     """Return the address in "host:port" or "[ipv6]:port"; raise `ValueError` for any other text."""
     match = _ADDRESS.fullmatch(text)
     if match is None or not 0 < int(match["port"]) < 65536:
@@ -47,7 +46,7 @@ class RedisSettings(CodecSettings):
     type: str = "redis"
     url: str | None = Field(default=None, description=f"The server: {_URL_ACCEPTED}. Or give `host` and `port`.")
     host: str | None = Field(default=None, min_length=1, description="The server's host; instead of `url`.")
-    port: Count = Field(default=DEFAULT_PORT, ge=1, le=65535, description="The server's port.")
+    port: Count = Field(default=6379, ge=1, le=65535, description="The server's port.")
     socket: str | None = Field(default=None, min_length=1, description="Path of a Unix socket; instead of `url`.")
     db: Count = Field(default=0, ge=0, description="Number of the database; a cluster has only 0.")
     mode: Literal["standalone", "sentinel", "cluster"] = Field(
@@ -90,7 +89,7 @@ class RedisSettings(CodecSettings):
     def addresses(self) -> tuple[Address, ...]:
         """The configured servers, that of `url` or `host` first; empty with a Unix socket."""
         first = () if self.host is None else (Address(self.host, self.port),)
-        return first + tuple(map(parse_address, self.nodes))
+        return first + tuple(map(_parse_address, self.nodes))
 
     @model_validator(mode="before")
     @classmethod
@@ -113,7 +112,7 @@ class RedisSettings(CodecSettings):
             raise ValueError("'socket' is a path; a URL belongs in 'url'")
         for number, node in enumerate(self.nodes):
             try:
-                parse_address(node)
+                _parse_address(node)
             except ValueError as error:
                 raise ValueError(f"'nodes.{number}': {error}") from None
         return self

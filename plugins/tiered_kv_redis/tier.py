@@ -160,13 +160,13 @@ class RedisTier(BlockingTier):
         try:
             prefix = self._keyspace.prefix(now_s + limit_s * _LOOKUP_SHARE / 2)
         except NodeError as error:
-            self._failed("lookup", len(keys), error.reason)
+            self._note_failures("lookup", len(keys), error.reason)
             return [False] * len(keys)
         answers, failures = self._stored.contains(Batch(keys, [prefix + key for key in keys], (), deadline))
         self._keyspace.recheck(deadline)
         reasons = list(failures.values())
         for reason in set(reasons):
-            self._failed("lookup", reasons.count(reason), reason)
+            self._note_failures("lookup", reasons.count(reason), reason)
         return answers
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class RedisTier(BlockingTier):
         try:
             prefix = self._keyspace.prefix(deadline, is_saved=operation == "store")
         except NodeError as error:
-            return self._failed(operation, len(keys), error.reason)
+            return Outcome((), self._note_failures(operation, len(keys), error.reason))
         if self.part_epoch != self.epoch:  # asked after the prefix, which may be a later epoch's
             return Outcome((), "reset")
         failures = transfer(Batch(keys, [prefix + key for key in keys], blocks, deadline))
@@ -200,13 +200,13 @@ class RedisTier(BlockingTier):
         reasons = list(failures.values())
         # The job's reason is the most frequent one; an absent block says nothing about the server.
         ordered = sorted(set(reasons), key=lambda each: (each == ABSENT, -reasons.count(each)))
-        reported = [self._failed(operation, reasons.count(reason), reason).reason for reason in ordered]
+        reported = [self._note_failures(operation, reasons.count(reason), reason) for reason in ordered]
         return Outcome([key for at, key in enumerate(keys) if at not in failures], reported[0])
 
-    def _failed(self, operation: str, count: int, reason: str) -> Outcome:
-        """Count blocks that failed for one reason, and log the first; return the outcome for the tier's breaker.
+    def _note_failures(self, operation: str, count: int, reason: str) -> str:
+        """Count blocks that failed for one reason, and log the first; return the reason for the tier's breaker.
 
-        A failure of one of several servers is none of the tier.
+        A failure of one of several servers is no failure of the tier.
         """
         if operation == "lookup":
             self._counters.add("failed_lookups_total", reason, count=count)
@@ -219,4 +219,4 @@ class RedisTier(BlockingTier):
             self._counters.add("unanswered_lookups_total", count=count)
         if reason not in (ABSENT, MOVED):
             self._warn_once("tier '%s': %ss fail: %s; further ones are only counted", self.name, operation, reason)
-        return Outcome((), reported)
+        return reported

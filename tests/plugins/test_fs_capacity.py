@@ -30,7 +30,7 @@ def test_stores_that_wait_for_room_together_all_get_it(open_rig: OpenRig, path: 
     assert rig.tier.stats()["evicted_blocks_total"] >= 200
 
 
-def test_what_is_not_used_is_given_back_to_the_others(open_rig: OpenRig, path: Path) -> None:
+def test_unused_grants_are_returned_at_the_end(open_rig: OpenRig, path: Path) -> None:
     first, second = open_rig(), open_rig()
     for rig in (first, second):
         assert rig.store(make_keys(2)).success
@@ -80,7 +80,7 @@ def test_blocks_of_an_epoch_that_another_process_is_still_in_stay(open_rig: Open
     assert staying.load(keys) == set(keys)
 
 
-def test_what_a_writer_left_is_removed_once_it_has_lapsed_and_a_young_file_stays(open_rig: OpenRig, path: Path) -> None:
+def test_temporary_files_of_a_lapsed_writer_are_removed_and_young_ones_stay(open_rig: OpenRig, path: Path) -> None:
     rig = open_rig()
     assert rig.store(make_keys(4)).success
     shard = fs_blocks(path)[0].parent
@@ -118,7 +118,7 @@ def test_foreign_files_that_leave_no_room_fail_stores_at_once(open_rig: OpenRig,
     assert rig.store(keys).success
     (path / "backup").write_bytes(bytes(CAPACITY_BYTES))
     rig.reopen()
-    (path / "ledger").unlink()  # so that somebody counts
+    (path / "ledger").unlink()  # so that a survey counts
     wait_until(lambda: rig.store(make_keys(8, "more")).reason == "no_space")
     assert rig.tier.stats()["failed_calls_total"]["no_space"] > 0
     (path / "backup").unlink()
@@ -170,7 +170,7 @@ def test_a_tier_that_lapsed_and_goes_on_stores_within_a_new_grant(open_rig: Open
     for rig in (stopped, other):
         assert rig.store(make_keys(8)).success
     gate.close()
-    stopped.tier._event_loop.call_soon_threadsafe(gate.pass_through)  # type: ignore[attr-defined]  # it stands still
+    stopped.tier._event_loop.call_soon_threadsafe(gate.pass_through)  # type: ignore[attr-defined]  # the loop is blocked
     wait_until(lambda: gate.waiting)
     with Ledger(str(path)).locked() as state:
         for holder in state.holders.values():
@@ -189,7 +189,7 @@ def test_a_tier_that_lapsed_and_goes_on_stores_within_a_new_grant(open_rig: Open
 
 
 @pytest.mark.slow
-def test_a_process_that_stands_still_with_the_ledger_keeps_stores_waiting_for_a_bounded_time_and_no_loads(
+def test_a_process_that_stops_with_the_lock_delays_stores_for_a_bounded_time_and_no_loads(
     open_rig: OpenRig, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tiered_kv_fs.keeper._REFUSAL_S", 1.0)  # as it is outside of these tests

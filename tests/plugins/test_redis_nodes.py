@@ -26,10 +26,10 @@ PROBE = [b"STRLEN", b"tkv1:probe"]
 
 
 class Member:
-    """A server that answers honestly, or everything about values with one error.
+    """A server that answers correctly, or with one error to all commands on values.
 
     Args:
-        ranges: What it says of its cluster: the first and last slot of each master, and its address.
+        ranges: The map that it reports: first and last slot of each master, and its address.
     """
 
     def __init__(self, ranges: Callable[[], list[Slots]] = list) -> None:
@@ -105,19 +105,19 @@ def test_a_cluster_that_is_down_is_a_failure_of_the_tier_and_stays_one(
     assert rig.store(keys).success
     for member in two_masters:
         member.error = b"-CLUSTERDOWN The cluster is down\r\n"
-    assert reason_of_load(rig, keys) == "cluster_down", "the breaker is not told"
+    assert reason_of_load(rig, keys) == "cluster_down", "no failure for the breaker"
     starts = [len(member.heard) for member in two_masters]
     wait_until(lambda: all(PROBE in each.heard[start:] for each, start in zip(two_masters, starts, strict=True)))
     assert reason_of_load(rig, keys) == "cluster_down"
     assert rig.tier.lookup_failures == 0
     assert not rig.lookup(keys[0])
-    assert rig.tier.lookup_failures == 1, "the breaker is not told"
+    assert rig.tier.lookup_failures == 1, "no failure for the breaker"
     for member in two_masters:
         member.error = b""
     wait_until(lambda: rig.load(keys) == set(keys))
 
 
-def test_a_slot_that_nobody_serves_is_no_failure_of_the_server_that_says_so(
+def test_a_slot_without_a_server_is_no_failure_of_the_server_that_reports_it(
     two_masters: list[Member], open_redis: OpenRedis
 ) -> None:
     rig = open_redis(mode="cluster", nodes=[two_masters[0].server.address])
@@ -126,7 +126,7 @@ def test_a_slot_that_nobody_serves_is_no_failure_of_the_server_that_says_so(
     two_masters[0].error = b"-CLUSTERDOWN Hash slot not served\r\n"
     assert 0 < len(rig.load(keys)) < len(keys)
     two_masters[0].error = b""
-    assert rig.load(keys) == set(keys), "a server that answered was taken for one that is down"
+    assert rig.load(keys) == set(keys), "a server that answered counts as down"
 
 
 def test_slots_without_a_master_are_misses_and_the_others_are_used(open_redis: OpenRedis) -> None:
@@ -182,7 +182,7 @@ def test_a_dead_master_costs_its_own_blocks_and_opens_no_breaker(
     assert rig.load(keys) == set(there)
     wait_until(lambda: rig.lookup_all(keys) == [living.has(key) for key in keys])
     failures = rig.tier.lookup_failures
-    for key in keys:  # many in a row of which nothing can be found
+    for key in keys:  # many jobs in a row that load nothing
         (result,) = rig.wait([rig.submit_load([key])])
         assert result.success if living.has(key) else result.reason in HARMLESS_REASONS
     assert rig.lookup_all(keys) == [living.has(key) for key in keys]

@@ -109,10 +109,10 @@ def test_describe_shows_the_server_s_limit_and_warns_where_there_is_none(
 ) -> None:
     redis_server.call("CONFIG", "SET", "maxmemory", memory, "maxmemory-policy", policy)
     rig = open_redis(url=redis_server.url)
-    told = rig.tier.describe()
-    assert (told["maxmemory"], told["maxmemory_policy"]) == ("64MiB" if memory == "64mb" else "0B", policy)
-    assert (warning is None) == ("warning" not in told)
-    assert str(warning or "") in str(told.get("warning", ""))
+    described = rig.tier.describe()
+    assert (described["maxmemory"], described["maxmemory_policy"]) == ("64MiB" if memory == "64mb" else "0B", policy)
+    assert (warning is None) == ("warning" not in described)
+    assert str(warning or "") in str(described.get("warning", ""))
 
 
 def test_the_commands_that_the_page_names_are_enough(redis_server: RedisServer, open_redis: OpenRedis) -> None:
@@ -153,7 +153,7 @@ def test_a_certificate_or_key_that_cannot_be_used_is_said_when_it_is_opened(
         open_redis(url=tls_redis_server.url, password=PASSWORD, **{**good, "tls_key": str(tls.ca.with_suffix(".key"))})
 
 
-def test_an_encrypted_key_needs_its_password_and_asks_nobody(
+def test_an_encrypted_key_needs_its_password_and_no_terminal_is_asked(
     tls_redis_server: RedisServer, tmp_path: Path, open_redis: OpenRedis
 ) -> None:
     tls = tls_redis_server.tls
