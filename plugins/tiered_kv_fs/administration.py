@@ -16,7 +16,7 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Final
 
 from tiered_kv.tiering.administration import (
@@ -49,16 +49,17 @@ class FsAdministration(TierAdministration):
         self._path = self._claimed.path
 
     def purge(self, digest: str, deadline: float) -> Purged:
-        with self._opened("purge", changes=True) as is_claimed:
-            if not is_claimed or not self._directories(digest):
+        with self._claimed.opened("purge") as fd:
+            if fd is None or self._claimed.marker(fd) is None or not self._directories(digest):
                 return Purged(0, 0)
+            self._claimed.check(fd)  # root would make files that the tiers of the directory's owner refuse
             with locked(f"{self._path}/{SWEEP_NAME}", deadline - time.monotonic()):
                 return self._purge(digest, deadline)
 
     def survey(self, deadline: float, only: str | None = None) -> Survey:
         census = Census()
-        with self._opened("survey") as is_claimed:
-            if not is_claimed:
+        with self._claimed.opened("survey") as fd:
+            if fd is None or self._claimed.marker(fd) is None:
                 return Survey()
             for folder in [""] if only is None else [f"{name}/" for name in self._directories(only)]:
                 for name, status in _entries(f"{self._path}/{folder}", deadline):
@@ -67,24 +68,14 @@ class FsAdministration(TierAdministration):
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
         check = RecordCheck(bytes.fromhex(digest), self._settings.open_codecs(), verification.block_bytes)
-        with self._opened("verify", changes=verification.repairs) as is_claimed:
-            if is_claimed:
-                for path, status in _entries(f"{self._path}/{digest}", deadline):
-                    if _is_block(path, status):
-                        self._verify_block(f"{self._path}/{digest}/{path}", check, verification)
-
-    @contextmanager
-    def _opened(self, operation: str, *, changes: bool = False) -> Iterator[bool]:
-        """Yield whether the directory is an fs tier's.
-
-        With `changes`, refuse a directory that tiers of this user would not open: root would make files in it that
-        its owner's tiers refuse.
-        """
-        with self._claimed.opened(operation) as fd:
-            is_claimed = fd is not None and self._claimed.marker(fd) is not None
-            if fd is not None and is_claimed and changes:
+        with self._claimed.opened("verify") as fd:
+            if fd is None or self._claimed.marker(fd) is None:
+                return
+            if verification.repairs:
                 self._claimed.check(fd)
-            yield is_claimed
+            for path, status in _entries(f"{self._path}/{digest}", deadline):
+                if _is_block(path, status):
+                    self._verify_block(f"{self._path}/{digest}/{path}", check, verification)
 
     def _described(self, digest: str) -> Mapping[str, object]:
         for name in self._directories(digest):
@@ -135,7 +126,7 @@ class FsAdministration(TierAdministration):
         if len(foreign) > _PATHS_SHOWN_MAX:
             left.append(f"{len(foreign) - _PATHS_SHOWN_MAX} more such entries")
         if not foreign and (moved := self._directories(digest, only_moved=True)):
-            left.append(f"{self._path}/{moved[0]}, where a file was added meanwhile; purge again")
+            left.append(f"{self._path}/{moved[0]}, which is not empty; purge again")
         if stored := sum(_is_block(*entry) for entry in _entries(f"{self._path}/{digest}", deadline)):
             left.append(f"{stored} blocks, stored meanwhile by a stack that uses this namespace")
         note = f"{len(users)} stacks use this namespace, or ended a moment ago; one that is open may store in it again"

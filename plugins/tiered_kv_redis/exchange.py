@@ -119,9 +119,9 @@ def _run_together(exchanges: Sequence[Exchange], deadline: float) -> None:
 
 def _finish_as_they_answer(begun: list[tuple[Exchange, Link]], deadline: float) -> None:
     """Finish the exchanges in the order of the servers' answers; servers without an answer fail at the deadline."""
-    if len(begun) == 1 or time.monotonic() >= deadline:
-        for exchange, link in begun:
-            _guarded(exchange, link, exchange.finish, deadline)
+    if len(begun) == 1:  # no poll is needed
+        exchange, link = begun[0]
+        _guarded(exchange, link, exchange.finish, deadline)
         return
     poll = select.poll()
     waiting = {link.fd: (exchange, link) for exchange, link in begun}
