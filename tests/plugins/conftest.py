@@ -148,32 +148,21 @@ def calls(server: RedisServer, command: str) -> int:
 
 
 @pytest.fixture
-def patient_fs_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have fs tiers wait, when they are shut down, until their keeper has written everything and left the directory.
-
-    After two seconds they leave it to itself otherwise, and a busy machine may hold it up for longer.
-    """
-    monkeypatch.setattr("tiered_kv_fs.tier._SHUTDOWN_TIMEOUT_S", WAIT_S)
-
-
-@pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where a tier keeps its directory."""
+    """The directory of the test's fs tiers."""
     return tmp_path / "kv"
 
 
 @pytest.fixture
 def open_rig(
-    path: Path,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    patient_fs_shutdown: None,
-    closing: contextlib.ExitStack,
+    path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, closing: contextlib.ExitStack
 ) -> OpenRig:
-    """Open fs tiers on the directory, for blocks and a capacity that the module names; they are closed at the end."""
+    """Open fs tiers on the directory, with the module's block size and capacity; they are closed at the end."""
     # Or a test waits for a second after each refusal. It is longer than `_BUSY_PAUSE_S`, or stores never see it.
     monkeypatch.setattr("tiered_kv_fs.keeper._REFUSAL_S", 0.2)
-    monkeypatch.setattr("tiered_kv_fs.tier._ROOM_TIMEOUT_MAX_S", WAIT_S)  # or a busy machine makes stores find no room
+    # On a busy machine, stores find room later, and a keeper takes longer to return its grants.
+    monkeypatch.setattr("tiered_kv_fs.tier._ROOM_TIMEOUT_MAX_S", WAIT_S)
+    monkeypatch.setattr("tiered_kv_fs.tier._SHUTDOWN_TIMEOUT_S", WAIT_S)
     sizes = {"block_bytes": request.module.BLOCK_BYTES, "capacity": request.module.CAPACITY_BYTES}
 
     def open_one(namespace: bytes = DIGEST, **changes: int) -> TierRig:
