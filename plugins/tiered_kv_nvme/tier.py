@@ -1,4 +1,4 @@
-"""The nvme tier: a segment store behind the secondary tier's contract."""
+"""The nvme tier: adapts the segment store to the interface of secondary tiers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _SHUTDOWN_TIMEOUT_S = 2.0
 class NvmeTier(BlockingTier):
     """Blocks in a directory of segment files on a local disk.
 
-    The directory is opened, and its index read, by the constructor. Lookups are answered from memory, at once.
+    The constructor opens the directory and reads its index. Lookups are answered from memory.
 
     Raises:
         ConfigError: The sizes do not fit the blocks, or the codec's library or a key file cannot be used.
-        TierBusyError, FormatError, TierUnavailableError: The directory cannot be used, and why.
+        TierBusyError, FormatError, TierUnavailableError: The directory cannot be used; see `Directory`.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class NvmeTier(BlockingTier):
         tier_type: str,
         settings: NvmeSettings,
     ) -> None:
-        # First the steps that may fail: a tier that was not opened holds no view of the region.
+        # What may fail comes first: a tier that was not opened must hold no view of the region.
         self._store = _open_store(offloading_spec, primary_kv_view, tier_type, settings)
         try:
             super().__init__(
@@ -55,7 +55,7 @@ class NvmeTier(BlockingTier):
             self._store.close()
             raise
         self.epoch = self._store.epoch
-        self._index = self._store.index  # one attribute lookup less: it is called on every step
+        self._index = self._store.index  # saves an attribute lookup per call of `lookup`
 
     # The scheduler's thread.
 
@@ -121,7 +121,7 @@ def _open_store(
     is_on_page = np.asarray(primary_kv_view).ctypes.data % PAGE_BYTES == 0
     options = StoreOptions(
         sizing=Sizing.of(settings.capacity, block_bytes, settings.segment, overhead_bytes=codecs.overhead_bytes),
-        # A host mostly aligns each block, wherever its memory begins.
+        # Hosts of `direct` mostly align each block, wherever their memory begins.
         aligned=is_on_page or getattr(offloading_spec, "memory", None) is not None,
         want_direct=settings.direct,
         codecs=codecs,

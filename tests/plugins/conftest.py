@@ -20,8 +20,9 @@ from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv_nvme.disk import Disk
+from tiered_kv_nvme.pool import FREE_SEGMENTS
 from tiered_kv_nvme.sizing import Sizing
-from tiered_kv_nvme.store import FREE_SEGMENTS, SegmentStore, StoreOptions
+from tiered_kv_nvme.store import SegmentStore, StoreOptions
 
 DIGEST = bytes(range(16))
 WAIT_S = 60.0
