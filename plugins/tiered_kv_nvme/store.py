@@ -14,7 +14,6 @@ from typing import Any, Final
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.counters import Counters
-from tiered_kv.errors import TierUnavailableError
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import PLAIN, CodecSet
@@ -89,20 +88,20 @@ class SegmentStore:
         self._directory = Directory(path, identity, tier=tier)
         with ExitStack() as undo:
             undo.callback(self._directory.close)
-            self._open(path, identity, tier, disk, undo)
+            try:
+                self._open(identity, tier, disk, undo)
+            except OSError as error:
+                raise self._directory.claimed.unavailable(error) from error
             undo.pop_all()
 
-    def _open(self, path: str, identity: Identity, tier: str, disk: Disk, undo: ExitStack) -> None:
+    def _open(self, identity: Identity, tier: str, disk: Disk, undo: ExitStack) -> None:
         """Open everything that uses the directory, and add its release to `undo`."""
         options = self._options
-        try:
-            # Why segments are opened without O_DIRECT; empty if they are opened with it.
-            self._buffered_reason = "turned off by the setting 'direct'"
-            if options.want_direct:
-                self._buffered_reason = probe_direct(disk, self._directory.fd)
-            self._epoch = DirectoryEpoch(self._directory.fd)
-        except OSError as error:
-            raise self._directory.claimed.unavailable(error) from error
+        # Why segments are opened without O_DIRECT; empty if they are opened with it.
+        self._buffered_reason = "turned off by the setting 'direct'"
+        if options.want_direct:
+            self._buffered_reason = probe_direct(disk, self._directory.fd)
+        self._epoch = DirectoryEpoch(self._directory.fd)
         undo.callback(self._epoch.close)
         sizing = options.sizing
         self._files = SegmentFiles(
@@ -112,13 +111,7 @@ class SegmentStore:
         self._pool = SegmentPool(identity.digest, self._epoch.value, worth, wants_events=options.wants_events)
         self.index = self._pool.index
         self.events = self._pool.events
-        try:
-            recover(self._files, self._pool, threads=options.threads)
-        except OSError as error:
-            raise TierUnavailableError(
-                f"a segment in {path} cannot be opened: {error.strerror}", tier=tier, operation="open"
-            ) from error
-
+        recover(self._files, self._pool, threads=options.threads)
         for segment in self._pool.segments.values():
             undo.callback(os.close, segment.fd)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ from tiered_kv_nvme.segment import Demand
 
 BATCH_BLOCKS_MAX = 256
 """Limits the buffers of one call (IOV_MAX is 1024), and how long a worker holds the interpreter lock."""
-BATCH_BYTES_MAX = 8 << 20
 
 
 class Payload(NamedTuple):
@@ -57,11 +56,12 @@ class BatchWriter:
         wanted = {key: block for key, block in zip(keys, blocks, strict=True) if key not in places}
         if not wanted:
             return ALL_DONE
-        fitting = {key: block for key, block in wanted.items() if 0 < len(key) <= KEY_BYTES_MAX}
+        fitting = [key for key in wanted if 0 < len(key) <= KEY_BYTES_MAX]
         reason = "" if len(fitting) == len(wanted) else "key_size"
         stored: set[OffloadKey] = set()
-        for batch_keys, batch_blocks in _batches(fitting):
-            payloads = [self._prepare(block) for block in batch_blocks]
+        for start in range(0, len(fitting), BATCH_BLOCKS_MAX):
+            batch_keys = fitting[start : start + BATCH_BLOCKS_MAX]
+            payloads = [self._prepare(wanted[key]) for key in batch_keys]
             if time.monotonic() >= deadline:
                 reason = "expired"
                 break
@@ -169,11 +169,3 @@ class BatchWriter:
             return entries, [batch, *[payload.draft.content for payload in payloads]]
         batch[at:] = bytes(len(batch) - at)
         return entries, [batch]
-
-
-def _batches(wanted: dict[OffloadKey, memoryview]) -> Iterator[tuple[list[OffloadKey], list[memoryview]]]:
-    """Divide blocks into batches of at most `BATCH_BLOCKS_MAX` blocks and `BATCH_BYTES_MAX`, or one block."""
-    keys, blocks = list(wanted), list(wanted.values())
-    count = max(1, min(BATCH_BLOCKS_MAX, BATCH_BYTES_MAX // len(blocks[0]))) if blocks else 1
-    for start in range(0, len(keys), count):
-        yield keys[start : start + count], blocks[start : start + count]

@@ -1,4 +1,4 @@
-"""Blocks go into segments and come back the same, across closing, and in every form they can be stored in."""
+"""Blocks of any alignment and key length are stored, and found again after closing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.plugins.conftest import StoreBench
 
 
-def test_blocks_that_a_direct_transfer_does_not_take_where_they_lie_go_through_a_buffer(bench: StoreBench) -> None:
+def test_unaligned_blocks_go_through_a_buffer(bench: StoreBench) -> None:
     refused: list[int] = []
 
     def refuse(buffers: Sequence[memoryview], offset: int) -> None:
@@ -82,7 +82,7 @@ def test_the_index_takes_at_most_150_bytes_a_block_beyond_its_key() -> None:
         del tables
 
 
-def test_what_follows_a_clean_close_goes_on_in_the_same_segment(bench: StoreBench) -> None:
+def test_after_a_clean_close_stores_continue_in_the_same_segment(bench: StoreBench) -> None:
     batches = [make_keys(5, f"batch {number}") for number in range(6)]
     for number, keys in enumerate(batches):
         store = bench.open()
@@ -93,7 +93,7 @@ def test_what_follows_a_clean_close_goes_on_in_the_same_segment(bench: StoreBenc
     assert {key for batch in first.batches for key, _, _ in batch.entries} == {*chain(*batches)}
 
 
-def test_a_key_that_is_asked_for_twice_is_loaded_only_if_both_blocks_are(bench: StoreBench) -> None:
+def test_a_key_that_is_requested_twice_is_loaded_only_if_both_blocks_are(bench: StoreBench) -> None:
     disk = FaultyDisk()
     store = bench.open(disk)
     keys = make_keys(1)
