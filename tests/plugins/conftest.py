@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.entries import OpenRig, rig_of
+from tests.support.faulty_disk import FaultyDisk
 from tests.support.patient_nvme import waiting_until_closed
 from tests.support.redis_servers import PATIENT, RedisServer
 from tiered_kv.base import OffloadKey
@@ -44,6 +45,8 @@ class StoreBench:
         self.capacity_bytes = 4 << 20
         self.segment_bytes: int | None = 256 << 10
         self.options: dict[str, object] = {"threads": 4, "room_timeout_s": WAIT_S}
+        self.disk = FaultyDisk()
+        """The disk of the store that was opened last without another `disk`."""
         self._opened: list[SegmentStore] = []
 
     @property
@@ -59,7 +62,8 @@ class StoreBench:
         sizing = Sizing.of(self.capacity_bytes, self.block_bytes, self.segment_bytes)
         codecs = CodecSet(str(options.pop("codec", "raw")))
         chosen = StoreOptions(sizing, **{"codecs": codecs, **self.options, **options})  # type: ignore[arg-type]  # by name
-        store = SegmentStore(str(self.path), self.identity, chosen, disk=disk)
+        self.disk = FaultyDisk()
+        store = SegmentStore(str(self.path), self.identity, chosen, disk=disk or self.disk)
         self._opened.append(store)
         return store
 

@@ -38,17 +38,16 @@ def test_short_writes_and_reads_are_continued(bench: StoreBench, want_direct: bo
 
 @pytest.mark.parametrize(("code", "reason"), [(errno.EIO, "io_error"), (errno.ENOSPC, "no_space")])
 def test_a_failed_write_stores_nothing_and_its_room_is_used_again(bench: StoreBench, code: int, reason: str) -> None:
-    disk = FaultyDisk()
-    store = bench.open_ready(disk)
+    store = bench.open_ready()
     before, failed, after = (make_keys(5, label) for label in ("before", "failed", "after"))
     bench.put(store, before)
     bench.wait_until_ready(store)
-    disk.on_write = fail(code)
+    bench.disk.on_write = fail(code)
     for _ in range(100):  # failures do not use segments up
         outcome = bench.put(store, failed)
         assert (outcome.successful_keys, outcome.reason) == ([], reason)
     assert store.contains(failed) == [False] * 5
-    disk.on_write = in_peace
+    bench.disk.on_write = in_peace
     bench.put(store, after)
     assert store.stats()["io_errors_total"] == 100
     store.close()
@@ -58,14 +57,13 @@ def test_a_failed_write_stores_nothing_and_its_room_is_used_again(bench: StoreBe
 
 
 def test_a_failed_read_fails_its_run_and_keeps_the_blocks(bench: StoreBench) -> None:
-    disk = FaultyDisk()
-    store = bench.open_ready(disk)
+    store = bench.open_ready()
     keys = make_keys(100)  # two segments
     bench.put(store, keys)
     slots = {key: slot_of(store.index.places[key]) for key in keys}
     first = {key for key in keys if slots[key] == slots[keys[0]]}
     interfere = chain([fail(errno.EIO)], repeat(in_peace))
-    disk.on_read = lambda buffers, offset: next(interfere)(buffers, offset)
+    bench.disk.on_read = lambda buffers, offset: next(interfere)(buffers, offset)
     outcome = store.load(keys, bench.memory(100))
     assert outcome.successful_keys == set(keys) - first
     assert outcome.reason == "io_error"
@@ -102,12 +100,11 @@ def test_a_file_system_with_too_little_space_fails_stores_at_once(bench: StoreBe
 
 
 def test_a_write_that_hangs_keeps_the_directory_locked_after_closing(bench: StoreBench, gate: Gate) -> None:
-    disk = FaultyDisk()
-    store = bench.open_ready(disk)
+    store = bench.open_ready()
     kept = make_keys(5, "kept")
     bench.put(store, kept)
     bench.wait_until_ready(store)
-    disk.on_write = hold(gate, "held")
+    bench.disk.on_write = hold(gate, "held")
     with bench.held(gate, lambda: bench.put(store, make_keys(5))):
         assert not store.close(timeout_s=1.0)
         with pytest.raises(TierBusyError):
@@ -117,8 +114,7 @@ def test_a_write_that_hangs_keeps_the_directory_locked_after_closing(bench: Stor
 
 
 def test_a_failed_write_between_others_leaves_a_hole_that_loses_nothing_else(bench: StoreBench, gate: Gate) -> None:
-    disk = FaultyDisk()
-    store = bench.open_ready(disk)
+    store = bench.open_ready()
 
     def hold_and_fail(buffers: Sequence[memoryview], offset: int) -> int | None:
         if threading.current_thread().name == "held":
@@ -126,7 +122,7 @@ def test_a_failed_write_between_others_leaves_a_hole_that_loses_nothing_else(ben
             raise OSError(errno.EIO, "injected")
         return None
 
-    disk.on_write = hold_and_fail
+    bench.disk.on_write = hold_and_fail
     behind, later = make_keys(5, "behind"), make_keys(5, "later")
     with bench.held(gate, lambda: bench.put(store, make_keys(5, "unlucky"))):
         bench.put(store, behind)
@@ -151,15 +147,14 @@ def test_on_a_full_file_system_existing_segments_are_used_again(bench: StoreBenc
 
 
 def test_a_segment_whose_blocks_can_never_move_is_used_again_without_them(bench: StoreBench) -> None:
-    disk = FaultyDisk()
-    store = bench.open(disk)
+    store = bench.open()
 
     def refuse_relocations(buffers: Sequence[memoryview], offset: int) -> int | None:
         if offset and threading.current_thread() is not threading.main_thread():
             raise OSError(errno.EIO, "injected")
         return None
 
-    disk.on_write = refuse_relocations
+    bench.disk.on_write = refuse_relocations
     for number in range(bench.BATCHES):
         bench.fill(store, [number])
         keys = bench.batch(number)
@@ -176,15 +171,14 @@ def test_a_disk_that_takes_no_headers_costs_the_blocks_of_few_segments_and_is_us
     def unlink(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "injected")
 
-    disk = FaultyDisk()
-    store = bench.open_ready(disk, room_timeout_s=0.02)
+    store = bench.open_ready(room_timeout_s=0.02)
     batches = [bench.batch(number) for number in range(bench.BATCHES)]
     for batch in batches:
         bench.wait_until(lambda: bench.put(store, batch).successful_keys is None)  # noqa: B023
     keys = [key for batch in batches for key in batch]
     bench.wait_until_ready(store)
     held = sum(store.contains(keys))
-    disk.on_write = fail(errno.EROFS, offsets=[0])
+    bench.disk.on_write = fail(errno.EROFS, offsets=[0])
     if is_read_only:
         monkeypatch.setattr(os, "unlink", unlink)
     errors = store.stats()["io_errors_total"]
@@ -194,7 +188,7 @@ def test_a_disk_that_takes_no_headers_costs_the_blocks_of_few_segments_and_is_us
     blocks_of_a_segment = (256 << 10) // 4096
     assert sum(store.contains(keys)) >= held - 3 * blocks_of_a_segment, "at most the free ones and one more lose blocks"
     monkeypatch.undo()
-    disk.on_write = in_peace
+    bench.disk.on_write = in_peace
     newest = make_keys(40, "newest")
     bench.wait_until(lambda: bench.put(store, newest).successful_keys is None)
     assert bench.get(store, newest) == set(newest)
@@ -231,7 +225,7 @@ def fill_and_use(bench: StoreBench, store: SegmentStore, numbers: range, hot: Se
         store.touch(hot)
 
 
-def filled(bench: StoreBench, disk: FaultyDisk) -> tuple[SegmentStore, list[OffloadKey]]:
+def filled(bench: StoreBench, disk: FaultyDisk | None = None) -> tuple[SegmentStore, list[OffloadKey]]:
     """Return a full store whose reclaimer is idle, and blocks in it that were used all the time."""
     store, hot = bench.open_ready(disk), make_keys(40, "hot")
     bench.put(store, hot)
@@ -253,11 +247,10 @@ def test_a_segment_with_an_unreadable_block_in_use_is_deleted(bench: StoreBench)
 
 
 def test_a_read_without_memory_damages_no_segment(bench: StoreBench) -> None:
-    disk = FaultyDisk()
-    store, hot = filled(bench, disk)
-    disk.on_read = fail(errno.ENOMEM)
+    store, hot = filled(bench)
+    bench.disk.on_read = fail(errno.ENOMEM)
     assert bench.get(store, hot) == set()
-    disk.on_read = in_peace
+    bench.disk.on_read = in_peace
     assert bench.get(store, hot) == set(hot)
     fill_and_use(bench, store, range(100, 140), hot)
     assert store.stats()["damaged_segments_total"] == 0

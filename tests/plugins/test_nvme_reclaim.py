@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-from tests.support.faulty_disk import FaultyDisk, hold
+from tests.support.faulty_disk import hold
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.step import STEP
@@ -176,15 +176,10 @@ def test_the_blocks_to_move_are_chosen_in_chunks_that_give_way_to_a_step(monkeyp
     assert STEP.pauses_left == 10 - 4
 
 
-def holding(gate: Gate) -> FaultyDisk:
-    disk = FaultyDisk()
-    disk.on_read = hold(gate, "held")
-    return disk
-
-
 def test_a_segment_that_is_being_read_is_not_used_again(bench: StoreBench, gate: Gate) -> None:
-    store, batch = bench.open(holding(gate)), bench.batch(0)
+    store, batch = bench.open(), bench.batch(0)
     bench.fill(store, [0])
+    bench.disk.on_read = hold(gate, "held")
     with bench.held(gate, lambda: bench.get(store, batch)) as loaded:
         bench.fill(store, range(1, bench.BATCHES))
     assert loaded == [set(batch)], "other blocks were written where it reads"
@@ -193,7 +188,8 @@ def test_a_segment_that_is_being_read_is_not_used_again(bench: StoreBench, gate:
 
 
 def test_when_every_segment_is_being_read_a_store_times_out(bench: StoreBench, gate: Gate) -> None:
-    store = bench.open(holding(gate), room_timeout_s=0.2)
+    store = bench.open(room_timeout_s=0.2)
+    bench.disk.on_read = hold(gate, "held")
     gate.close()
     readers: list[threading.Thread] = []
     outcome = bench.put(store, bench.batch(0))
@@ -211,11 +207,10 @@ def test_when_every_segment_is_being_read_a_store_times_out(bench: StoreBench, g
 
 
 def test_blocks_that_move_while_the_store_is_closed_are_found_afterwards(bench: StoreBench, gate: Gate) -> None:
-    disk = FaultyDisk()
-    store = bench.open(disk, room_timeout_s=0.1)
+    store = bench.open(room_timeout_s=0.1)
     bench.fill(store, range(20))
     used = [key for number in range(20) for key in bench.batch(number)[::8]]
-    disk.on_read = hold(gate, "tiered-kv-nvme-reclaimer")
+    bench.disk.on_read = hold(gate, "tiered-kv-nvme-reclaimer")
     gate.close()
     newest = itertools.count(20)
     while not gate.waiting:

@@ -43,9 +43,8 @@ def test_a_reset_does_not_wait_for_a_file_system_that_hangs(bench: StoreBench, m
 
 
 def test_a_store_that_was_offered_before_a_reset_stores_nothing(bench: StoreBench, gate: Gate) -> None:
-    disk = FaultyDisk()
-    store = bench.open_ready(disk)
-    disk.on_write = hold(gate, "held")
+    store = bench.open_ready()
+    bench.disk.on_write = hold(gate, "held")
     written, late = make_keys(5, "in flight"), make_keys(5, "late")
     with bench.held(gate, lambda: bench.put(store, written).reason) as reasons:
         store.reset()
@@ -58,9 +57,8 @@ def test_a_store_that_was_offered_before_a_reset_stores_nothing(bench: StoreBenc
 
 
 def test_a_load_that_a_reset_overtakes_fails(bench: StoreBench, gate: Gate) -> None:
-    disk = FaultyDisk()
-    disk.on_read = hold(gate, "held")
-    store = bench.open(disk)
+    store = bench.open()
+    bench.disk.on_read = hold(gate, "held")
     keys = make_keys(5)
     bench.put(store, keys)
     with bench.held(gate, lambda: bench.get(store, keys)) as loaded:
