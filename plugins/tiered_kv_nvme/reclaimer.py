@@ -103,7 +103,7 @@ class Reclaimer:
                 return True
             if self._is_failing:
                 return False  # the disk takes no writes: do not evict the blocks of another segment
-        return bool(segments) and self._reclaim(self.pool.worth.least(segments, lambda: time.sleep(PAUSE_S)))
+        return bool(segments) and self._reclaim(self.pool.worth.least(segments))
 
     def _grow(self) -> bool:
         """Add a new segment, if the capacity and the file system have room for it."""
@@ -135,7 +135,7 @@ class Reclaimer:
             segment.state = SegmentState.RECLAIMING
             epoch = self.pool.epoch
             can_relocate = segment.epoch == epoch and self.pool.can_relocate
-        is_used_again = False
+        is_done = False
         try:
             if can_relocate:
                 try:
@@ -146,14 +146,14 @@ class Reclaimer:
                 return False  # the index was cleared meanwhile, so some blocks have not moved
             self._evict(segment)
             segment.epoch = 0  # no valid block, as after a reset
-            is_used_again = self._use_again(segment)
+            is_done = self._use_again(segment)
         finally:
             with self.pool.changed:
-                if not is_used_again and segment.state is SegmentState.RECLAIMING:
+                if not is_done and segment.state is SegmentState.RECLAIMING:
                     if not self.pool.closed:
                         self.pool.changed.wait(_RETRY_S)
                     segment.state = SegmentState.SEALED
-        return is_used_again
+        return is_done
 
     def _relocate(self, segment: Segment, epoch: int) -> None:
         for ordinals in survivors(self.pool, segment):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import xxhash
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, LEVELS, HitDensity, Table
+from tiered_kv.tiering.step import give_way
 from tiered_kv_nvme.layout import EntryTable
 from tiered_kv_nvme.segment import Segment
 
@@ -126,18 +127,18 @@ class Worth:
         while self._ticks < self._filled * AGES_PER_TURNOVER // self._segments:
             self._tick()
 
-    def least(self, segments: Sequence[Segment], pause: Callable[[], None] = lambda: None) -> Segment:
+    def least(self, segments: Sequence[Segment]) -> Segment:
         """Return the segment that loses least when it is reclaimed; the first of about equal ones.
 
         Each block costs its density, or the price of a move for those that may move. One ranking serves for a sixteenth
-        of the segments. `pause` is called between pieces of the work.
+        of the segments.
         """
         while self._ranked:
             segment = self._ranked.pop()
             if segment in segments:
                 return segment
         self._densities = np.maximum(DENSITY_MIN, np.exp(np.array(self._density.level) / LEVELS))
-        counts = self._counts(segments, pause)
+        counts = self._counts(segments)
         self._price = MOVE_PRICE * (counts.sum(0) @ self._densities) / max(1, counts.sum())
         best_first = np.argsort(-self._densities, kind="stable")
         moved = np.minimum(counts[:, best_first].cumsum(1), RELOCATED_SHARE_MAX * counts.sum(1, keepdims=True))
@@ -154,12 +155,12 @@ class Worth:
         best: list[int] = ordinals[np.argsort(-worth[ordinals], kind="stable")].tolist()
         return best
 
-    def _counts(self, segments: Sequence[Segment], pause: Callable[[], None]) -> np.ndarray[Any, np.dtype[np.intp]]:
+    def _counts(self, segments: Sequence[Segment]) -> np.ndarray[Any, np.dtype[np.intp]]:
         """Return the number of blocks of each segment (rows) in each cell (columns)."""
         counts = np.zeros((len(segments), self._densities.size), np.intp)
         for row, segment in enumerate(segments):
+            give_way()
             counts[row] = np.bincount(self._cells(segment.table), minlength=self._densities.size)
-            pause()
         return counts
 
     def _cells(self, table: EntryTable) -> np.ndarray[Any, np.dtype[np.uint16]]:
