@@ -52,7 +52,6 @@ class Index:
         """`clear` replaces it: do not keep a reference."""
 
     def add(self, keys: Sequence[OffloadKey], first_place: int) -> None:
-        """Add or replace blocks with consecutive places."""
         self.places.update(zip(keys, range(first_place, first_place + len(keys)), strict=True))
 
     def move(self, keys: Sequence[OffloadKey], old_places: Sequence[int], first_place: int) -> None:

@@ -60,7 +60,6 @@ class Inspection:
         self._epoch = 0 if mark is None else int(mark.value, 16)  # without a mark no block is valid
 
     def count(self, census: Census) -> SurveyedSegments:
-        """Count valid blocks, segments and foreign entries."""
         files = size_bytes = free = unusable = filled_bytes = 0
         for entries in walk(f"/proc/self/fd/{self.fd}"):
             for name, status in entries:

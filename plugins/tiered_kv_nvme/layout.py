@@ -194,7 +194,6 @@ class EntryTable:
             raise
 
     def extend(self, other: EntryTable) -> None:
-        """Append another table's entries."""
         self.keys += other.keys
         self.offsets.extend(other.offsets)
         self.stored_bytes.extend(other.stored_bytes)

@@ -70,10 +70,10 @@ class BlockReader:
     counters: Counters
     block_bytes: int
     codecs: CodecSet
-    scatter: bool  # whether blocks may be read into the caller's memory, like `gather` of `BatchWriter`
 
     def __post_init__(self) -> None:
         self._scratch = Scratch()
+        self._may_scatter = self.block_bytes % PAGE_BYTES == 0 and self.codecs.accepts_plain
 
     def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Outcome:
         """Load blocks; return the keys that were loaded and verified, and why others were not.
@@ -167,8 +167,9 @@ class BlockReader:
         return runs
 
     def _can_scatter(self, entry: Entry) -> bool:
-        raw = entry.codec == RAW_ID and entry.stored_bytes == self.block_bytes
-        return self.scatter and raw and entry.offset % PAGE_BYTES == 0 and self.codecs.accepts_plain
+        """Return whether a block can be read into the caller's memory."""
+        is_raw = entry.codec == RAW_ID and entry.stored_bytes == self.block_bytes
+        return self._may_scatter and is_raw and entry.offset % PAGE_BYTES == 0
 
     def _read(self, run: Run) -> list[RecordStatus]:
         if run.scatter:

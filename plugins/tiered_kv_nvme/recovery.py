@@ -170,7 +170,7 @@ class SegmentScan:
         return page if read_fully(self.disk, segment.fd, [page], offset) == PAGE_BYTES else None
 
     def _read_batches(self, segment: Segment) -> int:
-        """Add the batches after the known ones; return their number."""
+        """Add the batches that are not in the summary; return their number."""
         first_sequence = segment.sequence
         while segment.end_offset + PAGE_BYTES <= segment.segment_bytes:
             batch = self._read_batch(segment)

@@ -38,7 +38,6 @@ class Demand:
         return cls(list(accumulate(payload_bytes)), list(accumulate(key_bytes)))
 
     def batch_bytes(self, count: int) -> int:
-        """Return the size of a batch of the first `count` blocks."""
         header_bytes = batch_header_bytes(count, self.key_ends[count - 1])
         return header_bytes + pages(self.payload_ends[count - 1])
 
@@ -73,7 +72,6 @@ class Segment:
         self.renew(self.generation)
 
     def renew(self, generation: int) -> None:
-        """Make it empty, for its next use."""
         self.generation = generation
         self.state = SegmentState.FREE
         self.epoch = 0

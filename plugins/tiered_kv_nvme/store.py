@@ -59,10 +59,7 @@ _RETRY_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """A store's options."""
-
     sizing: Sizing
-    aligned: bool = True  # whether blocks begin on page boundaries; a direct transfer of others fails first
     want_direct: bool = True  # use O_DIRECT if the file system supports it
     codecs: CodecSet = PLAIN
     threads: int = 8  # that will call; as many recover the segments
@@ -115,11 +112,9 @@ class SegmentStore:
         for segment in self._pool.segments.values():
             undo.callback(os.close, segment.fd)
 
-        # Otherwise blocks go through an aligned buffer.
-        is_zero_copy = identity.block_bytes % PAGE_BYTES == 0 and (options.aligned or bool(self._buffered_reason))
         codecs = options.codecs
-        self._reader = BlockReader(disk, self._pool, self.counters, identity.block_bytes, codecs, scatter=is_zero_copy)
-        gather = is_zero_copy and codecs.writes_raw
+        self._reader = BlockReader(disk, self._pool, self.counters, identity.block_bytes, codecs)
+        gather = codecs.writes_raw and identity.block_bytes % PAGE_BYTES == 0
         self._writer = BatchWriter(disk, self._pool, self.counters, codecs, gather, options.room_timeout_s)
         self._reclaimer = Reclaimer(
             self._files, self._pool, self.counters, self._reader, self._writer, name=f"tiered-kv-{tier}-reclaimer"

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.jobs import Outcome
-from tiered_kv_nvme.layout import PAGE_BYTES
+from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.store import SegmentStore, StoreOptions
@@ -110,19 +108,15 @@ def _open_store(
     tier_type: str,
     settings: NvmeSettings,
 ) -> SegmentStore:
-    assert primary_kv_view.shape is not None
-    block_bytes = primary_kv_view.shape[-1]
+    block_bytes = block_bytes_of(primary_kv_view)
     identity = Identity(
         digest=getattr(offloading_spec, "namespace_digest", bytes(16)),
         namespace=getattr(offloading_spec, "namespace", {}),
         block_bytes=block_bytes,
     )
     codecs = settings.open_codecs()
-    is_on_page = np.asarray(primary_kv_view).ctypes.data % PAGE_BYTES == 0
     options = StoreOptions(
         sizing=Sizing.of(settings.capacity, block_bytes, settings.segment, overhead_bytes=codecs.overhead_bytes),
-        # Hosts of `direct` mostly align each block, wherever their memory begins.
-        aligned=is_on_page or getattr(offloading_spec, "memory", None) is not None,
         want_direct=settings.direct,
         codecs=codecs,
         threads=settings.threads,

@@ -107,7 +107,6 @@ class Worth:
             self._last_uses[state & _USES_MASK][(state >> _TICK_SHIFT) % _AGES] -= 1
 
     def note_filled(self) -> None:
-        """Note that stores begin to fill one more segment."""
         self._filled += 1
 
     def restart(self, tables: Sequence[EntryTable]) -> None:

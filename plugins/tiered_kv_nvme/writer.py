@@ -32,8 +32,8 @@ class Payload(NamedTuple):
 class BatchWriter:
     """Writes batches. Any thread may call, several at once.
 
-    With `gather`, blocks are written from the caller's memory. Otherwise they are copied into an aligned buffer first:
-    direct I/O needs whole pages on page boundaries.
+    With `gather`, blocks are written from the caller's memory if its alignment suffices for direct I/O. Otherwise they
+    are copied into an aligned buffer first.
     """
 
     disk: Disk
