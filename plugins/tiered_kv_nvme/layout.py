@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -233,27 +234,15 @@ class EntryTable:
         ):
             return None
         decoded = cls()
-        decoded.keys = _split(bytes(table[keys_offset:]), lengths.tolist())
+        keys, key_bytes = bytes(table[keys_offset:]), lengths.tolist()
+        ends_and_sizes = zip(accumulate(key_bytes), key_bytes, strict=True)
+        decoded.keys = [OffloadKey(keys[end - size : end]) for end, size in ends_and_sizes]
         decoded.offsets.frombytes(columns["offset"].astype(np.uint64).tobytes())
         decoded.stored_bytes.frombytes(columns["stored"].astype(np.uint32).tobytes())
         decoded.codecs.frombytes(columns["codec"].astype(np.uint16).tobytes())
         decoded.checksums += columns["sum"].tobytes()
         decoded.states.frombytes(bytes(count * decoded.states.itemsize))
         return decoded
-
-
-def _split(blob: bytes, lengths: list[int]) -> list[OffloadKey]:
-    if not lengths:
-        return []
-    size = lengths[0]
-    if lengths.count(size) == len(lengths):  # the usual case, and five times as fast
-        return [OffloadKey(blob[at : at + size]) for at in range(0, size * len(lengths), size)]
-    keys: list[OffloadKey] = []
-    at = 0
-    for length in lengths:
-        keys.append(OffloadKey(blob[at : at + length]))
-        at += length
-    return keys
 
 
 def _fill(target: memoryview, magic: bytes, body: bytes) -> None:
