@@ -119,7 +119,7 @@ class BlockReader:
         return ALL_DONE if len(loaded) == len(set(keys)) else Outcome(loaded, reason)
 
     def read_stored(self, segment: Segment, ordinals: Sequence[int]) -> list[memoryview | None]:
-        """Return the payloads of neighbouring entries, valid until this thread reads again; None for corrupt ones.
+        """Return the payloads of entries, sorted by offset, until this thread reads again; None for corrupt ones.
 
         Raises:
             OSError: The disk failed.
@@ -207,15 +207,15 @@ class BlockReader:
 
 
 def read_payloads(disk: Disk, scratch: Scratch, fd: int, entries: Sequence[Entry]) -> list[memoryview]:
-    """Read neighbouring payloads by one call. Payloads behind the end of the file are short."""
-    start = min(entry.offset for entry in entries) // PAGE_BYTES * PAGE_BYTES
+    """Read neighbouring payloads, sorted by offset, in one call. Payloads behind the end of the file are short."""
+    start = entries[0].offset // PAGE_BYTES * PAGE_BYTES
     span = scratch.take(pages(max(map(_end, entries))) - start)
     span = span[: read_fully(disk, fd, [span], start)]
     return [span[entry.offset - start : _end(entry) - start] for entry in entries]
 
 
 def neighbours(table: EntryTable, ordinals: Iterable[int]) -> Iterator[list[int]]:
-    """Divide entries, roughly in the order of their offsets, into groups for one read each."""
+    """Divide entries, sorted by offset, into groups for one read each."""
     near: list[int] = []
     for ordinal in ordinals:
         end_offset = table.offsets[ordinal] + table.stored_bytes[ordinal]

@@ -254,4 +254,4 @@ def survivors(pool: SegmentPool, segment: Segment) -> Iterator[list[int]]:
             if budget_bytes < 0:
                 break
             chosen.append(ordinal)
-    yield from neighbours(table, sorted(chosen))
+    yield from neighbours(table, sorted(chosen, key=lambda ordinal: (table.offsets[ordinal], ordinal)))
