@@ -15,7 +15,7 @@ from tiered_kv.tiering.step import STEP
 from tiered_kv.toolkit.codecs import RAW_ID
 from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES
 from tiered_kv_nvme.index import CHUNK_KEYS
-from tiered_kv_nvme.layout import Entry
+from tiered_kv_nvme.layout import Entry, EntryTable
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.reclaimer import survivors
 from tiered_kv_nvme.segment import Segment, segment_bytes_min
@@ -83,6 +83,30 @@ def test_blocks_that_come_back_after_their_eviction_outlive_others(bench: StoreB
         for number in (*returning, *itertools.islice(once, 26)):  # a little more than the capacity
             store.store(bench.batch(number))
     assert kept[1] < 100 < 200 < kept[-1], kept
+
+
+def test_blocks_that_are_evicted_together_teach_what_they_teach_one_by_one() -> None:
+    together, apart = Worth(16, 8), Worth(16, 8)  # so few are remembered that those of a batch displace each other
+    keys, table = make_keys(64), EntryTable()
+    for turn in range(120):
+        again = [keys[(turn * 7 + number * number) % 64] for number in range(4)]
+        states = [worth.first_states(again) for worth in (together, apart)]
+        assert states[0] == states[1]
+        gone = [*again, *keys[turn % 32 : turn % 32 + 28]]
+        used = [*states[0], *[states[0][number % 4] for number in range(28)]]
+        together.remember_evicted(gone, used)
+        for key, state in zip(gone, used, strict=True):
+            apart.remember_evicted([key], [state])
+        for worth in (together, apart):
+            worth.note_filled()
+            worth.advance()
+        table.append(gone, [Entry(4096, 4096, RAW_ID, bytes(16))] * len(gone), used)
+    segment = Segment(0, -1, 1 << 30, 1)
+    segment.table = table
+    for worth in (together, apart):
+        worth.least([segment])
+    assert 0 < len(together.movable(table)) < len(table)
+    assert together.movable(table) == apart.movable(table)
 
 
 def test_after_a_restart_the_blocks_that_were_written_first_go_first(bench: StoreBench) -> None:
