@@ -45,7 +45,7 @@ class S3Settings(CodecSettings):
         default=None, min_length=1, description="PEM file of the authorities that may sign the server's certificate."
     )
     connections: Count = Field(
-        default=16, ge=2, le=256, description="Transfers in flight, each on a connection of its own."
+        default=16, ge=2, le=256, description="Blocks in flight, each on one connection."
     )
     request_timeout: Seconds = Field(
         default=5.0,

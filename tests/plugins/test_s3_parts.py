@@ -92,7 +92,7 @@ class FakeBucket:
     def heads(self) -> int:
         return len(self.asked)
 
-    def are_there(self, names: Sequence[str], deadline: float) -> list[Verdict]:
+    def head_all(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         self.rounds += 1
         self.asked += names
         there = {True: Verdict.DONE, False: Verdict.ABSENT}

@@ -89,7 +89,7 @@ class Connection:
             self._socket.settimeout(_left_s(deadline))
             received = self._socket.recv(count - len(data))
             if not received:
-                raise ConnectionResetError("the server has gone")
+                raise ConnectionResetError("the server closed the connection")
             data += received
         return data
 

@@ -10,7 +10,7 @@ from tiered_kv.testing.faults import JobWrapperTier
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 
 _UNKNOWN_JOB: JobId = 1 << 60
-_UNASKED_KEY = make_offload_key(b"nobody asked for this", 0)
+_UNASKED_KEY = make_offload_key(b"not in the job", 0)
 
 
 class Lie(Enum):
@@ -24,7 +24,7 @@ class Lie(Enum):
     CHANGES_SOURCES = "a store changes the block that it copies"
     REPORTS_TWICE = "each job is reported twice"
     REPORTS_NOTHING = "jobs are done, and never reported"
-    REPORTS_UNKNOWN_JOBS = "jobs are reported that nobody submitted"
+    REPORTS_UNKNOWN_JOBS = "jobs are reported that were not submitted"
     NAMES_UNASKED_KEYS = "results name keys that were not in the job"
 
 
