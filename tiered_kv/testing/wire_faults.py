@@ -9,9 +9,7 @@
         def open_tier(self, proxy: FaultProxy) -> OpenTier:
             return lambda spec, view: MyTier(spec, view, "mine", host=proxy.host, port=proxy.port)
 
-Blocks may be lost, jobs may fail and lookups may miss. Wrong bytes must never be loaded. If a block is answered True
-and its load fails, it must not be answered True again. Every job is reported once, by its deadline. When the network
-works again, so does the tier. `docs/how-to/testing.md` says what each check proves.
+`docs/how-to/testing.md` lists the promises, and what each check proves.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 
 _HEAD_OFFSETS = (0, 1, 4, 10, 25, 60, 110, 180, 300)
 _TRANSFER_S = 0.5
-"""How long a transfer is made to take, so that a fault can interrupt it."""
+"""The time of a transfer that a fault is to interrupt."""
 _LOOKUPS_MAX = 100
 _POLL_S = 0.005
 
@@ -47,14 +45,13 @@ class ByteFault(Enum):
     RESET = "the connection is reset after it"
 
     def at(self, offset: int) -> Faults:
-        """Return the fault at byte `offset` of each connection, from now on."""
         if self is ByteFault.FLIP:
             return Faults(flip_at_byte=offset)
         return Faults(cut_after_bytes=offset, cut_by_reset=self is ByteFault.RESET)
 
 
 class LastingFault(Enum):
-    """A network on which nothing arrives until the fault ends."""
+    """A network that delivers nothing until the fault ends."""
 
     STALL_TO_SERVER = "requests do not arrive"
     STALL_TO_CLIENT = "answers do not arrive"
@@ -63,7 +60,7 @@ class LastingFault(Enum):
 
 
 class Blow(Enum):
-    """What befalls the connections that are open, once: a reset, or that one direction is half-closed."""
+    """A fault of all open connections, once: a reset, or the half-close of one direction."""
 
     RESET = None
     NO_MORE_TO_SERVER = Direction.TO_SERVER
@@ -71,9 +68,9 @@ class Blow(Enum):
 
 
 class WireBench:
-    """A tier in a test, opened through a network with faults, and the checks before, during and after a fault.
+    """A tier behind a network with faults, and the checks before, during and after a fault.
 
-    The times are those of `TierUnderWireFaults`.
+    `TierUnderWireFaults` explains the times.
     """
 
     def __init__(
@@ -85,14 +82,13 @@ class WireBench:
         self._grace_s = grace_s
         self._recovery_s = recovery_s
         self._labels = itertools.count()
-        self._is_whole_again()
+        self._end_faults()
 
     def new_keys(self, count: int) -> list[OffloadKey]:
-        """Return keys that were not used before."""
         return make_keys(count, f"batch-{next(self._labels)}")
 
     def stored(self, count: int) -> list[OffloadKey]:
-        """Return keys of blocks that the tier holds; no fault may be on."""
+        """Store new blocks without faults, and return their keys."""
         keys = self.new_keys(count)
         self.until(lambda: self.rig.store(keys).success, "stores fail without any fault")
         self.until(lambda: self.rig.load(keys) == set(keys), "loads fail without any fault")
@@ -100,17 +96,17 @@ class WireBench:
 
     @contextlib.contextmanager
     def bad_wire(self, direction: Direction, faults: Faults) -> Iterator[None]:
-        """Have faults on in a direction, and hold the tier to its deadlines, for the time of a `with` statement."""
+        """Switch faults on in one direction, and enforce the tier's deadlines, within a `with` statement."""
         self.rig.job_timeout_s = self.job_timeout_s
         self.rig.wait_s = self.job_timeout_s + self._grace_s
         self.proxy.set_faults(faults, direction)
         try:
             yield
         finally:
-            self._is_whole_again()
+            self._end_faults()
 
     def lasting(self, fault: LastingFault) -> contextlib.AbstractContextManager[None]:
-        """Have a wire on which nothing arrives, for the time of a `with` statement."""
+        """Switch a lasting fault on within a `with` statement."""
         match fault:
             case LastingFault.STALL_TO_CLIENT:
                 return self.bad_wire(Direction.TO_CLIENT, Faults(stalls=True))
@@ -124,7 +120,6 @@ class WireBench:
                 return self.bad_wire(Direction.TO_SERVER, NO_FAULTS)
 
     def strike(self, blow: Blow) -> None:
-        """Deal a blow to the connections that are open."""
         if blow is Blow.RESET:
             self.proxy.reset_connections()
         else:
@@ -133,38 +128,38 @@ class WireBench:
     def play(self, keys: Sequence[OffloadKey], request: ReqContext | None = None) -> set[OffloadKey]:
         """Look keys up and load those that are found, as a request does; return the loaded keys.
 
-        A block that was answered True and whose load fails is a miss for that request from then on.
+        A block whose load fails must be a miss for that request from then on.
         """
-        asking = request or self.rig.new_request()
-        found = self._found(keys, asking)
+        request = request or self.rig.new_request()
+        found = self._found(keys, request)
         if not found:
             return set()
-        result = self.rig.wait([self.rig.submit_load(found, request=asking)])[0]
+        result = self.rig.wait([self.rig.submit_load(found, request=request)])[0]
         loaded = self.rig.succeeded(result)
-        again = self._found([key for key in found if key not in loaded], asking)
+        again = self._found([key for key in found if key not in loaded], request)
         assert not again, f"blocks {_hex(again)} could not be loaded, and are still answered True to that request"
-        self.rig.tier.on_request_finished(asking)
+        self.rig.tier.on_request_finished(request)
         return loaded
 
     def expect_recovered(self, keys: Sequence[OffloadKey]) -> None:
-        """Check that the tier works, and that blocks of `keys` which cannot be loaded are misses. Then store them all.
+        """Check that the tier works, that lost blocks of `keys` are misses, and that all can be stored again.
 
-        Open connections may still fail from the fault, and cost a bounded number of further jobs.
+        Connections that the fault left open may cost a bounded number of further jobs.
         """
         self.until(self._works, "the tier does not work again, with no fault left")
-        self.until(lambda: self._is_honest(keys), f"blocks of {_hex(keys)} cannot be loaded, and stay answered True")
+        self.until(lambda: self._misses_lost(keys), f"blocks of {_hex(keys)} cannot be loaded, and stay answered True")
         self.until(lambda: self.rig.store(keys).success, "blocks that were lost cannot be stored again")
         self.until(lambda: self.rig.load(keys) == set(keys), "blocks that were stored again cannot be loaded")
 
     def until(self, condition: Callable[[], object], complaint: str) -> None:
-        """Return once `condition` holds."""
+        """Return once `condition` holds; fail with `complaint` if that takes longer than `recovery_s`."""
         end = time.monotonic() + self._recovery_s
         while not condition():
             assert time.monotonic() < end, complaint
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Shut the tier down, and check that it leaves no connection open."""
+        """Shut the tier down, and check that it closes all connections."""
         self.rig.close()
         self.until(lambda: not self.proxy.open_connections, "connections are open after shutdown")
 
@@ -176,18 +171,18 @@ class WireBench:
         keys = self.new_keys(1)
         return self.rig.store(keys).success and self.rig.load(keys) == set(keys)
 
-    def _is_honest(self, keys: Sequence[OffloadKey]) -> bool:
+    def _misses_lost(self, keys: Sequence[OffloadKey]) -> bool:
         loaded = self.play(keys)
         return not self._found([key for key in keys if key not in loaded])
 
-    def _is_whole_again(self) -> None:
+    def _end_faults(self) -> None:
         self.rig.wait_s = self.rig.job_timeout_s = self._recovery_s
         self.proxy.refuse_connections(False)
         self.proxy.set_faults(NO_FAULTS)
 
 
 Exchange = Callable[[WireBench], tuple[list[OffloadKey], Callable[[], object]]]
-"""Prepares an exchange with the server; returns its keys, and a callable that makes the exchange."""
+"""Prepares an exchange with the server; returns its keys, and a callable that performs it."""
 
 
 def a_lookup(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
@@ -197,10 +192,10 @@ def a_lookup(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
 
 def a_load(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
     keys, request = bench.stored(1), bench.rig.new_request()
-    for _ in range(_LOOKUPS_MAX):  # so that only the load uses the network
+    for _ in range(_LOOKUPS_MAX):  # before the exchange, so that only the load uses the network
         if all(bench.rig.lookup_all(keys, request)):
             break
-        request = bench.rig.new_request()  # on a busy machine an answer may be late, which is a miss
+        request = bench.rig.new_request()  # on a busy machine a late answer is a miss
     else:
         pytest.fail("blocks that were stored are not found, without any fault")
     return keys, lambda: bench.play(keys, request)
@@ -214,15 +209,15 @@ def a_store(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
 class TierUnderWireFaults:
     """Subclass it as `Test...`, and define the fixtures `server_address` and `open_tier`.
 
-    Give the tier timeouts of its own that are longer than `job_timeout_s`. Then the checks test the deadlines of its
-    jobs. Its `lookup_timeout` must not be longer. Switch off caches of answers, so that it asks the server.
+    Configure the tier with timeouts longer than `job_timeout_s`, so that the checks test the deadlines of its jobs,
+    with a shorter `lookup_timeout`, and without a cache of answers.
 
     Attributes:
-        block_bytes, num_blocks: Of the region.
-        job_timeout_s: The deadline of jobs while a fault is on.
-        grace_s: How much later they may be reported.
+        block_bytes, num_blocks: The region.
+        job_timeout_s: The deadline of jobs during a fault.
+        grace_s: How much later the tier may report them.
         recovery_s: How long after a fault the tier may take to work again.
-        shutdown_limit_s: How long `shutdown` may take while nothing arrives.
+        shutdown_limit_s: How long `shutdown` may take on a dead network.
     """
 
     block_bytes: ClassVar[int] = 4096
@@ -233,7 +228,7 @@ class TierUnderWireFaults:
     shutdown_limit_s: ClassVar[float] = 6.0
 
     def offsets(self, fault: ByteFault, exchange_bytes: int) -> set[int]:
-        """Return the bytes of an exchange at which to try a fault: in its first line, headers, middle and tail."""
+        """Return the offsets in an exchange at which to try a fault: in its first line, headers, middle and tail."""
         tail = (exchange_bytes // 2, exchange_bytes - 150, exchange_bytes - 60, exchange_bytes - 3, exchange_bytes - 1)
         return {offset for offset in (*_HEAD_OFFSETS, *tail) if 0 <= offset < exchange_bytes}
 
@@ -249,7 +244,7 @@ class TierUnderWireFaults:
 
     @pytest.fixture
     def proxy(self, server_address: tuple[str, int], tmp_path: Path) -> Iterator[FaultProxy]:
-        """The network; when the test is over, no thread or descriptor is left."""
+        """The network; checks after the test that no thread or descriptor is left."""
         before = Footprint.take(tmp_path)
         with FaultProxy(server_address) as proxy:
             yield proxy
@@ -258,7 +253,6 @@ class TierUnderWireFaults:
 
     @pytest.fixture
     def bench(self, open_tier: OpenTier, proxy: FaultProxy) -> Iterator[WireBench]:
-        """The tier on a bench."""
         rig = TierRig(open_tier, num_blocks=self.num_blocks, block_bytes=self.block_bytes, wait_s=self.recovery_s)
         bench = WireBench(
             rig, proxy, job_timeout_s=self.job_timeout_s, grace_s=self.grace_s, recovery_s=self.recovery_s
@@ -274,7 +268,6 @@ class TierUnderWireFaults:
     def test_a_fault_at_any_byte_costs_a_miss_at_most(
         self, bench: WireBench, direction: Direction, fault: ByteFault, exchange: Exchange
     ) -> None:
-        """At some bytes all over the exchange, flip a bit or end every connection."""
         struck = -_strikes(bench.proxy)
         for offset in sorted(self.offsets(fault, _bytes_of(exchange, bench, direction))):
             keys, happen = exchange(bench)
@@ -303,7 +296,7 @@ class TierUnderWireFaults:
         with bench.lasting(fault):
             if not bench.rig.tier.reset_cache():
                 pytest.skip("the tier cannot reset: the manager stops using it then")
-            bench.rig.epoch = 1  # from here on, the earlier bytes are wrong
+            bench.rig.epoch = 1  # from now on the earlier bytes are wrong
             bench.play(keys)
             bench.rig.store(keys[:4])
         bench.play(keys)
@@ -328,7 +321,7 @@ class TierUnderWireFaults:
         with bench.lasting(LastingFault.DEAD):
             try:
                 bench.rig.reopen()
-            except TierError:  # an error is as good: it says what is wrong
+            except TierError:  # an error is as good
                 is_open = False
             else:
                 is_open = True
@@ -362,7 +355,7 @@ class TierUnderWireFaults:
 
 
 def _bytes_of(exchange: Exchange, bench: WireBench, direction: Direction) -> int:
-    """Return how many bytes an exchange has in one direction, on an open connection."""
+    """Return the size of an exchange in one direction, on an open connection."""
     name = f"bytes_{direction.value}"
     _, happen = exchange(bench)
     before = bench.proxy.counts()[name]
