@@ -224,8 +224,6 @@ class S3Tier(BlockingTier):
                 if verdict is Verdict.AGED:
                     self._sweeper.renew(name)
                 return ""
-            if status in UNREADABLE or status in REFUSED:  # its checksum is right: another read would be the same
-                break
         if status in _STAYS:
             kind = "unreadable_blocks_total" if status in UNREADABLE else "corrupt_blocks_total"
             self._counters.add(kind, status.value)

@@ -78,6 +78,7 @@ FAULTS: dict[str, Callable[[bytes], Reply]] = {  # by name, from the object's by
     "denied": lambda _: error(403, "AccessDenied"),
     "no_bucket": lambda _: error(404, "NoSuchBucket"),
     "expired": lambda _: error(400, "ExpiredToken"),
+    "moved": lambda _: answer(301, x_amz_bucket_region="eu-west-1"),
     "truncate": lambda data: Then(_cut_off(data), "close"),
     "stall": lambda data: Then(_cut_off(data) if data else b"", "stall"),
     "flip": lambda data: answer(200, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]),

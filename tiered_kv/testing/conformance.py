@@ -107,15 +107,21 @@ class TierConformance:
             expected[target : target + size] = flat[source : source + size]
         spec = TierSpec("conformance", size, bytes(range(16)), {"model": "conformance"}, memory=flat.data)
         tier = open_tier(spec, memory.data)
+        results: list[JobResult] = []
+
+        def is_reported() -> bool:
+            results.extend(tier.get_finished())
+            return bool(results)
+
         try:
             if not tier.takes_offsets:
                 pytest.skip("the tier knows rows only")
             for submit, offsets, is_load in ((tier.submit_store, sources, False), (tier.submit_load, targets, True)):
                 submit(JobMetadata(int(is_load), keys, np.array(offsets), is_load, ReqContext("host")))
                 tier.on_schedule_end()
-                results: list[JobResult] = []
-                wait_until(lambda: results.extend(tier.get_finished()) or results, self.wait_s)  # noqa: B023  called at once
+                wait_until(is_reported, self.wait_s)
                 assert results == [JobResult(int(is_load), True)]
+                results.clear()
             assert np.array_equal(flat, expected)
         finally:
             tier.shutdown()
