@@ -42,9 +42,7 @@ class S3Settings(CodecSettings):
     ca_file: str | None = Field(
         default=None, min_length=1, description="PEM file of the authorities that may sign the server's certificate."
     )
-    connections: Count = Field(
-        default=16, ge=2, le=256, description="Blocks in flight, each on one connection."
-    )
+    connections: Count = Field(default=16, ge=2, le=256, description="Blocks in flight, each on one connection.")
     request_timeout: Seconds = Field(
         default=5.0,
         gt=0,

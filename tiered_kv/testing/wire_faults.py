@@ -51,12 +51,12 @@ class ByteFault(Enum):
 
 
 class LastingFault(Enum):
-    """A network that delivers nothing until the fault ends."""
+    """A network that delivers nothing until the fault ends; with `DEAD` it resets and refuses connections."""
 
-    STALL_TO_SERVER = "requests do not arrive"
-    STALL_TO_CLIENT = "answers do not arrive"
-    DEAD = "connections are reset, and new ones refused"
-    SHORT_LIVED = "connections end as soon as a byte is sent"
+    STALL_TO_SERVER = (Direction.TO_SERVER, Faults(stalls=True))
+    STALL_TO_CLIENT = (Direction.TO_CLIENT, Faults(stalls=True))
+    DEAD = (Direction.TO_SERVER, NO_FAULTS)
+    SHORT_LIVED = (Direction.TO_SERVER, Faults(cut_after_bytes=1, cut_by_reset=True))
 
 
 class Blow(Enum):
@@ -107,17 +107,10 @@ class WireBench:
 
     def lasting(self, fault: LastingFault) -> contextlib.AbstractContextManager[None]:
         """Switch a lasting fault on within a `with` statement."""
-        match fault:
-            case LastingFault.STALL_TO_CLIENT:
-                return self.bad_wire(Direction.TO_CLIENT, Faults(stalls=True))
-            case LastingFault.STALL_TO_SERVER:
-                return self.bad_wire(Direction.TO_SERVER, Faults(stalls=True))
-            case LastingFault.SHORT_LIVED:
-                return self.bad_wire(Direction.TO_SERVER, Faults(cut_after_bytes=1, cut_by_reset=True))
-            case LastingFault.DEAD:
-                self.proxy.refuse_connections()
-                self.proxy.reset_connections()
-                return self.bad_wire(Direction.TO_SERVER, NO_FAULTS)
+        if fault is LastingFault.DEAD:
+            self.proxy.refuse_connections()
+            self.proxy.reset_connections()
+        return self.bad_wire(*fault.value)
 
     def strike(self, blow: Blow) -> None:
         if blow is Blow.RESET:
