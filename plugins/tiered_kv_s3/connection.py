@@ -157,9 +157,8 @@ class Connection:
         self._socket.close()
 
     def _open_tunnel(self, proxy: Proxy) -> None:
-        host = f"[{self.endpoint.host}]" if ":" in self.endpoint.host else self.endpoint.host
-        authority = f"{host}:{self.endpoint.port}"
-        self.send([f"CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n{proxy.authorization}\r\n".encode()])
+        address = self.endpoint.address
+        self.send([f"CONNECT {address} HTTP/1.1\r\nHost: {address}\r\n{proxy.authorization}\r\n".encode()])
         if not 200 <= self.receive_head().status < 300:
             raise ConnectionRefusedError("the proxy does not connect to the server")
         if self._buffer:  # a TLS server sends nothing before the client does

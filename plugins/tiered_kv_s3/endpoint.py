@@ -59,10 +59,14 @@ class Endpoint:
         )
 
     @property
+    def address(self) -> str:
+        """Host and port."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
     def authority(self) -> str:
-        """The value of the header `host`."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.port == _PORTS["https" if self.is_tls else "http"] else f"{host}:{self.port}"
+        """The value of the header `host`, without the scheme's own port."""
+        return self.address.removesuffix(":443" if self.is_tls else ":80")
 
     def path_of(self, name: str) -> str:
         return f"{self.base_path}/{quote(name, safe='/~')}"

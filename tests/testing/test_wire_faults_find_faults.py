@@ -19,8 +19,8 @@ from tiered_kv.testing.proxy import Direction, FaultProxy
 from tiered_kv.testing.rig import TierRig
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.testing.wire_faults import (
-    Blow,
     ByteFault,
+    ConnectionEnd,
     LastingFault,
     TierUnderWireFaults,
     WireBench,
@@ -186,7 +186,7 @@ FAULTS: list[tuple[str, MakeTier, Check, str]] = [
     (
         "reuses a connection that was cut",
         ReusingTier,
-        lambda suite, bench: suite.test_connections_may_end_between_transfers(bench, Blow.RESET),
+        lambda suite, bench: suite.test_connections_may_end_between_transfers(bench, ConnectionEnd.RESET),
         "does not work again",
     ),
     ("waits beyond the deadline", PatientTier, stall, "were not reported"),
