@@ -19,6 +19,7 @@ from tests.observe.rig import BLOCK_BYTES, put, stack_of
 from tests.support.event_subscriber import Index, Message, Subscriber, index_of
 from tests.support.redis_servers import PATIENT, RedisServer, redis_server
 from tests.support.s3_entries import s3_entry
+from tests.support.s3_servers import S3Server, moto_bucket, moto_server
 from tests.support.stacks import ReplaceModule
 from tiered_kv.base import OffloadingEvent, OffloadKey, make_offload_key
 from tiered_kv.config.stack_config import EventSettings
@@ -37,7 +38,6 @@ from tiered_kv.observe.events import (
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.waiting import wait_until
 
 __all__ = ["moto_bucket", "moto_server", "redis_server"]  # fixtures
