@@ -12,16 +12,14 @@ from tiered_kv.workload.sampling import hash_share, sessions
 
 ROUTERS = ("random", "round-robin", "sticky", "prefix")
 _PREFIX_SHARE_MIN = 0.5
-"""The share of a prompt that a server must have had before, to get it again for that."""
+"""A server gets a request for its prefix if it had at least this share of the prompt before."""
 
 
 def routes(router: str, requests: Sequence[Request], servers: int) -> Iterator[int]:
     """Return an iterator over the number of the server of each request, from 0.
 
-    Args:
-        router: One of `ROUTERS`. "sticky" gives a session to one server. "prefix" gives a request to the server that
-            had the longest part of its prompt before, if that is half of it. Else the one with the fewest blocks gets
-            it.
+    Router "sticky" keeps a session on one server. "prefix" chooses the server that had the longest part of the prompt
+    before, if that is half of it, and else the server with the fewest blocks.
 
     Raises:
         ConfigError: There is no such router.
@@ -39,13 +37,13 @@ def routes(router: str, requests: Sequence[Request], servers: int) -> Iterator[i
 
 
 def _by_prefix(requests: Sequence[Request], servers: int) -> Iterator[int]:
-    had_last: dict[int, int] = {}  # of each block, the server that got it last
+    had_last: dict[int, int] = {}  # by block, the server that got it last
     loads = [0] * servers
     for request in requests:
         ids = request.hash_ids
         known = next((at for at, each in enumerate(ids) if each not in had_last), len(ids))
-        is_had = known and known >= _PREFIX_SHARE_MIN * len(ids)
-        server = had_last[ids[known - 1]] if is_had else min(range(servers), key=loads.__getitem__)
+        is_known = known and known >= _PREFIX_SHARE_MIN * len(ids)
+        server = had_last[ids[known - 1]] if is_known else min(range(servers), key=loads.__getitem__)
         had_last.update(dict.fromkeys(ids, server))
         loads[server] += len(ids)
         yield server

@@ -1,8 +1,7 @@
-"""Runs requests through the manager of a stack without moving a byte: what each tier would hit, write and evict.
+"""Simulates a stack without moving a byte: what each tier would hit, write and evict.
 
-The manager, the policy and the replay that drives them are those of a real stack. In place of each secondary tier
-stands one that keeps keys only, and ends each job after a fixed number of steps. So nothing depends on time: storage
-is always fast enough.
+The manager, the policy and the replay are those of a real stack. A tier that keeps only keys replaces each secondary
+tier, and ends each job after a fixed number of steps. So storage is always fast enough.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from tiered_kv.workload.routing import routes
 SERVERS_MAX = 1000
 _MS_PER_S = 1000
 _COUNTS = ("written_blocks", "moved_blocks", "read_blocks", "evicted_blocks", "lookup_requests", "used_bytes")
-"""What a `KeyStore` counts."""
+"""The counters of a `KeyStore`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Servers that have a stack each; those of its tiers whose storage is shared are one for all.
+    """Servers with a stack each. All of them use the same storage for tiers that are shared.
 
     Args:
-        router: Which of them gets a request, one of `routing.ROUTERS`.
+        router: One of `routing.ROUTERS`.
         concurrency: Requests that run at once, on all servers together.
 
     Raises:
@@ -55,7 +54,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """What one tier did, on all servers; `docs/reference/command.md` describes each field."""
+    """The result for one tier, on all servers; `docs/reference/command.md` describes each field."""
 
     hits: int
     hit_rate: float
@@ -74,7 +73,7 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What a simulation found; `docs/reference/command.md` describes each field."""
+    """The result of a simulation; `docs/reference/command.md` describes each field."""
 
     policy: str
     capacity_blocks: int
@@ -94,12 +93,10 @@ def simulate(
     *,
     on_progress: Callable[[int], None] = lambda requests: None,
 ) -> Simulated:
-    """Run `requests` through stacks like `config` to their end.
+    """Run `requests`, of which there is at least one, through simulated stacks of this configuration.
 
     Args:
-        config: The stack. No tier of it is opened.
-        requests: In order; at least one.
-        fleet: The servers; None for one.
+        fleet: The servers; by default one.
         on_progress: Called with the number of requests that began.
 
     Raises:
@@ -111,7 +108,7 @@ def simulate(
 def run_servers(
     config: StackConfig, requests: Sequence[Request], fleet: Fleet, on_progress: Callable[[int], None]
 ) -> list[Server]:
-    """Return the servers after `simulate` has run `requests` through them."""
+    """Return the servers after all `requests` have run; see `simulate`."""
     clock = _Clock(requests[0].timestamp_ms / _MS_PER_S)
     shared = {
         tier.name: _key_store(config, tier, clock)
@@ -138,7 +135,7 @@ def span_s(requests: Sequence[Request]) -> float:
 
 
 def with_tier(config: StackConfig, name: str, **changes: object) -> StackConfig:
-    """Return a stack with other settings, not checked, of one tier.
+    """Return a stack with other settings of one tier, which are not validated.
 
     Raises:
         ConfigError: There is no such tier.
@@ -151,7 +148,7 @@ def with_tier(config: StackConfig, name: str, **changes: object) -> StackConfig:
 
 
 class _Clock:
-    """Seconds that go on when somebody says so."""
+    """Simulated seconds."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s
@@ -164,7 +161,7 @@ class _Clock:
 
 
 class _NoMemory(PrimaryRegion):
-    """The sizes of a region that nobody reads or writes."""
+    """A region of this size without memory, for a simulation."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks = num_blocks
@@ -172,10 +169,10 @@ class _NoMemory(PrimaryRegion):
 
 
 class Server:
-    """One stack, and the replay that drives it. `clock` tells the time of the requests, in which blocks expire."""
+    """A simulated stack, and the replay that drives it. By `clock`, the time of the requests, blocks expire."""
 
     def __init__(self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _Clock, concurrency: int) -> None:
-        blocks, waited = config.primary_blocks, _Clock()
+        blocks, waiting_clock = config.primary_blocks, _Clock()
         self.primary = CPUOffloadingManager(CPUBackend(_NoMemory(blocks, config.block.bytes)), config.primary.policy)
         self.stores = [shared.get(tier.name) or _key_store(config, tier, clock) for tier in config.secondary]
         self.manager = TieringOffloadingManager(
@@ -183,12 +180,12 @@ class Server:
             [KeysOnlyTier(keys, tier.name) for keys, tier in zip(self.stores, config.secondary, strict=True)],
             settings=config.secondary,
             limits=limits_of(config),
-            clock=waited,
+            clock=waiting_clock,
             wear_clock=clock,
         )
         settings = ReplaySettings(concurrency)
         settings = replace(settings, store_blocks=min(settings.store_blocks, blocks))
-        self.replay = Replay(self.manager, None, settings, clock=waited, sleep=waited.sleep)
+        self.replay = Replay(self.manager, None, settings, clock=waiting_clock, sleep=waiting_clock.sleep)
 
 
 def _key_store(config: StackConfig, settings: TierSettings, clock: Callable[[], float]) -> KeyStore:
@@ -198,7 +195,7 @@ def _key_store(config: StackConfig, settings: TierSettings, clock: Callable[[], 
 
 
 def _step(running: dict[Server, None], concurrency: int) -> None:
-    """Step all servers that have requests until fewer than `concurrency` run."""
+    """Step the `running` servers until fewer than `concurrency` requests run."""
     while sum(server.replay.running for server in running) >= concurrency:
         for server in list(running):
             server.replay.step()
