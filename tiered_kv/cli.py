@@ -47,19 +47,19 @@ exit status:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; `argv` is by default that of the process."""
-    # One that was closed is None. What is written then goes nowhere.
+    # A stream that was closed is None. Its output is dropped.
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()
     try:
         try:
             return _run(argv)
-        finally:  # argparse prints, and exits, by itself
+        finally:  # also where argparse exits
             sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return Status.INTERRUPTED
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it again when it ends
-        if not isinstance(error, BrokenPipeError):  # whose reader, such as `head`, has what it wanted
+        if not isinstance(error, BrokenPipeError):  # its reader, such as `head`, has ended
             print(f"error: {error}", file=sys.stderr)
         return Status.ERROR
 
@@ -96,7 +96,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         )
         sub.add_argument("--json", action="store_true", help="print one JSON object")
         sub.add_argument("--debug", action="store_true", help="show where an error comes from")
-        # Only the verb that is run is imported: none needs the libraries of the others.
+        # Only the given verb is imported: a verb must not need the libraries of the others.
         if verb in given:
             module = importlib.import_module(f"tiered_kv._cli.{verb}")
             module.add_arguments(sub)

@@ -1,4 +1,4 @@
-"""`tiered-kv bench`: store and load throughput and lookup latency of the secondary tiers, one after the other."""
+"""`tiered-kv bench`: throughput and lookup latency of each secondary tier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiered_kv.stack import open_tier
 from tiered_kv.workload.bench import BenchSettings, TierBench, bench_tier
 
 _ROUND_BYTES = 256 << 20
-"""What a round stores unless the number of blocks is given."""
+"""Default size of a round."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`tiered-kv simulate`: what policies, sizes and stacks would hit, write and cost, without moving a byte."""
+"""`tiered-kv simulate`: hit rates of policies and sizes, and traffic and costs of stacks, without moving a byte."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tiered_kv.workload.stack_distance import hit_curve
 _OF_A_STACK = ("servers", "router", "concurrency", "limit", "prices")
 
 Answer = tuple[dict[str, object], list[tuple[str, pages.Table]], Callable[[Run], str]]
-"""For machines the fields, for people the tables with their titles, and what writes the page."""
+"""The fields of the JSON object, the tables with their titles, and the function that draws the page."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -164,17 +164,17 @@ def _simulate_stacks(
 
 
 def _policies(text: str | None) -> list[str]:
-    """Return the names in an option; none where it is not given."""
+    """Return the names in an option; none without it."""
     names = [] if text is None else [name.strip() for name in text.split(",")]
     if not all(names):
         raise ConfigError(f"expected names of policies, such as lru,arc, found {text!r}", location="--policy")
     for name in names:
-        make_policy(name, PRIMARY_BLOCKS_MIN)  # a wrong name is better known before a simulation than after it
+        make_policy(name, PRIMARY_BLOCKS_MIN)  # an unknown name is an error before the simulation, not after it
     return names
 
 
 def _sizes(text: str | None, config: StackConfig | None) -> list[int]:
-    """Return the sizes in an option, in blocks; none where it is not given."""
+    """Return the sizes in an option, in blocks; none without it."""
     least = 1 if config is None else PRIMARY_BLOCKS_MIN
     sizes = []
     for part in [] if text is None else text.split(","):
