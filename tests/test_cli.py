@@ -36,20 +36,14 @@ class FlippingTier(FourMethodTier):
             self.blocks[key] = self.blocks[key][:-1] + bytes([self.blocks[key][-1] ^ 1])
 
 
-class SpeechlessTier(FourMethodTier):
+class FailingDescriptionTier(FourMethodTier):
     def describe(self) -> dict[str, object]:
         raise RuntimeError("no words")
 
 
-class TalkativeTier(FourMethodTier):
+class SecretDescriptionTier(FourMethodTier):
     def describe(self) -> dict[str, object]:
         return {"servers": ["redis://user:hunter2@host"], "nodes": {"a": "redis://:hunter2@host"}, "count": 2}
-
-
-@pytest.fixture
-def flipping(register: Register) -> str:
-    register("flipping", FlippingTier)
-    return "flipping"
 
 
 def nvme(directory: Path, name: str = "nvme") -> str:
@@ -79,23 +73,21 @@ def test_check_shows_what_every_tier_can_do(tmp_path: Path, command: Command) ->
 
 def test_check_shows_the_other_tiers_where_one_cannot_be_opened(tmp_path: Path, command: Command) -> None:
     (tmp_path / "file").write_text("not a directory")
-    stack = stack_file(tmp_path, nvme(tmp_path / "file", "bad"), nvme(tmp_path / "cache", "good"))
+    failing = "type: 'tests.test_cli:FailingDescriptionTier', name: failing"
+    stack = stack_file(tmp_path, nvme(tmp_path / "file", "bad"), failing, nvme(tmp_path / "cache", "good"))
     result = command.json("check", stack, status=1)
     assert not result["ok"]
-    assert [(tier["name"], tier["ok"]) for tier in result["tiers"]] == [("cpu", True), ("bad", False), ("good", True)]
+    opens = [("cpu", True), ("bad", False), ("failing", False), ("good", True)]
+    assert [(tier["name"], tier["ok"]) for tier in result["tiers"]] == opens
     assert "file" in result["tiers"][1]["error"]
+    assert result["tiers"][2]["error"] == "RuntimeError: no words"
     assert "FAILED" in command.out("check", stack, status=1)
 
 
-def test_check_survives_a_tier_that_cannot_describe_itself(tmp_path: Path, command: Command) -> None:
-    result = command.json("check", stack_file(tmp_path, "type: 'tests.test_cli:SpeechlessTier'"), status=1)
-    assert result["tiers"][1]["error"] == "RuntimeError: no words"
-
-
-def test_check_shows_no_password_in_a_list_that_a_tier_tells(tmp_path: Path, command: Command) -> None:
-    stack = stack_file(tmp_path, "type: 'tests.test_cli:TalkativeTier'")
-    told = command.json("check", stack)["tiers"][1]["details"]
-    assert told == {"servers": ["redis://***@host"], "nodes": "{'a': 'redis://***@host'}", "count": 2}
+def test_check_shows_no_password_of_a_tier_s_description(tmp_path: Path, command: Command) -> None:
+    stack = stack_file(tmp_path, "type: 'tests.test_cli:SecretDescriptionTier'")
+    shown = command.json("check", stack)["tiers"][1]["details"]
+    assert shown == {"servers": ["redis://***@host"], "nodes": "{'a': 'redis://***@host'}", "count": 2}
     assert "hunter2" not in command.out("check", stack)
 
 
@@ -128,11 +120,8 @@ def test_replay_counts_hits_by_tier_and_finds_no_corrupt_block(tmp_path: Path, c
     assert second["requests"] == 10
     assert second["first_request_hits"] > 0
     assert second["hits"]["nvme"] > 0  # in the first run the disk may be slower than eighty requests
-
-
-def test_replay_prints_a_table_for_people(tmp_path: Path, command: Command) -> None:
-    words = command.out("replay", stack_file(tmp_path, MEMORY), *SMALL_CHATS).split()
-    assert {"cpu", "memory", "misses", "verified_blocks"} <= set(words)
+    words = command.out("replay", stack, *SMALL_CHATS).split()
+    assert {"cpu", "nvme", "misses"} <= set(words)
     assert words[words.index("corrupt_blocks") + 1] == "0"
 
 
@@ -148,13 +137,14 @@ def test_replay_reads_a_trace(tmp_path: Path, command: Command) -> None:
     assert "--active-chats is for built-in chats" in command.err(*replay, "--active-chats", "3")
 
 
-def test_a_corrupt_block_ends_replay_and_bench_with_a_status_of_its_own(
-    tmp_path: Path, command: Command, flipping: str
+def test_a_corrupt_block_ends_replay_and_bench_with_status_1(
+    tmp_path: Path, command: Command, register: Register
 ) -> None:
-    stack = stack_file(tmp_path, f"type: {flipping}", capacity="400KiB")
+    register("flipping", FlippingTier)
+    stack = stack_file(tmp_path, "type: flipping", capacity="400KiB")
     assert "CORRUPT: block" in command.out("replay", stack, *SMALL_CHATS, status=1)
     bench = command.out("bench", stack, "--blocks", "64", "--rounds", "1", status=1)
-    assert f"CORRUPT: 64 blocks came back from {flipping} with other bytes" in bench
+    assert "CORRUPT: 64 blocks came back from flipping with other bytes" in bench
 
 
 @pytest.mark.slow
@@ -252,10 +242,8 @@ def test_a_broken_plugin_is_shown(tmp_path: Path) -> None:
     assert json.loads("{" + found)["broken"][0]["error"] == "ImportError: no tape"
 
 
-def test_schema_describes_every_tier(command: Command) -> None:
-    text = command.out("schema")
-    assert json.loads(text)["properties"]["secondary"]
-    assert '"tier-nvme"' in text
+def test_schema_is_printed_as_json(command: Command) -> None:
+    assert "tier-nvme" in json.loads(command.out("schema"))["$defs"]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,12 +278,11 @@ def test_check_builds_the_policy(tmp_path: Path, command: Command) -> None:
     assert "RuntimeError: cannot order 256 blocks" in command.json("check", stack, status=1)["tiers"][0]["error"]
 
 
-@pytest.mark.parametrize("arguments", [["schema"], ["check", "STACK"]])
-def test_output_that_cannot_be_written_is_an_error(tmp_path: Path, arguments: list[str]) -> None:
-    stack = stack_file(tmp_path, MEMORY)
-    command = [*COMMAND, *(stack if argument == "STACK" else argument for argument in arguments)]
+def test_output_that_cannot_be_written_is_an_error() -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=300)
+        done = subprocess.run(
+            [*COMMAND, "schema"], stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=300
+        )
     assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
 
 

@@ -27,7 +27,7 @@ OTHER = "ab" * 16
 
 
 class Ledger(TierAdministration):
-    """Stores two namespaces, one of alice's and one of nobody knows whose."""
+    """Stores two namespaces, one of alice and one of an unknown tenant."""
 
     purged: ClassVar[list[str]]
     left: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class Ledger(TierAdministration):
 
 @pytest.fixture(autouse=True)
 def ledger() -> Iterator[type[Ledger]]:
-    """What tiers of the type "kept" have stored."""
+    """The administration of tiers of the type "kept"."""
 
     class Mine(Ledger):
         purged: ClassVar[list[str]] = []
@@ -81,17 +81,21 @@ def write(folder: Path, *types: str) -> Path:
     return file
 
 
-def test_without_a_choice_the_stack_s_own_namespace_is_purged(
-    stack: Path, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "purged"),
+    [(["--yes"], [ALICE.digest.hex()]), (["--yes", "--namespace", OTHER], [OTHER]), (["--dry-run"], [])],
+)
+def test_the_chosen_namespace_is_purged_and_by_default_the_stack_s_own(
+    stack: Path, ledger: type[Ledger], options: list[str], purged: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["purge", str(stack), "--yes"]) == 0
-    assert ledger.purged == [ALICE.digest.hex()]
+    assert main(["purge", str(stack), *options]) == 0
+    assert ledger.purged == purged
     out = capsys.readouterr().out
-    assert "a note" in out
-    assert "alice" in out
+    assert (OTHER if OTHER in options else ALICE.digest.hex()) in out
+    assert ("a note" in out) is bool(purged)
 
 
-def test_a_tenant_s_namespaces_are_found_and_those_that_may_be_its_are_told(
+def test_a_tenant_s_namespaces_are_purged_and_those_of_unknown_tenants_reported(
     stack: Path, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["purge", str(stack), "--yes", "--json", "--tenant", "alice"]) == 1
@@ -102,22 +106,11 @@ def test_a_tenant_s_namespaces_are_found_and_those_that_may_be_its_are_told(
     assert (tier["unknown"], tier["ok"], tier["namespaces"][0]["purged"]) == ([OTHER], False, True)
 
 
-def test_a_namespace_may_be_named_by_its_digest(stack: Path, ledger: type[Ledger]) -> None:
-    assert main(["purge", str(stack), "--yes", "--namespace", OTHER]) == 0
-    assert ledger.purged == [OTHER]
-
-
 @pytest.mark.parametrize("digest", ["", "ab", "../../../etc", "AB" * 16, "ab" * 16 + "\n", "*" * 32])
-def test_a_digest_that_is_none_is_refused(stack: Path, digest: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_digest_is_refused(stack: Path, digest: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["purge", str(stack), "--yes", "--namespace", digest])
     assert "expected 32 hexadecimal digits" in capsys.readouterr().err
-
-
-def test_a_dry_run_removes_nothing(stack: Path, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["purge", str(stack), "--dry-run"]) == 0
-    assert ledger.purged == []
-    assert ALICE.digest.hex() in capsys.readouterr().out
 
 
 class Terminal(io.StringIO):
@@ -126,7 +119,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(("answer", "status"), [("yes\n", 0), ("y\n", 2), ("", 2), ("no\n", 2)])
-def test_at_a_terminal_somebody_is_asked(
+def test_at_a_terminal_the_user_is_asked(
     stack: Path,
     ledger: type[Ledger],
     answer: str,
@@ -140,7 +133,7 @@ def test_at_a_terminal_somebody_is_asked(
     assert "Remove 1 stored namespaces for good?" in capsys.readouterr().err
 
 
-def test_without_a_terminal_nothing_is_removed_unasked(
+def test_without_a_terminal_nothing_is_removed_without_yes(
     stack: Path, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["purge", str(stack)]) == 2
@@ -148,7 +141,7 @@ def test_without_a_terminal_nothing_is_removed_unasked(
     assert "give --yes" in capsys.readouterr().err
 
 
-def test_a_tier_that_cannot_be_purged_is_told_and_the_others_are_purged(
+def test_a_tier_that_cannot_be_purged_is_reported_and_the_others_are_purged(
     tmp_path: Path, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["purge", str(write(tmp_path, "closed", "memory, capacity: 64KiB", "kept")), "--yes", "--json"]) == 1
@@ -159,26 +152,20 @@ def test_a_tier_that_cannot_be_purged_is_told_and_the_others_are_purged(
     assert ledger.purged == [ALICE.digest.hex()]
 
 
-def test_what_is_left_is_told_and_the_status_says_so(
-    stack: Path, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
-) -> None:
-    ledger.left = ("3 blocks",)
-    assert main(["purge", str(stack), "--yes"]) == 1
-    assert f"kept: LEFT of {ALICE.digest.hex()}: 3 blocks" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_the_name_of_a_file_that_is_left_may_be_any_bytes(stack: Path, ledger: type[Ledger], encoding: str) -> None:
+def test_a_file_that_is_left_is_reported_whatever_bytes_its_name_has(
+    stack: Path, ledger: type[Ledger], encoding: str
+) -> None:
     ledger.left = (os.fsdecode(b"caf\xe9"),)
-    told = io.BytesIO()
-    with io.TextIOWrapper(told, encoding) as out, contextlib.redirect_stdout(out):
+    output = io.BytesIO()
+    with io.TextIOWrapper(output, encoding) as out, contextlib.redirect_stdout(out):
         assert main(["purge", str(stack), "--yes"]) == 1
         out.flush()
-        assert rb"caf\udce9" in told.getvalue()
+        assert rb"kept: LEFT of %s: caf\udce9" % ALICE.digest.hex().encode() in output.getvalue()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), ConfigError("broken"), OSError(5, "broken")])
-def test_whatever_an_administration_raises_is_the_tier_s_error(
+def test_an_exception_of_an_administration_is_the_tier_s_error(
     stack: Path, ledger: type[Ledger], error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger.error = error

@@ -31,7 +31,7 @@ CHATS = ChatWorkload(chats=24, turns=5, active_chats=12, turn_blocks=3, system_p
 
 
 class AtOnceTier(FourMethodTier):
-    """Is called on the scheduler's thread, so that what is found, and when, does not depend on another thread."""
+    """Is called on the scheduler's thread, so that the result does not depend on the timing of another."""
 
     is_nonblocking = True
 
@@ -53,7 +53,7 @@ class Rig:
         return replay(self.manager, self.region.kv_view, requests or CHATS.requests(), settings)
 
     def nothing_is_pinned(self) -> bool:
-        """Whether every block of the primary tier can be given to somebody else."""
+        """Return whether every row of the primary tier can be reserved."""
         assert self.manager.drain_jobs(10.0)
         keys = [block_key(2**63 + number) for number in range(NUM_BLOCKS)]
         output = self.manager.prepare_store(keys, ReqContext("last"))
