@@ -99,10 +99,10 @@ def test_check_finds_two_tiers_that_exclude_each_other(tmp_path: Path, command: 
 @pytest.mark.parametrize("verb", ["check", "replay", "bench"])
 def test_a_bad_file_is_one_clear_line(tmp_path: Path, command: Command, verb: str) -> None:
     stack = stack_file(tmp_path, "type: nvme, path: x, capacity: 64MiB, colour: red")
-    told = command.err(verb, stack)
-    assert told.startswith("error: ")
-    assert "colour" in told
-    assert "Traceback" not in told
+    error = command.err(verb, stack)
+    assert error.startswith("error: ")
+    assert "colour" in error
+    assert "Traceback" not in error
     assert "Traceback" in command.err(verb, stack, "--debug")
 
 
@@ -263,9 +263,9 @@ def test_bad_usage_shows_the_usage_of_its_verb(capsys: pytest.CaptureFixture[str
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert ended.value.code == 2
-        told = capsys.readouterr().err
-        assert told.startswith(f"usage: tiered-kv {arguments[0]} ")
-        assert problem in told
+        error = capsys.readouterr().err
+        assert error.startswith(f"usage: tiered-kv {arguments[0]} ")
+        assert problem in error
 
 
 class UnluckyPolicy(LRUPolicy):

@@ -227,7 +227,7 @@ def test_while_a_stack_has_it_open_it_is_only_read(kind: str, tmp_path: Path) ->
 
 
 @of_each_kind
-def test_encrypted_blocks_are_told_from_damaged_ones_without_their_key(kind: str, tmp_path: Path) -> None:
+def test_encrypted_blocks_are_unreadable_and_not_damaged_without_their_key(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     place = Place(kind, tmp_path)
 
@@ -346,7 +346,7 @@ class NoVerification(TierAdministration):
 
 @pytest.fixture
 def _plugin() -> Iterator[None]:
-    with plugged(TierType("told", TierSettings, lambda: FourMethodTier, "", lambda: NoVerification)):
+    with plugged(TierType("other", TierSettings, lambda: FourMethodTier, "", lambda: NoVerification)):
         yield
 
 
@@ -354,12 +354,12 @@ def _plugin() -> Iterator[None]:
 def test_a_third_party_tier_is_shown_and_what_it_lacks_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = stack_file(tmp_path, "type: told", "type: memory, capacity: 64KiB")
+    file = stack_file(tmp_path, "type: other", "type: memory, capacity: 64KiB")
     assert main(["inspect", file]) == 0
     text = capsys.readouterr().out
     assert "90s 60s 1s" in text
     assert "25%" in text
-    assert "told: it may be otherwise" in text
+    assert "other: it may be otherwise" in text
     assert "memory: tiers of type 'memory' show nothing to other processes" in text
     assert main(["inspect", file, "--verify"]) == 1, "what was asked for was not done"
-    assert "tiers of type 'told' cannot be verified" in capsys.readouterr().out
+    assert "tiers of type 'other' cannot be verified" in capsys.readouterr().out

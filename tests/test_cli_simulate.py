@@ -84,8 +84,8 @@ def test_a_stack_with_other_sizes_policies_and_limits(simulate: Command, stack: 
     named = [(each["policy"], each["capacity_blocks"]) for each in results]
     assert named == [("lru", 64), ("lru", 256), ("arc", 64), ("arc", 256)]
     assert {each["tiers"]["redis"]["capacity_bytes"] for each in results} == {1 << 20}
-    told = simulate.out(stack, *CHATS, "--capacity", "100000,100001")
-    assert {"100,000 blocks", "100,001 blocks", "requests"} <= set(re.findall(r"[0-9,]+ blocks|requests", told))
+    output = simulate.out(stack, *CHATS, "--capacity", "100000,100001")
+    assert {"100,000 blocks", "100,001 blocks", "requests"} <= set(re.findall(r"[0-9,]+ blocks|requests", output))
 
 
 def test_servers_behind_a_router(simulate: Command, stack: str) -> None:
@@ -159,9 +159,9 @@ def test_every_field_is_described(simulate: Command, priced: list[str], trace: s
 def test_mistakes_are_reported(simulate: Command, stack: str, arguments: list[str], problem: str) -> None:
     given = [stack if argument == "STACK" else argument for argument in arguments]
     chats = [] if "--trace" in given else CHATS
-    told = simulate.err(*given, *chats)
-    assert told.startswith("error: ")
-    assert problem in told
+    output = simulate.err(*given, *chats)
+    assert output.startswith("error: ")
+    assert problem in output
 
 
 @pytest.mark.parametrize(
@@ -202,5 +202,5 @@ def test_prices_that_cannot_be_used_are_reported(tmp_path: Path, text: str, prob
 
 def test_a_price_for_no_tier_is_an_error(simulate: Command, stack: str, tmp_path: Path) -> None:
     (tmp_path / "prices.yaml").write_text("tiers: {nvm: {gib_month: 1}}")
-    told = simulate.err(stack, *CHATS, "--prices", str(tmp_path / "prices.yaml"))
-    assert "no tier of this name; did you mean 'nvme'?" in told
+    output = simulate.err(stack, *CHATS, "--prices", str(tmp_path / "prices.yaml"))
+    assert "no tier of this name; did you mean 'nvme'?" in output

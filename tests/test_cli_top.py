@@ -116,8 +116,8 @@ def test_events_that_repeat_are_one_line() -> None:
     st.integers(20, 200),
     st.integers(8, 60),
 )
-def test_a_screen_fits_whatever_the_process_answers(told: Status, width: int, height: int) -> None:
-    lines = drawn(Sight(view_of(None, answer(told))), width, height)
+def test_a_screen_fits_whatever_the_process_answers(shown: Status, width: int, height: int) -> None:
+    lines = drawn(Sight(view_of(None, answer(shown))), width, height)
     assert len(lines) <= height
     assert all(cell_len(line) <= width and line.isprintable() for line in lines)
 
@@ -159,11 +159,11 @@ def test_what_a_real_stack_did_is_shown(capsys: pytest.CaptureFixture[str]) -> N
         assert stack.server is not None
         url = f"http://127.0.0.1:{stack.server.port}"
         assert main(["top", url, "--json", "--interval", "100ms"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["url"] == url
-    assert [(each["name"], each["breaker"]) for each in told["tiers"]] == [("cpu", ""), ("ram", "closed")]
-    assert all(each["used_bytes"] >= 4 * block_bytes for each in told["tiers"])
-    assert told["tiers"][1]["store_budget_bytes"] > 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["url"] == url
+    assert [(each["name"], each["breaker"]) for each in shown["tiers"]] == [("cpu", ""), ("ram", "closed")]
+    assert all(each["used_bytes"] >= 4 * block_bytes for each in shown["tiers"])
+    assert shown["tiers"][1]["store_budget_bytes"] > 0
 
 
 @pytest.mark.parametrize("answer_bytes", [b"", response(b"{}"), response(b"no", "HTTP/1.1 404 Not Found")])

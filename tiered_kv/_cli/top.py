@@ -21,8 +21,6 @@ from tiered_kv.observe.ask import DEFAULT_ADDRESS, Address, address_of, fetch
 from tiered_kv.observe.live import Sight, Watcher
 
 _INTERVAL_S: Final = 2.0
-_RESIZE_S: Final = 0.25
-"""Time between two checks of the terminal's size."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,12 +103,8 @@ def _draw(watcher: Watcher, address: Address, interval_s: float) -> None:
         live.update(Text(f"asking {address}"), refresh=True)
         while True:
             next_s = time.monotonic() + interval_s
-            sight, size = watcher.look(), None
-            while (left_s := next_s - time.monotonic()) > 0 or size is None:
-                if size != console.size:
-                    size = console.size
-                    live.update(screen(sight, str(address), interval_s, console), refresh=True)
-                time.sleep(min(_RESIZE_S, max(0.0, left_s)))
+            live.update(screen(watcher.look(), str(address), interval_s, console), refresh=True)
+            time.sleep(max(0.0, next_s - time.monotonic()))
 
 
 def _print(watcher: Watcher, interval_s: float) -> None:

@@ -71,7 +71,7 @@ class Namespace(StrictModel):
     tenant: Label = Field(default="default", description="Keeps one user's blocks from another's.")
     hash_algorithm: Label = Field(default="default", description="What the engine hashes tokens with.")
     hash_seed: Seed = Field(default="", description="The seed of that hash: text, or an integer.")
-    layers: Count = Field(default=0, ge=0, description="Layers that a block covers; 0 where not told.")
+    layers: Count = Field(default=0, ge=0, description="Layers that a block covers; 0 if unknown.")
     groups: tuple[Label, ...] = Field(
         default=(),
         max_length=1024,

@@ -131,9 +131,8 @@ class TierSettings(StrictModel):
     )
     name_key: SecretStr | None = Field(
         default=None,
-        description="A secret that the names of stored blocks are computed with, so that who reads them cannot tell "
-        'which prompts are stored: 32 bytes in hexadecimal or base64; write "${NAME_KEY}". '
-        "Processes share blocks if they have the same.",
+        description="A secret key for the names of stored blocks, so that they do not show which prompts are stored: "
+        '32 bytes in hexadecimal or base64; write "${NAME_KEY}". Processes with the same key share blocks.',
     )
     name_key_file: str | None = Field(
         default=None,

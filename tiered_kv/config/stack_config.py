@@ -43,7 +43,7 @@ class PrimarySettings(StrictModel):
     capacity: Bytes = Field(description="Size of the region; rounded down to whole blocks.")
     policy: str = Field(
         default="lru",
-        description=f"Which block goes when room is needed: {', '.join(BUILT_IN_POLICIES)}, or module:Class.",
+        description=f"The eviction policy: {', '.join(BUILT_IN_POLICIES)}, or module:Class.",
     )
     shared: str | None = Field(
         default=None,
