@@ -14,6 +14,7 @@ from typing import ClassVar
 import pytest
 
 from tests.support.plugged import plugged
+from tests.support.stacks import stack_file
 from tiered_kv.cli import main
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
@@ -22,12 +23,12 @@ from tiered_kv.hooks import TierType
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.tiering.administration import Purged, StoredNamespace, Survey, TierAdministration, believed
 
-ALICE = Namespace(model="m", tenant="alice").identify(block_bytes=4096, block_tokens=16)
+OWN = Namespace(model="test").identify(block_bytes=4096, block_tokens=16)
 OTHER = "ab" * 16
 
 
 class Ledger(TierAdministration):
-    """Stores two namespaces, one of alice and one of an unknown tenant."""
+    """Stores two namespaces, one of the stack and one of an unknown tenant."""
 
     purged: ClassVar[list[str]]
     left: tuple[str, ...] = ()
@@ -38,7 +39,7 @@ class Ledger(TierAdministration):
         type(self).open_ones += 1
 
     def survey(self, deadline: float, only: str | None = None) -> Survey:
-        found = [StoredNamespace(ALICE.digest.hex(), ALICE.described, 3, 4096), StoredNamespace(OTHER)]
+        found = [StoredNamespace(OWN.digest.hex(), OWN.described, 3, 4096), StoredNamespace(OTHER)]
         return Survey(tuple(each for each in found if only in (None, each.digest)))
 
     def purge(self, digest: str, deadline: float) -> Purged:
@@ -67,49 +68,39 @@ def ledger() -> Iterator[type[Ledger]]:
 
 
 @pytest.fixture
-def stack(tmp_path: Path) -> Path:
-    return write(tmp_path, "kept")
-
-
-def write(folder: Path, *types: str) -> Path:
-    file = folder / "stack.yaml"
-    tiers = ", ".join(f"{{type: {each}}}" for each in types)
-    file.write_text(
-        f"namespace: {{model: m, tenant: alice}}\nblock: {{bytes: 4096}}\nprimary: {{capacity: 64KiB}}\n"
-        f"secondary: [{tiers}]\n"
-    )
-    return file
+def stack(tmp_path: Path) -> str:
+    return stack_file(tmp_path, "type: kept")
 
 
 @pytest.mark.parametrize(
     ("options", "purged"),
-    [(["--yes"], [ALICE.digest.hex()]), (["--yes", "--namespace", OTHER], [OTHER]), (["--dry-run"], [])],
+    [(["--yes"], [OWN.digest.hex()]), (["--yes", "--namespace", OTHER], [OTHER]), (["--dry-run"], [])],
 )
 def test_the_chosen_namespace_is_purged_and_by_default_the_stack_s_own(
-    stack: Path, ledger: type[Ledger], options: list[str], purged: list[str], capsys: pytest.CaptureFixture[str]
+    stack: str, ledger: type[Ledger], options: list[str], purged: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["purge", str(stack), *options]) == 0
+    assert main(["purge", stack, *options]) == 0
     assert ledger.purged == purged
     out = capsys.readouterr().out
-    assert (OTHER if OTHER in options else ALICE.digest.hex()) in out
+    assert (OTHER if OTHER in options else OWN.digest.hex()) in out
     assert ("a note" in out) is bool(purged)
 
 
 def test_a_tenant_s_namespaces_are_purged_and_those_of_unknown_tenants_reported(
-    stack: Path, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
+    stack: str, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["purge", str(stack), "--yes", "--json", "--tenant", "alice"]) == 1
+    assert main(["purge", stack, "--yes", "--json", "--tenant", "default"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert ledger.purged == [ALICE.digest.hex()]
-    assert report["of"] == "tenant 'alice'"
+    assert ledger.purged == [OWN.digest.hex()]
+    assert report["of"] == "tenant 'default'"
     (tier,) = report["tiers"]
     assert (tier["unknown"], tier["ok"], tier["namespaces"][0]["purged"]) == ([OTHER], False, True)
 
 
 @pytest.mark.parametrize("digest", ["", "ab", "../../../etc", "AB" * 16, "ab" * 16 + "\n", "*" * 32])
-def test_an_invalid_digest_is_refused(stack: Path, digest: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_digest_is_refused(stack: str, digest: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["purge", str(stack), "--yes", "--namespace", digest])
+        main(["purge", stack, "--yes", "--namespace", digest])
     assert "expected 32 hexadecimal digits" in capsys.readouterr().err
 
 
@@ -120,7 +111,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(("answer", "status"), [("yes\n", 0), ("y\n", 2), ("", 2), ("no\n", 2)])
 def test_at_a_terminal_the_user_is_asked(
-    stack: Path,
+    stack: str,
     ledger: type[Ledger],
     answer: str,
     status: int,
@@ -128,15 +119,15 @@ def test_at_a_terminal_the_user_is_asked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
-    assert main(["purge", str(stack)]) == status
+    assert main(["purge", stack]) == status
     assert len(ledger.purged) == (status == 0)
     assert "Remove 1 stored namespaces for good?" in capsys.readouterr().err
 
 
 def test_without_a_terminal_nothing_is_removed_without_yes(
-    stack: Path, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
+    stack: str, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["purge", str(stack)]) == 2
+    assert main(["purge", stack]) == 2
     assert ledger.purged == []
     assert "give --yes" in capsys.readouterr().err
 
@@ -144,41 +135,42 @@ def test_without_a_terminal_nothing_is_removed_without_yes(
 def test_a_tier_that_cannot_be_purged_is_reported_and_the_others_are_purged(
     tmp_path: Path, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["purge", str(write(tmp_path, "closed", "memory, capacity: 64KiB", "kept")), "--yes", "--json"]) == 1
+    stack = stack_file(tmp_path, "type: closed", "type: memory, capacity: 64KiB", "type: kept")
+    assert main(["purge", stack, "--yes", "--json"]) == 1
     tiers = json.loads(capsys.readouterr().out)["tiers"]
     assert tiers[0]["error"] == "tiers of type 'closed' cannot be purged by this command"
     assert "cannot be purged" in tiers[1]["error"]
     assert tiers[2]["ok"]
-    assert ledger.purged == [ALICE.digest.hex()]
+    assert ledger.purged == [OWN.digest.hex()]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_a_file_that_is_left_is_reported_whatever_bytes_its_name_has(
-    stack: Path, ledger: type[Ledger], encoding: str
+    stack: str, ledger: type[Ledger], encoding: str
 ) -> None:
     ledger.left = (os.fsdecode(b"caf\xe9"),)
     output = io.BytesIO()
     with io.TextIOWrapper(output, encoding) as out, contextlib.redirect_stdout(out):
-        assert main(["purge", str(stack), "--yes"]) == 1
+        assert main(["purge", stack, "--yes"]) == 1
         out.flush()
-        assert rb"kept: LEFT of %s: caf\udce9" % ALICE.digest.hex().encode() in output.getvalue()
+        assert rb"kept: LEFT of %s: caf\udce9" % OWN.digest.hex().encode() in output.getvalue()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), ConfigError("broken"), OSError(5, "broken")])
 def test_an_exception_of_an_administration_is_the_tier_s_error(
-    stack: Path, ledger: type[Ledger], error: Exception, capsys: pytest.CaptureFixture[str]
+    stack: str, ledger: type[Ledger], error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger.error = error
-    assert main(["purge", str(stack), "--yes"]) == 1
+    assert main(["purge", stack, "--yes"]) == 1
     assert "broken" in capsys.readouterr().out
-    assert main(["purge", str(stack), "--yes", "--json"]) == 1
+    assert main(["purge", stack, "--yes", "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)["tiers"][0]["namespaces"]
     assert (found["blocks"], found["size_bytes"], found["purged"]) == (None, None, False), "it does not say it is gone"
 
 
 def test_a_readable_form_is_believed_only_if_its_digest_bears_it_out() -> None:
-    assert believed(ALICE.described, ALICE.digest.hex()) == ALICE.described
-    others: list[object] = [{**ALICE.described, "format": 2}, {}, [], None, "alice", {1: {2}}]
-    others.append({"namespace": {"tenant": "alice"}})
+    assert believed(OWN.described, OWN.digest.hex()) == OWN.described
+    others: list[object] = [{**OWN.described, "format": 2}, {}, [], None, "default", {1: {2}}]
+    others.append({"namespace": {"tenant": "default"}})
     for other in others:
-        assert believed(other, ALICE.digest.hex()) == {}
+        assert believed(other, OWN.digest.hex()) == {}

@@ -117,16 +117,6 @@ def test_wrong_bytes_are_reported_with_their_block_and_tier(open_rig: OpenRig, l
     assert report.verified_blocks + report.corrupt_blocks == sum(report.hits.values())
 
 
-def test_blocks_stored_under_each_others_keys_are_found(open_rig: OpenRig) -> None:
-    first = open_rig()
-    first.replay()
-    one, other = (block_key(hash_id) for hash_id in next(CHATS.requests()).hash_ids[:2])
-    swapped = first.below.blocks | {one: first.below.blocks[other], other: first.below.blocks[one]}
-    report = open_rig(blocks=swapped).replay()
-    assert {block.hash_id for block in report.corrupt} == set(next(CHATS.requests()).hash_ids[:2])
-    assert report.corrupt[0].tier == "below"
-
-
 def test_a_request_does_not_wait_longer_than_its_deadline(open_rig: OpenRig, gate: Gate) -> None:
     first = open_rig()
     first.replay()

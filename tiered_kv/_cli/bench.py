@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 
 from tiered_kv._cli.arguments import describe_use, positive_int
@@ -91,8 +92,7 @@ def _bench(
     reported: Run | None,
     on_round: Callable[[int], None],
 ) -> TierBench:
-    region = PrimaryRegion(bench.blocks, config.block.bytes)
-    try:
+    with closing(PrimaryRegion(bench.blocks, config.block.bytes)) as region:
         tier = open_tier(config, settings, region.kv_view)
         try:
             if reported is not None:
@@ -100,8 +100,6 @@ def _bench(
             return bench_tier(tier, settings.name, region.kv_view, bench, on_round=on_round)
         finally:
             tier.shutdown()
-    finally:
-        region.close()
 
 
 def _show(stack: str, results: list[TierBench], settings: BenchSettings) -> None:

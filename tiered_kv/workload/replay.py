@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from itertools import islice
 from typing import ParamSpec, TypeVar
@@ -25,7 +25,7 @@ from tiered_kv.facade import rows_of
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.workload.content import BlockContent, Rows
 from tiered_kv.workload.request import Request, block_key, require_at_least
-from tiered_kv.workload.tally import CorruptBlock, ReplayReport, Tally
+from tiered_kv.workload.tally import CorruptBlock, Counts, LatencyUs, ReplayReport, Tally, traffic
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -169,12 +169,20 @@ class Replay:
         finally:
             self._abandon()
         drained = self._manager.drain_jobs(0.0 if interrupted else self._settings.drain_timeout_s)
-        return self.tally.report(
-            self._manager.counters(),
+        seconds = time.monotonic() - started_s
+        tally, counters = self.tally, self._manager.counters()
+        hits = sum(tally.hits.values())
+        return ReplayReport(
+            **{each.name: getattr(tally, each.name) for each in fields(Counts)},
+            misses=tally.blocks - hits,
+            hit_rate=round(hits / tally.blocks, 6) if tally.blocks else 0.0,
+            seconds=round(seconds, 3),
+            step_us=LatencyUs.of_seconds(tally.step_s),
+            steps=len(tally.step_s),
             block_bytes=self._block_bytes,
-            seconds=time.monotonic() - started_s,
             interrupted=interrupted,
             drained=drained,
+            tiers={name: traffic(tier_hits, counters.get(name, {}), seconds) for name, tier_hits in tally.hits.items()},
         )
 
     def _fill(self, requests: Iterator[Request]) -> None:

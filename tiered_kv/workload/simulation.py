@@ -7,7 +7,7 @@ tier, and ends each job after a fixed number of steps. So storage is always fast
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import PRIMARY_TIER_NAME, StackConfig
@@ -115,7 +115,7 @@ def run_servers(
         for tier in config.secondary
         if tier_plugins().resolve(tier.type).is_shared
     }
-    servers = [Server(config, shared, clock, fleet.concurrency) for _ in range(fleet.servers)]
+    servers = [Server(config, shared, clock) for _ in range(fleet.servers)]
     running: dict[Server, None] = {}
     chosen = routes(fleet.router, requests, len(servers))
     for count, (request, number) in enumerate(zip(requests, chosen, strict=False), 1):
@@ -171,7 +171,7 @@ class _NoMemory(PrimaryRegion):
 class Server:
     """A simulated stack, and the replay that drives it. By `clock`, the time of the requests, blocks expire."""
 
-    def __init__(self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _Clock, concurrency: int) -> None:
+    def __init__(self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _Clock) -> None:
         blocks, waiting_clock = config.primary_blocks, _Clock()
         self.primary = CPUOffloadingManager(CPUBackend(_NoMemory(blocks, config.block.bytes)), config.primary.policy)
         self.stores = [shared.get(tier.name) or _key_store(config, tier, clock) for tier in config.secondary]
@@ -183,8 +183,7 @@ class Server:
             clock=waiting_clock,
             wear_clock=clock,
         )
-        settings = ReplaySettings(concurrency)
-        settings = replace(settings, store_blocks=min(settings.store_blocks, blocks))
+        settings = ReplaySettings(store_blocks=min(ReplaySettings().store_blocks, blocks))
         self.replay = Replay(self.manager, None, settings, clock=waiting_clock, sleep=waiting_clock.sleep)
 
 

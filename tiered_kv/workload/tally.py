@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -98,32 +98,9 @@ class Tally(Counts):
         if len(self.corrupt) < _CORRUPT_SHOWN:
             self.corrupt.append(block)
 
-    def report(
-        self,
-        counters: Mapping[str, Mapping[str, Any]],
-        *,
-        block_bytes: int,
-        seconds: float,
-        interrupted: bool,
-        drained: bool,
-    ) -> ReplayReport:
-        """Return the report; `counters` are those of the manager, by tier."""
-        hits = sum(self.hits.values())
-        return ReplayReport(
-            **{each.name: getattr(self, each.name) for each in fields(Counts)},
-            misses=self.blocks - hits,
-            hit_rate=round(hits / self.blocks, 6) if self.blocks else 0.0,
-            seconds=round(seconds, 3),
-            step_us=LatencyUs.of_seconds(self.step_s),
-            steps=len(self.step_s),
-            block_bytes=block_bytes,
-            interrupted=interrupted,
-            drained=drained,
-            tiers={name: _traffic(tier_hits, counters.get(name, {}), seconds) for name, tier_hits in self.hits.items()},
-        )
 
-
-def _traffic(hits: int, counters: Mapping[str, Any], seconds: float) -> TierTraffic:
+def traffic(hits: int, counters: Mapping[str, Any], seconds: float) -> TierTraffic:
+    """Return the traffic of a tier with these hits and the manager's counters, in so many seconds."""
     stored_bytes = counters.get("stored_bytes_total", 0)
     loaded_bytes = counters.get("loaded_bytes_total", 0)
     return TierTraffic(
