@@ -19,6 +19,7 @@ from tests.support.stacks import Register, stack_file
 from tiered_kv import __version__
 from tiered_kv.cli import main
 from tiered_kv.cpu.policies.lru import LRUPolicy
+from tiered_kv.hooks import PluginReport, tier_plugins
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.tiering.base import JobMetadata
 
@@ -34,6 +35,11 @@ class FlippingTier(FourMethodTier):
         super().submit_store(job_metadata)
         for key in job_metadata.keys:
             self.blocks[key] = self.blocks[key][:-1] + bytes([self.blocks[key][-1] ^ 1])
+
+
+class FailingPolicy(LRUPolicy):
+    def __init__(self, num_blocks: int) -> None:
+        raise RuntimeError(f"cannot order {num_blocks} blocks")
 
 
 class FailingDescriptionTier(FourMethodTier):
@@ -73,14 +79,20 @@ def test_check_shows_what_every_tier_can_do(tmp_path: Path, command: Command) ->
 
 def test_check_shows_the_other_tiers_where_one_cannot_be_opened(tmp_path: Path, command: Command) -> None:
     (tmp_path / "file").write_text("not a directory")
-    failing = "type: 'tests.test_cli:FailingDescriptionTier', name: failing"
-    stack = stack_file(tmp_path, nvme(tmp_path / "file", "bad"), failing, nvme(tmp_path / "cache", "good"))
+    tiers = [
+        nvme(tmp_path / "file", "bad"),
+        "type: 'tests.test_cli:FailingDescriptionTier', name: failing",
+        nvme(tmp_path / "cache", "good"),
+    ]
+    stack = stack_file(tmp_path, *tiers, capacity="1MiB, policy: 'tests.test_cli:FailingPolicy'")
     result = command.json("check", stack, status=1)
     assert not result["ok"]
-    opens = [("cpu", True), ("bad", False), ("failing", False), ("good", True)]
+    opens = [("cpu", False), ("bad", False), ("failing", False), ("good", True)]
     assert [(tier["name"], tier["ok"]) for tier in result["tiers"]] == opens
-    assert "file" in result["tiers"][1]["error"]
-    assert result["tiers"][2]["error"] == "RuntimeError: no words"
+    cpu, bad, failing, _ = (tier["error"] for tier in result["tiers"])
+    assert cpu == "RuntimeError: cannot order 256 blocks"
+    assert "file" in bad
+    assert failing == "RuntimeError: no words"
     assert "FAILED" in command.out("check", stack, status=1)
 
 
@@ -225,21 +237,11 @@ def test_plugins_lists_tiers_with_their_settings(command: Command) -> None:
     assert "job_timeout" in command.out("plugins")
 
 
-def test_a_broken_plugin_is_shown(tmp_path: Path) -> None:
-    info = tmp_path / "tiered_kv_tape-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiered-kv-tape\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[tiered_kv]\ntape = tiered_kv_tape\n")
-    (tmp_path / "tiered_kv_tape.py").write_text("raise ImportError('no tape')\n")
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"}
-
-    program = "from tiered_kv.cli import main; main(['plugins']); raise SystemExit(main(['plugins', '--json']))"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1, done.stderr
-    table, _, found = done.stdout.partition("\n{")
-    assert "broken: plugin 'tape' of tiered-kv-tape 1.0: ImportError: no tape" in table
-    assert json.loads("{" + found)["broken"][0]["error"] == "ImportError: no tape"
+def test_a_broken_plugin_is_shown(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = PluginReport("tape", "tiered-kv-tape 1.0", (), "ImportError: no tape")
+    monkeypatch.setattr(tier_plugins(), "reports", lambda: [report])
+    assert "broken: plugin 'tape' of tiered-kv-tape 1.0: ImportError: no tape" in command.out("plugins", status=1)
+    assert command.json("plugins", status=1)["broken"][0]["error"] == "ImportError: no tape"
 
 
 def test_schema_is_printed_as_json(command: Command) -> None:
@@ -266,16 +268,6 @@ def test_bad_usage_shows_the_usage_of_its_verb(capsys: pytest.CaptureFixture[str
         error = capsys.readouterr().err
         assert error.startswith(f"usage: tiered-kv {arguments[0]} ")
         assert problem in error
-
-
-class UnluckyPolicy(LRUPolicy):
-    def __init__(self, num_blocks: int) -> None:
-        raise RuntimeError(f"cannot order {num_blocks} blocks")
-
-
-def test_check_builds_the_policy(tmp_path: Path, command: Command) -> None:
-    stack = stack_file(tmp_path, capacity="1MiB, policy: 'tests.test_cli:UnluckyPolicy'")
-    assert "RuntimeError: cannot order 256 blocks" in command.json("check", stack, status=1)["tiers"][0]["error"]
 
 
 def test_output_that_cannot_be_written_is_an_error() -> None:

@@ -27,9 +27,8 @@ from tiered_kv.workload.hit_rates import default_sizes, hit_rate
 from tiered_kv.workload.prices import MONTH_S, Prices, costs, times_a_month
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.request import Request, block_key
-from tiered_kv.workload.routing import ROUTERS, routes
 from tiered_kv.workload.sampling import draw, sessions
-from tiered_kv.workload.simulation import Fleet, Simulated, simulate, with_tier
+from tiered_kv.workload.simulation import ROUTERS, Fleet, Simulated, routes, simulate, with_tier
 from tiered_kv.workload.stack_distance import hit_curve
 from tiered_kv_fs.simulation import FsKeys
 from tiered_kv_memory.settings import MemorySettings

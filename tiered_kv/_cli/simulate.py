@@ -22,9 +22,8 @@ from tiered_kv.observe.report.page import Run
 from tiered_kv.workload.hit_rates import default_sizes, hit_rate
 from tiered_kv.workload.prices import Prices, costs, load_prices, times_a_month
 from tiered_kv.workload.request import Request
-from tiered_kv.workload.routing import ROUTERS
 from tiered_kv.workload.sampling import draw
-from tiered_kv.workload.simulation import Fleet, simulate, with_tier
+from tiered_kv.workload.simulation import ROUTERS, Fleet, simulate, with_tier
 from tiered_kv.workload.stack_distance import hit_curve
 
 _OF_A_STACK = ("servers", "router", "concurrency", "limit", "prices")

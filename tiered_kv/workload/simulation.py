@@ -6,8 +6,10 @@ tier, and ends each job after a fixed number of steps. So storage is always fast
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import PRIMARY_TIER_NAME, StackConfig
@@ -22,9 +24,12 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.keys_only import KeysOnlyTier, KeyStore
 from tiered_kv.workload.replay import Replay, ReplaySettings
 from tiered_kv.workload.request import Request, require_at_least
-from tiered_kv.workload.routing import routes
+from tiered_kv.workload.sampling import hash_share, sessions
 
 SERVERS_MAX = 1000
+ROUTERS = ("random", "round-robin", "sticky", "prefix")
+_PREFIX_SHARE_MIN = 0.5
+"""A server gets a request for its prefix if it had at least this share of the prompt before."""
 _MS_PER_S = 1000
 _COUNTS = ("written_blocks", "moved_blocks", "read_blocks", "evicted_blocks", "lookup_requests", "used_bytes")
 """The counters of a `KeyStore`."""
@@ -35,7 +40,7 @@ class Fleet:
     """Servers with a stack each. All of them use the same storage for tiers that are shared.
 
     Args:
-        router: One of `routing.ROUTERS`.
+        router: One of `ROUTERS`; see `routes`.
         concurrency: Requests that run at once, on all servers together.
 
     Raises:
@@ -145,6 +150,40 @@ def with_tier(config: StackConfig, name: str, **changes: object) -> StackConfig:
         raise ConfigError(f"there is no tier '{name}'; there are: {', '.join(tiers)}", location="--limit")
     tiers[name] = tiers[name].model_copy(update=changes)
     return config.model_copy(update={"primary": tiers.pop(PRIMARY_TIER_NAME), "secondary": tuple(tiers.values())})
+
+
+def routes(router: str, requests: Sequence[Request], servers: int) -> Iterator[int]:
+    """Return an iterator over the number of the server of each request, from 0.
+
+    Router "sticky" keeps a session on one server. "prefix" chooses the server that had the longest part of the prompt
+    before, if that is half of it, and else the server with the fewest blocks.
+
+    Raises:
+        ConfigError: There is no such router.
+    """
+    if router == "random":
+        chance = random.Random(0)
+        return (chance.randrange(servers) for _ in requests)
+    if router == "round-robin":
+        return cycle(range(servers))
+    if router == "sticky":
+        return (int(hash_share(session) * servers) for session in sessions(requests)[0])
+    if router == "prefix":
+        return _by_prefix(requests, servers)
+    raise ConfigError(f"expected one of {', '.join(ROUTERS)}, found {router!r}", location="--router")
+
+
+def _by_prefix(requests: Sequence[Request], servers: int) -> Iterator[int]:
+    had_last: dict[int, int] = {}  # by block, the server that got it last
+    loads = [0] * servers
+    for request in requests:
+        ids = request.hash_ids
+        known = next((at for at, each in enumerate(ids) if each not in had_last), len(ids))
+        is_known = known and known >= _PREFIX_SHARE_MIN * len(ids)
+        server = had_last[ids[known - 1]] if is_known else min(range(servers), key=loads.__getitem__)
+        had_last.update(dict.fromkeys(ids, server))
+        loads[server] += len(ids)
+        yield server
 
 
 class _Clock:
