@@ -261,6 +261,7 @@ def test_bad_usage_shows_the_usage_of_its_verb(capsys: pytest.CaptureFixture[str
         (["check"], "required: STACK"),
         (["replay", "x", "--turns", "many"], "argument --turns: invalid int value: 'many'"),
         (["replay", "x", "--request-timeout", "soon"], "expected a duration such as 250ms"),
+        (["top", "--interval", "10ms"], "expected a duration from 100ms to 1d, found '10ms'"),
     ]:
         with pytest.raises(SystemExit) as ended:
             main(arguments)

@@ -188,13 +188,6 @@ def test_every_field_is_described() -> None:
     assert undescribed(names, "reference/command.md", "top") == set()
 
 
-@pytest.mark.parametrize("text", ["0s", "10ms", "2d", "soon"])
-def test_an_interval_is_of_a_sensible_length(capsys: pytest.CaptureFixture[str], text: str) -> None:
-    with pytest.raises(SystemExit):
-        main(["top", "--interval", text])
-    assert "expected a duration" in capsys.readouterr().err
-
-
 def test_without_a_terminal_it_prints_a_table_for_each_interval_until_ctrl_c() -> None:
     with (
         StatusServer(growing()) as server,

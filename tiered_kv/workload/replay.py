@@ -30,6 +30,8 @@ from tiered_kv.workload.tally import CorruptBlock, Counts, LatencyUs, ReplayRepo
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
+_LOOKUP_BLOCKS = 64
+"""Keys in a lookup call. A request makes no further call after an absent block."""
 _IDLE_S = 0.0005
 """Sleep after a step in which every request waited for storage."""
 
@@ -40,7 +42,6 @@ class ReplaySettings:
 
     Args:
         concurrency: Requests that run at once.
-        lookup_blocks: Keys in a lookup call. A request makes no further call after an absent block.
         store_blocks: Blocks that a step stores for one request, as a server stores a chunk of its prefill.
         request_timeout_s: How long a request waits for its prefix before the rest of it counts as missed.
         drain_timeout_s: How long to wait for stores in flight after the last request.
@@ -50,13 +51,12 @@ class ReplaySettings:
     """
 
     concurrency: int = 8
-    lookup_blocks: int = 64
     store_blocks: int = 32
     request_timeout_s: float = 5.0
     drain_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "concurrency", "lookup_blocks", "store_blocks")
+        require_at_least(1, self, "concurrency", "store_blocks")
         require_at_least(0, self, "request_timeout_s", "drain_timeout_s")
 
 
@@ -244,8 +244,8 @@ class Replay:
         """Return how many leading blocks can be loaded now; None if the request should wait."""
         known_blocks = 0
         waits = False
-        for first in range(0, len(running.keys), self._settings.lookup_blocks):
-            keys = running.keys[first : first + self._settings.lookup_blocks]
+        for first in range(0, len(running.keys), _LOOKUP_BLOCKS):
+            keys = running.keys[first : first + _LOOKUP_BLOCKS]
             answers = self._timed(self._manager.lookup_many, keys, running.context)
             hit = next((i for i, answer in enumerate(answers) if answer is not True), len(answers))
             if not waits:
