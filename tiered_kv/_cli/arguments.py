@@ -1,9 +1,8 @@
-"""Types of command-line arguments, whose errors say what is accepted; and the form of the help."""
+"""Types of command-line arguments, whose errors say what is accepted; and the end of the help."""
 
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -49,19 +48,6 @@ def _parsed(parse: Callable[[object], Number], text: str, given: str) -> Number:
         return parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, found {given!r}") from None
-
-
-class HelpFormatter(argparse.HelpFormatter):
-    """Fills each paragraph, except those with indented lines."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = [
-            textwrap.indent(part, indent)
-            if "\n  " in part
-            else super(HelpFormatter, self)._fill_text(part, width, indent)
-            for part in text.split("\n\n")
-        ]
-        return "\n\n".join(paragraphs)
 
 
 def describe_use(parser: argparse.ArgumentParser, *examples: tuple[str, str], found: str = "") -> None:
