@@ -153,7 +153,7 @@ def test_every_field_is_described(simulate: Command, priced: list[str], trace: s
         (["STACK", "--limit", "cpu=0"], "--limit: the primary tier has --capacity"),
         (["STACK", "--limit", "nvme=1KiB"], "secondary.0.capacity: "),
         (["STACK", "--prices", "/nonesuch"], "the file of prices cannot be read"),
-        (["/nonesuch.yaml"], "the stack's file cannot be read"),
+        (["/nonesuch.yaml"], "/nonesuch.yaml: the stack's file cannot be read: No such file"),
     ],
 )
 def test_mistakes_are_reported(simulate: Command, stack: str, arguments: list[str], problem: str) -> None:

@@ -173,9 +173,6 @@ class TestFile:
         assert isinstance(tier, VaultSettings)
         assert (tier.name, tier.capacity, tier.ttl, tier.job_timeout) == ("vault", 100 << 30, 3600.0, 0.25)
 
-    def test_a_missing_file_is_an_error_with_its_path(self, tmp_path: Path) -> None:
-        assert str(tmp_path / "none.yaml") in error_of(tmp_path / "none.yaml")
-
     @pytest.mark.parametrize(
         ("text", "message"),
         [
