@@ -58,11 +58,7 @@ def from_source(
 
 
 def parse_stack_text(text: str | bytes, source: str = "the stack", keys: str = _STACK_KEYS) -> dict[str, object]:
-    """Return the mapping in a YAML `text`; `source` names it in errors.
-
-    Raises:
-        ConfigError: It is not YAML, repeats a key, has an alias, or is no mapping.
-    """
+    """Return the mapping in a YAML `text`; `source` names it in errors."""
     data, problem = _load(text)
     if problem:
         # Raised outside of the handler: PyYAML's own error repeats lines of the file.
@@ -117,11 +113,7 @@ def _is_bare_variable(text: str | bytes, mark: yaml.Mark) -> bool:
 
 
 def fill_variables(data: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, object]:
-    """Return `data` with each `${NAME}` and `${NAME:-default}` in its texts replaced, and `$$` by `$`.
-
-    Raises:
-        ConfigError: A variable is not set and has no default, or a `${` has no matching form.
-    """
+    """Return `data` with each `${NAME}` and `${NAME:-default}` in its texts replaced, and `$$` by `$`."""
     return {key: _fill(value, str(key), environ) for key, value in data.items()}
 
 

@@ -255,11 +255,7 @@ def load_config(
 
 
 def tier_settings(entry: object) -> TierSettings:
-    """Return an entry of `secondary`, checked by the model of its type; settings are returned as they are.
-
-    Raises:
-        ConfigError: Its type is unknown, or a setting cannot be used.
-    """
+    """Return an entry of `secondary`, checked by the model of its type; settings are returned as they are."""
     return raise_problems(_check_entry(entry, ()))
 
 

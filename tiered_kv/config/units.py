@@ -31,20 +31,12 @@ _DURATION_ACCEPTED = "a duration such as 250ms, 30s or 1h, or a number of second
 
 
 def parse_bytes(value: object) -> int:
-    """Return the bytes of a size: an int, or a text such as "64MiB" or "1.5GB".
-
-    Raises:
-        ValueError: It is no size, is negative, is not a whole number of bytes, or exceeds `BYTES_MAX`.
-    """
+    """Return the bytes of a size: an int, or a text such as "64MiB" or "1.5GB"; raise ValueError if it is none."""
     return _size(value, _SIZE_ACCEPTED, 1)
 
 
 def parse_bytes_per_day(value: object) -> int:
-    """Return the bytes a day of a rate: an int, or a text such as "2TiB/day", "90GiB/h" or "25MB/s".
-
-    Raises:
-        ValueError: It is no rate.
-    """
+    """Return the bytes a day of a rate: an int, or a text such as "2TiB/day"; raise ValueError if it is none."""
     if not isinstance(value, str):
         return _size(value, _RATE_ACCEPTED, 1)
     size, _, time = value.partition("/")
@@ -103,11 +95,7 @@ def rounded_seconds(seconds: float) -> str:
 
 
 def parse_seconds(value: object) -> float:
-    """Return the seconds of a duration: a number, or a text such as "250ms", "30s" or "1h".
-
-    Raises:
-        ValueError: It is no duration, is negative or is not finite.
-    """
+    """Return the seconds of a duration: a number, or a text such as "250ms"; raise ValueError if it is none."""
     number, unit = _split(value, _DURATION_ACCEPTED)
     if unit not in _DURATIONS and unit:
         raise ValueError(f"expected {_DURATION_ACCEPTED}; the units are {', '.join(_DURATIONS)}")

@@ -39,11 +39,7 @@ Location = tuple[int | str, ...]
 
 
 def validate(model: type[Model], data: object, location: Location = ()) -> Model:
-    """Return `data` as a `model`; `location` is the path of `data` in the stack's configuration.
-
-    Raises:
-        ConfigError: With one line for each setting that cannot be used.
-    """
+    """Return `data` as a `model`, or raise ConfigError; `location` is the path of `data` in the configuration."""
     return raise_problems(check(model, data, location))
 
 

@@ -31,16 +31,7 @@ _KEY_HASH_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """How a tier is measured.
-
-    Args:
-        blocks: New blocks in a round.
-        batch: Blocks in a job.
-        timeout_s: How long one direction of a round, or one lookup, may take.
-
-    Raises:
-        ConfigError: A number is out of its range.
-    """
+    """New blocks in a round, blocks in a job, and the time limit of a lookup or of one direction of a round."""
 
     blocks: int
     batch: int = 32
@@ -87,17 +78,12 @@ def bench_tier(
     *,
     on_round: Callable[[int], None] = lambda rounds: None,
 ) -> TierBench:
-    """Measure a tier that has no other user meanwhile.
+    """Measure a tier that is open over `kv_view` and has no other user.
 
-    Args:
-        tier: The tier, opened over `kv_view`.
-        name: Its name in the stack.
-        kv_view: Writable, of shape (at least `settings.blocks`, block_bytes); overwritten.
-        on_round: Called after each round with the number of rounds so far.
+    `kv_view` has a row for each block of a round, and is overwritten. `on_round` gets the number of rounds so far.
 
     Raises:
-        TierUnavailableError: A transfer or lookup did not end in `settings.timeout_s`. A transfer may still
-            access `kv_view` then.
+        TierUnavailableError: A transfer or lookup timed out. A transfer may still access `kv_view`.
     """
     bench = _Bench(tier, name, kv_view, settings)
     for number in range(settings.rounds):

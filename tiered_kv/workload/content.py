@@ -28,21 +28,12 @@ class BlockContent:
         self._expected = np.empty_like(self._fixed)
 
     def fill(self, rows: Rows, row_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Write the content of each block into its row.
-
-        Args:
-            rows: C-contiguous uint8 array of shape (n, block_bytes).
-            block_ids: The block of each row, 0 to 2**64 - 1.
-        """
+        """Write the content of each block, with ids from 0 to 2**64 - 1, into its row of a C-contiguous array."""
         for row_id, block_id in zip(row_ids, block_ids, strict=True):
             rows[row_id] = self._expect(block_id)
 
     def check(self, rows: Rows, row_ids: Sequence[int], block_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Compare each row with the content of its block; the arguments are those of `fill`.
-
-        Returns:
-            For each row that differs, its position in `row_ids` and the offset of its first wrong byte.
-        """
+        """Return, for each row that differs from its block, the position in `row_ids` and the first wrong offset."""
         wrong: list[tuple[int, int]] = []
         for position, (row_id, block_id) in enumerate(zip(row_ids, block_ids, strict=True)):
             differs = rows[row_id] != self._expect(block_id)

@@ -24,16 +24,7 @@ BLOCK_TOKENS = 512
 class ChatWorkload:
     """A reproducible workload: equal settings give equal requests, in every process.
 
-    Args:
-        seed: Chooses the turns' lengths, their order, and the blocks' ids.
-        chats: Chats in all.
-        turns: Requests in a chat.
-        turn_blocks: Blocks that a turn appends on average; uniform from 1 to `2 * turn_blocks - 1`.
-        system_prompts: Distinct system prompts.
-        system_blocks: Length of a system prompt, in blocks; 0 for none.
-
-    Raises:
-        ConfigError: A number is out of its range.
+    `docs/reference/command.md` describes each setting.
     """
 
     seed: int = 0

@@ -37,15 +37,8 @@ def hit_rate(
 ) -> HitRate:
     """Return the hit rate of a policy, where each request ends before the next one begins.
 
-    Args:
-        policy: Its name, as in a stack's file.
-        capacity_blocks: Blocks that the primary tier holds.
-        curve: What LRU hits. Every policy hits the same with room for all blocks.
-        sample: Sessions to run in place of all requests, unless that leaves too little room.
-        on_progress: Called with the number of requests that began.
-
-    Raises:
-        ConfigError: There is no such policy.
+    `curve` is that of LRU; with room for all blocks every policy hits the same. A `sample` runs in place of all
+    requests, unless its capacity is too small. `on_progress` gets the number of requests so far.
     """
     blocks = 0 if sample is None else sample.capacity(capacity_blocks)
     error = 0.0

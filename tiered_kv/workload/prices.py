@@ -41,11 +41,7 @@ class Prices(StrictModel):
 
 
 def load_prices(path: str | os.PathLike[str], tiers: Sequence[str]) -> Prices:
-    """Return the prices in a YAML file for the `tiers` with these names.
-
-    Raises:
-        ConfigError: It cannot be read or used; with a line for each setting at fault.
-    """
+    """Return the prices in a YAML file for the `tiers` with these names."""
     return from_source(path, lambda raw: _checked(raw, tiers), what="the file of prices", keys="currency and tiers")
 
 
@@ -59,11 +55,7 @@ def _checked(raw: Mapping[str, object], tiers: Sequence[str]) -> Prices:
 
 
 def times_a_month(requests: Sequence[Request]) -> float:
-    """Return how often these requests, repeated without a pause, come in a month.
-
-    Raises:
-        ConfigError: They have all the same time.
-    """
+    """Return how often these requests, repeated without a pause, come in a month."""
     seconds = span_s(requests)
     if not seconds:
         raise ConfigError("what a month costs cannot be told: the requests came at one time", location="--prices")

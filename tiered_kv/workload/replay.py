@@ -38,22 +38,15 @@ _IDLE_S = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """How requests are driven.
-
-    Args:
-        concurrency: Requests that run at once.
-        store_blocks: Blocks that a step stores for one request, as a server stores a chunk of its prefill.
-        request_timeout_s: How long a request waits for its prefix before the rest of it counts as missed.
-        drain_timeout_s: How long to wait for stores in flight after the last request.
-
-    Raises:
-        ConfigError: A number is out of its range.
-    """
+    """How requests are driven."""
 
     concurrency: int = 8
     store_blocks: int = 32
+    """Blocks that a step stores for one request, as a server stores a chunk of its prefill."""
     request_timeout_s: float = 5.0
+    """How long a request waits for its prefix before the rest of it counts as missed."""
     drain_timeout_s: float = 30.0
+    """How long to wait for stores in flight after the last request."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "concurrency", "store_blocks")
@@ -69,17 +62,10 @@ def replay(
     should_stop: Callable[[], bool] = lambda: False,
     on_progress: Callable[[Tally], None] = lambda tally: None,
 ) -> ReplayReport:
-    """Run `requests` through `manager` to their end.
+    """Run `requests` through the manager of a stack that has no other user; `kv_view` is its primary region.
 
-    Args:
-        manager: The manager of a stack that has no other user meanwhile.
-        kv_view: The stack's primary region, of shape (num_blocks, block_bytes).
-        requests: Consumed one by one, when a request can be admitted.
-        should_stop: Called before every step; when it returns True, the replay finishes normally.
-        on_progress: Called after every step.
-
-    Raises:
-        ConfigError: From `requests`, where a trace has a bad line. Nothing stays pinned.
+    `should_stop` is called before every step; when it returns True, the replay finishes normally. An exception of
+    `requests`, as for a bad line of a trace, ends the replay, and leaves nothing pinned.
     """
     run = Replay(manager, np.asarray(kv_view), settings or ReplaySettings())
     return run.drive(iter(requests), should_stop, on_progress)

@@ -76,11 +76,7 @@ def sessions(requests: Sequence[Request]) -> tuple[list[int], set[int]]:
 
 
 def draw(requests: Sequence[Request], rate: float) -> Sample:
-    """Return about `rate` of the sessions of a trace, the same each time.
-
-    Raises:
-        ConfigError: The sample has no session.
-    """
+    """Return about `rate` of the sessions of a trace, the same each time; at least one, or raise ConfigError."""
     roots, common = sessions(requests)
     taken = [(request, root) for request, root in zip(requests, roots, strict=True) if hash_share(root) < rate]
     every = {each for request in requests for each in request.hash_ids} - common

@@ -37,15 +37,7 @@ _COUNTS = ("written_blocks", "moved_blocks", "read_blocks", "evicted_blocks", "l
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Servers with a stack each. All of them use the same storage for tiers that are shared.
-
-    Args:
-        router: One of `ROUTERS`; see `routes`.
-        concurrency: Requests that run at once, on all servers together.
-
-    Raises:
-        ConfigError: A number is out of its range.
-    """
+    """Servers with a stack each, which share the storage of shared tiers. `concurrency` is that of all together."""
 
     servers: int = 1
     router: str = "round-robin"
@@ -100,12 +92,7 @@ def simulate(
 ) -> Simulated:
     """Run `requests`, of which there is at least one, through simulated stacks of this configuration.
 
-    Args:
-        fleet: The servers; by default one.
-        on_progress: Called with the number of requests that began.
-
-    Raises:
-        ConfigError: There is no such policy or router, or a capacity does not hold a block.
+    `on_progress` gets the number of requests so far.
     """
     return _simulated(config, requests, run_servers(config, requests, fleet or Fleet(), on_progress))
 
@@ -140,11 +127,7 @@ def span_s(requests: Sequence[Request]) -> float:
 
 
 def with_tier(config: StackConfig, name: str, **changes: object) -> StackConfig:
-    """Return a stack with other settings of one tier, which are not validated.
-
-    Raises:
-        ConfigError: There is no such tier.
-    """
+    """Return a stack with other settings of one tier, which are not validated."""
     tiers = {PRIMARY_TIER_NAME: config.primary, **{tier.name: tier for tier in config.secondary}}
     if name not in tiers:
         raise ConfigError(f"there is no tier '{name}'; there are: {', '.join(tiers)}", location="--limit")
@@ -157,9 +140,6 @@ def routes(router: str, requests: Sequence[Request], servers: int) -> Iterator[i
 
     Router "sticky" keeps a session on one server. "prefix" chooses the server that had the longest part of the prompt
     before, if that is half of it, and else the server with the fewest blocks.
-
-    Raises:
-        ConfigError: There is no such router.
     """
     if router == "random":
         chance = random.Random(0)

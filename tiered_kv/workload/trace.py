@@ -39,11 +39,7 @@ class _Line(BaseModel):
 
 
 def read_trace(path: Path, *, requests_max: int | None = None) -> Iterator[Request]:
-    """Yield the requests of a trace, at most `requests_max`, one line at a time; empty lines are skipped.
-
-    Raises:
-        ConfigError: The file cannot be read or is empty, or a line is not a request; the message names file and line.
-    """
+    """Yield the requests of a trace, at most `requests_max`, one line at a time; empty lines are skipped."""
     count = 0
     try:
         with path.open("rb") as file:
