@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import ClassVar
 
 import pytest
 
+from tests.support.command import Command
 from tests.support.plugged import plugged
 from tests.support.stacks import stack_file
 from tiered_kv.cli import main
@@ -23,7 +23,8 @@ from tiered_kv.hooks import TierType
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.tiering.administration import Purged, StoredNamespace, Survey, TierAdministration, believed
 
-OWN = Namespace(model="test").identify(block_bytes=4096, block_tokens=16)
+IDENTITY = Namespace(model="test").identify(block_bytes=4096, block_tokens=16)
+OWN = IDENTITY.digest.hex()
 OTHER = "ab" * 16
 
 
@@ -33,13 +34,13 @@ class Ledger(TierAdministration):
     purged: ClassVar[list[str]]
     left: tuple[str, ...] = ()
     error: Exception | None = None
-    open_ones = 0
+    opened = 0
 
     def __init__(self, settings: TierSettings) -> None:
-        type(self).open_ones += 1
+        type(self).opened += 1
 
     def survey(self, deadline: float, only: str | None = None) -> Survey:
-        found = [StoredNamespace(OWN.digest.hex(), OWN.described, 3, 4096), StoredNamespace(OTHER)]
+        found = [StoredNamespace(OWN, IDENTITY.described, 3, 4096), StoredNamespace(OTHER)]
         return Survey(tuple(each for each in found if only in (None, each.digest)))
 
     def purge(self, digest: str, deadline: float) -> Purged:
@@ -49,12 +50,12 @@ class Ledger(TierAdministration):
         return Purged(3, 4096, self.left, ("a note",))
 
     def close(self) -> None:
-        type(self).open_ones -= 1
+        type(self).opened -= 1
 
 
 @pytest.fixture(autouse=True)
 def ledger() -> Iterator[type[Ledger]]:
-    """The administration of tiers of the type "kept"."""
+    """The storage of tiers of the type "kept"."""
 
     class Mine(Ledger):
         purged: ClassVar[list[str]] = []
@@ -64,7 +65,7 @@ def ledger() -> Iterator[type[Ledger]]:
         TierType("closed", TierSettings, lambda: FourMethodTier),
     ):
         yield Mine
-    assert Mine.open_ones == 0
+    assert Mine.opened == 0
 
 
 @pytest.fixture
@@ -72,26 +73,28 @@ def stack(tmp_path: Path) -> str:
     return stack_file(tmp_path, "type: kept")
 
 
+@pytest.fixture
+def purge(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys, "purge")
+
+
 @pytest.mark.parametrize(
-    ("options", "purged"),
-    [(["--yes"], [OWN.digest.hex()]), (["--yes", "--namespace", OTHER], [OTHER]), (["--dry-run"], [])],
+    ("options", "purged"), [(["--yes"], [OWN]), (["--yes", "--namespace", OTHER], [OTHER]), (["--dry-run"], [])]
 )
 def test_the_chosen_namespace_is_purged_and_by_default_the_stack_s_own(
-    stack: str, ledger: type[Ledger], options: list[str], purged: list[str], capsys: pytest.CaptureFixture[str]
+    stack: str, ledger: type[Ledger], purge: Command, options: list[str], purged: list[str]
 ) -> None:
-    assert main(["purge", stack, *options]) == 0
+    out = purge.out(stack, *options)
     assert ledger.purged == purged
-    out = capsys.readouterr().out
-    assert (OTHER if OTHER in options else OWN.digest.hex()) in out
+    assert (OTHER if OTHER in options else OWN) in out
     assert ("a note" in out) is bool(purged)
 
 
 def test_a_tenant_s_namespaces_are_purged_and_those_of_unknown_tenants_reported(
-    stack: str, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
+    stack: str, ledger: type[Ledger], purge: Command
 ) -> None:
-    assert main(["purge", stack, "--yes", "--json", "--tenant", "default"]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert ledger.purged == [OWN.digest.hex()]
+    report = purge.json(stack, "--yes", "--tenant", "default", status=1)
+    assert ledger.purged == [OWN]
     assert report["of"] == "tenant 'default'"
     (tier,) = report["tiers"]
     assert (tier["unknown"], tier["ok"], tier["namespaces"][0]["purged"]) == ([OTHER], False, True)
@@ -109,39 +112,39 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("answer", "status"), [("yes\n", 0), ("y\n", 2), ("", 2), ("no\n", 2)])
-def test_at_a_terminal_the_user_is_asked(
+@pytest.mark.parametrize(
+    ("terminal", "status", "says"),
+    [
+        (Terminal("yes\n"), 0, "Remove 1 stored namespaces for good?"),
+        (Terminal("y\n"), 2, "nothing was removed"),
+        (Terminal(""), 2, "nothing was removed"),
+        (io.StringIO("yes\n"), 2, "give --yes"),
+    ],
+)
+def test_without_yes_a_user_at_a_terminal_is_asked(
     stack: str,
     ledger: type[Ledger],
-    answer: str,
+    terminal: io.StringIO,
     status: int,
+    says: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    monkeypatch.setattr(sys, "stdin", terminal)
     assert main(["purge", stack]) == status
     assert len(ledger.purged) == (status == 0)
-    assert "Remove 1 stored namespaces for good?" in capsys.readouterr().err
-
-
-def test_without_a_terminal_nothing_is_removed_without_yes(
-    stack: str, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["purge", stack]) == 2
-    assert ledger.purged == []
-    assert "give --yes" in capsys.readouterr().err
+    assert says in capsys.readouterr().err
 
 
 def test_a_tier_that_cannot_be_purged_is_reported_and_the_others_are_purged(
-    tmp_path: Path, ledger: type[Ledger], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, ledger: type[Ledger], purge: Command
 ) -> None:
     stack = stack_file(tmp_path, "type: closed", "type: memory, capacity: 64KiB", "type: kept")
-    assert main(["purge", stack, "--yes", "--json"]) == 1
-    tiers = json.loads(capsys.readouterr().out)["tiers"]
+    tiers = purge.json(stack, "--yes", status=1)["tiers"]
     assert tiers[0]["error"] == "tiers of type 'closed' cannot be purged by this command"
     assert "cannot be purged" in tiers[1]["error"]
     assert tiers[2]["ok"]
-    assert ledger.purged == [OWN.digest.hex()]
+    assert ledger.purged == [OWN]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
@@ -153,24 +156,22 @@ def test_a_file_that_is_left_is_reported_whatever_bytes_its_name_has(
     with io.TextIOWrapper(output, encoding) as out, contextlib.redirect_stdout(out):
         assert main(["purge", stack, "--yes"]) == 1
         out.flush()
-        assert rb"kept: LEFT of %s: caf\udce9" % OWN.digest.hex().encode() in output.getvalue()
+        assert rb"kept: LEFT of %s: caf\udce9" % OWN.encode() in output.getvalue()
 
 
-@pytest.mark.parametrize("error", [RuntimeError("broken"), ConfigError("broken"), OSError(5, "broken")])
+@pytest.mark.parametrize("error", [RuntimeError("broken"), ConfigError("broken")])
 def test_an_exception_of_an_administration_is_the_tier_s_error(
-    stack: str, ledger: type[Ledger], error: Exception, capsys: pytest.CaptureFixture[str]
+    stack: str, ledger: type[Ledger], purge: Command, error: Exception
 ) -> None:
     ledger.error = error
-    assert main(["purge", stack, "--yes"]) == 1
-    assert "broken" in capsys.readouterr().out
-    assert main(["purge", stack, "--yes", "--json"]) == 1
-    (found,) = json.loads(capsys.readouterr().out)["tiers"][0]["namespaces"]
-    assert (found["blocks"], found["size_bytes"], found["purged"]) == (None, None, False), "it does not say it is gone"
+    assert "broken" in purge.out(stack, "--yes", status=1)
+    (found,) = purge.json(stack, "--yes", status=1)["tiers"][0]["namespaces"]
+    assert (found["blocks"], found["size_bytes"], found["purged"]) == (None, None, False), "it may still be stored"
 
 
-def test_a_readable_form_is_believed_only_if_its_digest_bears_it_out() -> None:
-    assert believed(OWN.described, OWN.digest.hex()) == OWN.described
-    others: list[object] = [{**OWN.described, "format": 2}, {}, [], None, "default", {1: {2}}]
+def test_a_readable_form_counts_only_if_it_has_the_digest() -> None:
+    assert believed(IDENTITY.described, OWN) == IDENTITY.described
+    others: list[object] = [{**IDENTITY.described, "format": 2}, {}, [], None, "default", {1: {2}}]
     others.append({"namespace": {"tenant": "default"}})
     for other in others:
-        assert believed(other, OWN.digest.hex()) == {}
+        assert believed(other, OWN) == {}
