@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from tiered_kv._cli.arguments import describe_use, positive_int
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
-from tiered_kv._cli.reporting import add_report_argument, begun_report, write_report
+from tiered_kv._cli.reporting import add_report_argument, start_report, write_report
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes, rounded_bytes
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> Status:
     tiers = _chosen(config, args.tier)
     blocks = args.blocks or max(args.batch, _ROUND_BYTES // config.block.bytes)
     settings = BenchSettings(blocks=blocks, batch=args.batch, rounds=args.rounds)
-    reported = begun_report(args, config)
+    reported = start_report(args, config)
     results: list[TierBench] = []
     with progress("rounds", len(tiers) * settings.rounds) as advance:
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json, print_table, print_text
-from tiered_kv.config.units import as_written
+from tiered_kv.config.units import formatted_setting
 from tiered_kv.hooks import PluginReport, TierType, tier_plugins
 
 Schema = dict[str, Any]  # Any: JSON
@@ -100,4 +100,4 @@ def _default(tier: TierType, setting: dict[str, object]) -> str:
         return "-"
     if isinstance(value, bool):
         return str(value).lower()
-    return str(as_written(value, tier.settings.model_fields[str(setting["name"])]))
+    return str(formatted_setting(value, tier.settings.model_fields[str(setting["name"])]))

@@ -11,7 +11,7 @@ from typing import Any
 
 from tiered_kv._cli.arguments import describe_use, positive_int, seconds
 from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
-from tiered_kv._cli.reporting import add_report_argument, begun_report, write_report
+from tiered_kv._cli.reporting import add_report_argument, start_report, write_report
 from tiered_kv._cli.workload import Workload, add_workload_arguments, chosen_workload
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.config.units import format_bytes
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> Status:
     workload = chosen_workload(args)
     settings = ReplaySettings(concurrency=args.concurrency, request_timeout_s=args.request_timeout)
     config = load_config(args.stack)
-    reported = begun_report(args, config)
+    reported = start_report(args, config)
     with progress("opening the tiers", None):
         stack = open_stack(config)
     with stack, interrupt_flag() as interrupted:

@@ -21,7 +21,7 @@ def add_report_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def begun_report(args: argparse.Namespace, config: StackConfig | None) -> Run | None:
+def start_report(args: argparse.Namespace, config: StackConfig | None) -> Run | None:
     """Return the run that begins now, for its page; None without `--report`.
 
     Raises:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tiered_kv._cli.arguments import describe_use, positive_int
 from tiered_kv._cli.output import Status, print_json, print_table, progress
-from tiered_kv._cli.reporting import add_report_argument, begun_report, write_report
+from tiered_kv._cli.reporting import add_report_argument, start_report, write_report
 from tiered_kv._cli.workload import add_workload_arguments, chosen_workload
 from tiered_kv.config.stack_config import PRIMARY_BLOCKS_MIN, PRIMARY_TIER_NAME, StackConfig, load_config
 from tiered_kv.config.units import parse_bytes, rounded_bytes
@@ -26,7 +26,7 @@ from tiered_kv.workload.sampling import draw
 from tiered_kv.workload.simulation import ROUTERS, Fleet, simulate, with_tier
 from tiered_kv.workload.stack_distance import hit_curve
 
-_OF_A_STACK = ("servers", "router", "concurrency", "limit", "prices")
+_STACK_OPTIONS = ("servers", "router", "concurrency", "limit", "prices")
 
 Answer = tuple[dict[str, object], list[tuple[str, pages.Table]], Callable[[Run], str]]
 """The fields of the JSON object, the tables with their titles, and the function that draws the page."""
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Status:
     config = None if args.stack is None else load_config(args.stack)
-    given = [name for name in _OF_A_STACK if getattr(args, name) is not None]
+    given = [name for name in _STACK_OPTIONS if getattr(args, name) is not None]
     if config is None and given:
         raise ConfigError(f"--{given[0]} needs a STACK")
     if config is not None and args.sample is not None:
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> Status:
             raise ConfigError("the primary tier has --capacity", location="--limit")
         config = with_tier(config, name, capacity=capacity)
     policies, sizes, workload = _policies(args.policy), _sizes(args.capacity, config), chosen_workload(args)
-    reported = begun_report(args, config)
+    reported = start_report(args, config)
     with progress("reading the requests", None):
         requests = list(workload.requests)
     if not any(request.hash_ids for request in requests):

@@ -18,7 +18,7 @@ from pydantic import (
 
 from tiered_kv.config.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
 from tiered_kv.config.secret_keys import problem_of_key
-from tiered_kv.config.units import Bytes, BytesPerDay, Count, Seconds, as_written
+from tiered_kv.config.units import Bytes, BytesPerDay, Count, Seconds, formatted_setting
 
 
 class StrictModel(BaseModel):
@@ -49,7 +49,7 @@ class StrictModel(BaseModel):
         for name, value in self:
             if name in self.model_fields_set:
                 info = type(self).model_fields.get(name)
-                readable = as_written(value, info) if info is not None else value
+                readable = formatted_setting(value, info) if info is not None else value
                 shown[name] = HIDDEN if name in self._from_environment else _shown(readable, name)
         return shown
 

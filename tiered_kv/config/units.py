@@ -154,7 +154,7 @@ Share = Annotated[float, _number("a number from 0 to 1"), Field(ge=0, le=1)]
 """A number from 0 to 1."""
 
 
-def as_written(value: object, info: FieldInfo) -> object:
+def formatted_setting(value: object, info: FieldInfo) -> object:
     """Return a setting as a file has it: sizes, rates and durations as text with their unit, all else unchanged."""
     if not isinstance(value, (int, float)):
         return value
