@@ -50,6 +50,6 @@ def test_the_commands_on_the_pages_work(
     assert "checksum" in verified
     assert "checksum" in repaired
     with open_stack(str(tmp_path / "stack.yaml")):
-        once, told = [run(each) for each in commands("how-to/top.md") if "--once" in each or "--json" in each]
+        once, as_json = [run(each) for each in commands("how-to/top.md") if "--once" in each or "--json" in each]
     assert "nvme" in once
-    assert '"tiers"' in told
+    assert '"tiers"' in as_json

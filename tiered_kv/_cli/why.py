@@ -75,12 +75,7 @@ def run(args: argparse.Namespace) -> Status:
 
 
 def _fetch(address: Address, query: list[tuple[str, str]], timeout_s: float) -> Answer:
-    """Return what the process at `address` answers.
-
-    Raises:
-        ConfigError: The process refuses the question.
-        TierUnavailableError: Nobody answers there, or somebody else.
-    """
+    """Return the answer of the process at `address`; raise TierUnavailableError if it is not that of a stack."""
     try:
         answer = json.loads(fetch(address, f"/explain?{urllib.parse.urlencode(query)}", timeout_s))
     except TierUnavailableError as error:
