@@ -11,8 +11,8 @@ import pytest
 
 from tests.observe.rig import BLOCK_BYTES, get, put, stack_of
 from tiered_kv.base import OffloadKey
+from tiered_kv.observe.fates import CHUNK_KEYS_MAX, hashes
 from tiered_kv.observe.ghosts import SIZES, Ghosts
-from tiered_kv.observe.table import CHUNK_KEYS_MAX, hashes
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.workload.generator import ChatWorkload

@@ -10,10 +10,9 @@ import pytest
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.observe import ledger as ledger_module
-from tiered_kv.observe.fates import Fate
+from tiered_kv.observe.fates import Fate, FateTable, hashes
 from tiered_kv.observe.history import PENDING_BATCHES_MAX, PENDING_KEYS_MAX, BlockHistory
 from tiered_kv.observe.ledger import CPU, RequestLog
-from tiered_kv.observe.table import FateTable, hashes
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.rig import make_keys
 

@@ -17,11 +17,10 @@ from tiered_kv.cli import main
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError
-from tiered_kv.observe.explain import KEYS_MAX, SENTENCES, explain_query
-from tiered_kv.observe.fates import Fate
+from tiered_kv.observe.explain import KEYS_MAX, explain_query
+from tiered_kv.observe.fates import SENTENCES, Fate
 from tiered_kv.observe.namespaces import tier_namespaces
-from tiered_kv.observe.routes import routes_of
-from tiered_kv.observe.server import Answer, StatusServer
+from tiered_kv.observe.server import Answer, StatusServer, routes_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
 

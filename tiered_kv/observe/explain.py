@@ -11,7 +11,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import ConfigError
-from tiered_kv.observe.fates import Fate
+from tiered_kv.observe.fates import PRESENT, Fate
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.ledger import CPU, REQUEST_ID_CHARACTERS_MAX, EndedRequest
 from tiered_kv.tiering.manager import TieringOffloadingManager
@@ -23,9 +23,6 @@ KEYS_MAX: Final = 1024
 _SLICE: Final = 32
 """Keys that are described at once; that holds the interpreter for some 100 microseconds."""
 _Item = TypeVar("_Item")
-
-PRESENT: Final = "present"
-"""What is said of a block that is in the primary tier now; the other words are the fates' labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,27 +163,3 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 9:
         raise ConfigError(f"expected a number of requests, found {text[:80]!r}")
     return int(text)
-
-
-SENTENCES: Final[Mapping[str, str]] = {
-    PRESENT: "is there now",
-    "stored": "was stored",
-    "unknown": "never seen there, or forgotten by the history",
-    "absent": "never seen there, or forgotten by the history",
-    "evicted": "evicted, or found to be gone",
-    "expired": "found to be gone; it was stored longer ago than the tier's ttl",
-    "reset": "gone with a reset of the cache",
-    "admission": "not stored: not admitted (admit_after, write_budget)",
-    "budget": "not stored, or not looked up: the tier's budget was used up",
-    "no_space": "not stored: the tier had no room",
-    "breaker": "not stored, or not looked up: the tier's breaker was open",
-    "disabled": "not stored, or not looked up: the tier is not used any more",
-    "refused": "was there, and there was no room to promote it",
-    "corrupt": "was damaged, and is deleted",
-    "timeout": "the tier did not answer, or end the transfer, in time",
-    "too_slow": "the engine computes it sooner than it would have come",
-    "by_request": "the request wanted no blocks (its hint 'skip')",
-    "too_late": "the request had waited for request_wait",
-    "failed": "the tier could not store it, or bring it",
-}
-"""What a fate means, for people."""

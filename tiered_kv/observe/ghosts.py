@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from tiered_kv.observe.table import Entries
+from tiered_kv.observe.fates import Entries
 
 SIZES: Final = {"0.5": 0.5, "1": 1.0, "2": 2.0, "4": 4.0}
 """The sizes of the ghosts, as multiples of the tier's capacity; the others are to be compared with that of 1."""

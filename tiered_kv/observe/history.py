@@ -6,6 +6,11 @@ The scheduler's thread appends batches to a queue. A thread of the history, or w
     history:  STORED, EVICTED, ... into the table · why each key was missed, by the table as it then is · counts
 
 The order matters: a block that a request misses is computed and stored again, and that must not hide why it was missed.
+
+Pages: lists of keys that wait for another thread, of many batches each.
+
+Python's garbage collector visits each key of a new list, but not of an old one. So a list for each batch would cost the
+scheduler's thread more than its making. Who appends a batch gives away the part of the page that it is in.
 """
 
 from __future__ import annotations
@@ -17,10 +22,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.observe.fates import Fate
+from tiered_kv.observe.fates import CHUNK_KEYS_MAX, Fate
 from tiered_kv.observe.ledger import CPU, Because, EndedRequest, Ledger, RequestLog, Troubles
-from tiered_kv.observe.pages import PAGE_KEYS, Page, next_page
-from tiered_kv.observe.table import CHUNK_KEYS_MAX
 from tiered_kv.tiering.step import give_way
 
 PENDING_KEYS_MAX: Final = 1 << 17
@@ -36,6 +39,14 @@ THREAD_SHARE_MAX: Final = 0.2
 _KEYS_A_BATCH: Final = 4
 """A batch costs the thread as much as so many keys more."""
 _NO_TROUBLES: Final[Troubles] = {}
+PAGE_KEYS: Final = 1 << 14
+
+Page = list[OffloadKey]
+
+
+def next_page(page: Page) -> Page:
+    """Return a page that has room: this one, or a new one."""
+    return page if len(page) < PAGE_KEYS else []
 
 
 class BlockHistory:

@@ -10,9 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.observe.fates import Fate, fate_of
+from tiered_kv.observe.fates import TICKS_PER_S, Entries, Fate, Fates, FateTable, Mask, fate_of, hashes
 from tiered_kv.observe.ghosts import Ghosts
-from tiered_kv.observe.table import TICKS_PER_S, Entries, Fates, FateTable, Mask, hashes
 
 CPU: Final = 0
 """The primary tier's number; the secondary tiers follow, in the order they are searched."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -16,6 +17,9 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from tiered_kv.errors import ConfigError, ShutdownError, TieredKVError
+from tiered_kv.observe.explain import Observed, explain_query
+from tiered_kv.observe.prometheus import CONTENT_TYPE, StackCollector, exposition
+from tiered_kv.observe.status import status
 
 CONNECTIONS_MAX: Final = 8
 LINE_BYTES_MAX: Final = 128 << 10
@@ -195,3 +199,29 @@ def _wake(connection: socket.socket) -> None:
 
 def _text(text: str) -> Answer:
     return Answer(f"{text}\n".encode(), "text/plain; charset=utf-8")
+
+
+def routes_of(stack: Observed) -> Routes:
+    """Return the routes of one stack; each runs on a thread of the server's.
+
+    Raises:
+        MissingExtraError: `prometheus_client` is not installed.
+    """
+    collector = StackCollector(stack.counters, secrets=stack.config.secret_texts())
+
+    def explanation(query: Query) -> Answer:
+        try:
+            return _json(explain_query(stack, query))
+        except ConfigError as error:
+            raise QueryError(str(error)) from error
+
+    return {
+        "/metrics": lambda _: Answer(exposition(collector), CONTENT_TYPE),
+        "/status": lambda _: _json(status(stack)),
+        "/explain": explanation,
+        "/healthz": lambda _: Answer(b"ok\n", "text/plain; charset=utf-8"),
+    }
+
+
+def _json(value: object) -> Answer:
+    return Answer(json.dumps(value, allow_nan=False).encode(), "application/json")

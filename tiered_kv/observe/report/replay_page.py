@@ -8,7 +8,7 @@ from typing import Any, Final
 from tiered_kv.config.stack_config import PRIMARY_TIER_NAME
 from tiered_kv.config.units import format_bytes
 from tiered_kv.counters import flat_counts
-from tiered_kv.observe.explain import SENTENCES
+from tiered_kv.observe.fates import SENTENCES
 from tiered_kv.observe.report import figures, page, plots
 from tiered_kv.observe.report.markup import Html, bar, card, element, joined, table
 from tiered_kv.observe.report.page import Run, counted, figure, section, tile
