@@ -32,10 +32,10 @@ def test_a_small_tier_s_ghosts_are_exact() -> None:
     for _ in range(3):
         used(keys, ghosts)
     # LRU has none of a circle that is larger than it.
-    assert ghosts.counted() == {"0.5": 0, "1": 0, "2": 300, "4": 300}
+    assert ghosts.snapshot() == {"0.5": 0, "1": 0, "2": 300, "4": 300}
     ghosts.reset()
     used(keys, ghosts)
-    assert ghosts.counted()["4"] == 300
+    assert ghosts.snapshot()["4"] == 300
 
 
 def lru_hits(numbers: np.ndarray[tuple[int], np.dtype[np.int64]], blocks: int) -> int:
@@ -61,7 +61,7 @@ def test_a_sample_stands_for_a_large_tier_and_takes_bounded_memory() -> None:
     taken_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert taken_bytes < 2 << 20
-    for name, hits in ghosts.counted().items():
+    for name, hits in ghosts.snapshot().items():
         exact = lru_hits(numbers, int(SIZES[name] * blocks))
         assert hits == pytest.approx(exact, abs=0.06 * uses), name
 
@@ -73,10 +73,10 @@ def test_a_few_blocks_that_all_requests_use_do_not_mislead() -> None:
     told = [0]
     for digests in chats:
         ghosts.use(digests)
-        told.append(ghosts.counted()["4"])
+        told.append(ghosts.snapshot()["4"])
     assert told == sorted(told), "a counter does not become less"
     exact = hit_curve(list(ChatWorkload(chats=960).requests()))
-    for name, hits in ghosts.counted().items():
+    for name, hits in ghosts.snapshot().items():
         assert hits / blocks == pytest.approx(exact.rate(int(SIZES[name] * 16_000)), abs=0.02), name
 
 
