@@ -22,7 +22,7 @@ from tests.support.stacks import Register, ReplaceModule, stack_of
 from tiered_kv.config.stack_config import MetricsSettings
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.observe import server as server_module
-from tiered_kv.observe.server import CONNECTIONS_MAX, LINE_BYTES_MAX, Answer, QueryError, StatusServer
+from tiered_kv.observe.server import CONNECTIONS_MAX, LINE_BYTES_MAX, Answer, StatusServer
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
@@ -231,7 +231,7 @@ def test_a_route_that_fails_says_nothing_of_why(server: StatusServer, caplog: py
         raise RuntimeError("the password is tulip")
 
     def picky(query: Any) -> Answer:
-        raise QueryError("expected key=HEX")
+        raise ConfigError("expected key=HEX")
 
     server.start({"/failing": failing, "/picky": picky})
     for _ in range(2):
