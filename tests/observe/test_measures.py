@@ -91,7 +91,7 @@ class Calls:
     """An object whose methods are called in steps."""
 
     def __init__(self) -> None:
-        self.timer = StepTimer(self, time.monotonic, every=3)
+        self.timer = StepTimer(self, time.monotonic)
 
     def lookup(self) -> bool:
         return True
@@ -107,17 +107,18 @@ class Calls:
 def test_one_step_of_several_is_timed_and_the_others_run_as_they_are() -> None:
     calls = Calls()
     timed = []
-    for _ in range(9):
+    for step in range(3 * EVERY_STEPS):
         calls.lookup()
-        timed.append("lookup" in vars(calls))
+        if "lookup" in vars(calls):
+            timed.append(step)
         calls.on_schedule_end()
-    assert timed == [False, False, False, True, False, False, True, False, False]
+    assert timed == [EVERY_STEPS, 2 * EVERY_STEPS]
     assert calls.timer.seconds.snapshot()["count"] == 2
 
 
 def test_a_wrapper_that_was_replaced_meanwhile_is_left_alone() -> None:
     calls = Calls()
-    for _ in range(3):
+    for _ in range(EVERY_STEPS):
         calls.on_schedule_end()
     replaced = vars(calls)["lookup"] = lambda: False
     calls.on_schedule_end()
