@@ -1,7 +1,7 @@
-"""What every metric is called, and what it means: one table for counters, Prometheus, and other registries.
+"""The vocabulary: the name and meaning of every metric, for counters, Prometheus and other registries.
 
 The manager's counters are metrics `tiered_kv_<name>`, and a tier's own are `tiered_kv_tier_<name>`, all with the label
-`tier`. docs/reference/counters.md says more of each; a test holds both together.
+`tier`. `docs/reference/counters.md` has the details; a test compares the two.
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ TOTAL: Final = "_total"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric.
-
-    Args:
-        help: What it counts, or tells.
-        labels: Its labels besides `tier`.
-        bounds: Of a histogram, the largest value of each bucket.
-    """
+    """A metric; `labels` besides `tier`, and for a histogram the largest value of each bucket."""
 
     help: str
     labels: tuple[str, ...] = ()
@@ -38,7 +32,7 @@ _PRIMARY: Final = {
     "restored_tokens_total": Metric("Tokens whose blocks the engine loaded, and need not compute."),
     "evicted_blocks_total": Metric("Blocks evicted from the primary tier to make room."),
     "promotion_blocks": Metric("Blocks on their way from secondary tiers, or held for a request."),
-    "released_holds_total": Metric("Holds given up because the request did not load the block in time."),
+    "released_holds_total": Metric("Holds released because the request did not load the block in time."),
     "forgotten_requests_total": Metric("Requests that were never finished, and were forgotten."),
     "hinted_requests_total": Metric("Requests that came with hints."),
     "refused_hints_total": Metric("Requests whose hints could not be read."),
@@ -96,16 +90,16 @@ MANAGER: Final = {**_EVERY, **_PRIMARY, **_HISTORY, **_SECONDARY, **_AUDIT}
 """The manager's counters, by name."""
 
 TIER: Final = {
-    # What is used, and what was evicted.
+    # Use and eviction.
     "blocks": Metric("Blocks in the tier."),
     "used_bytes": Metric("Bytes that the tier uses of its capacity."),
-    "capacity_bytes": Metric("The most bytes there may be."),
+    "capacity_bytes": Metric("The most bytes that the tier may use."),
     "granted_bytes": Metric("Bytes that this process may store before it asks the ledger again."),
     "evicted_blocks_total": Metric("Blocks evicted to make room."),
-    "wasted_bytes_total": Metric("Bytes evicted that nobody had read since they were written."),
+    "wasted_bytes_total": Metric("Bytes evicted without a read since they were written."),
     "present_blocks_total": Metric("Blocks that were to be stored and were there already."),
     # Damage and failures.
-    "corrupt_blocks_total": Metric("Blocks that nobody can read, or that are not what they should be.", ("reason",)),
+    "corrupt_blocks_total": Metric("Blocks that no process can read, or with other content than stored.", ("reason",)),
     "unreadable_blocks_total": Metric("Sound blocks that this process cannot read.", ("reason",)),
     "failed_blocks_total": Metric("Blocks not stored or loaded, each by its own reason.", ("direction", "reason")),
     "failed_calls_total": Metric("Calls of the file system that failed.", ("reason",)),
@@ -127,7 +121,7 @@ TIER: Final = {
     "recovered_blocks_total": Metric("Blocks found when the directory was opened."),
     "discarded_segments_total": Metric("Segments found when it was opened, and deleted."),
     "deleted_segments_total": Metric("Segments whose file was deleted since."),
-    "damaged_segments_total": Metric("Segments given up because the disk failed in them, or their file was cut short."),
+    "damaged_segments_total": Metric("Segments lost because the disk failed in them, or their file was cut short."),
     # Shared storage.
     "surveys_total": Metric("Surveys of the directory by this process."),
     "epoch_repairs_total": Metric("Repairs of the epoch's mark."),
@@ -142,4 +136,4 @@ TIER: Final = {
     "failed_renewals_total": Metric("Renewals that the server refused."),
     "failed_sweeps_total": Metric("Sweeps that could not list or delete."),
 }
-"""What the built-in tiers count themselves, by name."""
+"""The built-in tiers' own counters, by name."""
