@@ -67,18 +67,6 @@ def test_a_table_knows_what_was_not_overwritten_and_invents_nothing(entries: int
     assert known >= min(entries, len(truth)) // 2
 
 
-def test_a_small_history_explains_less_and_nothing_wrongly(clock: ManualClock) -> None:
-    history = BlockHistory(64, NAMES, [None, None], clock)
-    keys = make_keys(500)
-    history.note(CPU, Fate.EVICTED, keys[:250])
-    ask(history, keys)
-    reasons = misses(history, CPU)
-    history.close()
-    assert set(reasons) == {"absent", "evicted"}
-    assert 32 < reasons["evicted"] <= 64
-    assert sum(reasons.values()) == 500
-
-
 def test_times_and_ages(history: BlockHistory, clock: ManualClock) -> None:
     (key,) = make_keys(1)
     history.note(1, Fate.STORED, [key])

@@ -1,21 +1,21 @@
-"""Histograms, notices and the measures of a manager: what they count, and that they cost nothing between samples."""
+"""Histograms, and the measures of managers and tiers."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.observe.rig import Engine
+from tests.observe.rig import BLOCK_BYTES, Engine, get, put, stack_of
 from tests.performance.bench import InstantTier, block_key
 from tiered_kv.counters import LABELS_MAX, OTHER, Counters, flat_counts
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.observe.histogram import INFINITY, Histogram, quantile
-from tiered_kv.observe.notices import NOTICES_MAX, Notices
 from tiered_kv.observe.step_timer import EVERY_STEPS, StepTimer
-from tiered_kv.testing.clock import ManualClock
+from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
@@ -57,34 +57,6 @@ def test_labels_from_elsewhere_are_bounded() -> None:
     failed = counters.snapshot()["failed_blocks_total"]["load"]
     assert len(failed) == LABELS_MAX + 1
     assert failed[OTHER] == 9 * LABELS_MAX
-
-
-def test_a_breaker_that_flips_takes_no_room_from_other_notices() -> None:
-    clock = ManualClock()
-    began_s = clock()
-    notices = Notices(clock)
-    notices.add("disk", "damaged blocks", 3)
-    for _ in range(2 * NOTICES_MAX):
-        clock.advance(2.0)
-        notices.add("other", "breaker open")
-        notices.add("other", "breaker half open")
-    notices.add("disk", "damaged blocks", 2)
-    told = [(notice["tier"], notice["what"], notice["count"]) for notice in notices.snapshot()]
-    assert told == [
-        ("other", "breaker open", 2 * NOTICES_MAX),
-        ("other", "breaker half open", 2 * NOTICES_MAX),
-        ("disk", "damaged blocks", 5),
-    ]
-    assert {notice["time"] for notice in notices.snapshot()} == {began_s + 4.0 * NOTICES_MAX}
-
-
-def test_of_too_many_notices_the_latest_are_kept() -> None:
-    notices = Notices(ManualClock())
-    for number in range(2 * NOTICES_MAX):
-        notices.add("disk", f"change {number}")
-    notices.add("disk", f"change {NOTICES_MAX}")
-    told = [notice["what"] for notice in notices.snapshot()]
-    assert told == [f"change {number}" for number in (*range(NOTICES_MAX + 1, 2 * NOTICES_MAX), NOTICES_MAX)]
 
 
 class Calls:
@@ -157,3 +129,21 @@ def test_a_manager_measures_its_steps_jobs_and_lookups() -> None:
     assert told[name]["job_bytes"]["store"]["sum"] == 4096 * (2 * EVERY_STEPS + 1)
     assert told[name]["store_budget_bytes"] == told[name]["load_budget_bytes"] == 16 * 4096
     engine.manager.shutdown()
+
+
+@pytest.mark.parametrize("tier_type", ["memory", "nvme"])
+def test_bytes_that_are_evicted_without_a_read_are_wasted(tier_type: str, tmp_path: Path) -> None:
+    place = {"path": str(tmp_path / "kv")} if tier_type == "nvme" else {}
+    with open_stack(stack_of({"type": tier_type, "capacity": "1MiB", **place})) as stack:
+        put(stack, make_keys(600))
+        own = stack.counters()[tier_type]["tier"]
+        assert own["evicted_blocks_total"] > 0
+        assert own["wasted_bytes_total"] // own["evicted_blocks_total"] in range(BLOCK_BYTES, BLOCK_BYTES + 256)
+        for number in range(30):
+            keys = make_keys(32, f"batch-{number}")
+            put(stack, keys)
+            assert get(stack, keys) == 32  # 16 and more of them from the tier
+        now = stack.counters()[tier_type]["tier"]
+        evicted_bytes = (now["evicted_blocks_total"] - own["evicted_blocks_total"]) * BLOCK_BYTES
+        wasted_bytes = now["wasted_bytes_total"] - own["wasted_bytes_total"]
+        assert 0 < wasted_bytes <= 0.95 * evicted_bytes, "of half of them, and of moved ones, nothing was read"

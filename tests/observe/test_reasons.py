@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,6 @@ from tests.support.stacks import Register
 from tiered_kv.base import ReqContext
 from tiered_kv.observe.history import PENDING_KEYS_MAX
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.damage import record_damages
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
@@ -88,15 +86,6 @@ def test_what_the_tier_did_not_store(stack: Stack, told: str, reason: str) -> No
     assert fates(stack) == ["evicted", reason]
 
 
-def test_a_store_that_was_not_made_again_hides_no_stored_block() -> None:
-    with open_stack(stack_of({**OBEDIENT, "admit_after": 2})) as stack:
-        put(stack, KEYS)
-        get(stack, KEYS)  # a load is a use
-        assert stack.flush()
-        get(stack, KEYS)
-        assert fates(stack) == ["present", "stored"]
-
-
 @pytest.mark.parametrize(
     ("told", "reason"),
     [("io_error", "failed"), ("checksum", "corrupt"), ("absent", "evicted"), ("unknown_key", "failed")],
@@ -112,18 +101,6 @@ def test_what_the_tier_had_and_did_not_bring(tiers: int, told: str, reason: str)
             assert fates(stack)[1] == ("stored" if reason == "failed" else reason)
         else:
             assert blocks(stack, "last") == (4, 0)
-
-
-def test_a_damaged_file_is_corrupt(tmp_path: Path) -> None:
-    damage = next(damage for damage in record_damages(full=False) if "payload" in damage.name)
-    with open_stack(stack_of({"type": "fs", "path": str(tmp_path), "capacity": "64MiB"})) as stack:
-        put_below(stack, KEYS)
-        for path in tmp_path.rglob("*"):
-            if path.is_file() and path.stat().st_size > BLOCK_BYTES:
-                path.write_bytes(damage.apply(path.read_bytes()))
-        assert get(stack, KEYS) == 0
-        assert misses(stack, "fs") == {"corrupt": 4}
-        assert fates(stack) == ["evicted", "corrupt"]
 
 
 def test_an_open_breaker() -> None:
