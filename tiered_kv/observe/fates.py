@@ -31,7 +31,7 @@ _ODD, _ODD_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 class Fate(IntEnum):
     """What became of a block in a tier; `SENTENCES` explains each. All but the first two are reasons for a miss.
 
-    The table has 4 bits for a fate. Those of 16 and more are noted for single requests only.
+    The table has 4 bits for a fate. Fates from 16 on are noted for single requests only.
     """
 
     UNKNOWN = 0
@@ -82,7 +82,7 @@ SENTENCES: Final[Mapping[str, str]] = {
     "too_late": "the request had waited for request_wait",
     "failed": "the tier could not store it, or bring it",
 }
-"""What each fate means, for people."""
+"""The meaning of each fate, human-readable."""
 
 _BY_REASON: Final = {
     "absent": Fate.EVICTED,

@@ -144,7 +144,7 @@ class BlockHistory:
         self._add(self._ledger.promote, keys, log, because)
 
     def loaded(self, log: RequestLog, keys: Collection[OffloadKey], sources: Mapping[OffloadKey, str]) -> None:
-        """Note keys that a request loads, and the secondary tier of those that were promoted."""
+        """Note keys that a request loads, and the secondary tiers of promoted ones."""
         if not self._add(self._ledger.load, keys, log, sources):
             self._dropped_keys += len(keys)
 

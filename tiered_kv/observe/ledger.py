@@ -92,7 +92,8 @@ class EndedRequest:
 class Ledger:
     """The table of fates, and the outcomes of requests.
 
-    The caller serializes all calls. A call that takes keys and a time gets at most `CHUNK_KEYS_MAX` keys.
+    `BlockHistory` describes the methods that take keys and a time; they get at most `CHUNK_KEYS_MAX` keys. The caller
+    serializes all calls.
 
     Args:
         entries: Of the table, 8 bytes each.
@@ -131,7 +132,6 @@ class Ledger:
     # Reading.
 
     def snapshot(self) -> list[dict[str, dict[str, int]]]:
-        """Return for each tier `blocks_total` by result, `misses_total` by reason and `ghost_hits_total` by size."""
         tiers: list[dict[str, dict[str, int]]] = []
         for hits, misses, ghosts in zip(self._hits.tolist(), self._misses, self._ghosts, strict=True):
             results = {"hit": hits, "miss": int(misses.sum())}
@@ -144,7 +144,6 @@ class Ledger:
         return tiers
 
     def fates(self, keys: Sequence[OffloadKey], now_s: float) -> list[list[tuple[Fate, float]]]:
-        """Return for each key its fate in each tier, and the age of that in seconds."""
         digests = hashes(keys)
         columns = [self._fates_in(tier, digests, self._tick(now_s)) for tier in self._numbers.values()]
         return [list(row) for row in zip(*columns, strict=True)]
@@ -159,17 +158,14 @@ class Ledger:
     # What became of blocks.
 
     def note(self, keys: Sequence[OffloadKey], now_s: float, tier: int, fate: Fate) -> None:
-        """Note the fate of blocks in a tier."""
         # A skipped store says nothing about a block that is stored already. All else is newer than the table's entry.
         keeps = self._reset_ticks[tier] if fate in _NOT_STORED else None
         self.table.write(hashes(keys), tier, fate, self._tick(now_s), keeps_stored_after=keeps)
 
     def lookup_timeout(self, _: Sequence[OffloadKey], now_s: float, tier: int) -> None:
-        """Note that a lookup in a tier timed out."""
         self._timeout_ticks[tier] = self._tick(now_s)
 
     def reset(self, keys: Sequence[OffloadKey], now_s: float, tier: int) -> None:
-        """Note that a tier has forgotten all blocks: `keys`, and all noted as stored there."""
         tick = self._reset_ticks[tier] = self._tick(now_s)
         self.table.write(hashes(keys), tier, Fate.RESET, tick)
         self._least_tick = tick + 1
@@ -178,7 +174,6 @@ class Ledger:
             ghosts.reset()
 
     def store(self, keys: Sequence[OffloadKey], _: float) -> None:
-        """Note blocks that the engine has computed and stored."""
         self._use(hashes(keys))
 
     def _use(self, digests: Hashes) -> None:
@@ -195,7 +190,6 @@ class Ledger:
     def miss(
         self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, because: Because, troubles: Troubles
     ) -> None:
-        """Note why no tier has `keys`."""
         asked: bool | Mask = True
         if troubles:  # not all tiers were asked for a key with troubles
             asked = np.fromiter((key not in troubles for key in keys), np.bool_, len(keys))
@@ -205,14 +199,12 @@ class Ledger:
         self._keep(request, request.missed, self._why(keys, now_s, log, because, asked))
 
     def promote(self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, because: Because) -> None:
-        """Note why the tiers above the one that has `keys` do not."""
         request = self._asked(log)
         self._keep(request, request.promoted, self._why(keys, now_s, log, because, False))
 
     def load(
         self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, sources: Mapping[OffloadKey, str]
     ) -> None:
-        """Note blocks that a request loads: from the tiers of `sources`, or from the primary one."""
         rows = np.zeros(len(keys), self._no_rows.dtype)
         rows["digest"] = digests = hashes(keys)
         self._use(digests)
@@ -353,7 +345,7 @@ def _places(rows: Rows, keys: Sequence[OffloadKey]) -> list[int | None]:
 
 
 def _add_trouble(fates: Fates, trouble: Mapping[int, str]) -> None:
-    """Set in a key's fates those of tiers that had it. Tiers below one that refused it were not asked."""
+    """Set the fates of a key in tiers that had it. Tiers below one that refused it were not asked."""
     for tier, reason in sorted(trouble.items()):
         fates[tier] = Fate.REFUSED if reason == "refused" else fate_of(reason)
         if reason == "refused":

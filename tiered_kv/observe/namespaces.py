@@ -55,7 +55,7 @@ def tier_namespaces(config: StackConfig, settings: TierSettings, deadline: float
             return TierNamespaces(settings.name, error=f"tiers of type '{settings.type}' cannot list their namespaces")
         with closing(load()(settings)) as administration:
             stored = administration.survey(deadline).namespaces
-    except Exception as error:  # whatever a third-party administration raises
+    except Exception as error:  # a third-party administration may raise anything
         return TierNamespaces(settings.name, error=told(error, settings.secret_texts()))
     digest = own.digest.hex()
     others = [

@@ -40,7 +40,7 @@ class Run:
         stack: The stack's file, as it was given; empty without one.
         arguments: Of the command, the verb first.
         began: With its time zone.
-        described: The description by each secondary tier, by the tier's name; texts for people.
+        described: The description of each secondary tier, by its name; human-readable.
     """
 
     stack: str
@@ -54,12 +54,12 @@ class Run:
         return Path(self.stack).name
 
     def note_tiers(self, names: Iterable[str], tiers: Iterable[SecondaryTierManager]) -> None:
-        """Keep the descriptions by open tiers."""
+        """Keep the descriptions of open tiers."""
         for name, tier in zip(names, tiers, strict=True):
-            with suppress(Exception):  # whatever a third-party tier raises
+            with suppress(Exception):  # a third-party tier may raise anything
                 self.described[name] = dict(_description(key, value) for key, value in tier.describe().items())
 
-    def told(self, text: str) -> str:
+    def scrub(self, text: str) -> str:
         """Return a text without the secrets of the configuration and of URLs."""
         return scrub(text, set() if self.config is None else self.config.secret_texts())
 
@@ -77,11 +77,11 @@ def page(
     """Return a whole page. Notes that begin with CORRUPT are shown in red."""
     here = resources.files("tiered_kv.observe.report")
     shown_notes = (
-        element("p", run.told(text), class_="note bad" if text.startswith("CORRUPT") else "note") for text in notes
+        element("p", run.scrub(text), class_="note bad" if text.startswith("CORRUPT") else "note") for text in notes
     )
     texts = {"kind": kind, "heading": heading, "lede": lede, "version": __version__, "date": _date(run.began)}
     return Template((here / "page.html").read_text("utf-8")).substitute(
-        {name: html.escape(run.told(text)) for name, text in texts.items()},
+        {name: html.escape(run.scrub(text)) for name, text in texts.items()},
         style=(here / "report.css").read_text("utf-8"),
         notes=joined(shown_notes),
         tiles=element("div", *tiles, class_="tiles"),
@@ -123,21 +123,21 @@ def conditions(run: Run, settings: Iterable[tuple[str, str]]) -> Html:
     parts = {
         "Run": facts([("begun", _date(run.began)), *settings]),
         "Machine": facts(_machine()),
-        "Command": element("pre", run.told(command)),
+        "Command": element("pre", run.scrub(command)),
     }
     if run.config is not None:
         plain = json.loads(json.dumps(run.config.shown(), default=str, skipkeys=True))
         config = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=_ENDLESS, allow_unicode=True)
-        parts["Configuration, secrets left out"] = element("pre", run.told(config))
+        parts["Configuration, secrets left out"] = element("pre", run.scrub(config))
     for name, described in run.described.items():
-        shown = ((run.told(key), run.told(text)) for key, text in described.items())
+        shown = ((run.scrub(key), run.scrub(text)) for key, text in described.items())
         parts[f"What tier {name} said of itself"] = facts(shown)
     about = "Compare figures only with those of the same machine, configuration and command."
     return section("How it was measured", about, *(card(element("h3", title), part) for title, part in parts.items()))
 
 
 def _description(name: str, value: object) -> tuple[str, str]:
-    """Return a field of a tier's description as texts for people."""
+    """Return a field of a tier's description, human-readable."""
     if isinstance(value, bool):
         text = "yes" if value else "no"
     else:

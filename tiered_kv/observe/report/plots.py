@@ -62,10 +62,10 @@ def throughput(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
     return _rates("throughput", about, labels, samples, tiers, scale)
 
 
-def trouble(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
+def failures(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
     """Draw skipped stores and failed transfers, in blocks a second by tier, over time."""
     labels = {"skipped_blocks_total": "skipped (blocks/s)", "failed_blocks_total": "failed (blocks/s)"}
-    return _rates("trouble", "Blocks skipped (above) and failed (below) over time, by tier", labels, samples, tiers, 1)
+    return _rates("failures", "Blocks skipped (above) and failed (below) over time, by tier", labels, samples, tiers, 1)
 
 
 def step_distribution(step_s: Sequence[float], step_us: LatencyUs) -> Html:

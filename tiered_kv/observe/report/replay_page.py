@@ -136,8 +136,8 @@ def _origin(report: ReplayReport) -> Html:
 
 def _course(report: ReplayReport, sampler: Sampler) -> Html:
     tiers, keys, samples, step = list(report.tiers), _keys(report), sampler.samples, report.step_us
-    telling = {name for name in tiers if any(sample.use(name) is not None for sample in samples)}
-    silent = ", ".join(name for name in tiers if name not in telling)
+    reporting = {name for name in tiers if any(sample.use(name) is not None for sample in samples)}
+    silent = ", ".join(name for name in tiers if name not in reporting)
     shown = [
         figure(
             "Hits by tier",
@@ -169,7 +169,7 @@ def _course(report: ReplayReport, sampler: Sampler) -> Html:
             "How full each tier was, in-flight bytes included where the tier counts them."
             + (f" Not shown, since they do not tell: {silent}." if silent else ""),
             plots.use_over_time(samples, tiers),
-            ((name, color) for name, color in keys.items() if name in telling),
+            ((name, color) for name, color in keys.items() if name in reporting),
         ),
     ]
     if secondary := tiers[1:]:
@@ -178,7 +178,7 @@ def _course(report: ReplayReport, sampler: Sampler) -> Html:
                 "Skipped and failed blocks",
                 "Blocks whose store was not made (above), and whose store or load failed (below), a second. "
                 "The reasons are further down.",
-                plots.trouble(samples, tiers),
+                plots.failures(samples, tiers),
                 keys.items(),
             )
         )
@@ -207,7 +207,13 @@ def _reasons(run: Run, report: ReplayReport) -> Html:
         ]
         counts.sort(key=lambda each: -each[2])
         rows = [
-            [name, run.told(" ".join(labels)), f"{count:,}", bar(count / counts[0][2]), meanings.get(labels[-1], "")]
+            [
+                name,
+                run.scrub(" ".join(labels)),
+                f"{count:,}",
+                bar(count / counts[0][2]),
+                meanings.get(labels[-1], ""),
+            ]
             for name, labels, count in counts
         ]
         is_counted = counter != "misses_total" or any(counter in tier.counters for tier in report.tiers.values())
@@ -224,7 +230,10 @@ def _counters(run: Run, report: ReplayReport) -> Html:
     for name, tier in report.tiers.items():
         counts: list[tuple[tuple[str, ...], Any]] = list(flat_counts(tier.counters))  # Any: perhaps a text
         rows = [
-            [run.told(", ".join(path)), f"{count:,}" if isinstance(count, (int, float)) else run.told(str(count))]
+            [
+                run.scrub(", ".join(path)),
+                f"{count:,}" if isinstance(count, (int, float)) else run.scrub(str(count)),
+            ]
             for path, count in counts[:_COUNTERS_MAX]
         ]
         title = element("summary", f"{name}: {counted(len(counts), 'counter')}")

@@ -11,7 +11,7 @@ from tiered_kv.counters import count_of
 from tiered_kv.observe.series import is_finite
 from tiered_kv.workload.tally import Tally
 
-Counted = Mapping[str, Mapping[str, Any]]  # Any: as `Counters.snapshot`
+CountersByTier = Mapping[str, Mapping[str, Any]]  # Any: as `Counters.snapshot`
 
 SAMPLES_MAX: Final = 100
 INTERVAL_S: Final = 0.05
@@ -34,7 +34,7 @@ class Sample:
     blocks: int
     hits: Mapping[str, int]
     steps: int
-    counters: Counted
+    counters: CountersByTier
 
     def count(self, tier: str, name: str) -> int:
         """Return a counter of a tier, summed over its labels."""
@@ -57,7 +57,7 @@ class Sampler:
         step_s: Seconds of each step; known at the end.
     """
 
-    counters: Callable[[], Counted]
+    counters: Callable[[], CountersByTier]
     clock: Callable[[], float] = time.monotonic
     samples: list[Sample] = field(default_factory=list)
     step_s: Sequence[float] = ()
