@@ -71,7 +71,7 @@ class StackCollector:
             give_way()  # to write a family takes some 30 us
             yield family
 
-    def _family(self, series: Series) -> Metric:
+    def _family(self, series: Series) -> Any:  # Any: as above
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         about = series.metric.help
