@@ -133,10 +133,10 @@ def test_what_happened_before_the_stack_closes_is_published(open_with_events: Op
         subscriber.connect(lambda: publisher_of(stack).publish([stored(*make_keys(1, "probe"))]))
         stack.put(make_keys(2), np.zeros((2, BLOCK_BYTES), np.uint8))
         stack.close()
-        told: list[Message] = []
+        received: list[Message] = []
         while message := subscriber.receive(0.2):
-            told.append(message)
-        assert index_of(told)["MEMORY"] == hashes(make_keys(2))
+            received.append(message)
+        assert index_of(received)["MEMORY"] == hashes(make_keys(2))
 
 
 def test_a_stack_without_events_has_no_publisher() -> None:
@@ -246,12 +246,12 @@ def test_the_replay_has_a_limit(publisher: EventPublisher) -> None:
 
 
 def test_a_request_for_a_replay_that_is_none_is_ignored(publisher: EventPublisher) -> None:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
-        stranger.connect(publisher.replay_address)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        peer.connect(publisher.replay_address)
         for frames in ([b"x"], [b"", b"short"], [b"", bytes(8), b"more"]):
-            stranger.send_multipart(frames)
-        assert not stranger.poll(100)
+            peer.send_multipart(frames)
+        assert not peer.poll(100)
     publisher.publish([stored(*make_keys(1))])
     with Subscriber(publisher) as subscriber:
         assert len(subscriber.replay_until(lambda messages: bool(messages))) == 1
@@ -299,7 +299,7 @@ def test_where_too_much_waits_the_oldest_is_dropped_and_the_numbers_show_it(publ
 
 
 @pytest.mark.slow
-def test_a_slow_subscriber_loses_messages_and_slows_nobody(publisher: EventPublisher) -> None:
+def test_a_slow_subscriber_loses_messages_and_slows_no_other(publisher: EventPublisher) -> None:
     with Subscriber(publisher, queue=1) as slow, Subscriber(publisher) as subscriber:
         slow.connect(lambda: publisher.publish([stored(*make_keys(1))]))
         sent = publisher.counted()["event_messages_total"]

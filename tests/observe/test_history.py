@@ -28,7 +28,7 @@ def history(clock: ManualClock) -> Iterator[BlockHistory]:
 
 
 def ask(history: BlockHistory, keys: list[OffloadKey], req_id: str = "r", because: bytes = b"") -> None:
-    """Tell the history of a request that is told that nobody has these blocks."""
+    """Note a request that misses these blocks in all tiers."""
     log = RequestLog(req_id, history._clock())
     history.missed(log, because, keys)
     history.ended(log)

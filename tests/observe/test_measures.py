@@ -24,10 +24,10 @@ def test_a_value_is_counted_in_the_first_bucket_that_holds_it() -> None:
     histogram = Histogram((1.0, 2.0, 5.0))
     for value in (0.0, 1.0, 1.5, 5.0, 5.1, 80.0):
         histogram.add(value)
-    told = histogram.snapshot()
-    assert told["buckets"] == {"1.0": 2, "2.0": 1, "5.0": 1, INFINITY: 2}
-    assert told["count"] == 6
-    assert told["sum"] == pytest.approx(92.6)
+    snapshot = histogram.snapshot()
+    assert snapshot["buckets"] == {"1.0": 2, "2.0": 1, "5.0": 1, INFINITY: 2}
+    assert snapshot["count"] == 6
+    assert snapshot["sum"] == pytest.approx(92.6)
 
 
 def test_a_quantile_lies_in_the_bucket_of_its_value() -> None:
@@ -35,13 +35,13 @@ def test_a_quantile_lies_in_the_bucket_of_its_value() -> None:
     assert quantile(histogram.snapshot(), 0.5) is None
     for value in (1.5,) * 98 + (3.0, 100.0):
         histogram.add(value)
-    told = histogram.snapshot()
-    median, high = quantile(told, 0.5), quantile(told, 0.99)
+    snapshot = histogram.snapshot()
+    median, high = quantile(snapshot, 0.5), quantile(snapshot, 0.99)
     assert median is not None
     assert 1.0 < median <= 2.0
     assert high is not None
     assert 2.0 < high <= 5.0
-    assert quantile(told, 1.0) == 5.0, "no more is known of the last bucket"
+    assert quantile(snapshot, 1.0) == 5.0, "no more is known of the last bucket"
 
 
 def test_histograms_are_no_counts() -> None:
@@ -105,8 +105,8 @@ def test_restored_tokens_are_those_of_the_group_that_loads_most() -> None:
     context = engine.begin("request")
     engine.write(keys, context)
     engine.load(keys, context)
-    told = engine.manager.counters()["cpu"]
-    assert (told["loaded_blocks_total"], told["restored_tokens_total"]) == (11, 8 * 16)
+    snapshot = engine.manager.counters()["cpu"]
+    assert (snapshot["loaded_blocks_total"], snapshot["restored_tokens_total"]) == (11, 8 * 16)
     engine.manager.shutdown()
 
 
@@ -120,14 +120,14 @@ def test_a_manager_measures_its_steps_jobs_and_lookups() -> None:
         assert engine.look_up([*stored, block_key(10**6 + number)], context) == 1
         engine.load(stored, context)
         engine.end(context)
-    told = engine.manager.counters()
-    (name,) = told.keys() - {"cpu"}
-    assert told["cpu"]["step_seconds"]["count"] == 2
-    assert 0 < told["cpu"]["step_seconds"]["sum"] < 60
-    assert told["cpu"]["restored_tokens_total"] == 16 * told["cpu"]["loaded_blocks_total"] > 0
-    assert told[name]["job_seconds"]["store"]["count"] == told[name]["submitted_jobs_total"]["store"]
-    assert told[name]["job_bytes"]["store"]["sum"] == 4096 * (2 * EVERY_STEPS + 1)
-    assert told[name]["store_budget_bytes"] == told[name]["load_budget_bytes"] == 16 * 4096
+    snapshot = engine.manager.counters()
+    (name,) = snapshot.keys() - {"cpu"}
+    assert snapshot["cpu"]["step_seconds"]["count"] == 2
+    assert 0 < snapshot["cpu"]["step_seconds"]["sum"] < 60
+    assert snapshot["cpu"]["restored_tokens_total"] == 16 * snapshot["cpu"]["loaded_blocks_total"] > 0
+    assert snapshot[name]["job_seconds"]["store"]["count"] == snapshot[name]["submitted_jobs_total"]["store"]
+    assert snapshot[name]["job_bytes"]["store"]["sum"] == 4096 * (2 * EVERY_STEPS + 1)
+    assert snapshot[name]["store_budget_bytes"] == snapshot[name]["load_budget_bytes"] == 16 * 4096
     engine.manager.shutdown()
 
 

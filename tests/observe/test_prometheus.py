@@ -52,8 +52,8 @@ def openmetrics_of(registry: CollectorRegistry) -> list[Metric]:
 def test_every_metric_of_the_vocabulary_appears(stack: Stack) -> None:
     put(stack, KEYS)
     assert get(stack, KEYS) == 64
-    told = samples(stack)
-    names = {sample.name for sample in told}
+    exposed = samples(stack)
+    names = {sample.name for sample in exposed}
     for name, metric in MANAGER.items():
         if "audit" in name or "reason" in metric.labels:  # there is none, and nothing went wrong
             continue
@@ -65,7 +65,7 @@ def test_every_metric_of_the_vocabulary_appears(stack: Stack) -> None:
     for tier in ("memory", "nvme"):
         for name, value in counters[tier]["tier"].items():
             assert name in TIER
-            own = [sample for sample in told if sample.name == f"tiered_kv_tier_{name}"]
+            own = [sample for sample in exposed if sample.name == f"tiered_kv_tier_{name}"]
             assert [sample.value for sample in own if sample.labels == {"tier": tier}] == [value]
 
 
@@ -88,8 +88,8 @@ def test_labels_of_an_engine_are_on_every_metric_and_a_closed_stack_has_none(tmp
     registry = CollectorRegistry()
     with open_stack(stack_of({"type": "memory", "capacity": "256KiB"})) as stack:
         registry.register(StackCollector(stack.counters, labels={"engine": "3"}))
-        told = list(text_string_to_metric_families(generate_latest(registry).decode()))
-        assert {sample.labels.get("engine") for family in told for sample in family.samples} == {"3"}
+        exposed = list(text_string_to_metric_families(generate_latest(registry).decode()))
+        assert {sample.labels.get("engine") for family in exposed for sample in family.samples} == {"3"}
     assert generate_latest(registry) == b""
 
 
@@ -113,10 +113,10 @@ def test_no_name_of_a_model_and_no_key_is_shown(name: str) -> None:
     namespace = {"model": f"tulip {name}", "tenant": f"tulip {name}"}
     with open_stack(stack_of({"type": "memory", "capacity": "256KiB"}, namespace=namespace)) as stack:
         put(stack, KEYS)
-        told = samples(stack)
-        shown = f"{told} {status(stack)}"
-    assert all(PLAIN.fullmatch(label) for sample in told for label in sample.labels.values())
-    assert len(told) < SERIES_MAX
+        exposed = samples(stack)
+        shown = f"{exposed} {status(stack)}"
+    assert all(PLAIN.fullmatch(label) for sample in exposed for label in sample.labels.values())
+    assert len(exposed) < SERIES_MAX
     assert "tulip" not in shown
     assert not any(key.hex() in shown or repr(bytes(key)) in shown for key in KEYS)
 
@@ -126,8 +126,8 @@ def test_a_label_of_an_engine_is_read_as_it_was_whatever_it_is(stack: Stack, nam
     put(stack, KEYS)
     registry = CollectorRegistry()
     registry.register(StackCollector(stack.counters, labels={"model_name": name}))
-    told = list(text_string_to_metric_families(generate_latest(registry).decode()))
-    found = [sample for family in told for sample in family.samples]
+    exposed = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    found = [sample for family in exposed for sample in family.samples]
     assert {sample.labels["model_name"] for sample in found} == {name}
     assert len(found) == len(samples(stack)) < SERIES_MAX
 
@@ -166,16 +166,18 @@ def test_a_third_party_tier_s_counters_are_bounded_and_readable_whatever_they_ar
     with open_stack(stack_of(*tiers, {"type": "memory", "capacity": "256KiB"})) as stack:
         for number in range(2):
             obedient(stack, number).own_counters = HOSTILE
-        told = samples(stack)
+        exposed = samples(stack)
         json.dumps(status(stack), allow_nan=False)
-        own = [sample for sample in told if sample.labels.get("tier") == "odd.name_0-"]
+        own = [sample for sample in exposed if sample.labels.get("tier") == "odd.name_0-"]
         strange = [sample for sample in own if "labels" in sample.labels]
         assert 0 < len(strange) <= STRANGE_SERIES_MAX
         assert len(own) < 400
-        assert not [sample for sample in told if "fake" in sample.name or "\n" in str(sample.labels)]
-        identities = [(sample.name, *sorted(sample.labels.items())) for sample in told]
+        assert not [sample for sample in exposed if "fake" in sample.name or "\n" in str(sample.labels)]
+        identities = [(sample.name, *sorted(sample.labels.items())) for sample in exposed]
         assert len(set(identities)) == len(identities)
-        dropped = {sample.labels["tier"]: sample.value for sample in told if sample.name == "tiered_kv_dropped_series"}
+        dropped = {
+            sample.labels["tier"]: sample.value for sample in exposed if sample.name == "tiered_kv_dropped_series"
+        }
         assert dropped["odd.name_0-"] > 1000
         assert dropped["memory"] == 0
         registry = CollectorRegistry()
@@ -193,11 +195,11 @@ def test_a_third_party_tier_cannot_hide_the_counters_of_others(tmp_path: Path) -
     nvme = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
     with open_stack(stack_of({"type": "obedient"}, nvme)) as stack:
         obedient(stack).own_counters = {"segments_total": 1, "blocks": 5, "stored_batches": 3, "own_total": 2}
-        told = {(sample.name, sample.labels["tier"]): sample for sample in samples(stack)}
-    assert ("tiered_kv_tier_segments", "nvme") in told
-    assert ("tiered_kv_tier_segments_total", "obedient") not in told
-    assert told["tiered_kv_tier_blocks", "obedient"].value == 5
-    assert told["tiered_kv_tier_own_total", "obedient"].value == 2
+        exposed = {(sample.name, sample.labels["tier"]): sample for sample in samples(stack)}
+    assert ("tiered_kv_tier_segments", "nvme") in exposed
+    assert ("tiered_kv_tier_segments_total", "obedient") not in exposed
+    assert exposed["tiered_kv_tier_blocks", "obedient"].value == 5
+    assert exposed["tiered_kv_tier_own_total", "obedient"].value == 2
 
 
 def test_reasons_of_a_third_party_tier_are_words() -> None:

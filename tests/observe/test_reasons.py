@@ -41,7 +41,7 @@ def stack() -> Iterator[Stack]:
 
 
 def fates(stack: Stack, index: int = 0) -> list[str]:
-    """Return what became of one of KEYS, in each tier."""
+    """Return the fate of one of KEYS in each tier."""
     return [each.fate for each in stack.explain([KEYS[index]])[0].tiers]
 
 
@@ -77,9 +77,11 @@ def test_what_found_the_store_budget_used_up() -> None:
         assert misses(stack, "disk") == {"evicted": 1, "budget": 3}
 
 
-@pytest.mark.parametrize(("told", "reason"), [("no_space", "no_space"), ("io_error", "failed"), ("timeout", "timeout")])
-def test_what_the_tier_did_not_store(stack: Stack, told: str, reason: str) -> None:
-    obedient(stack).store_reason = told
+@pytest.mark.parametrize(
+    ("cause", "reason"), [("no_space", "no_space"), ("io_error", "failed"), ("timeout", "timeout")]
+)
+def test_what_the_tier_did_not_store(stack: Stack, cause: str, reason: str) -> None:
+    obedient(stack).store_reason = cause
     put_below(stack, KEYS)
     assert get(stack, KEYS) == 0
     assert misses(stack, "disk") == {reason: 4}
@@ -87,14 +89,14 @@ def test_what_the_tier_did_not_store(stack: Stack, told: str, reason: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("told", "reason"),
+    ("cause", "reason"),
     [("io_error", "failed"), ("checksum", "corrupt"), ("absent", "evicted"), ("unknown_key", "failed")],
 )
 @pytest.mark.parametrize("tiers", [1, 2], ids=["alone", "the next one brings it"])
-def test_what_the_tier_had_and_did_not_bring(tiers: int, told: str, reason: str) -> None:
+def test_what_the_tier_had_and_did_not_bring(tiers: int, cause: str, reason: str) -> None:
     with open_stack(stack_of(OBEDIENT, *({**OBEDIENT, "name": "last"} for _ in range(tiers - 1)))) as stack:
         put_below(stack, KEYS)
-        obedient(stack).load_reason = told
+        obedient(stack).load_reason = cause
         assert get(stack, KEYS) == (0 if tiers == 1 else 4)
         assert misses(stack, "disk") == {reason: 4}
         if tiers == 1:
@@ -207,7 +209,7 @@ def test_a_tier_that_cannot_be_reset_is_not_used(register: Register) -> None:
 
 @pytest.mark.parametrize("present", [4, 2], ids=["all are promoted", "some are misses"])
 def test_a_request_that_waits_is_noted_once_however_often_it_asks(stack: Stack, present: int) -> None:
-    """Otherwise the repetitions fill the history's queue, and what others tell it finds no room."""
+    """Otherwise the repetitions fill the history's queue, and other requests find no room."""
     tier, manager = obedient(stack), stack.manager
     tier.present.update(KEYS[:present])
     tier.holds_jobs = True

@@ -97,15 +97,12 @@ class EventPublisher:
         self._encode = msgspec.msgpack.Encoder().encode
         self._encoded = msgspec.Raw
         self._queue: deque[tuple[int, float, Sequence[OffloadingEvent] | None]] = deque()
-        self._next_batch = 0
-        self._queued_keys = 0  # in all so far; written by the manager's thread
-        self._taken_keys = 0  # written by the publisher's
-        self._next_taken = 0
-        self._next_number = 0
         self._kept: deque[tuple[int, bytes]] = deque()
-        self._kept_bytes = 0
-        self._invalid_batches = self._sent_messages = self._replay_requests = 0
-        self._dropped_batches = 0  # written by the manager's thread
+        # Written by the manager's thread.
+        self._next_batch = self._queued_keys = self._dropped_batches = 0
+        # Written by the publisher's thread. The keys of the queue are the queued ones without the taken ones.
+        self._next_taken = self._taken_keys = self._invalid_batches = 0
+        self._next_number = self._kept_bytes = self._sent_messages = self._replay_requests = 0
         self._is_closing = threading.Event()
         self._context = zmq.Context()
         try:

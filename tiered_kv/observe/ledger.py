@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.observe.fates import TICKS_PER_S, Fate, Fates, FateTable, Hashes, Mask, fate_of, hashes
@@ -34,9 +35,9 @@ Because = bytes
 """For each tier, the fate of all keys of a batch; 0 where the table has the reason of each."""
 Troubles = Mapping[OffloadKey, Mapping[int, str]]
 """Why a tier that had a block did not bring it, by key and the tier's number."""
-Rows = np.ndarray[Any, np.dtype[np.void]]
+Rows = NDArray[np.void]
 """For each key its hash, and a fate for each tier. Of loaded keys, `fates[0]` is the number of the tier."""
-Matrix = np.ndarray[Any, np.dtype[np.int64]]
+Matrix = NDArray[np.int64]
 """Counts by tier and fate."""
 
 
