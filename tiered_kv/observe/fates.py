@@ -24,8 +24,8 @@ _TICKS_MAX: Final = (1 << 28) - 1
 _32, _28 = np.uint64(32), np.uint64(28)
 _LOW_32, _LOW_28 = np.uint64(0xFFFFFFFF), np.uint64(_TICKS_MAX)
 _FATE_BITS = np.uint64(15)
-_SHIFT = np.uint64(29)
-_ODD, _ODD_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
+_TIER_FACTOR: Final = 0x9E3779B97F4A7C15
+_64_BITS: Final = (1 << 64) - 1
 
 
 class Fate(IntEnum):
@@ -139,12 +139,9 @@ class FateTable:
         self._entries[places] = (prints << _32) | np.uint64(fate << 28 | min(tick, _TICKS_MAX))
 
     def _where(self, digests: Hashes, tier: int) -> tuple[Hashes, Hashes]:
-        """Return the place of each key, and its fingerprint; two multiplications mix all bits of both."""
-        mixed = (digests ^ np.uint64(tier)) * _ODD
-        mixed ^= mixed >> _SHIFT
-        mixed *= _ODD_2
-        mixed ^= mixed >> _32
-        return ((mixed >> _32) * self._count) >> _32, mixed & _LOW_32
+        """Return the place and the fingerprint of each key: the two halves of its hash, which differ between tiers."""
+        of_tier = digests ^ np.uint64(tier * _TIER_FACTOR & _64_BITS)
+        return ((of_tier >> _32) * self._count) >> _32, of_tier & _LOW_32
 
     def _read(self, places: Hashes, prints: Hashes) -> tuple[Fates, Hashes]:
         found = self._entries[places]
@@ -154,5 +151,5 @@ class FateTable:
 
 
 def hashes(keys: Sequence[OffloadKey]) -> Hashes:
-    """Return Python's hash of each key, which a key that was in a dictionary remembers."""
+    """Return Python's hash (SipHash) of each key, which a key that was in a dictionary remembers."""
     return np.fromiter(map(hash, keys), np.int64, len(keys)).view(np.uint64)

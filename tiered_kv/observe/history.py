@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from tiered_kv.base import OffloadKey
@@ -39,6 +39,8 @@ _KEYS_A_BATCH: Final = 4
 """A batch costs the thread as much as so many keys more."""
 
 Page = list[OffloadKey]
+_Batch = tuple[Callable[..., None], Page, int, int, tuple[Any, ...]]
+"""A method of the ledger, the part of a page that has its keys, and its other arguments (Any: as it takes)."""
 _NO_KEYS: Final[Page] = []
 _NO_TROUBLES: Final[Troubles] = {}
 
@@ -79,15 +81,14 @@ class BlockHistory:
         self._noted_evicted = 0
         self._clock = clock
         # Each count has one writer: the manager's thread for appended keys, the holder of the lock for taken ones.
-        self._pending: deque[tuple[Callable[..., None], Page, int, int, tuple[Any, ...]]] = deque()
-        """A method of the ledger, the part of a page that has its keys, and its other arguments (Any: as it takes)."""
+        self._pending: deque[_Batch] = deque()
         self._page: Page = []
         self._appended_keys = self._dropped_keys = 0
         self._lock = threading.Lock()
         """Guards what follows; held for one chunk, never across I/O."""
         self._ledger = Ledger(entries, names, ttl_s, blocks or [None] * len(names), clock())
         self._taken_keys = 0
-        self._chunks = self._take_chunks()
+        self._batch: _Batch | None = None  # the rest of the batch that was taken last
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tiered-kv-history", daemon=True)
         self._thread.start()
@@ -250,30 +251,15 @@ class BlockHistory:
         return min(max(THREAD_SHARE, full), THREAD_SHARE_MAX)
 
     def _take_chunk(self) -> bool:
-        """Take one chunk from the queue; return whether it had any."""
-        with self._lock:
-            try:
-                return next(self._chunks)
-            except BaseException:  # such as Ctrl-C in a reader: a generator that raised has ended
-                self._chunks = self._take_chunks()
-                raise
-
-    def _take_chunks(self) -> Iterator[bool]:
-        """Yield True after each chunk, and False while the queue is empty."""
+        """Take up to `CHUNK_KEYS_MAX` keys from the queue; return whether it has more."""
         done = 0
-        while True:
-            if not self._pending:
-                yield False
-                done = 0
-                continue
-            work, page, start, stop, arguments = self._pending.popleft()
-            try:
-                for first in range(start, max(stop, start + 1), CHUNK_KEYS_MAX):
-                    if done >= CHUNK_KEYS_MAX:
-                        yield True
-                        done = 0
-                    chunk = page[first : min(first + CHUNK_KEYS_MAX, stop)]
-                    work(chunk, *arguments)
-                    done += len(chunk) + _KEYS_A_BATCH
-            finally:
-                self._taken_keys += stop - start
+        with self._lock:
+            while done < CHUNK_KEYS_MAX and (self._batch or self._pending):
+                work, page, start, stop, arguments = self._batch or self._pending.popleft()
+                end = min(start + CHUNK_KEYS_MAX, stop)
+                # Before the work, so that Ctrl-C in a reader costs one chunk only.
+                self._batch = (work, page, end, stop, arguments) if end < stop else None
+                self._taken_keys += end - start
+                work(page[start:end], *arguments)
+                done += end - start + _KEYS_A_BATCH
+            return bool(self._batch or self._pending)

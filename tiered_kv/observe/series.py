@@ -50,11 +50,10 @@ def series_of(counters: Counters, secrets: set[str]) -> Iterator[Series]:
     """Yield the series of a stack's counters, each once. No name and no label holds any of `secrets`."""
     kinds: dict[str, str] = {}  # "_total" or "", by the rest of the name, of metrics that are not in the vocabulary
     for tier, values in counters.items():
-        managed = {name: value for name, value in values.items() if name != "tier"}
-        yield from _known(PREFIX, MANAGER, tier, managed)
-        own = _OwnSeries(tier, values.get("tier", {}), secrets, kinds)
-        yield from own.series()
+        yield from _managed_series(tier, values)
         if "tier" in values:
+            own = _OwnSeries(tier, values["tier"], secrets, kinds)
+            yield from own.series()
             yield Series(PREFIX + DROPPED, DROPPED_METRIC, (tier,), own.dropped)
 
 
@@ -65,21 +64,21 @@ def safe_label(text: str, secrets: set[str]) -> str:
     return text if scrub(text, secrets) == text else HIDDEN
 
 
-def _known(prefix: str, table: Mapping[str, Metric], tier: str, values: Mapping[str, Any]) -> Iterator[Series]:
+def _managed_series(tier: str, values: Mapping[str, Any]) -> Iterator[Series]:
     for name, value in values.items():
-        metric = table.get(name)
+        metric = MANAGER.get(name)
         if metric is not None:
-            for labels, number in leaves(value, len(metric.labels)):
+            for labels, number in _leaves(value, len(metric.labels)):
                 if len(labels) == len(metric.labels):
-                    yield Series(prefix + name, metric, (tier, *labels), number)
+                    yield Series(PREFIX + name, metric, (tier, *labels), number)
 
 
-def leaves(value: Any, depth_max: int = _DEPTH_MAX) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves(value: Any, depth_max: int = _DEPTH_MAX) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the numbers and histograms in `value`, each with its labels."""
     if isinstance(value, Mapping) and not is_histogram(value):
         if depth_max:
             for label, inner in list(value.items()):
-                yield from (((str(label), *labels), number) for labels, number in leaves(inner, depth_max - 1))
+                yield from (((str(label), *labels), number) for labels, number in _leaves(inner, depth_max - 1))
     else:
         yield (), value
 
@@ -87,11 +86,11 @@ def leaves(value: Any, depth_max: int = _DEPTH_MAX) -> Iterator[tuple[tuple[str,
 class _OwnSeries:
     """The series of a tier's own counters. Those of a third-party tier may have any form."""
 
-    def __init__(self, tier: str, values: object, secrets: set[str], kinds: dict[str, str]) -> None:
+    def __init__(self, tier: str, values: Mapping[str, Any], secrets: set[str], kinds: dict[str, str]) -> None:
         self.dropped = 0
         """Numbers that are no series."""
         self._tier = tier
-        self._values = values if isinstance(values, Mapping) else {}
+        self._values = values
         self._secrets = secrets
         self._kinds = kinds
         self._seen: set[tuple[str, ...]] = set()
@@ -141,7 +140,7 @@ class _OwnSeries:
 
 def numbers_of(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     """Yield the numbers of a tier's own counters, at most `_NUMBERS_MAX`, each with its name and labels."""
-    found = ((str(name), labels, number) for name, value in list(values.items()) for labels, number in leaves(value))
+    found = ((str(name), labels, number) for name, value in list(values.items()) for labels, number in _leaves(value))
     return itertools.islice(found, _NUMBERS_MAX)
 
 

@@ -25,7 +25,13 @@ class Metric:
     bounds: tuple[float, ...] = ()
 
 
-_PRIMARY: Final = {
+MANAGER: Final = {
+    # Of every tier.
+    "stored_blocks_total": Metric("Blocks stored in the tier."),
+    "stored_bytes_total": Metric("Bytes stored in the tier."),
+    "loaded_blocks_total": Metric("Blocks loaded from the tier."),
+    "loaded_bytes_total": Metric("Bytes loaded from the tier."),
+    # Of the primary tier.
     "used_blocks": Metric("Blocks in the primary tier."),
     "used_bytes": Metric("Bytes of the blocks in the primary tier."),
     "capacity_bytes": Metric("Bytes of the whole primary tier."),
@@ -37,22 +43,14 @@ _PRIMARY: Final = {
     "hinted_requests_total": Metric("Requests that came with hints."),
     "refused_hints_total": Metric("Requests whose hints could not be read."),
     "step_seconds": Metric("Seconds that the manager took of a scheduler step, in one step of 128.", (), SHORT_SECONDS),
-}
-_EVERY: Final = {
-    "stored_blocks_total": Metric("Blocks stored in the tier."),
-    "stored_bytes_total": Metric("Bytes stored in the tier."),
-    "loaded_blocks_total": Metric("Blocks loaded from the tier."),
-    "loaded_bytes_total": Metric("Bytes loaded from the tier."),
-}
-_HISTORY: Final = {
+    # Of the history.
     "blocks_total": Metric("Blocks that requests asked for.", ("result",)),
     "ghost_hits_total": Metric("Blocks used that the tier would have had at another size.", ("size",)),
     "misses_total": Metric("Blocks that requests asked for and that this tier did not bring.", ("reason",)),
     "unexplained_blocks_total": Metric(
         "Blocks that requests asked for, too fast or too many for the history: they are in no miss or hit."
     ),
-}
-_SECONDARY: Final = {
+    # Of secondary tiers.
     "submitted_jobs_total": Metric("Jobs given to the tier.", ("direction",)),
     "jobs_in_flight": Metric("Jobs given to the tier and not yet reported."),
     "job_seconds": Metric("Seconds from a job's submission until it was collected.", ("direction",), SECONDS),
@@ -77,8 +75,7 @@ _SECONDARY: Final = {
     "breaker_opened_total": Metric("Times that the breaker opened."),
     "exceptions_total": Metric("Exceptions raised by the tier's methods."),
     "unknown_results_total": Metric("Results for jobs that the tier was not given."),
-}
-_AUDIT: Final = {
+    # Of the audit.
     "audited_blocks_total": Metric("Blocks computed anew and compared.", ("result",)),
     "audit_largest_difference_ratio": Metric("Largest relative difference of 256 values so far."),
     "audit_stopped": Metric("1 once a block differed, where the audit stops the tier then."),
@@ -86,7 +83,6 @@ _AUDIT: Final = {
     "audit_busy_requests_total": Metric("Requests not audited because another was."),
     "audit_abandoned_blocks_total": Metric("Blocks that were to be compared and were not.", ("reason",)),
 }
-MANAGER: Final = {**_EVERY, **_PRIMARY, **_HISTORY, **_SECONDARY, **_AUDIT}
 """The manager's counters, by name."""
 
 TIER: Final = {
