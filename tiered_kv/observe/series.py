@@ -69,8 +69,7 @@ def _managed_series(tier: str, values: Mapping[str, Any]) -> Iterator[Series]:
         metric = MANAGER.get(name)
         if metric is not None:
             for labels, number in _leaves(value, len(metric.labels)):
-                if len(labels) == len(metric.labels):
-                    yield Series(PREFIX + name, metric, (tier, *labels), number)
+                yield Series(PREFIX + name, metric, (tier, *labels), number)
 
 
 def _leaves(value: Any, depth_max: int = _DEPTH_MAX) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -98,7 +97,7 @@ class _OwnSeries:
 
     def series(self) -> Iterator[Series]:
         for name, labels, number in numbers_of(self._values):
-            value = _finite(number)
+            value = _float(number)
             series = None if value is None else self._series(name, labels, value)
             if series is None:
                 self.dropped += 1
@@ -144,7 +143,7 @@ def numbers_of(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]
     return itertools.islice(found, _NUMBERS_MAX)
 
 
-def _finite(number: object) -> float | None:
+def _float(number: object) -> float | None:
     """Return a number as Prometheus takes it; None for anything else."""
     if not isinstance(number, (int, float)):
         return None
@@ -156,5 +155,5 @@ def _finite(number: object) -> float | None:
 
 def is_finite(number: object) -> TypeGuard[float]:
     """Return whether this is a number that JSON can hold."""
-    value = _finite(number)
+    value = _float(number)
     return value is not None and math.isfinite(value)
