@@ -20,8 +20,7 @@ from tiered_kv.facade import BlockFacade
 from tiered_kv.observe.events import EventPublisher, medium_of
 from tiered_kv.observe.explain import Explanation, explain
 from tiered_kv.observe.history import BlockHistory
-from tiered_kv.observe.routes import routes_of
-from tiered_kv.observe.server import StatusServer
+from tiered_kv.observe.server import StatusServer, routes_of
 from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory

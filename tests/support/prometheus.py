@@ -63,22 +63,15 @@ class Prometheus(ServerProcess):
 
     def query(self, expression: str) -> dict[Labels, float]:
         """Return the value of each series now, by its labels."""
-        return {_labels(each): float(each["value"][1]) for each in self._ask("query", query=expression)}
+        with urlopen(
+            f"http://127.0.0.1:{self.port}/api/v1/query?{urlencode({'query': expression})}", timeout=WAIT_S
+        ) as answer:
+            result: list[Mapping[str, Any]] = json.load(answer)["data"]["result"]  # Any: JSON
+        return {_labels(each): float(each["value"][1]) for each in result}
 
-    def history(self, expression: str, begin: float, end: float) -> dict[Labels, list[tuple[float, float]]]:
-        """Return times, in seconds since 1970, and values of each series, one each second."""
-        asked = self._ask("query_range", query=expression, start=begin, end=end, step=1)
-        return {_labels(each): [(float(at), float(value)) for at, value in each["values"]] for each in asked}
-
-    def firing(self, target_port: int | None = None) -> set[str]:
-        """Return the names of the alerts that fire, of all stacks or of one."""
-        instance = "" if target_port is None else f'instance="127.0.0.1:{target_port}"'
-        return {dict(labels)["alertname"] for labels in self.query(f'ALERTS{{alertstate="firing",{instance}}}')}
-
-    def _ask(self, what: str, **fields: object) -> list[Mapping[str, Any]]:  # Any: JSON
-        with urlopen(f"http://127.0.0.1:{self.port}/api/v1/{what}?{urlencode(fields)}", timeout=WAIT_S) as answer:
-            result: list[Mapping[str, Any]] = json.load(answer)["data"]["result"]
-        return result
+    def firing(self) -> set[str]:
+        """Return the names of the alerts that fire."""
+        return {dict(labels)["alertname"] for labels in self.query('ALERTS{alertstate="firing"}')}
 
 
 def wait_for(look: Callable[[], Seen], wanted: Seen) -> None:

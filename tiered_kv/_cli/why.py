@@ -16,7 +16,7 @@ from tiered_kv.config.stack_config import load_config
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.observe.ask import Address, address_of, fetch, is_address
-from tiered_kv.observe.explain import SENTENCES
+from tiered_kv.observe.fates import SENTENCES
 from tiered_kv.observe.namespaces import TierNamespaces, tier_namespaces
 
 _TIMEOUT_S: Final = 10.0

@@ -9,9 +9,8 @@ from enum import Enum
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.observe.fates import Fate, fate_of
-from tiered_kv.observe.history import BlockHistory
+from tiered_kv.observe.history import BlockHistory, Page, next_page
 from tiered_kv.observe.ledger import RequestLog
-from tiered_kv.observe.pages import Page, next_page
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import computed_blocks
 from tiered_kv.tiering.promotion import Promotions
