@@ -63,15 +63,21 @@ class Prometheus(ServerProcess):
 
     def query(self, expression: str) -> dict[Labels, float]:
         """Return the value of each series now, by its labels."""
-        with urlopen(
-            f"http://127.0.0.1:{self.port}/api/v1/query?{urlencode({'query': expression})}", timeout=WAIT_S
-        ) as answer:
-            result: list[Mapping[str, Any]] = json.load(answer)["data"]["result"]  # Any: JSON
-        return {_labels(each): float(each["value"][1]) for each in result}
+        return {_labels(each): float(each["value"][1]) for each in self._ask("query", query=expression)}
+
+    def history(self, expression: str, begin: float, end: float) -> dict[Labels, list[tuple[float, float]]]:
+        """Return times, in seconds since 1970, and values of each series, one each second."""
+        series = self._ask("query_range", query=expression, start=begin, end=end, step=1)
+        return {_labels(each): [(float(at), float(value)) for at, value in each["values"]] for each in series}
 
     def firing(self) -> set[str]:
         """Return the names of the alerts that fire."""
         return {dict(labels)["alertname"] for labels in self.query('ALERTS{alertstate="firing"}')}
+
+    def _ask(self, what: str, **fields: object) -> list[Mapping[str, Any]]:  # Any: JSON
+        with urlopen(f"http://127.0.0.1:{self.port}/api/v1/{what}?{urlencode(fields)}", timeout=WAIT_S) as answer:
+            result: list[Mapping[str, Any]] = json.load(answer)["data"]["result"]
+        return result
 
 
 def wait_for(look: Callable[[], Seen], wanted: Seen) -> None:
