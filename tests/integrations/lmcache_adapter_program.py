@@ -155,14 +155,6 @@ class Checks:
             shown = [each["counters"]["nvme"]["tier"] for each in rig.adapter.report_status()["sets"]]
             assert sum(each["capacity_bytes"] for each in shown) == 64 << 20
 
-    def no_more_sets_are_open_than_said(self) -> None:
-        for entry in (self._tier("memory"), self._tier("fs"), self._tier("nvme")):
-            with host(entry) as rig:
-                keys = [*keys_of(1), *keys_of(1, object_group_id=1)]
-                assert not rig.store(keys, [*rig.objects(1), *rig.objects(1, ODD)]).is_successful()  # both at once
-                opened = [each for each in rig.adapter.report_status()["sets"] if "tiers" in each]
-                assert len(opened) == 1
-
     def a_lookup_of_what_was_never_stored_takes_no_place(self) -> None:
         for entry in (self._tier("fs"), self._tier("memory"), self._tier("nvme")):
             for_lookups = tier_set.LOOKUP_SETS_MAX if entry["type"] == "fs" else 0

@@ -116,17 +116,6 @@ def found_again(engine: SGLangEngine, expected: list[list[int]], prompts: list[l
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct", "page_head"])
-def test_an_engine_finds_its_pages_in_every_layout(layout: str, model: Path, tmp_path: Path) -> None:
-    backend = "direct" if layout == "page_first_direct" else "kernel"
-    options = hicache(extra_config([nvme(tmp_path)]), hicache_mem_layout=layout, hicache_io_backend=backend)
-    with SGLangEngine(model, tmp_path, options).wait_ready() as engine:
-        per_page = 8 if layout == "layer_first" else 2
-        expected = computed(engine, PROMPTS, parts=per_page)
-        assert found_again(engine, expected) == [WHOLE] * len(PROMPTS)
-
-
-@pytest.mark.full
 def test_sglang_s_own_delays_and_failures_change_no_token(model: Path, tmp_path: Path) -> None:
     injected = {
         "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05",

@@ -56,11 +56,11 @@ def test_every_engine_of_the_program_has_its_row(engines: Engines) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("adapters", 'extra: {adapters: "1"}'),
-        ("weights without a file", "name them by `revision`"),
-        ("a hub without a commit", "name them by `revision`"),
-        ("weights from elsewhere", "name them by `revision`"),
-        ("weights that are replaced", "name the run by `revision`"),
+        ("adapters", '"extra": {"adapters": "1"}'),
+        ("weights without a file", 'name them by "revision"'),
+        ("a hub without a commit", 'name them by "revision"'),
+        ("weights from elsewhere", 'name them by "revision"'),
+        ("weights that are replaced", 'name the run by "revision"'),
         ("a name that is taken", "namespace.extra: vLLM tells 'weights'"),
         ("another connector", '"kv_connector": "TieredKVConnector"'),
     ],

@@ -224,15 +224,6 @@ class Checks:
             told = {event.ownership: event.removal_expected for event in engine.manager.take_events()}
             assert told == {None: False, "memory": True, "fs": False}
 
-    def without_vllm_s_events_nothing_is_collected(self) -> None:
-        memory = {"type": "memory", "capacity": "16MiB"}
-        stack = {"primary": {"capacity": PRIMARY_BLOCKS * ROW_BYTES}, "secondary": [memory]}
-        with engine_with(stack) as engine:
-            engine.store(keys_of("silent", 4), 0)
-            engine.settle()
-            assert list(engine.manager.take_events()) == []
-            assert list(engine.manager._stack.secondary_tiers[0].take_events()) == []
-
     def a_publisher_of_our_own_is_refused(self) -> None:
         stack = {"primary": {"capacity": "1MiB"}, "events": {"publish": "tcp://127.0.0.1:*"}}
         attempt: Callable[[], object] = lambda: stack_config(config_of(stack, engine_id="e"))  # noqa: E731

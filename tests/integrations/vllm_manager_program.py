@@ -30,7 +30,6 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
     keys_of,
     run_checks,
     small_engine,
-    tells_of,
     wait_for,
 )
 
@@ -317,16 +316,6 @@ class Checks:
             assert not stats.is_empty()
             if hasattr(engine.manager, "config_info"):
                 assert engine.manager.config_info()[1]["tiered_kv_type"] == "memory"
-
-    def a_name_key_hides_the_keys_of_what_is_stored(self) -> None:
-        for name, more in (("plain", {}), ("keyed", {"name_key": "5a" * 32})):
-            keys = keys_of(name, 4)
-            with engine_on([self._nvme(name, **more)]) as engine:
-                engine.store(keys)
-                engine.settle()
-            with engine_on([self._nvme(name, **more)]) as engine:
-                assert engine.load(keys) == 4
-            assert tells_of(self.directory / name, keys) is (name == "plain")
 
     def shutdown_gives_everything_back(self) -> None:
         engine = Engine([self._nvme("shutdown")])

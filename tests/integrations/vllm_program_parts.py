@@ -24,8 +24,6 @@ from vllm.v1.kv_offload.config import (
 )
 
 from tests.support.tiny_llama import TINY_LLAMA
-from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.record import digest_of
 
 __all__ = ["run_checks"]
 
@@ -132,12 +130,6 @@ class Scheduler:
             assert time.monotonic() < end_s, "transfers do not end"
             self.step()
             time.sleep(0.0005)
-
-
-def tells_of(directory: Path, keys: Sequence[bytes]) -> bool:
-    """Return whether the files of a directory hold a key, its hash, or a digest of it that needs no secret."""
-    storage = b"".join(path.read_bytes() for path in directory.rglob("*") if path.is_file())
-    return any(trace in storage for key in keys for trace in (key[:16], digest_of(OffloadKey(key))))
 
 
 def vllm_config_of(model: Path, connector_extra: Mapping[str, object], **options: Any) -> Any:

@@ -278,23 +278,6 @@ class Checks:
             assert engine.manager.get_load_source(keys[0], context) is CacheHitSource.DISK
             engine.finish(context)
 
-    def a_request_that_wants_no_storage_waits_no_longer_than_others_and_is_audited_as_they_are(self) -> None:
-        keys = keys_of("bounded", 4)
-        only_memory = TierFilter((TierMatcher(medium=Medium.CPU),))
-        stack = self._stack("bounded")
-        with engine_with({**stack, "primary": {**stack["primary"], "request_wait": 0.05}}) as engine:
-            storing, context = engine.begin(keys), engine.begin(keys, load_tier_filter=only_memory)
-            output = engine.prepare_store(keys, storing)
-            assert engine.find(keys, context) == 0
-            engine.manager.complete_store(set(output.keys_to_store), storing)
-            engine.finish(storing)
-            engine.finish(context)
-        with engine_with({**stack, "audit": 1}) as engine:
-            engine.store(keys, 0)
-            context = engine.begin(keys, load_tier_filter=only_memory)
-            assert engine.find(keys, context) == 0
-            engine.finish(context)
-
     def a_copy_that_fails_ends_the_engine_and_nothing_is_stored(self) -> None:
         stack, keys = self._stack("failing"), keys_of("failing", 4)
         with engine_with(stack) as engine:
@@ -444,7 +427,7 @@ class Checks:
         assert config.namespace.dtype == "bfloat16"
         assert config.block.bytes == WORKERS * LAYERS * PAGE_BYTES
         path.write_text(text.replace("tenant: a", "dtype: float16"))
-        assert "'dtype' cannot be set here" in self._refusal_of(str(path))
+        assert "namespace.dtype: unknown key" in self._refusal_of(str(path))
         path.write_text(text.replace("primary:", "block: {bytes: 4KiB}\n            primary:"))
         assert "vLLM tells the size of a block" in self._refusal_of(str(path))
         path.write_text(text.replace("capacity: 64MiB", "capacty: 64MiB"))
