@@ -31,8 +31,8 @@ from tiered_kv.integrations.vllm.identity import (
     namespace_of,
 )
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, metric_definitions, vllm_events
+from tiered_kv.tiering.base import JobMetadata, TierSpec
 from tiered_kv.tiering.base import JobResult as OurResult
-from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 
@@ -131,8 +131,6 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._hint_reader = HintReader()
         self._requests: dict[str, RequestNotes] = {}
         self._report = CounterReport(settings.secret_texts())
-        self._began_s: dict[int, float] = {}
-        self._loading_for: dict[int, str] = {}  # job to request
         self._ended: list[JobResult] = []
 
     # Lookups.
@@ -199,27 +197,28 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     def submit_load(self, job_metadata: TransferJob) -> None:
         guarded = self._guarded
         guarded.load_blocks_reserved = max(guarded.load_blocks_reserved - len(job_metadata.keys), 0)
-        self._loading_for[job_metadata.job_id] = job_metadata.req_context.req_id
         if guarded.refusal():  # the breaker has opened since the lookup
             self._fail(job_metadata)
         else:
             self._submit(job_metadata, _in_prefix_order(job_metadata))
 
     def _submit(self, job_metadata: TransferJob, blocks: list[CPUBlock]) -> None:
-        job_id, keys = job_metadata.job_id, [block.key for block in blocks]
-        self._began_s[job_id] = time.monotonic()
-        is_load, req_context = job_metadata.is_promotion, job_metadata.req_context
-        if self._guarded.submit(keys, blocks, req_context, is_promotion=is_load, job_id=job_id) is None:
+        job = self._guarded.submit(
+            [block.key for block in blocks],
+            blocks,
+            job_metadata.req_context,
+            is_promotion=job_metadata.is_promotion,
+            job_id=job_metadata.job_id,
+        )
+        if job is None:
             self._fail(job_metadata)
 
     def _fail(self, job_metadata: TransferJob) -> None:
-        self._note_failed(job_metadata.job_id, job_metadata.keys)
+        self._note_failed(job_metadata, job_metadata.keys)
         self._end(job_metadata.job_id, is_success=False)
 
     def _end(self, job_id: int, *, is_success: bool) -> None:
         """Let the next `get_finished_jobs` report a job that moved nothing."""
-        self._began_s.pop(job_id, None)
-        self._loading_for.pop(job_id, None)
         self._ended.append(JobResult(job_id, is_success, transfer_time=0.0, transfer_bytes=0))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -231,24 +230,24 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._ended += [self._translate(job, result) for job, result in self._guarded.collect()]
 
     def _translate(self, job: SubmittedJob, result: OurResult) -> JobResult:
-        job_id, keys = job.metadata.job_id, job.metadata.keys
+        metadata, keys = job.metadata, job.metadata.keys
         done = set(keys) if result.success else set(result.successful_keys or ()).intersection(keys)
-        if len(done) < len(keys):
-            self._note_failed(job_id, [key for key in keys if key not in done])
-        self._loading_for.pop(job_id, None)
+        is_partial = len(done) < len(keys)
+        if is_partial:
+            self._note_failed(metadata, [key for key in keys if key not in done])
+        began_s = (metadata.deadline or 0.0) - self._guarded.settings.job_timeout
         return JobResult(
-            job_id,
-            success=len(done) == len(keys),
-            successful_keys=tuple(done) if job.metadata.is_promotion and len(done) < len(keys) else None,
-            transfer_time=time.monotonic() - self._began_s.pop(job_id),
+            metadata.job_id,
+            success=not is_partial,
+            successful_keys=tuple(done) if metadata.is_promotion and is_partial else None,
+            transfer_time=max(0.0, time.monotonic() - began_s),
             transfer_bytes=len(done) * self._block_bytes,
         )
 
-    def _note_failed(self, job_id: int, keys: Iterable[OffloadKey]) -> None:
+    def _note_failed(self, job: TransferJob | JobMetadata, keys: Iterable[OffloadKey]) -> None:
         """Note for a load's request the keys that it must not load again."""
-        notes = self._requests.get(self._loading_for.get(job_id, ""))
-        if notes is not None:
-            notes.failed.update(keys)
+        if job.is_promotion and job.req_context.req_id in self._requests:
+            self._requests[job.req_context.req_id].failed.update(keys)
 
     def drain_jobs(self) -> None:
         """Wait until the tier uses no row any more; vLLM then reuses the rows.
