@@ -21,11 +21,7 @@ def depends_on_length(described: object, model_type: object, *, is_foreign_code:
     """Return whether keys may depend on the model's maximum length.
 
     LongRoPE chooses its factors by it, Llama 4 its attention's temperature. Code that is not the engine's may do
-    anything.
-
-    Args:
-        described: The configuration as its `to_dict` gives it.
-        model_type: That of the text model.
+    anything. `described` is the configuration as its `to_dict` gives it; `model_type` is the text model's.
     """
     is_rope_fixed = rope_types(described) <= _FIXED_ROPE_TYPES
     return is_foreign_code or not is_rope_fixed or str(model_type).startswith("llama4")

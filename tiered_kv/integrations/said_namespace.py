@@ -27,12 +27,7 @@ class SaidNamespace(StrictModel):
     ) -> Namespace:
         """Return the namespace with the user's fields over the engine's, and `extra` beside its `facts`.
 
-        Args:
-            engine: The engine's name in messages.
-            location: Path of this mapping in the configuration.
-
-        Raises:
-            ConfigError: `extra` has a name that is in `facts`, or a value cannot be used.
+        `location` is the path of this mapping in the configuration.
         """
         taken = sorted(self.extra.keys() & facts.keys())
         if taken:
@@ -59,11 +54,7 @@ class SaidOfModel(SaidNamespace):
             )
 
     def named_weights(self, engine: str, model: str, load_format: str, location: str) -> str:
-        """Return how a namespace describes weights that only `revision` names.
-
-        Raises:
-            ConfigError: The user has not set `revision`.
-        """
+        """Return how a namespace describes weights that only `revision` names."""
         if self.revision is None:
             raise ConfigError(
                 f"{engine} does not tell which weights '{model}' has (load format {load_format}); name them by "

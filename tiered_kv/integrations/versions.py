@@ -18,9 +18,6 @@ def checked_version(package: str, name: str, tested: Sequence[str], *, parts: in
         package: The engine's top-level module, with a `__version__`.
         name: The engine's name in messages.
         parts: How many parts of a version must be as tested; the fourth is that of `0.5.23.post1`.
-
-    Raises:
-        ConfigError: The engine is not installed, or its version is not tested.
     """
     known = " and ".join(tested)
     try:

@@ -23,9 +23,7 @@ _SAMPLE_BYTES = 4096
 def weights_in_files(model: str, commit: str | None, which: str) -> str | None:
     """Return how a namespace describes weights in files: by their digest, or else by the commit of their repository.
 
-    Args:
-        commit: Commit of the model's repository; None if unknown.
-        which: Which of several files with weights the engine reads.
+    `which` says which of several files with weights the engine reads.
     """
     digest = files_digest(model)
     if digest is not None:

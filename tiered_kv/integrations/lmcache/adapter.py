@@ -38,10 +38,7 @@ class _Kind(Enum):
 class _Work:
     """A task of LMCache, split into parts for sets of tiers. Any thread.
 
-    Args:
-        size: Keys of the task.
-        parts: How many times `end_part` will be called.
-        finish: Called with an answer for each key when the last part has ended; at once if there is none.
+    `finish` is called with an answer for each of `size` keys when the last part has ended; at once if there is none.
     """
 
     def __init__(self, size: int, parts: int, finish: Callable[[list[bool]], None]) -> None:

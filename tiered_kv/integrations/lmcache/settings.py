@@ -66,9 +66,5 @@ class AdapterSettings(HostSettings):
 
 
 def read_settings(params: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> AdapterSettings:
-    """Return `adapter_params` as settings; `${NAME}` in texts stands for a variable of the environment.
-
-    Raises:
-        ConfigError: They cannot be used; with a line for each setting at fault.
-    """
+    """Return `adapter_params` as settings; `${NAME}` in texts stands for a variable of the environment."""
     return validate(AdapterSettings, fill_variables(params, environ), (LOCATION,))

@@ -281,11 +281,7 @@ class TierSet:
 
 
 def namespace_of(model: str, layout: str, settings: AdapterSettings) -> Namespace:
-    """Return the namespace of a model's objects.
-
-    Raises:
-        ConfigError: The user says what LMCache tells, or a text is too long.
-    """
+    """Return the namespace of a model's objects."""
     facts = {"engine": "lmcache", "lmcache": LMCACHE_VERSION}
     return settings.namespace.complete("LMCache", {"model": model, "layout": layout}, facts, (LOCATION, "namespace"))
 
@@ -297,11 +293,7 @@ def may_have_blocks(tiers: Sequence[TierSettings], directory: str) -> bool:
 
 
 def own_part(tier: TierSettings, directory: str, sets: int) -> TierSettings:
-    """Return a tier's settings for one of `sets` layouts: a part of the capacity, and a directory.
-
-    Raises:
-        TierError: The directory is full of other layouts' blocks.
-    """
+    """Return a tier's settings for one of `sets` layouts: a part of the capacity, and a directory."""
     own = part_of(tier, directory, Fraction(1, sets))
     path = Path(getattr(tier, "path", ""))
     if tier.type == "nvme" and path.is_dir():

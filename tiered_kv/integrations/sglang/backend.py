@@ -92,11 +92,7 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
             self.on_host_pools_registered()
 
     def on_host_pools_registered(self) -> None:
-        """Open the tiers of all pools.
-
-        Raises:
-            ConfigError, TierError: A tier cannot be opened.
-        """
+        """Open the tiers of all pools."""
         all_bytes = sum(parts.pool_bytes for pool in self._pools.values() for parts in pool.parts)
         with ExitStack() as undo:
             undo.callback(self._close_tiers)

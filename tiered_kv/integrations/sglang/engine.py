@@ -90,11 +90,7 @@ def model_path() -> str:
 
 
 def engine_facts(said: SaidOfModel) -> dict[str, str]:
-    """Return what the namespace has to hold of the engine beside what HiCache and its host pools report, by name.
-
-    Raises:
-        ConfigError: `said` lacks what SGLang does not report.
-    """
+    """Return what the namespace has to hold of the engine beside what HiCache and its host pools report, by name."""
     config = process_model_config()
     if _value("enable_lora", "lora"):
         said.check_adapters("SGLang", _NAMESPACE)

@@ -51,11 +51,7 @@ def check_sharing(config: HiCacheStorageConfig, settings: HiCacheSettings) -> No
 def namespace_of(
     pool: PagePool, config: HiCacheStorageConfig, settings: HiCacheSettings, engine_facts: Mapping[str, str]
 ) -> Namespace:
-    """Return the namespace of a host pool's pages, without the size of a part.
-
-    Raises:
-        ConfigError: The user's part of it cannot be used, or the ranks cannot have the pool's pages.
-    """
+    """Return the namespace of a host pool's pages, without the size of a part."""
     facts = {
         **engine_facts,
         "engine": "sglang",
@@ -83,9 +79,6 @@ def _parallel(name: str, pool: Any, config: HiCacheStorageConfig) -> Parallel:  
 
     Replicas of a pool within the tensor parallel group are one part: SGLang stores them once. That is so in models with
     latent attention, but for states.
-
-    Raises:
-        ConfigError: SGLang stores the pool once, and the ranks' parts of it differ.
     """
     is_replicated = config.is_mla_model and name != PoolName.MAMBA
     if is_replicated and config.tp_size > 1 and isinstance(pool, MHATokenToKVPoolHost):

@@ -55,9 +55,6 @@ class PagePool:
     Args:
         name: SGLang's name for it, such as "kv" or "mamba".
         pool: SGLang's `HostKVCache`.
-
-    Raises:
-        ConfigError: Its pages have no fixed places.
     """
 
     def __init__(self, name: str, pool: Any) -> None:

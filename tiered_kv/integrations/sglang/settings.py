@@ -54,9 +54,6 @@ def read_settings(
         environ: The variables that its texts may name.
         processes: For each variable that tells an engine's processes apart, how many there are. The path of a tier
             with storage of its own has to name the variable if there are several.
-
-    Raises:
-        ConfigError: A setting cannot be used.
     """
     settings = validate(HiCacheSettings, fill_variables(extra_config, environ), (LOCATION,))
     raw = extra_config["tiers"]

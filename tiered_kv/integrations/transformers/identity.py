@@ -66,11 +66,7 @@ class Weights(StrEnum):
 
 
 def namespace_fields(model: Any, layout: BlockLayout, weights: Weights) -> dict[str, object]:
-    """Return the model's fields of the namespace; `model` is a PreTrainedModel.
-
-    Raises:
-        ValueError: The weights cannot be read.
-    """
+    """Return the model's fields of the namespace; `model` is a PreTrainedModel."""
     extra = {
         "config": config_digest(model.config.to_dict()),
         "code": f"{type(model).__module__}.{type(model).__qualname__}",  # of a model's repository, with its revision
@@ -96,14 +92,9 @@ def config_digest(config: Mapping[str, object]) -> str:
 
 
 def weights_digest(state: Mapping[str, torch.Tensor], *, sampled: bool = False) -> str:
-    """Return 32 hexadecimal digits for a model's weights, as its `state_dict` gives them.
+    """Return 32 hexadecimal digits for a model's weights, as its `state_dict` gives them, on any device.
 
-    Args:
-        state: Tensors by name, on any device.
-        sampled: Read only 16 pages of 4 KiB of larger tensors, among them the first and the last.
-
-    Raises:
-        ValueError: An entry is not a tensor, or has no content.
+    If `sampled`, 16 pages of 4 KiB stand for a larger tensor, among them the first and the last.
     """
     entries = []
     for name, tensor in sorted(state.items()):

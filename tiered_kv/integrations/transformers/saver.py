@@ -42,9 +42,6 @@ class Saver:
             keys: In the order of their prefix.
             copy_blocks: Called here for the bytes of the first n blocks.
             on_loss: Called by any thread if a queued block could not be stored.
-
-        Raises:
-            ShutdownError: The saver was stopped.
         """
         with self._changed:
             if self._is_stopped:

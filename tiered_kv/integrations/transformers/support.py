@@ -23,12 +23,7 @@ length of the whole prompt, and so do the keys of its first tokens."""
 
 
 def layout_of(model: Any, block_tokens: int) -> BlockLayout:  # Any: a PreTrainedModel
-    """Return the layout of a model's blocks, from its configuration.
-
-    Raises:
-        TypeError: It is not a causal language model of Transformers.
-        ValueError: Its keys and values cannot be kept by token.
-    """
+    """Return the layout of a model's blocks, from its configuration, or raise TypeError or ValueError."""
     reason = next(_refusals(model), "")
     if reason:
         raise ValueError(f"a prefix cache cannot serve this {type(model).__name__}: {reason}")
@@ -42,14 +37,10 @@ def layout_of(model: Any, block_tokens: int) -> BlockLayout:  # Any: a PreTraine
 
 
 def states_of(cache: Any, layout: BlockLayout) -> States:  # Any: the caller's argument
-    """Return the tensors of a cache as they are at this moment.
+    """Return the tensors of a cache as they are at this moment, or raise TypeError or ValueError.
 
     A `DynamicCache` replaces its tensors when it grows, and changes none. So the returned ones stay as they are while a
     model goes on, in this thread or another.
-
-    Raises:
-        TypeError: A cache of this kind does not keep every token's keys and values as they were computed.
-        ValueError: It is not of the model of `layout`, holds several sequences, or was reset.
     """
     _check_kind(cache)
     pairs = [(layer.keys, layer.values) for layer in cache.layers]

@@ -28,11 +28,6 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
 
     It has the settings of vLLM's `OffloadingConnector`. Its specs and tiers can read the engine's configuration while
     they are made.
-
-    Args:
-        vllm_config: vLLM's `VllmConfig`.
-        role: The scheduler's connector, or a worker's.
-        kv_cache_config: vLLM's `KVCacheConfig`.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

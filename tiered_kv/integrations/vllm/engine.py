@@ -119,11 +119,7 @@ def configured(vllm_config: Any, kv_cache_config: Any) -> Iterator[None]:
 
 
 def engine_facts(said: SaidOfModel) -> dict[str, str]:
-    """Return what the namespace has to hold of the engine beside vLLM's summary, by name.
-
-    Raises:
-        ConfigError: The engine is configured without `TieredKVConnector`, or `said` lacks what vLLM does not report.
-    """
+    """Return what the namespace has to hold of the engine beside vLLM's summary, by name."""
     found = _current.get()
     if found is None:
         raise ConfigError(

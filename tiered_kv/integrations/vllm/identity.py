@@ -72,11 +72,7 @@ def namespace_of(
 
     Args:
         said: The `namespace` of the user's configuration, or None.
-        row_layout: How the worker lays out a chunk in a row.
         stages: All pipeline stages in their order; by default that of `config` alone.
-
-    Raises:
-        ConfigError: `said` cannot be used, or has to say more.
     """
     user = validate(SaidByUser, {} if said is None else said, (LOCATION,))
     stages = stages or [stage_of(config)]

@@ -66,10 +66,8 @@ def _definition(name: str, metric: Metric) -> Any:  # Any: as above
 class CounterReport:
     """Sends changes of counters to vLLM, which calls `take` on the scheduler's thread in every step.
 
-    So it reads the counters once a second at most, and sends a few series in each of the following steps.
-
-    Args:
-        secrets: Texts that no name and no label may contain.
+    So it reads the counters once a second at most, and sends a few series in each of the following steps. No name and
+    no label may contain a text of `secrets`.
     """
 
     def __init__(self, secrets: set[str]) -> None:
@@ -115,11 +113,7 @@ def _add(stats: Any, series: Series, before: Any) -> None:  # Any: vLLM's own, a
 
 
 def new_values(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[float]:
-    """Return values that change a histogram from one snapshot to another: the same count in each bucket and sum.
-
-    Args:
-        before, now: Results of `Histogram.snapshot`.
-    """
+    """Return values that turn one `Histogram.snapshot` into another: with its counts in each bucket, and its sum."""
     counts = list(now["buckets"].values())
     total = now["sum"]
     if before is not None:
@@ -143,7 +137,6 @@ def vllm_events(
     """Yield `events` as vLLM's type.
 
     Args:
-        events: In those of a secondary tier, the medium is its name.
         reporting: Tiers that report each removed block. vLLM keeps the block's tokens until then.
         locality: vLLM's Locality of secondary tiers, or None.
     """

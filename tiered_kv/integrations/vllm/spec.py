@@ -72,12 +72,7 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         return INFO_KEYS
 
     def get_manager(self) -> TieredKVManager:
-        """Return the scheduler's half, made on the first call. With several pipeline stages it waits for all workers.
-
-        Raises:
-            ConfigError: The shared memory cannot be opened, or a worker does not join it in time.
-            TierError: A tier cannot be opened.
-        """
+        """Return the scheduler's half, made on the first call; with several stages it waits for the workers."""
         if self._manager is None:
             has_events = self.kv_events_config.enable_kv_cache_events
             file = self._join(SCHEDULER)
@@ -89,12 +84,9 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> HandlerWorker:
-        """Return the half of a worker, for caches on a CUDA device or in CPU memory; made on the first call.
+        """Return the worker's half, made on the first call, for caches on a CUDA device or in CPU memory.
 
-        With several pipeline stages it waits until the other workers have called it too.
-
-        Raises:
-            ConfigError: The shared memory cannot be opened or pinned, or a worker does not join it in time.
+        With several pipeline stages it waits until the other workers have called it, too.
         """
         if self._worker is None:
             rank = self.config.parallel.rank
@@ -112,11 +104,18 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         )
 
     def _join(self, party: str) -> SharedFile | None:
-        """With several pipeline stages, read what each worker stores; return the shared file that was joined for it."""
+        """With several pipeline stages, wait for all workers and read their ranks from the shared file.
+
+        Return the file, which the caller leaves.
+        """
         if self.config.parallel.pp_size == 1:
             return None
-        file, ranks = exchange(self.config, self._shared.name, party)
+        size, own = self.config.parallel.world_size, rank_of(self.config)
+        fields = [own.chunk_bytes, own.stage.layers, own.stage.groups]
+        note = b"" if party == SCHEDULER else json.dumps(fields).encode()
+        file = SharedFile(self._shared.name, party, parties_of(size), note)
         try:
+            ranks = [_decode(note) for note in file.notes_of([worker_party(rank) for rank in range(size)])]
             self._shared = self._context.run(self._share, ranks)
         except BaseException:
             file.leave()
@@ -127,10 +126,7 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
 def stack_config(config: Any, ranks: Sequence[Rank] = ()) -> StackConfig:  # Any: vLLM's OffloadingConfig
     """Return the stack of a vLLM engine, the same in its scheduler and its workers.
 
-    `ranks` are all workers in their order; by default all are like `config`'s.
-
-    Raises:
-        ConfigError: The file, or a setting in it, cannot be used.
+    `ranks` are all workers in their order; by default all are like `config`'s worker.
     """
     source = config.extra_config.get("stack")
     if not isinstance(source, (str, os.PathLike, Mapping)):
@@ -174,35 +170,11 @@ class Rank:
 
 
 def rank_of(config: Any) -> Rank:  # Any: vLLM's OffloadingConfig
-    """Return the worker that a process knows: a worker itself, and in the scheduler worker 0.
-
-    Raises:
-        ConfigError: vLLM tells no size.
-    """
+    """Return the worker that a process knows: a worker itself, and in the scheduler worker 0."""
     size = int(config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk)
     if size < 1:
         raise ConfigError("vLLM tells no size of a KV cache block, so there is nothing to offload")
     return Rank(size, stage_of(config))
-
-
-def exchange(config: Any, name: str, party: str) -> tuple[SharedFile, list[Rank]]:  # Any: vLLM's OffloadingConfig
-    """Join the engine's shared file as `party`, and wait until all workers have.
-
-    Return the file, which the caller leaves, and all workers in their order.
-
-    Raises:
-        ConfigError: The file cannot be opened, or a worker does not join it in time.
-    """
-    size = config.parallel.world_size
-    own = rank_of(config)
-    fields = [own.chunk_bytes, own.stage.layers, own.stage.groups]
-    note = b"" if party == SCHEDULER else json.dumps(fields).encode()
-    file = SharedFile(name, party, parties_of(size), note)
-    try:
-        return file, [_decode(note) for note in file.notes_of([worker_party(rank) for rank in range(size)])]
-    except BaseException:
-        file.leave()
-        raise
 
 
 def _decode(note: bytes) -> Rank:
