@@ -86,10 +86,9 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         self._notifiers = {kind: create_event_notifier() for kind in _Kind}
         self._numbers = itertools.count()
         self._places = Places(self._settings.sets)
-        self._lock = threading.Lock()  # guards the four below; held for dictionary operations only
+        self._lock = threading.Lock()  # guards the fields below; held for dictionary operations only
         self._results: dict[_Kind, dict[int, Any]] = {kind: {} for kind in _Kind}
         self._sets: dict[tuple[object, ...], TierSet] = {}
-        self._is_closing = False  # no further set is opened
         self._is_closed = False
         self._was_asked_to_delete = False
 
@@ -214,7 +213,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
                     self._places,
                     self._report_removed,
                 )
-                if self._is_closing:
+                if self._is_closed:
                     found.close()  # its tasks end with misses
                 else:
                     self._sets[layout] = found
@@ -262,15 +261,12 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
 
     def close(self) -> None:
         with self._lock:
-            self._is_closing = True
+            if self._is_closed:
+                return
+            self._is_closed = True
             sets = list(self._sets.values())
-        for each in sets:
+        for each in [*sets, *self._notifiers.values()]:
             each.close()
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                for notifier in self._notifiers.values():
-                    notifier.close()
 
 
 def _begin(

@@ -109,16 +109,16 @@ class TierSet:
         with self._lock:
             if stores and not self._stores:
                 self._stores = True
-                self._retry_at_s = 0.0 if self._opener is None else self._retry_at_s
+                if self._opener is None:
+                    self._retry_at_s = 0.0
             tiers = None if self._is_closed else self._tiers
             if tiers is None and not self._is_closed and time.monotonic() >= self._retry_at_s:
-                with suppress(RuntimeError):  # the system has no more threads; a later task tries again
-                    if self._opener is None:
-                        opener = threading.Thread(target=self._open, name="tiered-kv-open", daemon=True)
-                        opener.start()
-                        self._opener = opener
-                    self._waiting.append((task, stores))
-                    return
+                if self._opener is None:
+                    opener = threading.Thread(target=self._open, name="tiered-kv-open", daemon=True)
+                    opener.start()
+                    self._opener = opener
+                self._waiting.append((task, stores))
+                return
         self._begin(task, tiers, stores)
 
     def _begin(self, task: Task, tiers: DirectTiers | None, stores: bool) -> None:
@@ -153,16 +153,11 @@ class TierSet:
         if error:
             _log.error("no tiers for %s; trying again in %g s: %s", self._what, RETRY_S, error)
         with self._lock:
-            # A store that was submitted meanwhile opens them.
-            is_again = tiers is None and not error and self._stores and not self._is_closed
             late, self._tiers = (tiers, None) if self._is_closed else (None, tiers)
-            self._error = error
-            if not is_again:
-                self._opener = None
-                self._retry_at_s = 0.0 if tiers is not None else time.monotonic() + RETRY_S
-        if is_again:
-            self._open()
-            return
+            self._error, self._opener = error, None
+            # A store that was submitted meanwhile fails, and the next one opens the tiers.
+            is_wanted = tiers is not None or (self._stores and not error)
+            self._retry_at_s = 0.0 if is_wanted else time.monotonic() + RETRY_S
         if late is not None:
             late.close()
         self._end_waiting()
