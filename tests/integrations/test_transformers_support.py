@@ -170,15 +170,6 @@ class TestCaches:
         with pytest.raises(ValueError, match=message):
             states_of(self.filled(transformers.DynamicCache(), **made), layout)
 
-    def test_a_cache_that_was_reset_has_nothing_to_save(self, layout: BlockLayout) -> None:
-        cache = self.filled(transformers.DynamicCache())
-        cache.reset()
-        if cache.get_seq_length():  # in Transformers 4, of zeroes
-            with pytest.raises(ValueError, match="it was reset"):
-                states_of(cache, layout)
-        else:
-            assert token_count(states_of(cache, layout)) == 0
-
     def test_zeroes_in_place_of_keys_are_refused(self, layout: BlockLayout) -> None:
         cache = self.filled(transformers.DynamicCache())
         for layer in cache.layers:  # what `reset` does in Transformers 4
