@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, Poo
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.runtime_context import get_parallel
 
-from tests.integrations.program_checks import run_checks
+from tests.integrations.program_checks import damage, run_checks
 from tests.integrations.sglang_engine_program import save_model
 from tests.integrations.sglang_program_parts import (
     PAGES,
@@ -191,13 +191,7 @@ def check_damaged_bytes_are_misses() -> None:
     backend = opened(nvme("damage"), pool)
     backend.batch_set_v1(hashes(COUNT), slots(pool, range(COUNT)))
     backend.close()
-    files = sorted((DIRECTORY / "damage").glob("**/*.kv"))
-    content = bytearray(files[0].read_bytes())
-    part = pages_of(pool, [2])[0][1]
-    at = content.find(part)
-    assert at > 0
-    content[at + 100] ^= 1
-    files[0].write_bytes(content)
+    damage(DIRECTORY / "damage", pages_of(pool, [2])[0][1])
     backend = opened(nvme("damage"), pool)
     loaded = backend.batch_get_v1(hashes(COUNT), slots(pool, range(10, 10 + COUNT)))
     assert loaded == [page != 2 for page in range(COUNT)], loaded
@@ -276,7 +270,7 @@ def check_settings_are_checked() -> None:
         ({name: value for name, value in good.items() if name != "interface_v1"}, "interface_v1: this key is required"),
         ({**good, "tiers": [nvme("settings", capacity="much")]}, "tiers.0.capacity"),
         ({**good, "tier": []}, "tier: unknown key"),
-        ({**good, "namespace": {"dtype": "float16"}}, "SGLang tells it"),
+        ({**good, "namespace": {"dtype": "float16"}}, "SGLang sets it"),
     ]
     for extra, says in cases:
         message = refusal(partial(open_backend, storage_config(extra), pool))

@@ -15,7 +15,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
 torch = pytest.importorskip("torch", reason="the extra 'transformers'")
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers'")
 
-from tiered_kv.counters import count_of  # noqa: E402 - after what it needs
+from tests.integrations.program_checks import damage  # noqa: E402 - after what it needs
+from tiered_kv.counters import count_of  # noqa: E402
 from tiered_kv.errors import ConfigError, ShutdownError  # noqa: E402
 from tiered_kv.integrations.transformers import PrefixCache, PrefixCacheStats  # noqa: E402
 from tiered_kv.testing.gate import Gate  # noqa: E402
@@ -242,18 +243,6 @@ class TestDamage:
 def block_of(prefixes: PrefixCache, cache: Any, number: int) -> bytes:
     rows = prefixes.layout.gather([(layer.keys, layer.values) for layer in cache.layers], number, 1)
     return rows.tobytes()
-
-
-def damage(directory: Path, block: bytes) -> None:
-    """Flip a bit of `block` where it lies in a file of the directory."""
-    for path in directory.rglob("*"):
-        content = path.read_bytes() if path.is_file() else b""
-        if (at := content.find(block)) >= 0:
-            with path.open("r+b") as file:
-                file.seek(at + 100)
-                file.write(bytes([content[at + 100] ^ 1]))
-            return
-    raise AssertionError("the block is in no file")
 
 
 class TestThreads:

@@ -82,7 +82,7 @@ class TestModels:
             ("Mistral", {"sliding_window": 16}, "MistralForCausalLM: not all .*DynamicSlidingWindowLayer"),
             ("Gemma2", {"head_dim": 8, "sliding_window": 16}, "not all of its layers keep every token"),
             ("Gemma", {"head_dim": 8, "use_bidirectional_attention": True}, "not causal"),
-            ("Mamba", {"state_size": 4}, "not all of its layers keep every token|a cache of a kind of its own"),
+            ("Mamba", {"state_size": 4}, "not all of its layers keep every token|a cache of another kind"),
         ],
     )
     def test_models_whose_keys_cannot_be_kept_by_token_are_refused(

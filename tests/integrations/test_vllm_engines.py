@@ -262,6 +262,15 @@ def test_a_prompt_takes_no_longer_than_the_better_of_computing_and_loading(tmp_p
 
 
 @pytest.mark.full
+def test_scheduler_and_worker_are_of_one_namespace(model: Path, tmp_path: Path) -> None:
+    nvme = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    options = {"mode": "namespaces", "threads": 1, "kv_transfer_config": our_spec(MIB, [nvme])}
+    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), json.dumps(options)) as engine:
+        (result,) = engine.messages()
+    assert [namespace for _, namespace in result["workers"]] == [result["scheduler"]]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("config", ["our_stack.json", "our_tiers.json"])
 def test_the_example_s_second_engine_finds_the_blocks_of_the_first(config: str, tmp_path: Path) -> None:
     told = run_example("0.32.0", "vllm", tmp_path, config)

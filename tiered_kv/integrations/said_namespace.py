@@ -32,7 +32,7 @@ class SaidNamespace(StrictModel):
         taken = sorted(self.extra.keys() & facts.keys())
         if taken:
             raise ConfigError(
-                f"{engine} tells '{taken[0]}'; choose another name", location=".".join((*location, "extra"))
+                f"{engine} sets '{taken[0]}'; choose another name", location=".".join((*location, "extra"))
             )
         said = self.model_dump(exclude_none=True, exclude={"extra"})
         return validate(Namespace, {**fields, **said, "extra": {**self.extra, **facts}}, location)
@@ -57,7 +57,7 @@ class SaidOfModel(SaidNamespace):
         """Return how a namespace describes weights that only `revision` names."""
         if self.revision is None:
             raise ConfigError(
-                f"{engine} does not tell which weights '{model}' has (load format {load_format}); name them by "
+                f"{engine} does not report which weights '{model}' has (load format {load_format}); name them by "
                 '"revision" here',
                 location=location,
             )

@@ -26,14 +26,14 @@ an object waits at most `QUEUE_S_MAX` for a tier, and a tier begins no work on i
 
 
 class SaidByUser(SaidNamespace):
-    """What LMCache does not tell of a block's bytes, said by the user."""
+    """The user's part of the namespace: what LMCache does not report."""
 
     unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("model", "dtype", "layout", "layers", "groups", "parallel"), "LMCache tells it"
+        ("model", "dtype", "layout", "layers", "groups", "parallel"), "LMCache sets it"
     )
 
     revision: Label = Field(
-        description="Names the state of the weights and of all else that LMCache does not tell: change it with them."
+        description="Names the state of the weights and of all else that LMCache does not report: change it with them."
     )
     hash_algorithm: Label | None = Field(default=None, description="The server's --hash-algorithm.")
     hash_seed: Seed | None = Field(default=None, description="The seed of that hash: text, or an integer.")
@@ -44,7 +44,7 @@ class AdapterSettings(HostSettings):
 
     location = LOCATION
 
-    namespace: SaidByUser = Field(description="What LMCache does not tell of a block's bytes.")
+    namespace: SaidByUser = Field(description="What LMCache does not report of a block's bytes.")
     sets: Count = Field(
         default=1,
         ge=1,

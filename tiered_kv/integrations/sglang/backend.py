@@ -32,7 +32,7 @@ from tiered_kv.direct import DirectTiers
 from tiered_kv.direct.settings import part_of
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.sglang.engine import engine_facts
-from tiered_kv.integrations.sglang.identity import check_sharing, namespace_of, own_variables
+from tiered_kv.integrations.sglang.identity import check_sharing, namespace_of, process_variables
 from tiered_kv.integrations.sglang.pools import PagePool, Parts
 from tiered_kv.integrations.sglang.settings import read_settings
 
@@ -56,11 +56,9 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: object = None) -> None:
-        variables = own_variables()
-        values = {name: str(value) for name, (value, _) in variables.items()}
-        counts = {name: count for name, (_, count) in variables.items()}
+        values, processes = process_variables()
         self._config = storage_config
-        self._settings = read_settings(storage_config.extra_config or {}, {**os.environ, **values}, counts)
+        self._settings = read_settings(storage_config.extra_config or {}, {**os.environ, **values}, processes)
         check_sharing(storage_config, self._settings)
         self._facts = engine_facts(self._settings.namespace)
         self._pools: dict[str, PagePool] = {}

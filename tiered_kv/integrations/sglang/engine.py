@@ -66,7 +66,7 @@ _OTHERS = (
     "enable_dsa_cache_layer_split",
     "enable_kv_cache_sharding",
 )
-"""What counts of other sections. Hooks may change what layers compute; HiCache tells the sizes of `parallel`."""
+"""What counts of other sections. Hooks may change what layers compute; HiCache reports the sizes of `parallel`."""
 
 _FILES = ("quantization_param_path", "kt_weight_path", "modelopt_checkpoint_restore_path")
 """Settings that name files beside the model's, of which the content counts: scales, and weights."""
@@ -184,7 +184,7 @@ def _digest(name: str, value: object) -> str:
     try:
         text = json.dumps(value, sort_keys=True, default=_plain)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"SGLang's {name} has a value that cannot be told from others: {error}") from error
+        raise ConfigError(f"SGLang's {name} has a value without a stable text: {error}") from error
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"tiered-kv-sgl-v1").hexdigest()
 
 

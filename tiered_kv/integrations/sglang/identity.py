@@ -20,13 +20,15 @@ _GEOMETRY = ("start_layer", "end_layer", "head_num", "head_dim", "v_head_dim", "
 """Attributes that host pools may have for their layers and heads."""
 
 
-def own_variables() -> dict[str, tuple[int, int]]:
-    """Return for each variable that tells an engine's processes apart: its value here, and the number of processes."""
+def process_variables() -> tuple[dict[str, str], dict[str, int]]:
+    """Return the variables that identify an engine's process: their values here, and the numbers of processes."""
     parallel = get_parallel()
     ranks, replicas = int(parallel.launch_world_size), int(parallel.dp_size)
-    return {
-        RANK_VARIABLE: (int(parallel.launch_world_rank) if ranks > 1 else 0, ranks),
-        REPLICA_VARIABLE: (int(parallel.dp_rank or 0) if replicas > 1 else 0, replicas),
+    rank = int(parallel.launch_world_rank) if ranks > 1 else 0
+    replica = int(parallel.dp_rank or 0) if replicas > 1 else 0
+    return {RANK_VARIABLE: str(rank), REPLICA_VARIABLE: str(replica)}, {
+        RANK_VARIABLE: ranks,
+        REPLICA_VARIABLE: replicas,
     }
 
 

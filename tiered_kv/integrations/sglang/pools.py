@@ -111,7 +111,7 @@ class PagePool:
                 return tensor
         raise ConfigError(
             f"part {number} of a page of SGLang's host pool '{self.name}' ({type(self.pool).__name__}, layout "
-            f"{self.pool.layout}) lies in no memory that is known here"
+            f"{self.pool.layout}) is in no known memory"
         )
 
 

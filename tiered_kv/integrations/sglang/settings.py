@@ -27,7 +27,7 @@ class SaidByUser(SaidOfModel):
 
     unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("dtype", "layout", "hash_algorithm", "hash_seed", "layers", "groups", "parallel"),
-        "SGLang tells it; what can be set here: model, revision, quantization, tenant, extra",
+        "SGLang sets it; known keys: model, revision, quantization, tenant, extra",
     )
 
 
@@ -40,8 +40,8 @@ class HiCacheSettings(HostSettings):
     module_path: str = Field(description="tiered_kv.integrations.sglang")
     class_name: str = Field(description="TieredKVHiCache")
     interface_v1: Literal[1] = Field(description="write 1: then SGLang hands over places in its memory, not copies")
-    namespace: SaidByUser = Field(default=SaidByUser(), description="what SGLang does not tell of the bytes")
-    allocator: Literal["shm"] | None = Field(default=None, description="SGLang's own: where its host pools lie")
+    namespace: SaidByUser = Field(default=SaidByUser(), description="what SGLang does not report of the bytes")
+    allocator: Literal["shm"] | None = Field(default=None, description="SGLang's own: where its host pools are")
     file_storage_path: str | None = Field(default=None, description="SGLang's own, not used here")
 
 
@@ -52,8 +52,8 @@ def read_settings(
 
     Args:
         environ: The variables that its texts may name.
-        processes: For each variable that tells an engine's processes apart, how many there are. The path of a tier
-            with storage of its own has to name the variable if there are several.
+        processes: For each variable that identifies an engine's process, the number of processes. If there are
+            several, the path of a tier with its own storage has to name the variable.
     """
     settings = validate(HiCacheSettings, fill_variables(extra_config, environ), (LOCATION,))
     raw = extra_config["tiers"]

@@ -257,7 +257,7 @@ def _token_ids(input_ids: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
     if input_ids.dim() > 2 or input_ids.dim() == 0 or (input_ids.dim() == 2 and input_ids.shape[0] != 1):
         raise ValueError(
             f"input_ids must be of shape (tokens,) or (1, tokens), found {tuple(input_ids.shape)}; "
-            "a batch of several prompts has no prefix of its own: restore and save each by itself"
+            "a batch of several prompts has no common prefix: restore and save each by itself"
         )
     array: np.ndarray[Any, np.dtype[Any]] = input_ids.detach().reshape(-1).cpu().numpy()
     return array
@@ -276,7 +276,7 @@ def _cache_of(model_config: Any, states: States) -> DynamicCache:
 
 def _require_extra() -> None:
     try:
-        import torch  # noqa: F401 - whether it is there
+        import torch  # noqa: F401 - is it installed?
         import transformers  # noqa: F401 - the same
     except ImportError as error:
         raise MissingExtraError("the prefix cache for Transformers", "transformers") from error

@@ -52,9 +52,12 @@ class Saver:
         if not granted:
             return 0
         try:
-            future = self._submit(keys[:granted], copy_blocks(granted))
-        except BaseException:
+            rows = copy_blocks(granted)
+            future = self._pool.submit(self._put, keys[:granted], rows)
+        except BaseException as error:
             self._end(granted, 0)
+            if isinstance(error, RuntimeError) and self._is_stopped:  # the pool was shut down meanwhile
+                raise ShutdownError("the prefix cache is closed") from error
             raise
 
         def end(future: Future[int]) -> None:
@@ -82,12 +85,6 @@ class Saver:
         """Return how many blocks were stored, dropped, and are pending."""
         with self._changed:
             return self._stored_blocks, self._dropped_blocks, self._pending_blocks
-
-    def _submit(self, keys: Sequence[OffloadKey], rows: Blocks) -> Future[int]:
-        try:
-            return self._pool.submit(self._put, keys, rows)
-        except RuntimeError as error:  # the pool was shut down meanwhile
-            raise ShutdownError("the prefix cache is closed") from error
 
     def _put(self, keys: Sequence[OffloadKey], rows: Blocks) -> int:
         try:

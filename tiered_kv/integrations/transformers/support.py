@@ -78,7 +78,7 @@ def _refusals(model: Any) -> Iterator[str]:
     if config.is_encoder_decoder:
         yield "it is an encoder and a decoder, and a decoder's keys depend on what was encoded"
     if config.get_text_config(decoder=True) is not config:
-        yield "it takes more than text, and token ids do not tell one image or sound from another"
+        yield "it takes more than text, and token ids do not identify an image or a sound"
     if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False:
         yield "its attention is not causal, so a token's keys depend on the tokens after it"
     if model.training:
@@ -95,7 +95,7 @@ def _refusals(model: Any) -> Iterator[str]:
         names = ", ".join(kinds)
         yield f"not all of its layers keep every token ({names}): sliding windows, recurrent or shared states"
     elif not _has_default_cache(model):
-        yield "it keeps a cache of a kind of its own: recurrent states, most likely"
+        yield "it keeps a cache of another kind: recurrent states, most likely"
     elif _head_shape(config) is None:
         yield "its configuration does not give one number and size of key and value heads for all layers"
 

@@ -123,8 +123,8 @@ def engine_facts(said: SaidOfModel) -> dict[str, str]:
     found = _current.get()
     if found is None:
         raise ConfigError(
-            'vLLM\'s OffloadingConnector does not tell what shapes a block; write "kv_connector": "TieredKVConnector", '
-            '"kv_connector_module_path": "tiered_kv.integrations.vllm"',
+            "vLLM's OffloadingConnector does not report what shapes a block; write "
+            '"kv_connector": "TieredKVConnector", "kv_connector_module_path": "tiered_kv.integrations.vllm"',
             location="kv_transfer_config",
         )
     config, kv_cache = found
@@ -223,7 +223,7 @@ def _spec(group: Any) -> dict[str, object]:
 
 
 def _platform() -> str:
-    """Return what vLLM chooses kernels by, and with them how a page looks within."""
+    """Return what vLLM chooses kernels by, and with them the layout within a page."""
     platform = current_platform
     name = str(getattr(platform, "device_name", None) or platform.device_type)
     if platform.is_cpu():
@@ -238,5 +238,5 @@ def _digest(name: str, value: object) -> str:
     try:
         text = json.dumps(normalize_value(value), sort_keys=True)
     except TypeError as error:
-        raise ConfigError(f"vLLM's {name} has a value that cannot be told from others: {error}") from error
+        raise ConfigError(f"vLLM's {name} has a value without a stable text: {error}") from error
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"tiered-kv-vlm-v1").hexdigest()

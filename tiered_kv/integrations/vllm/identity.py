@@ -37,7 +37,7 @@ class SaidByUser(SaidOfModel):
 
     unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("dtype", "layout", "hash_seed", "layers", "groups", "parallel"),
-        f"vLLM tells it; what can be set here: {_CAN_BE_SET}",
+        f"vLLM sets it; known keys: {_CAN_BE_SET}",
     )
 
     hash_algorithm: Label | None = Field(default=None, description="What vLLM hashes tokens with.")
@@ -148,7 +148,7 @@ def check_stages(config: Any) -> None:  # Any: vLLM's OffloadingConfig
     """
     if config.parallel.pp_size > 1:
         raise ConfigError(
-            f"found {config.parallel.pp_size} pipeline stages: vLLM's tiering does not tell a tier the layers of all "
-            "stages, nor make their rows agree; use TieredKVOffloadingSpec, which does",
+            f"found {config.parallel.pp_size} pipeline stages: vLLM's tiering does not report the layers of all "
+            "stages to a tier, nor make their rows agree; use TieredKVOffloadingSpec, which does",
             location="kv_connector_extra_config.spec_name",
         )

@@ -139,7 +139,7 @@ def stack_config(config: Any, ranks: Sequence[Rank] = ()) -> StackConfig:  # Any
 
 def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) -> StackConfig:
     if "block" in raw:
-        raise ConfigError("vLLM tells the size of a block; leave this out", location="block")
+        raise ConfigError("vLLM sets the size of a block; leave this out", location="block")
     if config.canonical_layout:
         raise ConfigError("canonical_layout is for vLLM's own worker; leave it out", location=_EXTRA)
     if raw.get("events") is not None:
@@ -173,7 +173,7 @@ def rank_of(config: Any) -> Rank:  # Any: vLLM's OffloadingConfig
     """Return the worker that a process knows: a worker itself, and in the scheduler worker 0."""
     size = int(config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk)
     if size < 1:
-        raise ConfigError("vLLM tells no size of a KV cache block, so there is nothing to offload")
+        raise ConfigError("vLLM reports no size of a KV cache block, so there is nothing to offload")
     return Rank(size, stage_of(config))
 
 
