@@ -15,7 +15,7 @@ from tiered_kv.config.units import Count
 from tiered_kv.config.validation import validate
 from tiered_kv.direct.settings import HostSettings
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.said_namespace import SaidNamespace
+from tiered_kv.integrations.user_namespace import UserNamespace
 
 LOCATION = "adapter_params"
 
@@ -25,7 +25,7 @@ JOB_TIMEOUT_S_MAX = 120.0
 an object waits at most `QUEUE_S_MAX` for a tier, and a tier begins no work on it after its `job_timeout`."""
 
 
-class SaidByUser(SaidNamespace):
+class AdapterNamespace(UserNamespace):
     """The user's part of the namespace: what LMCache does not report."""
 
     unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -44,7 +44,7 @@ class AdapterSettings(HostSettings):
 
     location = LOCATION
 
-    namespace: SaidByUser = Field(description="What LMCache does not report of a block's bytes.")
+    namespace: AdapterNamespace = Field(description="What LMCache does not report of a block's bytes.")
     sets: Count = Field(
         default=1,
         ge=1,

@@ -130,26 +130,25 @@ class TierSet:
             if not self._may_store and self._places.take(stores=True):
                 self._places.give_back(stores=False)
                 self._may_store, self._error = True, ""
-            is_refused = not self._may_store
-            is_new = is_refused and not self._error
-            if is_new:
-                self._error = self._no_place
+            if self._may_store:
+                return True
+            is_new, self._error = not self._error, self._no_place
         if is_new:
             _log.error("nothing is stored for %s: %s", self._what, self._no_place)
-        return not is_refused
+        return False
 
     def _open(self) -> None:
-        patience = threading.Timer(OPEN_S_MAX, self._stop_waiting)
-        patience.daemon = True
+        timer = threading.Timer(OPEN_S_MAX, self._stop_waiting)
+        timer.daemon = True
         tiers, error = None, ""
         try:
-            patience.start()
+            timer.start()
             with self._places.opening:
-                tiers = self._opened()
-        except Exception as problem:  # LMCache goes on without the tiers
+                tiers = self._open_tiers()
+        except Exception as raised:  # LMCache goes on without the tiers
             # A client library may have put a password into the text of its errors.
-            error = str(problem) if isinstance(problem, TieredKVError) else type(problem).__name__
-        patience.cancel()
+            error = str(raised) if isinstance(raised, TieredKVError) else type(raised).__name__
+        timer.cancel()
         if error:
             _log.error("no tiers for %s; trying again in %g s: %s", self._what, RETRY_S, error)
         with self._lock:
@@ -162,7 +161,7 @@ class TierSet:
             late.close()
         self._end_waiting()
 
-    def _opened(self) -> DirectTiers | None:
+    def _open_tiers(self) -> DirectTiers | None:
         """Return the tiers, or None if there is nothing to store and no tier can have a block."""
         settings = self._settings
         namespace = namespace_of(self.model, self.layout, settings)
@@ -173,8 +172,11 @@ class TierSet:
         # Tiers with their own storage take a part of the capacity, and a directory, when they open.
         stores = self._stores or any(tier.type in OWN_STORAGE for tier in settings.tiers)
         if not self._places.take(stores=stores):
-            looked_up = f"{LOOKUP_SETS_MAX} other models or layouts have been looked up, and not stored"
-            raise ConfigError(self._no_place if stores else looked_up)
+            raise ConfigError(
+                self._no_place
+                if stores
+                else f"{LOOKUP_SETS_MAX} other models or layouts have been looked up, and not stored"
+            )
         try:
             tiers = DirectTiers(
                 self._memory,

@@ -22,8 +22,8 @@ from sglang.srt.server_args import ServerArgs
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.hf_config import depends_on_length, without_origin
-from tiered_kv.integrations.said_namespace import SaidOfModel
 from tiered_kv.integrations.sglang.settings import LOCATION
+from tiered_kv.integrations.user_namespace import UserModelNamespace
 from tiered_kv.integrations.versions import installed_versions
 from tiered_kv.integrations.weight_files import files_digest, weights_in_files
 
@@ -89,11 +89,11 @@ def model_path() -> str:
     return str(get_context().config_bag("model").model_path)
 
 
-def engine_facts(said: SaidOfModel) -> dict[str, str]:
+def engine_facts(user: UserModelNamespace) -> dict[str, str]:
     """Return what the namespace has to hold of the engine beside what HiCache and its host pools report, by name."""
     config = process_model_config()
     if _value("enable_lora", "lora"):
-        said.check_adapters("SGLang", _NAMESPACE)
+        user.check_adapters("SGLang", _NAMESPACE)
     sections: dict[str, object] = {"hf_config": _model(config)}
     is_drafting = _has_draft()
     for name, path in sorted(sections_of(ServerArgs).items()):
@@ -114,8 +114,8 @@ def engine_facts(said: SaidOfModel) -> dict[str, str]:
         "dtype": str(config.dtype),
         "platform": _platform(),
         "libraries": installed_versions(_PACKAGES),
-        "weights": _weights(config, str(_value("load_format", "model")), said),
-        **(_draft_weights(said) if is_drafting else {}),
+        "weights": _weights(config, str(_value("load_format", "model")), user),
+        **(_draft_weights(user) if is_drafting else {}),
         **{f"sglang.{name}": _digest(name, value) for name, value in sections.items()},
     }
 
@@ -148,7 +148,7 @@ def _has_draft() -> bool:
     return str(_value("speculative_algorithm", "spec") or "NGRAM").upper() != "NGRAM"
 
 
-def _draft_weights(said: SaidOfModel) -> dict[str, str]:
+def _draft_weights(user: UserModelNamespace) -> dict[str, str]:
     path = _value("speculative_draft_model_path", "spec")
     revision = _value("speculative_draft_model_revision", "spec")
     if path is None or (path, revision) == (model_path(), _value("revision", "model")):
@@ -157,10 +157,10 @@ def _draft_weights(said: SaidOfModel) -> dict[str, str]:
         get_server_args(), model_path=str(path), model_revision=revision, is_draft_model=True
     )
     load_format = _value("speculative_draft_load_format", "spec") or _value("load_format", "model")
-    return {"draft": _weights(config, str(load_format), said), "draft.hf_config": _digest("draft", _model(config))}
+    return {"draft": _weights(config, str(load_format), user), "draft.hf_config": _digest("draft", _model(config))}
 
 
-def _weights(config: ModelConfig, load_format: str, said: SaidOfModel) -> str:
+def _weights(config: ModelConfig, load_format: str, user: UserModelNamespace) -> str:
     comes_later = _value("checkpoint_engine_wait_weights_before_ready", "model")
     if load_format == "dummy" and not comes_later:
         return f"dummy {get_device().random_seed}"
@@ -169,7 +169,7 @@ def _weights(config: ModelConfig, load_format: str, said: SaidOfModel) -> str:
         found = weights_in_files(config.model_path, commit, load_format)
         if found is not None:
             return found
-    return said.named_weights("SGLang", config.model_path, load_format, _NAMESPACE)
+    return user.named_weights("SGLang", config.model_path, load_format, _NAMESPACE)
 
 
 def _platform() -> str:

@@ -11,7 +11,7 @@ from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.validation import validate
 from tiered_kv.direct.settings import OWN_STORAGE, HostSettings
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.said_namespace import SaidOfModel
+from tiered_kv.integrations.user_namespace import UserModelNamespace
 
 LOCATION = "hicache_storage_backend_extra_config"
 """Path of the extra config, for messages."""
@@ -22,7 +22,7 @@ REPLICA_VARIABLE = "TIERED_KV_REPLICA"
 """The number of that copy, with data parallelism."""
 
 
-class SaidByUser(SaidOfModel):
+class HiCacheNamespace(UserModelNamespace):
     """What the extra config may say of the namespace."""
 
     unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -40,7 +40,9 @@ class HiCacheSettings(HostSettings):
     module_path: str = Field(description="tiered_kv.integrations.sglang")
     class_name: str = Field(description="TieredKVHiCache")
     interface_v1: Literal[1] = Field(description="write 1: then SGLang hands over places in its memory, not copies")
-    namespace: SaidByUser = Field(default=SaidByUser(), description="what SGLang does not report of the bytes")
+    namespace: HiCacheNamespace = Field(
+        default=HiCacheNamespace(), description="what SGLang does not report of the bytes"
+    )
     allocator: Literal["shm"] | None = Field(default=None, description="SGLang's own: where its host pools are")
     file_storage_path: str | None = Field(default=None, description="SGLang's own, not used here")
 

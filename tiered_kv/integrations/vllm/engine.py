@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.hf_config import depends_on_length, without_origin
-from tiered_kv.integrations.said_namespace import SaidOfModel
+from tiered_kv.integrations.user_namespace import UserModelNamespace
 from tiered_kv.integrations.versions import installed_versions
 from tiered_kv.integrations.weight_files import weights_in_files
 
@@ -47,7 +47,7 @@ _IRRELEVANT_SECTIONS = _names(
 )
 """Sections that do not count: memory, scheduling, serving, sampling and observing; other transfers, and this one; how
 kernels are made, which changes the last bits of a value and not its meaning. `quant_config` is made from what counts,
-and `_platform`, `_weights` and `_check_said` cover the last three."""
+and `_platform`, `_weights` and `_check_user_namespace` cover the last three."""
 
 _IRRELEVANT: Mapping[str, frozenset[str]] = {
     section: _names(names)
@@ -118,7 +118,7 @@ def configured(vllm_config: Any, kv_cache_config: Any) -> Iterator[None]:
         _current.reset(token)
 
 
-def engine_facts(said: SaidOfModel) -> dict[str, str]:
+def engine_facts(user: UserModelNamespace) -> dict[str, str]:
     """Return what the namespace has to hold of the engine beside vLLM's summary, by name."""
     found = _current.get()
     if found is None:
@@ -128,7 +128,7 @@ def engine_facts(said: SaidOfModel) -> dict[str, str]:
             location="kv_transfer_config",
         )
     config, kv_cache = found
-    _check_said(config, said)
+    _check_user_namespace(config, user)
     sections = {"kv_cache": [_spec(group) for group in kv_cache.kv_cache_groups], **_sections(config)}
     sections["parallel_config"] = {name: getattr(config.parallel_config, name, None) for name in _PARALLEL}
     sections["variables"] = {
@@ -139,19 +139,19 @@ def engine_facts(said: SaidOfModel) -> dict[str, str]:
         "platform": _platform(),
         "libraries": installed_versions(_PACKAGES),
         "runner": "v2" if config.use_v2_model_runner else "v1",
-        "weights": _weights(config.model_config, config.load_config, said),
+        "weights": _weights(config.model_config, config.load_config, user),
         **{f"vllm.{name}": _digest(name, value) for name, value in sections.items()},
     }
     draft = config.speculative_config
     if _has_draft(draft):
-        facts["draft"] = _weights(draft.draft_model_config, draft.draft_load_config or config.load_config, said)
+        facts["draft"] = _weights(draft.draft_model_config, draft.draft_load_config or config.load_config, user)
     return facts
 
 
-def _check_said(config: Any, said: SaidOfModel) -> None:
+def _check_user_namespace(config: Any, user: UserModelNamespace) -> None:
     if config.lora_config is not None:
-        said.check_adapters("vLLM", LOCATION)
-    if config.weight_transfer_config is not None and said.revision is None:
+        user.check_adapters("vLLM", LOCATION)
+    if config.weight_transfer_config is not None and user.revision is None:
         raise ConfigError(
             "the engine's weights are replaced while it runs (weight_transfer_config), and no file has them; "
             'name the run by "revision" here, a new one for every start',
@@ -202,7 +202,7 @@ def _has_draft(config: Any) -> bool:
     return draft is not None and draft is not config.target_model_config
 
 
-def _weights(model: Any, load: Any, said: SaidOfModel) -> str:
+def _weights(model: Any, load: Any, user: UserModelNamespace) -> str:
     load_format = str(load.load_format)
     if load_format == "dummy":
         return f"dummy {model.seed}"
@@ -211,7 +211,7 @@ def _weights(model: Any, load: Any, said: SaidOfModel) -> str:
         found = weights_in_files(model.model, commit, f"{load_format} {load.ignore_patterns}")
         if found is not None:
             return found
-    return said.named_weights("vLLM", model.model_weights or model.model, load_format, LOCATION)
+    return user.named_weights("vLLM", model.model_weights or model.model, load_format, LOCATION)
 
 
 def _spec(group: Any) -> dict[str, object]:

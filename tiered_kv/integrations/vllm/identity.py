@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
 from tiered_kv.config.namespace import Label, Namespace, Parallel
 from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.said_namespace import SaidOfModel
+from tiered_kv.integrations.user_namespace import UserModelNamespace
 from tiered_kv.integrations.vllm.engine import LOCATION, engine_facts
 
 ROW_LAYOUT = "tiered-kv-1"
@@ -32,7 +32,7 @@ REPLICA_VARIABLE = "TIERED_KV_REPLICA"
 _CAN_BE_SET = "model, revision, quantization, tenant, hash_algorithm, extra"
 
 
-class SaidByUser(SaidOfModel):
+class VllmNamespace(UserModelNamespace):
     """What a configuration may say of the namespace."""
 
     unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -74,7 +74,7 @@ def namespace_of(
         said: The `namespace` of the user's configuration, or None.
         stages: All pipeline stages in their order; by default that of `config` alone.
     """
-    user = validate(SaidByUser, {} if said is None else said, (LOCATION,))
+    user = validate(VllmNamespace, {} if said is None else said, (LOCATION,))
     stages = stages or [stage_of(config)]
     facts = {
         **engine_facts(user),

@@ -82,7 +82,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         tier_type: This class in vLLM's configuration. Metrics show the tier's name instead.
         backpressure_detector: Optional; from vLLM's configuration. It works beside the tier's `store_budget`.
         tier: One entry of `secondary` in a stack's file.
-        namespace: See `identity.SaidByUser`.
+        namespace: See `identity.VllmNamespace`.
         locality: "LOCAL" or "REMOTE", for vLLM's events and load filters.
 
     Raises:

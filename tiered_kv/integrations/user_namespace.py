@@ -12,7 +12,7 @@ from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError
 
 
-class SaidNamespace(StrictModel):
+class UserNamespace(StrictModel):
     """The fields that a user may set for every engine; each integration adds its own."""
 
     revision: Label | None = Field(default=None, description="The revision of the model's weights.")
@@ -34,11 +34,11 @@ class SaidNamespace(StrictModel):
             raise ConfigError(
                 f"{engine} sets '{taken[0]}'; choose another name", location=".".join((*location, "extra"))
             )
-        said = self.model_dump(exclude_none=True, exclude={"extra"})
-        return validate(Namespace, {**fields, **said, "extra": {**self.extra, **facts}}, location)
+        own = self.model_dump(exclude_none=True, exclude={"extra"})
+        return validate(Namespace, {**fields, **own, "extra": {**self.extra, **facts}}, location)
 
 
-class SaidOfModel(SaidNamespace):
+class UserModelNamespace(UserNamespace):
     """The fields for engines that report which model they run."""
 
     model: Label | None = Field(default=None, description="The model's name; by default its path.")
