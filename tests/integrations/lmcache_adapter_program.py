@@ -307,7 +307,7 @@ class Namespaces:
         told = {"namespace": {"revision": "1", **changes.get("namespace", {})}, **changes.get("params", {})}
         version = changes.get("version", LMCACHE_VERSION)
         with (
-            mock.patch.object(tier_set, "LMCACHE_VERSION", version),
+            mock.patch("lmcache.__version__", version),
             host({**self._tier, **changes.get("tier", {})}, **told) as rig,
         ):
             group = keys[0].object_group_id

@@ -15,13 +15,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import lmcache
+
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.direct import DirectTiers
 from tiered_kv.direct.settings import OWN_STORAGE, part_of
 from tiered_kv.errors import ConfigError, ShutdownError, TieredKVError, TierError
-from tiered_kv.integrations.lmcache import LMCACHE_VERSION
 from tiered_kv.integrations.lmcache.settings import LOCATION, QUEUE_S_MAX, AdapterSettings
 
 _log = logging.getLogger(__name__)
@@ -279,7 +280,7 @@ class TierSet:
 
 def namespace_of(model: str, layout: str, settings: AdapterSettings) -> Namespace:
     """Return the namespace of a model's objects."""
-    facts = {"engine": "lmcache", "lmcache": LMCACHE_VERSION}
+    facts = {"engine": "lmcache", "lmcache": str(lmcache.__version__)}
     return settings.namespace.complete("LMCache", {"model": model, "layout": layout}, facts, (LOCATION, "namespace"))
 
 
