@@ -237,6 +237,28 @@ def check_what_is_measured_is_what_sglang_asks_for() -> None:
         backend.close()
 
 
+def check_ranks_that_have_parts_share_nothing() -> None:
+    pool = mha_pool("page_first")
+    fill(pool)
+    places: list[dict[str, Any]] = [
+        {"tp_size": 2, "tp_rank": 0},
+        {"tp_size": 2, "tp_rank": 1},
+        {"tp_size": 4, "tp_rank": 0},
+        {"pp_size": 2, "pp_rank": 0},
+        {"pp_size": 2, "pp_rank": 1},
+        {"attn_cp_size": 2, "attn_cp_rank": 1},
+    ]
+    for place, fields in enumerate(places):
+        backend = opened(shared("ranks"), pool, **fields)
+        assert backend.batch_exists(hashes(1)) == 0, fields
+        assert backend.batch_set_v1(hashes(1), slots(pool, [place])) == [True]
+        backend.close()
+    # The replicas of data parallelism do.
+    backend = opened(shared("ranks"), pool, tp_size=2, tp_rank=1, dp_rank=3)
+    assert backend.batch_get_v1(hashes(1), slots(pool, [20])) == [True]
+    assert pages_of(pool, [20]) == pages_of(pool, [1])
+
+
 def check_each_rank_has_a_directory() -> None:
     pool = mha_pool("page_first")
     with get_parallel().override(launch_world_size=2, launch_world_rank=1):
@@ -335,6 +357,33 @@ def check_three_threads() -> None:
     assert backend.batch_exists(hashes(8)) == 8
     backend.close()
     assert backend.batch_exists(hashes(8)) == 0, "what is closed has nothing"
+
+
+def check_sglang_s_failure_injection() -> None:
+    """Whatever fails or is late, a page that counts as loaded has its bytes."""
+    os.environ["SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY"] = "0.002"
+    os.environ["SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE"] = "0.3"
+    try:
+        pool = mha_pool("page_first")
+        fill(pool)
+        expected = pages_of(pool, range(8))
+        backend = opened(nvme("injected"), pool)
+        loaded = 0
+        for _ in range(20):
+            backend.batch_set_v1(hashes(8), slots(pool, range(8)))
+            if backend.batch_exists(hashes(8)) == 8:
+                overwrite(pool, range(12, 20))
+                answers = backend.batch_get_v1(hashes(8), slots(pool, range(12, 20)))
+                pages = pages_of(pool, range(12, 20))
+                assert all(pages[at] == expected[at] for at, answer in enumerate(answers) if answer)
+                loaded += sum(answers)
+        assert loaded > 0
+        backend.close()
+    finally:
+        del (
+            os.environ["SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY"],
+            os.environ["SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE"],
+        )
 
 
 def closed_after(check: Callable[[], None]) -> Callable[[], None]:

@@ -57,13 +57,23 @@ Held = dict[tuple[str, str | None], set[Any]]
 
 
 class Reader:
-    """Asks for a replay as vLLM's users do, and decodes with vLLM's types."""
+    """Subscribes as vLLM's users do, and decodes with vLLM's types."""
 
-    def __init__(self, replay: str) -> None:
+    def __init__(self, publish: str, replay: str) -> None:
         self._context = zmq.Context()
         self._decode = msgspec.msgpack.Decoder(type=KVEventBatch).decode
+        self._live = self._context.socket(zmq.SUB)
+        self._live.setsockopt_string(zmq.SUBSCRIBE, "kv")
+        self._live.connect(publish)
         self._past = self._context.socket(zmq.DEALER)
         self._past.connect(replay)
+
+    def live(self) -> tuple[int, KVEventBatch] | None:
+        if not self._live.poll(50):
+            return None
+        topic, number, payload = self._live.recv_multipart()
+        assert topic == b"kv"
+        return int.from_bytes(number, "big"), self._decode(payload)
 
     def replay(self, first: int = 0) -> Iterator[tuple[int, KVEventBatch]]:
         self._past.send_multipart((b"", first.to_bytes(8, "big")))
@@ -80,8 +90,8 @@ class Reader:
 
 
 @contextmanager
-def reading(replay: str) -> Iterator[Reader]:
-    reader = Reader(replay)
+def reading(publish: str, replay: str) -> Iterator[Reader]:
+    reader = Reader(publish, replay)
     try:
         yield reader
     finally:
@@ -132,7 +142,7 @@ class Checks:
         keys: Any = keys_of("published", 24)
         with self._open() as stack:
             assert stack.events is not None
-            with reading(stack.events.replay_address) as reader:
+            with reading(stack.events.publish_address, stack.events.replay_address) as reader:
                 began_s = time.time()
                 assert stack.put(keys, np.zeros((24, BLOCK_BYTES), np.uint8)) == 24
                 assert stack.flush()
@@ -149,6 +159,20 @@ class Checks:
                 assert [number for number, _ in reader.replay(numbers[-1])] == numbers[-1:]
                 stack.manager.reset_cache()
                 wait_for(lambda: [*reader.replay()][-1][1].events == [AllBlocksCleared()])
+                # By now it is surely connected, so what follows comes live, after the rest.
+                assert stack.put(keys[:1], np.zeros((1, BLOCK_BYTES), np.uint8)) == 1
+                assert stack.flush()
+
+                def sees_the_block() -> bool:
+                    message = reader.live()
+                    stored = (
+                        []
+                        if message is None
+                        else [each for each in message[1].events if getattr(each, "medium", "") == "NVME"]
+                    )
+                    return any(set(each.block_hashes) == hashes_of(keys[:1]) for each in stored)
+
+                wait_for(sees_the_block)
 
     def vllm_s_publisher_publishes_the_events_of_our_tiers(self) -> None:
         tiers: list[dict[str, object]] = [
@@ -164,8 +188,9 @@ class Checks:
         with engine_with(stack, enable_events=True) as engine:
             tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, False))
             publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic="kv")
+            endpoints = [each.getsockopt_string(zmq.LAST_ENDPOINT) for each in (publisher._pub, publisher._replay)]
             try:
-                with reading(publisher._replay.getsockopt_string(zmq.LAST_ENDPOINT)) as reader:
+                with reading(*endpoints) as reader:
                     for number in range(4):
                         keys = keys_of(f"engine-{number}", 6)
                         everything += keys
@@ -198,6 +223,15 @@ class Checks:
             engine.settle()
             told = {event.ownership: event.removal_expected for event in engine.manager.take_events()}
             assert told == {None: False, "memory": True, "fs": False}
+
+    def without_vllm_s_events_nothing_is_collected(self) -> None:
+        memory = {"type": "memory", "capacity": "16MiB"}
+        stack = {"primary": {"capacity": PRIMARY_BLOCKS * ROW_BYTES}, "secondary": [memory]}
+        with engine_with(stack) as engine:
+            engine.store(keys_of("silent", 4), 0)
+            engine.settle()
+            assert list(engine.manager.take_events()) == []
+            assert list(engine.manager._stack.secondary_tiers[0].take_events()) == []
 
     def a_publisher_of_our_own_is_refused(self) -> None:
         stack = {"primary": {"capacity": "1MiB"}, "events": {"publish": "tcp://127.0.0.1:*"}}

@@ -128,17 +128,29 @@ class Sequences:
     mismatches: int
 
 
-def bench(server: LMCacheServer, directory: Path, first: int, end: int, ranks: int = 1) -> Sequences:
-    """Run LMCache's client benchmark for some sequences.
+def bench_command(server: LMCacheServer, directory: Path, first: int, end: int, ranks: int) -> list[str]:
+    """Return the command of LMCache's client benchmark for some sequences.
 
-    It stores missing chunks, clears its memory, and loads and compares all chunks.
+    It stores what is not there, clears its memory, and loads and compares all chunks.
     """
-    output = run(
+    return lmcache(
         directory,
         *("bench", "server", "--rpc-url", f"tcp://127.0.0.1:{server.port}", "--url", server.http_url),
         *("--mode", "cpu", "--transfer-mode", "engine_driven", "--tp-size", str(ranks), "--num-tokens", "1024"),
         *("--start", str(first), "--end", str(end), "--interval", "0.3", "--kvcache-shape-spec", _KV_SHAPE),
     )
+
+
+def bench(server: LMCacheServer, directory: Path, first: int, end: int, ranks: int = 1) -> Sequences:
+    """Run the client's benchmark."""
+    command = bench_command(server, directory, first, end, ranks)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=directory)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return sequences_of(done.stdout)
+
+
+def sequences_of(output: str) -> Sequences:
+    """Read what the client's benchmark printed."""
     found = re.findall(rf"seq (\d+)/cold\] LOOKUP: (\d+)/{CHUNKS} chunks", output)
     digests = re.findall(r"seq (\d+)/warm\] CHECKSUM: (\w+)", output)
     return Sequences(

@@ -168,6 +168,12 @@ class SGLangEngine:
                 continue
         return lines
 
+    def let_loads_hang(self) -> Path:
+        """Let loads hang until the file is removed whose path is returned; with the suffix ".load" one appears then."""
+        path = self._counters.with_name("hanging")
+        path.touch()
+        return path
+
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
