@@ -61,7 +61,7 @@ class Measurements:
 
     def table(self, rows: Sequence[tuple[str, str, str]]) -> str:
         """Return a Markdown table of (what, of whom, at least) against this project."""
-        lines = ["| what | ours | beside | theirs | ratio | to reach |", "| --- | --- | --- | --- | --- | --- |"]
+        lines = ["| what | ours | compared with | theirs | ratio | target |", "| --- | --- | --- | --- | --- | --- |"]
         for what, whom, target in rows:
             ours, theirs = self.samples[what, "ours"], self.samples[what, whom]
             if not ours:

@@ -65,7 +65,7 @@ class Measurements:
 
     def table(self) -> str:
         """Return the samples as Markdown."""
-        lines = ["| what | ours | beside | theirs | ratio | to reach |", "| --- | --- | --- | --- | --- | --- |"]
+        lines = ["| what | ours | compared with | theirs | ratio | target |", "| --- | --- | --- | --- | --- | --- |"]
         for tier, direction, size, side in list(self.samples):
             if side == "ours":
                 continue
