@@ -106,6 +106,7 @@ def test_blocks_bytes_and_ages_are_shown_and_nothing_changes(alice: Tenant, kind
 @of_each_kind
 def test_foreign_files_are_named(alice: Tenant) -> None:
     (alice.path / "notes.txt").write_text("mine")
+    (alice.path / "lost+found").mkdir()  # the file system's own: not foreign
     (alice.path / f"segment-{alice.digest[:8]}-999999.kv").symlink_to("/dev/zero")
     os.mkfifo(alice.path / f"segment-{alice.digest[:8]}-999998.kv")
     status, tier = alice.inspect("--verify")

@@ -27,7 +27,7 @@ from tiered_kv_fs.ledger import LAPSE_S, Ledger
 _CANDIDATES_MAX: Final = 65_536
 """Files that one survey keeps as the next to evict; at most about 20 MB."""
 _EVICTED_AT_ONCE: Final = 256
-"""The time between two changes of the ledger."""
+"""Files evicted between two changes of the ledger."""
 
 # Paths below the shared directory.
 _BLOCK: Final = re.compile(f"{NAMESPACE.pattern}/{BLOCK_PATH.pattern}")
