@@ -10,9 +10,7 @@ of the ratio within a round: the machine's own speed may change between two roun
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any  # what a script prints
+
+from tests.performance.bench import command_line, heading, ratios, row, shown
 
 HERE = Path(__file__).parent
 SIZES = ((65536, 16384), (1 << 20, 1024))
@@ -59,15 +59,13 @@ class Measurements:
         if "s3" in parts:
             self._s3()
 
-    def table(self, rows: Sequence[tuple[str, str, str]]) -> str:
-        """Return a Markdown table of (what, of whom, at least) against this project."""
-        lines = ["| what | ours | beside | theirs | ratio | to reach |", "| --- | --- | --- | --- | --- | --- |"]
-        for what, whom, target in rows:
+    def table(self) -> str:
+        lines = [heading("what", "ours", "beside", "theirs", "ratio", "to reach")]
+        for what, whom, target in ROWS:
             ours, theirs = self.samples[what, "ours"], self.samples[what, whom]
-            if not ours:
-                continue
-            ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)] if theirs else []
-            lines.append(f"| {what} | {_spread(ours)} | {whom} | {_spread(theirs)} | {_spread(ratios)} | {target} |")
+            if ours:
+                compared = ratios(ours, theirs) if theirs else []
+                lines.append(row(what, shown(ours), whom, shown(theirs), shown(compared), target))
         return "\n".join(lines)
 
     def _throughput(self, block_bytes: int, blocks: int) -> None:
@@ -133,9 +131,8 @@ class Measurements:
         where = [str(self.directory)] if directory else []
         return _run([sys.executable, str(HERE / script), *where, *arguments])
 
-    def _add(self, what: str, whom: str, value: object) -> None:
-        assert isinstance(value, (int, float))
-        self.samples[what, whom].append(float(value))
+    def _add(self, what: str, whom: str, value: float) -> None:
+        self.samples[what, whom].append(value)
 
 
 DISK = ("store 64 KiB", "load 64 KiB", "store 1 MiB", "load 1 MiB")
@@ -192,27 +189,17 @@ def _output(command: list[str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S).stdout
 
 
-def _spread(values: list[float]) -> str:
-    if not values:
-        return ""
-    summary = statistics.median(values), min(values), max(values)
-    middle, low, high = (f"{value:,.3g}" if value < 100 else f"{value:,.0f}" for value in summary)
-    return f"{middle} ({low} to {high})"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
+    parser = command_line(__doc__, "directory", rounds=3)
     parser.add_argument("--bench", type=Path, required=True)
     parser.add_argument("--peers", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure; by default all")
     arguments = parser.parse_args()
     measurements = Measurements(arguments.directory, arguments.bench, arguments.peers)
     for number in range(arguments.rounds):
         print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
         measurements.round(arguments.parts)
-    print(measurements.table(ROWS))
+    print(measurements.table())
 
 
 if __name__ == "__main__":
