@@ -43,18 +43,6 @@ def test_density_gives_equal_results_in_every_run() -> None:
     assert hits_of(prompts, "density", 400) == hits_of(prompts, "density", 400)
 
 
-def test_density_gives_whole_prompts_up_from_the_end_where_one_hangs_off_the_other() -> None:
-    policy = DensityPolicy(100)
-    old, new = RequestChain(), RequestChain()
-    blocks = _stored(policy, old, 6)
-    policy.use(blocks[:3], new)
-    longer = _stored(policy, new, 3, first=10)
-    victims = policy.evict(7, step=0)
-    assert victims is not None
-    left = {block.block_id for block in (*blocks, *longer)} - {block.block_id for block in victims}
-    assert left == {0, 1}
-
-
 def test_density_remembers_a_bounded_number_of_tails() -> None:
     policy = DensityPolicy(80)
     for number in range(3000):
@@ -63,7 +51,7 @@ def test_density_remembers_a_bounded_number_of_tails() -> None:
             policy.evict(8, step=0)
     tails = {id(tail) for aging in policy._aging for tail in aging}
     assert len(policy._ghosts) <= 110
-    assert len(tails) < 2 * (110 + 10), "those that are neither resident nor remembered are forgotten as they age"
+    assert len(tails) < 2 * (110 + 10), "tails that are neither resident nor remembered are forgotten as they age"
 
 
 def test_density_forgets_requests_that_find_all_they_need() -> None:
@@ -72,18 +60,6 @@ def test_density_forgets_requests_that_find_all_they_need() -> None:
     for number in range(3000):
         policy.use(prompts[number % 10], RequestChain())
     assert sum(map(len, policy._aging)) < 100
-
-
-def test_a_head_that_a_spared_request_needs_goes_after_every_tail() -> None:
-    policy = DensityPolicy(100)
-    spared, second, third = (RequestChain() for _ in range(3))
-    blocks = _stored(policy, spared, 6)
-    policy.use(blocks[:4], second)
-    policy.use(blocks[:2], third)
-    victims = policy.evict(3, step=0, spare=spared)
-    assert victims is not None
-    assert [block.block_id for block in victims] == [3, 2, 1]
-    assert [block.block_id for block in policy.evict(3, step=0) or ()] == [5, 4, 0]
 
 
 def test_requests_that_use_blocks_in_contradicting_orders_hold_none_of_them_for_ever() -> None:
@@ -164,7 +140,7 @@ def test_requests_that_store_the_same_at_a_time_find_nothing_in_one_another() ->
 # Hints.
 
 
-def test_a_tail_whose_request_says_that_nobody_returns_goes_first() -> None:
+def test_a_tail_whose_request_says_that_it_does_not_return_goes_first() -> None:
     policy = DensityPolicy(100)
     old, new = _stored(policy, RequestChain(), 4), _stored(policy, _hinted(ttl_s=0), 4, first=10)
     assert policy.evict(4, step=0) == new[::-1]
@@ -216,7 +192,7 @@ def test_what_others_share_with_a_request_is_not_its_to_expire() -> None:
     assert policy.evict(3, step=0) == blocks[:2:-1]
 
 
-def test_told_returns_are_kinds_that_learn_whether_they_are_kept() -> None:
+def test_announced_returns_are_weighed_by_how_often_they_come() -> None:
     policy = DensityPolicy(200)
     for number in range(2000):
         if len(policy) > 150:
