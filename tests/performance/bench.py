@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,6 +185,27 @@ def row(*columns: str) -> str:
 def heading(*columns: str) -> str:
     """Return the first two lines of a Markdown table."""
     return f"{row(*columns)}\n{row(*['---'] * len(columns))}"
+
+
+class Table:
+    """Rows that compare this project with others, with a value of each side for each round."""
+
+    def __init__(self) -> None:
+        self._rounds: defaultdict[tuple[str, str, str], list[tuple[float, float | None]]] = defaultdict(list)
+
+    def add(self, what: str, ours: float, whom: str = "", theirs: float | None = None, target: str = "") -> None:
+        """Add the values of a round."""
+        self._rounds[what, whom, target].append((ours, theirs))
+
+    def __str__(self) -> str:
+        """Return the table as Markdown."""
+        lines = [heading("what", "ours", "beside", "theirs", "ratio", "to reach")]
+        for (what, whom, target), rounds in self._rounds.items():
+            ours = [mine for mine, _ in rounds]
+            theirs = [other for _, other in rounds if other is not None]
+            compared = ratios(ours, theirs) if theirs else []
+            lines.append(row(what, shown(ours), whom, shown(theirs), shown(compared), target))
+        return "\n".join(lines)
 
 
 def shown(values: Sequence[float]) -> str:

@@ -16,10 +16,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from pathlib import Path
 
-from tests.performance.bench import command_line, heading, in_turn, ratios, row, shown
+from tests.performance.bench import Table, command_line, in_turn
 from tests.support.lmcache_programs import adapter
 from tests.support.redis_servers import RedisServer
 
@@ -38,38 +37,36 @@ REDIS_TARGET = "0.9 x"
 
 
 class Measurements:
-    """GB/s by tier, direction, size and side."""
+    """Runs both sides of each tier, and adds their rates of this round to the table."""
 
     def __init__(self, directory: Path, python: str, bench: Path) -> None:
         self._directory, self._python, self._bench = directory, python, bench
-        self._samples: defaultdict[tuple[str, str, str, str], list[float]] = defaultdict(list)
+        self.table = Table()
 
     def nvme(self, number: int, size: str, block_bytes: int, blocks: int) -> None:
+        rates = {}
         for side in in_turn(number, ("ours", "fs_native")):
             with tempfile.TemporaryDirectory(dir=self._directory) as path:
                 ours = adapter([{"type": "nvme", "path": f"{path}/ours", "capacity": "4GiB"}])
                 theirs = {"type": "fs_native", "base_path": path, "num_workers": 8, "use_odirect": True}
-                config = ours if side == "ours" else json.dumps(theirs)
-                self._measure(("nvme", size, side), config, block_bytes, blocks)
+                rates[side] = self._run(ours if side == "ours" else json.dumps(theirs), block_bytes, blocks)
+        self._add("nvme", size, rates["ours"], "fs_native", rates["fs_native"])
 
     def redis(self, number: int, server: RedisServer, size: str, block_bytes: int, blocks: int) -> None:
         ours = adapter([{"type": "redis", "url": server.url}])
         theirs = json.dumps({"type": "resp", "host": "127.0.0.1", "port": server.port})
+        rates = {}
         for side in in_turn(number, ("ours", "resp")):
-            self._measure(("redis", size, side), ours if side == "ours" else theirs, block_bytes, blocks // 2)
+            rates[side] = self._run(ours if side == "ours" else theirs, block_bytes, blocks // 2)
             server.empty()
+        self._add("redis", size, rates["ours"], "resp", rates["resp"])
 
-    def table(self) -> str:
-        lines = [heading("what", "ours", "beside", "theirs", "ratio", "to reach")]
-        for (tier, direction, size, side), theirs in list(self._samples.items()):
-            if side != "ours":
-                ours = self._samples[tier, direction, size, "ours"]
-                target = TARGETS.get((tier, direction, size), REDIS_TARGET)
-                what = f"{tier} {direction} {size} (GB/s)"
-                lines.append(row(what, shown(ours), side, shown(theirs), shown(ratios(ours, theirs)), target))
-        return "\n".join(lines)
+    def _add(self, tier: str, size: str, ours: dict[str, float], whom: str, theirs: dict[str, float]) -> None:
+        for direction in ("store", "load"):
+            name, target = f"{direction}_gb_per_s", TARGETS.get((tier, direction, size), REDIS_TARGET)
+            self.table.add(f"{tier} {direction} {size} (GB/s)", ours[name], whom, theirs[name], target)
 
-    def _measure(self, what: tuple[str, str, str], config: str, block_bytes: int, blocks: int) -> None:
+    def _run(self, config: str, block_bytes: int, blocks: int) -> dict[str, float]:
         sizes = ("--block-bytes", str(block_bytes), "--blocks", str(blocks), "--batch", str(BATCH))
         done = subprocess.run(
             [self._python, str(self._bench / "lmcache_l2.py"), config, *sizes],
@@ -84,10 +81,8 @@ class Measurements:
             text=True,
             timeout=TIMEOUT_S,
         )
-        rates = json.loads(done.stdout.strip().splitlines()[-1])
-        tier, size, side = what
-        for direction in ("store", "load"):
-            self._samples[tier, direction, size, side].append(rates[f"{direction}_gb_per_s"])
+        rates: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+        return rates
 
 
 def main() -> None:
@@ -101,7 +96,7 @@ def main() -> None:
             for size in SIZES:
                 measurements.nvme(number, *size)
                 measurements.redis(number, server, *size)
-    print(measurements.table())
+    print(measurements.table)
 
 
 if __name__ == "__main__":
