@@ -63,7 +63,7 @@ def copied(blocks: Blocks, on_copy: Callable[[int], None]) -> Any:
     return watched
 
 
-def test_nobody_measures_an_engine_where_there_is_none() -> None:
+def test_measured_prefill_needs_an_engine() -> None:
     with pytest.raises(ConfigError, match=r"prefill\.tokens_per_s: only vLLM's connector measures it; write how many"):
         open_stack(stack_of(prefill={"tokens_per_s": "measured"}))
 
@@ -92,7 +92,7 @@ class TestPutAndGet:
         assert np.array_equal(out[:3], blocks[:3])
         assert not out[3:].any()
 
-    def test_what_is_there_already_counts_as_stored_and_stays(self) -> None:
+    def test_stored_blocks_count_as_stored_again_and_stay(self) -> None:
         keys, blocks, out = make_keys(4), blocks_of(4), empty(4)
         with open_stack(stack_of()) as stack:
             stack.put(keys[:2], blocks[:2])
@@ -101,7 +101,7 @@ class TestPutAndGet:
         assert np.array_equal(out[:2], blocks[:2])
         assert (out[2:] == 7).all()
 
-    def test_a_key_that_stands_twice_is_stored_with_its_first_block(self) -> None:
+    def test_a_repeated_key_is_stored_with_its_first_block(self) -> None:
         key, blocks, out = make_keys(1)[0], blocks_of(2), empty(1)
         with open_stack(stack_of()) as stack:
             assert stack.put([key, key], blocks) == 2
@@ -194,7 +194,7 @@ class TestPrefetch:
             assert stack.prefetch(keys, timeout=WAIT_S) == 8
             assert stack.get(make_keys(8, "latest"), empty(8), timeout=0) == 8
 
-    def test_a_tier_that_does_not_answer_is_waited_for_no_longer_than_told(self, register: Register) -> None:
+    def test_a_tier_that_does_not_answer_is_waited_for_until_the_timeout(self, register: Register) -> None:
         class Silent(FourMethodTier):
             def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
                 return None
@@ -275,7 +275,7 @@ class TestOpening:
                 self._stop.set()
                 self._thread.join()
                 closed.append("first")
-                raise RuntimeError("and this is not what is told")
+                raise RuntimeError("a second error, which is not reported")
 
         class Second(FourMethodTier):
             def __init__(self, *arguments: Any) -> None:
@@ -368,7 +368,7 @@ class TestClosing:
 
 
 class OneAfterAnother(FourMethodTier):
-    """Says of each block that it is there a tenth of a second after it said so of the one before."""
+    """Answers for each block a tenth of a second after the block before."""
 
     asked: dict[OffloadKey, float]
     began_s: float

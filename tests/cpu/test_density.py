@@ -17,7 +17,7 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.policies import RequestChain
 from tiered_kv.cpu.policies.density import KIND_GROUPS, DensityPolicy
 from tiered_kv.hints import Hints
-from tiered_kv.hit_density import BUCKETS, EDGES, HitDensity
+from tiered_kv.hit_density import BUCKETS, HitDensity
 
 
 def returning_and_new_prompts() -> Iterator[Prompt]:
@@ -74,30 +74,6 @@ def test_requests_that_use_blocks_in_contradicting_orders_hold_none_of_them_for_
     assert not policy._order._hanging
 
 
-def test_what_a_request_leaves_before_a_block_that_another_takes_is_not_held() -> None:
-    policy = DensityPolicy(100)
-    one, other = RequestChain(), RequestChain()
-    blocks = _stored(policy, one, 4)
-    own = _stored(policy, other, 1, first=10)
-    policy.use(blocks[2:], other)
-    assert [block.block_id for block in policy.evict(5, step=0) or ()] == [1, 0, 3, 2, own[0].block_id]
-    assert not policy._order._hanging
-
-
-def test_a_tail_that_is_pinned_when_its_age_is_looked_at_ages_on() -> None:
-    policy = DensityPolicy(100)
-    chain = RequestChain()
-    blocks = _stored(policy, chain, 2)
-    policy.remove(blocks)
-    for number in range(10):
-        _stored(policy, RequestChain(), 10, first=10 + 10 * number)
-    policy.add(blocks)
-    for number in range(30):
-        policy.evict(10, step=0)
-        _stored(policy, RequestChain(), 10, first=200 + 10 * number)
-    assert EDGES[chain.note.bucket] > 8
-
-
 def test_without_evidence_the_older_is_worth_less() -> None:
     level = np.array(HitDensity(2, 24).level).reshape(-1, BUCKETS)
     assert (np.diff(level, axis=1) <= 0).all()
@@ -126,15 +102,6 @@ def test_a_density_is_that_of_the_best_time_to_keep_a_tail() -> None:
     assert level[:returned] == sorted(level[:returned]), "the nearer, the more"
     assert level[returned] == max(level)
     assert level[returned] > level[returned + 1] + 4
-
-
-def test_requests_that_store_the_same_at_a_time_find_nothing_in_one_another() -> None:
-    policy = DensityPolicy(100)
-    first, second = RequestChain(), RequestChain()
-    blocks = _stored(policy, first, 4)
-    policy.admit([], second)
-    policy.use(blocks, second)
-    assert not any(policy._density.hits)
 
 
 # Hints.
