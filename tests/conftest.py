@@ -93,12 +93,13 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Count a test that is marked `trust("some proof")` as one case of that proof."""
+    """Count a test that is marked `trust("some proof")` as one case of that proof, with a marker's `note`."""
     report = yield
     if report.when == "call" and not report.skipped:
-        for marker in item.iter_markers("trust"):
-            for proof in marker.args:
-                item.config.stash[FIGURES].add(proof, 1, int(report.passed))
+        markers = list(item.iter_markers("trust"))
+        note = next((marker.kwargs["note"] for marker in markers if "note" in marker.kwargs), "")
+        for proof in (proof for marker in markers for proof in marker.args):
+            item.config.stash[FIGURES].add(proof, 1, int(report.passed), note)
     return report
 
 

@@ -1,8 +1,8 @@
-"""Segment files damaged before an nvme tier is opened on them, or while it is: what is lost is what the damage hit.
+"""Segment files damaged before an nvme tier is opened on them, or while it is open: only the damaged blocks are lost.
 
-`tests.support.segment_map` says what each byte of a segment is. So every case has an exact expectation: bytes that
-mean nothing cost nothing, a payload costs its block, a header what it alone answers for, and a summary nothing at all,
-since the batches say the same.
+`tests.support.segment_map` says what each byte of a segment is. So every case has an exact expectation: unused bytes
+cost nothing, a payload costs its block, a header the blocks that only it lists, and a summary nothing, since the
+batches list the same.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Case:
     name: str
     data: bytes  # of the file afterwards
     left: frozenset[OffloadKey]  # the blocks that must load
-    claimed: frozenset[OffloadKey] = frozenset()  # of those that are lost what is found first, so that it is counted
-    is_discarded: bool = False  # the file as a whole is of no use
+    claimed: frozenset[OffloadKey] = frozenset()  # the lost blocks that a lookup still finds: their loads are counted
+    is_discarded: bool = False  # the whole file
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""Races of threads: on the facade, a scheduler with its tiers, late workers; over hardly any room, every byte compared.
+"""Races of threads: on the facade, a scheduler with its tiers, late workers; in little memory, every byte compared.
 
-`tests.support.races` says what is raced and what must hold. A case that fails names its tier and seed; to play it
-again, run its test alone (`pytest -k`): the calls are the same, and when they meet is up to the machine.
+`tests.support.races` says what must hold. A case that fails names its tier and seed. To repeat it, run its test alone
+(`pytest -k`): the calls are the same, and their timing is the machine's.
 """
 
 from __future__ import annotations

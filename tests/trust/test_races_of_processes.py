@@ -1,7 +1,4 @@
-"""Races of stacks and processes: opened, closed and killed amid transfers, on one storage; every byte compared.
-
-`tests.support.races` says what is raced and what must hold. A case that fails names its tier and seed.
-"""
+"""Races of stacks and processes: opened, closed and killed amid transfers, on one storage; every byte compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes from outside is never part of a path, nor of a name that could mean something else."""
+"""No input becomes part of a path, nor of a name with another meaning."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ RIGHTS = ("+get", "+set", "+strlen", "+unlink")
 
 
 @pytest.mark.parametrize("name_key", [None, "5a" * 32])
-def test_names_in_redis_are_seen_by_who_may_scan_and_say_nothing_if_they_are_keyed(
+def test_users_who_may_scan_redis_see_names_and_keyed_names_hide_the_keys(
     name_key: str | None, place_of: PlaceOf, redis_server: RedisServer
 ) -> None:
-    """As the page says of tenants on one server, each with a user of its own."""
+    """As `docs/reference/redis.md` describes tenants on one server, each with its own user."""
     place = place_of("redis")
     bob, alice = place.tenant("bob", name_key=name_key), place.tenant("alice")
     assert bob.store(4) == 4
