@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -14,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.base import OffloadingManager, OffloadKey, ReqContext, make_offload_key
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 _POLL_S = 0.0002
+_NUMBERS = itertools.count()
 
 Sample = Mapping[str, float]
 """What one side did in one round: rates and costs by name."""
@@ -41,7 +43,7 @@ class BlockRows:
         self._pattern = np.random.default_rng(0).integers(0, 256, block_bytes, dtype=np.uint8)
         self.region.array[:] = self._pattern
         self.region.array[:, :8] = np.arange(rows, dtype="<u8").view(np.uint8).reshape(rows, 8)
-        self._job_ids = iter(range(1 << 40))
+        self._job_ids = itertools.count()
 
     def store(self, tier: SecondaryTierManager, first: int, count: int, batch: int) -> Taken:
         """Store blocks `first` to `first + count` in jobs of `batch`, at most as many at a time as there are rows."""
@@ -87,6 +89,31 @@ class BlockRows:
                 time.sleep(_POLL_S)
 
         return timed(work)
+
+
+Act = Callable[[OffloadingManager, list[OffloadKey], ReqContext], object]
+"""A part of what a scheduler does for a request."""
+
+
+def handle(manager: OffloadingManager, keys: list[OffloadKey], acts: Iterable[Act]) -> None:
+    """Handle one request in one step, as a scheduler does."""
+    context = ReqContext(f"request-{next(_NUMBERS)}")
+    manager.on_new_request(context)
+    for act in acts:
+        act(manager, keys, context)
+    manager.on_request_finished(context)
+    manager.on_schedule_end()
+
+
+def store(manager: OffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
+    output = manager.prepare_store(keys, context)
+    assert output is not None
+    manager.complete_store(output.keys_to_store, context)
+
+
+def load(manager: OffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
+    manager.prepare_load(keys, context)
+    manager.complete_load(keys, context)
 
 
 class InstantTier(SecondaryTierManager):

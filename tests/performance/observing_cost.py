@@ -29,12 +29,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from unittest import mock
 
-from tests.performance.bench import InstantTier, block_key, command_line, ratios
-from tiered_kv.base import OffloadKey, ReqContext
+from tests.performance.bench import Act, InstantTier, block_key, command_line, handle, load, ratios, store
+from tiered_kv.base import OffloadingManager, OffloadKey, ReqContext
 from tiered_kv.config.stack_config import EventSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -70,24 +70,11 @@ SIDES: dict[str, tuple[str, ...]] = {
 }
 NUMBERS = itertools.count()
 
-Act = Callable[[TieringOffloadingManager, list[OffloadKey], ReqContext], object]
 
-
-def store(manager: TieringOffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
-    output = manager.prepare_store(keys, context)
-    assert output is not None
-    manager.complete_store(output.keys_to_store, context)
-
-
-def look_up(manager: TieringOffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
+def look_up(manager: OffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
     lookup = manager.lookup
     for key in keys:
         lookup(key, context)
-
-
-def load(manager: TieringOffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
-    manager.prepare_load(keys, context)
-    manager.complete_load(keys, context)
 
 
 PARTS: dict[str, list[Act]] = {
@@ -176,17 +163,12 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[int(share * len(values))]
 
 
-def handle(
+def time_request(
     manager: TieringOffloadingManager, acts: Sequence[Act], keys: list[OffloadKey], pause_s: float
 ) -> tuple[int, int]:
     """Handle one request, pause, and return the nanoseconds: of the thread's CPU time, and by the clock."""
-    context = ReqContext(str(next(NUMBERS)))
     wall_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-    manager.on_new_request(context)
-    for act in acts:
-        act(manager, keys, context)
-    manager.on_request_finished(context)
-    manager.on_schedule_end()
+    handle(manager, keys, acts)
     times = time.thread_time_ns() - cpu_ns, time.perf_counter_ns() - wall_ns
     time.sleep(pause_s)
     return times
@@ -222,7 +204,7 @@ def measure(rounds: int, steps: int) -> dict[str, dict[str, Taken]]:
                         time.sleep(TURN_PAUSE_S)
                     with around(side, managers[side]):
                         turn = unknown if name == "lookup_miss" else known
-                        times = [handle(managers[side], its_acts, keys, PAUSE_S if steps else 0) for keys in turn]
+                        times = [time_request(managers[side], its_acts, keys, PAUSE_S if steps else 0) for keys in turn]
                     if number >= warm:
                         taken[name][side].add(times)
             time.sleep(PAUSE_S)
