@@ -70,7 +70,7 @@ def test_measured_prefill_needs_an_engine() -> None:
 
 @contextmanager
 def opened_at_the_end(gate: Gate) -> Iterator[None]:
-    """Open a gate before threads are waited for, whatever happened."""
+    """Open a gate before threads are waited for, also after an error."""
     try:
         yield
     finally:

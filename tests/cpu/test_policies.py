@@ -40,7 +40,7 @@ def evicted_ids(policy: CachePolicy, count: int, step: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("policy_class", POLICIES)
-def test_the_tail_goes_first_in_whatever_order_pins_are_released(policy_class: type[CachePolicy]) -> None:
+def test_the_tail_goes_first_in_any_order_of_unpinning(policy_class: type[CachePolicy]) -> None:
     policy = policy_class(100)
     chain = RequestChain()
     blocks = make_blocks(12)

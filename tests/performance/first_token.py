@@ -4,8 +4,8 @@
     python tests/performance/first_token.py queue DIRECTORY --rounds 5
 
 The tier is a `redis-server` on loopback behind a proxy: 50 ms each way, and 10 MB a second back on each of its four
-connections. An engine without the proxy stores all prompts before; each is then served once by each engine, from a seed
-of its own. Engines are processes of their own, and serve one after another.
+connections. An engine without the proxy stores all prompts before; each is then served once by each engine, from its
+own seed. Engines are separate processes, and serve one after another.
 
 `choice` serves prompts of each of `--sizes` by an engine that computes everything, one that loads whatever is there,
 and one with `prefill: {tokens_per_s: measured}`, which computed and loaded some prompts before. They take turns at each
@@ -53,7 +53,7 @@ Prompt = tuple[int, int]
 
 
 class Engine:
-    """A vLLM of one thread, in a program that serves what it is told: another core is left to all else."""
+    """A program with a vLLM of one thread, which leaves a core to the proxy and the server."""
 
     def __init__(self, undo: ExitStack, model: Path, config: Message | None, **options: object) -> None:
         told = {"mode": "serve", "threads": 1, "pause_s": PAUSE_S, "kv_transfer_config": config, "model": model.name}
@@ -80,7 +80,7 @@ class Engine:
 
 
 def stack(url: str, connector: str = "", **settings: object) -> Message:
-    """Return what vLLM is told of our connector, or of `connector` in tests/support, over a Redis tier at `url`."""
+    """Return vLLM's configuration of our connector, or of `connector` in tests/support, over a Redis tier at `url`."""
     budgets = {"store_budget": BUDGET_BYTES, "load_budget": BUDGET_BYTES, "job_timeout": "60s"}
     config = our_spec(PRIMARY_BYTES, [{"type": "redis", "url": url, **budgets, **PATIENT}])
     config["kv_connector_extra_config"]["stack"].update(settings)
@@ -116,7 +116,7 @@ def choice(model: Path, wire: Faults, sizes: Sequence[int] = SIZES, rounds: int 
             "chosen": Engine(undo, model, stack(url, prefill={"tokens_per_s": "measured"})),
         }
         for number, (name, engine) in enumerate(engines.items()):
-            # A prompt of its own, which it computes: what one engine has stored, another would load.
+            # Each engine computes another prompt: it would load one that another engine has stored.
             for prompt in [(600_000 + number, 2048), *(() if name == "computed" else warm)]:
                 engine.first_token(prompt)
         found: dict[str, dict[tuple[int, int], dict[str, Any]]] = {name: {} for name in engines}

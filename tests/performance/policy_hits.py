@@ -194,7 +194,7 @@ def loop(seed: int = 0) -> Iterator[Prompt]:
 
 
 def scans(seed: int = 0) -> Iterator[Prompt]:
-    """Questions about documents; after each 500, another 200 about documents that nobody asks for again."""
+    """Questions about documents; after each 500, another 200 about documents that are used once."""
     chance, made = _random(6, seed), 1000
     for number, prompt in enumerate(documents(seed)):
         yield prompt

@@ -81,7 +81,7 @@ class Bench:
         return sample(self._gigabytes, store, min(taken, key=lambda each: each.wall_s))
 
     def spread(self) -> Sample:
-        """Store and load over one raw connection, every block from and to a place of its own, checking nothing."""
+        """Store and load over one raw connection, each block from and to its own place, without checks."""
         self._server.empty()
         names = [b"$%d\r\n%b\r\n" % (len(name), name) for name in (b"spread:%d" % row for row in range(self._blocks))]
         opening, size = b"$%d\r\n" % self._block_bytes, self._block_bytes

@@ -117,7 +117,7 @@ class Steps:
                 self._asked += BATCH
         for context, keys in [self._asking.popleft() for _ in range(len(self._asking) - BATCHES)]:
             self._manager.lookup_many(keys, context)  # by now a server has answered
-            self._manager.on_request_finished(context)  # so that what arrives is not held for anybody
+            self._manager.on_request_finished(context)  # so that loaded blocks are not held for it
         self._manager.on_schedule_end()  # submits the loads
 
     def _ask(self, context: ReqContext, keys: list[OffloadKey]) -> None:

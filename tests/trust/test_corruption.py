@@ -103,9 +103,9 @@ def test_a_damaged_record_is_a_counted_miss_and_is_stored_again(
 
 def replays(bench: Bench, codec: str) -> list[Damage]:
     """Return damages that put another sound record in a block's place."""
-    other, stranger = make_keys(2, "another block")
-    bench.rig.store([other, stranger])
-    others, foreign = bench.door.read(other), bench.door.read(stranger)
+    other, third = make_keys(2, "another block")
+    bench.rig.store([other, third])
+    others, foreign = bench.door.read(other), bench.door.read(third)
     assert others is not None
     assert foreign is not None
 
@@ -156,7 +156,7 @@ def _try_batch(bench: Bench, batch: Sequence[Damage], label: str, *, reopens: bo
 
 
 def _check_misses(bench: Bench, victims: dict[OffloadKey, Damage]) -> None:
-    """Load every victim in a job of its own: none may come, each is counted once."""
+    """Load every victim in a separate job: none may load, each is counted once."""
     rig = bench.rig
     for group, counters in (
         ({k: d for k, d in victims.items() if d.kind is Kind.BROKEN}, CORRUPT),

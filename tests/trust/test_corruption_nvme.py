@@ -103,7 +103,7 @@ class SegmentBench:
         self.place(case.data)
         try:
             why = self._reopened(case)
-        except Exception as error:  # none may come out of an opening, whatever it finds
+        except Exception as error:  # an opening may raise none
             why = f"{type(error).__name__}: {error}"
         if why:
             self.failures[case.name] = why
@@ -144,7 +144,7 @@ def cost(found: SegmentMap, hit: Stretch, *, clean: bool) -> tuple[frozenset[Off
     everything = frozenset(KEYS)
     if hit.part is Part.HEADER:
         return frozenset(), frozenset()
-    if hit.part is Part.PAYLOAD and clean:  # the summary answers for the batch, so nobody looks before it is loaded
+    if hit.part is Part.PAYLOAD and clean:  # the summary lists the batch, so it is read at a load only
         return everything - {hit.key}, frozenset({hit.key})
     if hit.part in (Part.PAYLOAD, Part.BATCH_HEADER) and not clean:  # a batch that is not whole ends its segment
         before = found.batches[: hit.batch]

@@ -1,7 +1,7 @@
 """A file system that is full before the capacity is reached costs stores, which are counted; space is used again.
 
-`test_full_disk.py FOLDER TIER_TYPE FREE_BYTES` is the program that has a mount namespace of its own. There one tier is
-on a file system in memory that is smaller than the tier's capacity. It prints what happened as JSON.
+`test_full_disk.py FOLDER TIER_TYPE FREE_BYTES` is a program that runs in a new mount namespace. It opens a tier on a
+file system in memory that is smaller than the tier's capacity, and prints its findings as JSON.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def umask(mask: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("mask", [0, 0o022, 0o077])
 @pytest.mark.parametrize("tier", TIERS)
-def test_what_is_made_is_its_owner_s_alone_whatever_the_umask(tier: str, mask: int, tmp_path: Path) -> None:
+def test_files_and_directories_are_private_with_any_umask(tier: str, mask: int, tmp_path: Path) -> None:
     nested = tmp_path / "made" / "above"
     with umask(mask):
         tenant = Place(tier, tmp_path).tenant("alice")
@@ -235,7 +235,7 @@ def test_another_user_s_region_is_refused(shared: Path) -> None:
         join(shared)
 
 
-def test_a_region_is_its_owner_s_alone_whatever_the_umask(shared: Path) -> None:
+def test_a_region_is_private_with_any_umask(shared: Path) -> None:
     with umask(0):
         joined = join(shared, "b")
     try:

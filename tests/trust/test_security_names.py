@@ -48,9 +48,7 @@ KINDS = ("nvme", "fs", "redis", "s3")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_a_key_holds_it_is_part_of_no_path_and_means_nothing_to_a_server(
-    kind: str, place_of: PlaceOf, tmp_path: Path
-) -> None:
+def test_no_key_is_part_of_a_path_or_a_command_to_a_server(kind: str, place_of: PlaceOf, tmp_path: Path) -> None:
     storage = place_of(kind)
     tenant = storage.tenant("alice")
     keys: list[OffloadKey] = [make_offload_key(each, 0) for each in HASHES]
@@ -77,7 +75,7 @@ def test_whatever_a_key_holds_it_is_part_of_no_path_and_means_nothing_to_a_serve
 
 @pytest.mark.parametrize("name", TENANTS, ids=repr)
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_a_tenant_is_called_its_name_is_part_of_no_path_and_can_be_purged(
+def test_no_tenant_s_name_is_part_of_a_path_and_every_tenant_can_be_purged(
     kind: str, name: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage = place_of(kind)

@@ -180,7 +180,7 @@ def test_a_directory_of_another_namespace_is_not_touched(place_of: PlaceOf, purg
 
 
 @pytest.mark.parametrize("where", ["nvme", "fs", "fs namespace"])
-def test_what_is_not_the_tier_s_stays_and_is_told_where_it_may_be_a_copy_of_blocks(
+def test_other_files_stay_and_are_reported_where_they_may_be_copies_of_blocks(
     where: str, place_of: PlaceOf, purge: Purge, tmp_path: Path
 ) -> None:
     """An nvme directory is one namespace's, and so is a namespace's in one of fs, which is many's."""
@@ -344,7 +344,7 @@ def test_a_bucket_s_objects_that_others_put_under_the_namespace_s_names_stay_and
     for name in foreign:
         for body in (b"precious", b"more precious"):
             client.put_object(Bucket=place.bucket, Key=name, Body=body)
-    client.delete_object(Bucket=place.bucket, Key=foreign[0])  # its older versions are somebody's all the same
+    client.delete_object(Bucket=place.bucket, Key=foreign[0])  # leaves its older versions
 
     client.close()
 
@@ -357,7 +357,7 @@ def test_a_bucket_s_objects_that_others_put_under_the_namespace_s_names_stay_and
     after = versions()
     assert len(before) == 2 * len(foreign)
     assert [each for each in after if each[0] in foreign] == before
-    assert {name for name, _ in after} == {*foreign, f"{root}epoch"}, "whatever was this tool's is gone"
+    assert {name for name, _ in after} == {*foreign, f"{root}epoch"}, "all objects of this tool are gone"
     assert place.holds(alice.marker) == []
     assert (status, found["purged"], found["blocks"]) == (1, False, 2 * FEW)
     assert found["left"] == [f"{len(foreign)} objects that are not of this tool were left"]

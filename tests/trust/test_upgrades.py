@@ -159,7 +159,7 @@ def test_a_segment_of_another_version_holds_nothing(place_of: PlaceOf, version: 
 @pytest.mark.parametrize("version", OTHER_VERSIONS)
 @pytest.mark.parametrize("tier", ["memory", "fs", "redis", "s3"])
 def test_a_record_of_another_version_is_a_counted_miss(place_of: PlaceOf, tier: str, version: int) -> None:
-    """It stays in a bucket, which nothing marks as one version's; elsewhere such a mark says that it is damage."""
+    """It stays in a bucket, which has no mark of a version; elsewhere the mark says version 1, so it is damage."""
     place = place_of(tier)
     rig = opened(place)
     keys = make_keys(3, "of another version")

@@ -28,7 +28,6 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.num_events = 0
         self.has_failed = False
 
     def check(self) -> None:
@@ -47,7 +46,6 @@ class FakeCuda:
 
     def Event(self, enable_timing: bool) -> FakeEvent:
         assert enable_timing
-        self.num_events += 1
         return FakeEvent(self)
 
 

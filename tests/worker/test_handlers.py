@@ -127,7 +127,7 @@ def test_nothing_is_copied_after_shutdown(rig: Rig) -> None:
         rig.store(2, [0], [0])
     with pytest.raises(ShutdownError):
         rig.load(2, [0], [0])
-    assert rig.region.close(), "nobody holds the memory any more"
+    assert rig.region.close(), "the memory is no longer used"
 
 
 def test_copies_of_a_handler_that_is_dropped_do_not_outlive_their_memory(gate: Gate) -> None:

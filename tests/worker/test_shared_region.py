@@ -69,7 +69,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("order", [PARTIES, PARTIES[::-1], ["worker 1", "scheduler", "worker 0"]])
-def test_all_map_the_same_bytes_in_whatever_order_they_come(name: str, order: list[str]) -> None:
+def test_all_parties_map_the_same_bytes_in_any_order_of_joining(name: str, order: list[str]) -> None:
     regions: list[SharedRegion] = []
     for index, party in enumerate(order):
         assert not any(region.is_complete() for region in regions)
@@ -130,7 +130,7 @@ def test_a_file_has_no_geometry_before_a_region_joins(name: str) -> None:
     other.close()
 
 
-def test_notes_are_read_by_all_in_whatever_order_the_parties_come(name: str) -> None:
+def test_all_parties_read_the_notes_in_any_order_of_joining(name: str) -> None:
     files = [SharedFile(name, party, PARTIES, party.encode()) for party in reversed(PARTIES)]
     for file in files:
         assert file.notes_of(PARTIES[1:]) == [b"worker 0", b"worker 1"]
