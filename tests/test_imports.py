@@ -53,8 +53,6 @@ ROOMS: list[tuple[str, ...]] = [
         "tiered_kv.tiering",
         "tiered_kv.toolkit",
         "tiered_kv.observe.fates",
-        "tiered_kv.observe.table",
-        "tiered_kv.observe.pages",
         "tiered_kv.observe.ghosts",
         "tiered_kv.observe.ledger",
         "tiered_kv.observe.history",

@@ -1,4 +1,4 @@
-"""The s3 tier on moto's server: requests, limits, and what an operator sees of it."""
+"""The s3 tier on moto's server: requests, limits and settings."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.entries import rig_of
 from tests.support.s3_entries import s3_entry
+from tests.support.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv_s3.account import Account
@@ -29,7 +29,7 @@ BLOCK_BYTES = 4096
 RECORD_BYTES = HEADER_BYTES + BLOCK_BYTES
 WAIT_S = 60.0
 PATIENCE = {"job_timeout": WAIT_S, "request_timeout": WAIT_S, "lookup_timeout": WAIT_S}
-"""So much that a slow machine makes no answer of a tier another."""
+"""Timeouts that a slow machine does not reach."""
 
 MakeRig = Callable[..., TierRig]
 
@@ -55,7 +55,7 @@ def blocks_in(client: Any, bucket: str) -> list[dict[str, Any]]:
     return [entry for entry in found if "/blocks/" in entry["Key"]]
 
 
-def test_a_block_that_is_renewed_stays_what_it_is(
+def test_a_renewed_block_keeps_its_bytes_and_storage_class(
     client: Any, moto_server: S3Server, moto_bucket: str, make_rig: MakeRig
 ) -> None:
     rig = make_rig(storage_class="ONEZONE_IA")
@@ -83,7 +83,7 @@ def test_blocks_past_their_time_are_misses_and_are_deleted(client: Any, moto_buc
     wait_until(lambda: not blocks_in(client, moto_bucket), WAIT_S, what="their deletion")
 
 
-def test_objects_get_the_storage_class_and_encryption_that_were_asked_for(
+def test_objects_get_the_storage_class_and_encryption_of_the_settings(
     client: Any, moto_bucket: str, make_rig: MakeRig
 ) -> None:
     rig = make_rig(
@@ -96,7 +96,7 @@ def test_objects_get_the_storage_class_and_encryption_that_were_asked_for(
     assert head["SSEKMSKeyId"].endswith("alias/kv")
 
 
-def test_a_bucket_that_is_not_there_is_described_as_such(make_rig: MakeRig) -> None:
+def test_a_missing_bucket_is_reported(make_rig: MakeRig) -> None:
     rig = make_rig(bucket="no-such-bucket")
     with pytest.raises(TierUnavailableError, match="no_bucket"):
         rig.tier.describe()

@@ -1,4 +1,4 @@
-"""A small S3 on loopback for tests: objects in a dictionary, and whatever answer a test wants instead."""
+"""A small S3 server on loopback: objects in a dictionary, or the answers of a test."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ import pytest
 from tests.support.entries import rig_of
 from tests.support.loopback import LoopbackServer
 from tiered_kv.testing.rig import TierRig
-from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
 from tiered_kv.toolkit.epoch import EpochMark
 
 WAIT_S = 60.0
-"""How long a job or a lookup may take, so that what never ends fails a test."""
+"""How long a job or a lookup may take."""
 BLOCK_BYTES = 4096
 EPOCH = "00000000000000aa"
 MARK = EpochMark(0, EPOCH).encode()
@@ -39,7 +38,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Then:
-    """What is sent before the connection ends, and how it ends: "close", "reset" or "stall"."""
+    """Bytes to send before the connection ends, and how it ends: "close", "reset" or "stall"."""
 
     data: bytes
     end: str
@@ -78,21 +77,20 @@ FAULTS: dict[str, Callable[[bytes], Reply]] = {  # by name, from the object's by
     "denied": lambda _: error(403, "AccessDenied"),
     "no_bucket": lambda _: error(404, "NoSuchBucket"),
     "expired": lambda _: error(400, "ExpiredToken"),
+    "moved": lambda _: answer(301, x_amz_bucket_region="eu-west-1"),
     "truncate": lambda data: Then(_cut_off(data), "close"),
     "stall": lambda data: Then(_cut_off(data) if data else b"", "stall"),
     "flip": lambda data: answer(200, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]),
-    "longer": lambda data: answer(200, data + b"x" * (OVERHEAD_BYTES_MAX + 1)),
-    "shorter": lambda data: answer(200, data[:-1]),
 }
 
 
 class FakeS3(LoopbackServer):
-    """Serves what was stored, unless `reply` or a fault says otherwise; the mark of the epoch is a day old."""
+    """Serves stored objects, unless `reply` or a fault gives the answer; the mark of the epoch is a day old."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.reply: Callable[[Request], Reply | None] = lambda request: None
-        """Asked first; None for what a bucket answers."""
+        """Called first; None for the answer of a bucket."""
         self.faults: dict[str, deque[str]] = {method: deque() for method in ("GET", "PUT", "HEAD", "DELETE")}
         """Names of `FAULTS`, each for one request for a block."""
         self.always: dict[str, str] = {}
@@ -110,17 +108,13 @@ class FakeS3(LoopbackServer):
 
     @property
     def entry(self) -> dict[str, object]:
-        """What a stack's file says of a tier in its one bucket, which asks it about each block anew."""
+        """The YAML entry of a tier on this server, without a cache of answers."""
         secrets = {"access_key_id": "id", "secret_access_key": "secret"}
         bucket = {"type": "s3", "bucket": "bucket", "endpoint_url": self.url, "connections": 4}
         return {**bucket, **secrets, "presence_ttl": 0}
 
-    @property
-    def blocks(self) -> list[str]:
-        return [target for target in self.objects if "/blocks/" in target]
-
     def count(self, method: str) -> int:
-        """Return how many requests there were for blocks."""
+        """Return the number of requests for blocks."""
         return sum(request.method == method and "/blocks/" in request.target for request in self.seen)
 
     def close(self) -> None:
@@ -165,7 +159,7 @@ class FakeS3(LoopbackServer):
         return bad or (waiting.popleft() if waiting else self.always.get(request.method, ""))
 
     def _served(self, request: Request) -> bytes:
-        if "list-type" in request.target:  # this server does not list
+        if "list-type" in request.target:
             return error(501, "NotImplemented")
         if request.method == "PUT":
             self.objects[request.target] = request.body
@@ -185,10 +179,7 @@ def server() -> Iterator[FakeS3]:
 
 @pytest.fixture
 def open_rig(server: FakeS3, closing: ExitStack) -> OpenRig:
-    """Opens tiers with so much patience that a slow machine makes no answer of theirs another.
-
-    Only a server that stalls is given up by time. A test that has one sets `request_timeout`.
-    """
+    """Opens tiers with timeouts that a slow machine does not reach; for a stalling server set `request_timeout`."""
     patience = {"job_timeout": 10 * WAIT_S, "request_timeout": WAIT_S, "lookup_timeout": WAIT_S}
 
     def open_one(**changes: object) -> TierRig:

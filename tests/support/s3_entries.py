@@ -1,10 +1,10 @@
-"""The s3 tier on a server of S3's protocol: its entry in a stack's file, and damage to what it stores."""
+"""The YAML entry of an s3 tier on a test's server, and damage to its objects."""
 
 from __future__ import annotations
 
 from contextlib import closing
 
-from tiered_kv.testing.s3_servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
+from tests.support.s3_servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
 
 
 def s3_entry(server: S3Server, bucket: str, **changes: object) -> dict[str, object]:
@@ -22,7 +22,7 @@ def s3_entry(server: S3Server, bucket: str, **changes: object) -> dict[str, obje
 
 
 def damage_objects(server: S3Server, bucket: str, part: str) -> None:
-    """Flip a bit in the last byte of every object with `part` in its name, as any client could."""
+    """Flip a bit in the last byte of every object with `part` in its name."""
     with closing(server.client()) as client:
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
         for name in [entry["Key"] for page in pages for entry in page.get("Contents", ())]:

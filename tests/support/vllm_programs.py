@@ -123,6 +123,14 @@ def running(version: str, path: Path, *arguments: str) -> Iterator[Program]:
         program.close()
 
 
+def passed_checks(version: str, path: Path, directory: Path, *arguments: str) -> list[str]:
+    """Run a program of checks in `directory`, and return their names; none may fail."""
+    with running(version, path, str(directory), *arguments) as program:
+        errors = {result["check"]: result["error"] for result in program.messages()}
+    assert {name: error for name, error in errors.items() if error} == {}
+    return list(errors)
+
+
 def our_spec(primary_bytes: int, tiers: Sequence[Mapping[str, object]]) -> Message:
     """Return what vLLM is told of its connector: our stack, with these secondary tiers."""
     stack = {"primary": {"capacity": primary_bytes}, "secondary": list(tiers)}
