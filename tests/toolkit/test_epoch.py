@@ -101,6 +101,15 @@ def test_a_reset_needs_no_storage(storage: Storage) -> None:
     assert epoch.saved_value(NEVER) == stored_value(storage) != before
 
 
+@pytest.mark.parametrize("found", [None, b"", b"nonsense", b"tiered-kv epoch 1 5 0123456789abcdef 0000000000000000\n"])
+def test_a_lost_or_damaged_mark_is_written_again(storage: Storage, found: bytes | None) -> None:
+    epoch = Epoch(storage)
+    value = epoch.saved_value(NEVER)
+    storage.data = found
+    check(epoch)
+    assert stored_value(storage) == value
+
+
 def test_a_reset_before_the_first_use_retires_what_the_storage_has(storage: Storage) -> None:
     storage.data = EpochMark(3, "0" * 16).encode()
     epoch = Epoch(storage)
