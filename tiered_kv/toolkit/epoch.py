@@ -23,7 +23,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -176,8 +175,10 @@ class Epoch:
             return
         try:
             self._is_doubted, self._checked_at_s = False, now_s
-            with suppress(Exception):  # the job uses the same storage, and reports the error
-                self._check(min(deadline, time.monotonic() + CHECK_WAIT_S))
+            self._check(min(deadline, time.monotonic() + CHECK_WAIT_S))
+        except Exception:  # the job uses the same storage, and reports the error
+            # Repeated after 10 times as long as it took: soon, but a mark without an answer must not delay each job.
+            self._checked_at_s += (self._clock() - now_s) * (CHECK_PAUSE_S / CHECK_WAIT_S) - CHECK_PAUSE_S
         finally:
             self._io_lock.release()
 
