@@ -28,7 +28,7 @@ class BackgroundTask:
         """Run the action once more from its beginning, if a thread can be started. Does not wait. Any thread."""
         with self._lock:
             self._is_asked = True
-            if self._thread is not None and self._thread.is_alive():  # a log handler that raises would end it
+            if self._thread is not None:
                 return
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
