@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pretended_engines import told_beside
+from tests.support.children import told_beside
 
 TRY = """
 import importlib, sys

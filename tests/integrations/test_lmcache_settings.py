@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.pretended_engines import told_beside
+from tests.support.children import told_beside
 
 READ = """
 import json, sys

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pages import names_in
 from tests.support.sglang_programs import Message, run_program
-from tests.support.tables import names_in
 
 pytestmark = pytest.mark.slow
 

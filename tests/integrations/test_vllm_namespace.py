@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tables import names_in
+from tests.support.pages import names_in
 from tests.support.vllm_programs import VERSIONS, our_spec, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from pydantic import ValidationError
 
-from tests.support.no_threads import no_threads
+from tests.support.threads import no_threads
 from tiered_kv.counters import Counters
 from tiered_kv.errors import TierError, TierUnavailableError
 from tiered_kv.testing.rig import make_keys

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
-from tests.support.redis_sentinels import SERVICE
+from tests.support.redis_groups import SERVICE
 from tests.support.redis_servers import RedisServer
 from tests.support.s3_entries import s3_entry
 from tests.support.tenants import Tenant

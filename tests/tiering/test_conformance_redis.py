@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from tests.support.redis_clusters import RedisClusterServers, redis_cluster
+from tests.support.redis_groups import RedisClusterServers, redis_cluster
 from tests.support.redis_servers import (
     PASSWORD,
     PATIENT,

@@ -7,7 +7,7 @@ import time
 from unittest import mock
 
 import tiered_kv_s3.connection as s3_connection
-from tests.support.fuzzing.target import Target
+from tests.support.fuzzing import Target
 from tiered_kv.errors import FormatError
 from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv_s3.bucket import seconds_of

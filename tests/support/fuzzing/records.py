@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
-from tests.support.fuzzing.target import Target
+from tests.support.fuzzing import Target
 from tiered_kv.testing.damage import seal_record
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
 from tiered_kv.toolkit.codecs import CodecSet

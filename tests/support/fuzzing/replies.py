@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
-from tests.support.fuzzing.target import Target
+from tests.support.fuzzing import Target
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
 from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.record import encode_record

@@ -10,7 +10,7 @@ from contextlib import closing
 from functools import cache
 from pathlib import Path
 
-from tests.support.fuzzing.target import Target
+from tests.support.fuzzing import Target
 from tests.support.segment_map import PAGE_BYTES, seal, seal_summary
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of

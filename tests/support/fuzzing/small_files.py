@@ -7,7 +7,7 @@ import time
 from functools import cache
 from pathlib import Path
 
-from tests.support.fuzzing.target import Target
+from tests.support.fuzzing import Target
 from tiered_kv.errors import TierError
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.epoch import Epoch

@@ -9,8 +9,7 @@ from random import Random
 
 from tests.support.simulation.scenario import Action
 from tests.support.simulation.storage import Mood, World
-from tests.support.simulation.tier import SimulatedTier
-from tests.support.simulation.toolkit_tier import SimulatedToolkitTier
+from tests.support.simulation.tiers import SimulatedTier, SimulatedToolkitTier
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.policies import BUILT_IN_POLICIES
 from tiered_kv.config.settings import TierSettings

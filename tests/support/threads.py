@@ -1,4 +1,4 @@
-"""Work on other threads for as long as a test does something else."""
+"""Work on other threads during a `with` block, and processes that can start no thread."""
 
 from __future__ import annotations
 
@@ -25,3 +25,13 @@ def meanwhile(work: Callable[[], object], threads: int = 1) -> Iterator[None]:
             is_over.set()
     for each in working:
         each.result()
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """Let every thread that is started while the block runs fail: it would need more memory than there is."""
+    stack_bytes = threading.stack_size(1 << 46)
+    try:
+        yield
+    finally:
+        threading.stack_size(stack_bytes)
