@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.pages import names_in
-from tests.support.sglang_programs import Message, run_program
+from tests.support.sglang_programs import run_program
+from tests.support.vllm_programs import Message
 
 pytestmark = pytest.mark.slow
 

@@ -61,8 +61,6 @@ a small sample on a busy machine."""
 
 @dataclass(frozen=True, slots=True)
 class CaseOutcome:
-    """What came of a case."""
-
     case: Case
     was_hit: bool  # the fault happened; if not, the case tells nothing
     loaded: int  # blocks afterwards, every byte right
@@ -71,7 +69,7 @@ class CaseOutcome:
 
 
 class CrashCases:
-    """Servers that run cases, several at once; the test skips where they cannot."""
+    """Servers that run cases in parallel; the test skips if they cannot."""
 
     def __init__(self, folder: Path, *, image: bool = False, main: Callable[[], None] = crash_server.main) -> None:
         if missing := missing_for_tracing() or (missing_for_ext4() if image else ""):
@@ -90,16 +88,14 @@ class CrashCases:
                 process.finish(30.0)
 
     def record(self, scenario: CrashScenario, kind: str, *, kills: bool = True) -> list[Call]:
-        """Return the calls of a run without faults."""
         return [Call(**call) for call in self._ask(Case(scenario), do="record", kind=kind, kills=kills)]
 
     def count_writes(self, scenario: CrashScenario) -> int:
-        """Return how many writes of a run can be cut short."""
         count: int = self._ask(Case(scenario), do="count")
         return count
 
     def run(self, cases: Sequence[Case]) -> list[CaseOutcome]:
-        """Run cases, each until its fault has happened, and return what came of them."""
+        """Run cases, each until its fault has happened."""
         with ThreadPoolExecutor(len(self._servers)) as threads:
             return list(threads.map(self._run_one, cases))
 
@@ -128,8 +124,6 @@ class CrashCases:
 
 
 class _Server:
-    """One `crash_server` process, and its folder."""
-
     def __init__(self, folder: Path, image: bool, main: Callable[[], None]) -> None:
         folder.mkdir(parents=True)
         self._root = folder / "mounted" if image else folder
@@ -137,7 +131,7 @@ class _Server:
         self.process = Child(main, str(folder), *(["--image"] * image), within=within)
 
     def ask(self, case: Case, request: Mapping[str, object]) -> Any:  # Any: JSON
-        """Send a request about a case, its directory in this server's folder, and return the answer."""
+        """Send a request about a case, whose directory is moved to this server's folder."""
         told = dataclasses.asdict(case)
         if case.scenario.path is not None:
             told["scenario"]["entry"]["path"] = str(self._root / case.scenario.path.name)
@@ -148,7 +142,7 @@ class _Server:
 
 
 def sample(items: Sequence[T], most: int, kind: Callable[[T], object] = lambda item: 0) -> list[T]:
-    """Return `most` items at most, in order and some of every kind: one of each if there are more kinds than that."""
+    """Return at most `most` items, in order; one of each kind if there are more kinds."""
     if len(items) <= most:
         return list(items)
     chance = random.Random(SEED)

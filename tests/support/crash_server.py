@@ -46,7 +46,7 @@ _KINDS: Final = {"changes": CHANGES, "reads": READS, "sends": SENDS}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One fault in one run: a system call that goes wrong, or a write that takes half of its bytes."""
+    """One fault in one run: a system call that fails, or a write that takes half of its bytes."""
 
     scenario: CrashScenario
     fault: Fault | None = None
@@ -59,7 +59,6 @@ class Case:
 
     @property
     def kills(self) -> bool:
-        """Whether the writer is killed by the fault."""
         return self.fault.kills if self.fault is not None else self.cut_ends
 
     def __str__(self) -> str:
@@ -71,8 +70,6 @@ _CASE: Final = TypeAdapter(Case)
 
 
 class CrashServer:
-    """Runs cases."""
-
     def __init__(self, folder: Path, image: Ext4Image | None) -> None:
         self._log = folder / "strace.log"
         self._image = image
@@ -87,7 +84,6 @@ class CrashServer:
         return [dataclasses.asdict(call) for call in calls if _concerns(call.text, scenario)]
 
     def count_writes(self, scenario: CrashScenario) -> int:
-        """Return how many writes a run makes that can come short."""
         self._clean(scenario)
         counter = _short_writes(scenario, at=-1, ends=False)
         ended = run_plain(counter.around(lambda: scenario.write(self._progress)), log=self._log)
@@ -96,7 +92,7 @@ class CrashServer:
         return counter.count
 
     def case(self, case: Case) -> dict[str, object]:
-        """Run a writer with a fault, then look at what is there; return whether it was hit, and what was found."""
+        """Run a writer with a fault, then check the tier."""
         scenario = case.scenario
         self._clean(scenario)
         if case.power is not None:  # or else what the case before has left comes back with the power
@@ -113,7 +109,6 @@ class CrashServer:
         return {"was_hit": ended.was_hit, "loaded": found.loaded, "answered": found.answered, "problems": problems}
 
     def _write(self, case: Case) -> Ended:
-        """Run a writer with the fault or the cut."""
         # A child that is only killed answers as it goes: with other faults, looking may be what fails.
         onwards = case.fault is not None and case.fault.onwards
         excuses = Excuses(damaged=case.lies, one_call=not case.kills, for_good=onwards)
@@ -126,7 +121,7 @@ class CrashServer:
         return dataclasses.replace(ended, was_hit=counter.was_hit)
 
     def _verify(self, case: Case) -> Found:
-        """Look in a child of its own: a tier that hangs or dies is a finding, and no end of this process."""
+        """Check the tier in a child: a tier that hangs or dies is a finding, and must not end this process."""
         progress = self._progress.as_dict()
         shared = mmap.mmap(-1, 1 << 20)
 
@@ -160,7 +155,7 @@ def _short_writes(scenario: CrashScenario, at: int, *, ends: bool) -> ShortWrite
 
 
 def _concerns(text: str, scenario: CrashScenario) -> bool:
-    """Return whether a call's arguments name the tier's directory, or, for tiers on the network, a socket."""
+    """Return whether a call's arguments name the tier's directory; for network tiers, a socket."""
     if scenario.path is None:
         return "<socket:" in text or "<TCP" in text or "AF_INET" in text
     return f"{scenario.path}" in text

@@ -26,10 +26,10 @@ def rig_of(
     namespace: bytes = NAMESPACE,
     content: Content = block_content,
 ) -> TierRig:
-    """Open the tier of an entry on a rig, which its caller closes.
+    """Open the tier of an entry on a rig, which the caller closes.
 
-    Unless the entry says otherwise, the tier too waits for `wait_s` before a lookup is a miss: what is there would not
-    be found while a busy machine holds a thread up. Rigs with different namespaces are different tenants.
+    Unless the entry sets `lookup_timeout`, it is `wait_s`: a busy machine must not turn hits into misses. Rigs with
+    different namespaces are different tenants.
     """
     return TierRig(
         lambda spec, view: SecondaryTierFactory.create(spec, view, {"lookup_timeout": wait_s, **entry}),

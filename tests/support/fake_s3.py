@@ -39,7 +39,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Then:
-    """What is sent before the connection ends, and how it ends: "close", "reset" or "stall"."""
+    """Bytes that are sent before the connection ends, and how it ends: "close", "reset" or "stall"."""
 
     data: bytes
     end: str
@@ -87,7 +87,7 @@ FAULTS: dict[str, Callable[[bytes], Reply]] = {  # by name, from the object's by
 
 
 class FakeS3(LoopbackServer):
-    """Serves what was stored, unless `reply` or a fault says otherwise; the mark of the epoch is a day old."""
+    """Serves stored objects, unless `reply` or a fault replaces the answer; the epoch mark is a day old."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -110,7 +110,7 @@ class FakeS3(LoopbackServer):
 
     @property
     def entry(self) -> dict[str, object]:
-        """What a stack's file says of a tier in its one bucket, which asks it about each block anew."""
+        """The YAML entry of an s3 tier in its one bucket, without a presence cache."""
         secrets = {"access_key_id": "id", "secret_access_key": "secret"}
         bucket = {"type": "s3", "bucket": "bucket", "endpoint_url": self.url, "connections": 4}
         return {**bucket, **secrets, "presence_ttl": 0}
@@ -120,7 +120,7 @@ class FakeS3(LoopbackServer):
         return [target for target in self.objects if "/blocks/" in target]
 
     def count(self, method: str) -> int:
-        """Return how many requests there were for blocks."""
+        """Return the number of requests for blocks."""
         return sum(request.method == method and "/blocks/" in request.target for request in self.seen)
 
     def close(self) -> None:
@@ -185,9 +185,9 @@ def server() -> Iterator[FakeS3]:
 
 @pytest.fixture
 def open_rig(server: FakeS3, closing: ExitStack) -> OpenRig:
-    """Opens tiers with so much patience that a slow machine makes no answer of theirs another.
+    """Opens tiers with timeouts that a busy machine does not reach.
 
-    Only a server that stalls is given up by time. A test that has one sets `request_timeout`.
+    A stalled server is left after `request_timeout`: a test with such a server sets it.
     """
     patience = {"job_timeout": 10 * WAIT_S, "request_timeout": WAIT_S, "lookup_timeout": WAIT_S}
 

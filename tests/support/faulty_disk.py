@@ -15,16 +15,15 @@ Interfere = Callable[[Sequence[memoryview], int], int | None]
 
 
 def in_peace(buffers: Sequence[memoryview], offset: int) -> int | None:
-    """Let a call go on as it is."""
     return None
 
 
 class FaultyDisk(Disk):
-    """A disk that asks before each call.
+    """A disk that calls a hook before each call.
 
     Attributes:
-        on_write, on_read: Called before a write or read of buffers.
-        on_allocate, on_flush: Called before space is allocated, or a file flushed; may raise.
+        on_write, on_read: May raise, wait, or return a limit of bytes.
+        on_allocate, on_flush: May raise.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ def _limited(buffers: Sequence[memoryview], limit: int | None) -> list[memoryvie
 
 
 def fail(code: int, offsets: Sequence[int] | None = None) -> Interfere:
-    """Return what fails calls with an error, at some offsets or everywhere."""
+    """Return a hook that fails calls with an error, at some offsets or everywhere."""
 
     def raise_error(buffers: Sequence[memoryview], offset: int) -> int | None:
         if offsets is None or offset in offsets:
@@ -72,7 +71,7 @@ def fail(code: int, offsets: Sequence[int] | None = None) -> Interfere:
 
 
 def hold(gate: Gate, thread: str) -> Interfere:
-    """Return what has the calls of a thread wait at a gate; those of others go on."""
+    """Return a hook that blocks the calls of one thread at a gate."""
 
     def wait(buffers: Sequence[memoryview], offset: int) -> int | None:
         if threading.current_thread().name == thread:
@@ -83,7 +82,7 @@ def hold(gate: Gate, thread: str) -> Interfere:
 
 
 def full_after(allocations: int) -> Callable[[], None]:
-    """Return what refuses allocations after some, as a full file system does."""
+    """Return a hook that refuses allocations after some, as a full file system does."""
     allowed = iter(range(allocations))
 
     def allocate() -> None:

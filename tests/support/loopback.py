@@ -12,7 +12,7 @@ _JOIN_S = 30.0
 
 
 class LoopbackServer(ABC):
-    """Listens from the start; any thread may close it. As a context manager it is closed at the end."""
+    """Listens from the start; any thread may close it, and so does the end of the context."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -29,11 +29,9 @@ class LoopbackServer(ABC):
 
     @property
     def address(self) -> str:
-        """Its host:port."""
         return f"127.0.0.1:{self.port}"
 
     def close(self) -> None:
-        """Close every connection and end."""
         _shut(self._listener)
         self._end(self._threads[0])  # from here on there is no new connection
         for sock in self._connections:
@@ -64,7 +62,10 @@ class LoopbackServer(ABC):
 
 
 class Parrot(LoopbackServer):
-    """Answers in Redis's words, or in S3's, and what is neither, such as TLS, with neither."""
+    """Refuses every client, and repeats the request in its answer, as real servers do with passwords.
+
+    It answers in the words of Redis or S3; on anything else, such as TLS, it closes the connection after one answer.
+    """
 
     def serve(self, sock: socket.socket) -> None:
         while received := sock.recv(1 << 16):

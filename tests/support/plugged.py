@@ -12,7 +12,7 @@ _NAME = "plugged"
 
 @contextmanager
 def plugged(*tier_types: TierType) -> Iterator[None]:
-    """Have a plugin with these tier types within the `with` block, one at a time."""
+    """Register a plugin with these tier types during the `with` block."""
 
     class Plugin:
         @hookimpl

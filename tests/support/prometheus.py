@@ -27,16 +27,11 @@ Labels = frozenset[tuple[str, str]]
 
 
 def missing_prometheus() -> str:
-    """Return why there is no Prometheus here, or an empty string."""
     return "" if shutil.which("prometheus") and shutil.which("promtool") else "prometheus is not installed"
 
 
 class Prometheus(ServerProcess):
-    """Reads the stacks that listen on `target_ports`; every pause before an alert is a second.
-
-    Args:
-        directory: An empty directory for it.
-    """
+    """Reads the stacks that listen on `target_ports`; every `for` of an alert is a second. `directory` is empty."""
 
     def __init__(self, directory: Path, *target_ports: int) -> None:
         super().__init__()
@@ -71,7 +66,7 @@ class Prometheus(ServerProcess):
         return {_labels(each): [(float(at), float(value)) for at, value in each["values"]] for each in asked}
 
     def firing(self, target_port: int | None = None) -> set[str]:
-        """Return the names of the alerts that fire, of all stacks or of one."""
+        """Return the names of firing alerts, of all stacks or of one."""
         instance = "" if target_port is None else f'instance="127.0.0.1:{target_port}"'
         return {dict(labels)["alertname"] for labels in self.query(f'ALERTS{{alertstate="firing",{instance}}}')}
 
@@ -82,11 +77,7 @@ class Prometheus(ServerProcess):
 
 
 def wait_for(look: Callable[[], Seen], wanted: Seen) -> None:
-    """Return once somebody who looks sees what is wanted.
-
-    Raises:
-        AssertionError: That was not so within `WAIT_S`.
-    """
+    """Return once `look` returns `wanted`; fail after `WAIT_S`."""
     end_s = time.monotonic() + WAIT_S
     while (seen := look()) != wanted and time.monotonic() < end_s:
         time.sleep(_POLL_S)

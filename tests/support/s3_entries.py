@@ -22,7 +22,7 @@ def s3_entry(server: S3Server, bucket: str, **changes: object) -> dict[str, obje
 
 
 def damage_objects(server: S3Server, bucket: str, part: str) -> None:
-    """Flip a bit in the last byte of every object with `part` in its name, as any client could."""
+    """Flip a bit in the last byte of every object with `part` in its name."""
     with closing(server.client()) as client:
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
         for name in [entry["Key"] for page in pages for entry in page.get("Contents", ())]:

@@ -38,15 +38,12 @@ _BLOCKS = 2
 
 
 def new_marker() -> str:
-    """Return a text that occurs nowhere else, and that is a key where a setting wants one (`secret_keys`).
-
-    Letters and digits only, which few encodings change.
-    """
+    """Return a unique text of letters and digits, which few encodings change; a valid key for settings of keys."""
     return secrets.token_hex(KEY_BYTES)
 
 
 def forms_of(marker: str) -> dict[str, str]:
-    """Return what a marker looks like in each encoding, by the encoding's name."""
+    """Return a marker in each encoding, by its name."""
     raw = marker.encode()
     forms = {"as it is": marker, "in hex": raw.hex(), "percent-encoded": "".join(f"%{byte:02x}" for byte in raw)}
     for shift in range(3):
@@ -57,7 +54,7 @@ def forms_of(marker: str) -> dict[str, str]:
 
 
 class Sheet:
-    """What was shown, searched as it comes. One thread at a time."""
+    """Texts that a stack has shown, searched as they come. One thread at a time."""
 
     def __init__(self, markers: Mapping[str, str]) -> None:
         self._forms = [
@@ -70,12 +67,12 @@ class Sheet:
         return self._notes
 
     def note(self, place: str, *shown: object) -> None:
-        """Search what `str` and `repr` make of each of `shown`; `place` says where it was."""
+        """Search the `str` and `repr` of each of `shown`; findings name `place`."""
         for each in shown:
             self._search(place, each if isinstance(each, str) else f"{each!s}\n{each!r}")
 
     def note_error(self, place: str, error: BaseException) -> None:
-        """Search an error, what it holds, what caused it, and its traceback."""
+        """Search an error, its attributes, its causes, and its traceback."""
         link: BaseException | None = error
         while link is not None:
             self.note(f"{place}: {type(link).__name__}", link, link.args, vars(link), getattr(link, "__notes__", ""))
@@ -83,7 +80,6 @@ class Sheet:
         self.note(f"{place}: the traceback", "".join(traceback.format_exception(error)))
 
     def findings(self) -> list[str]:
-        """Return where markers were seen, and what stood around them."""
         return list(self._findings)
 
     def _search(self, place: str, text: str) -> None:
@@ -103,9 +99,9 @@ def show_running_stack(
     until: Callable[[Stack], bool] = lambda stack: True,
     wait_s: float = 1.0,
 ) -> bool:
-    """Open a stack, use it, close it, and note all that can be seen from outside, the log at level DEBUG included.
+    """Open a stack, use it, close it, and note all that can be seen from outside, including the log at level DEBUG.
 
-    A test whose tiers do end what they are given says a longer `wait_s`: a busy machine may hold them up.
+    Tests whose tiers complete their jobs set a longer `wait_s`, for busy machines.
     """
     is_open = False
     with _log_of_everything() as log:
@@ -121,7 +117,7 @@ def show_running_stack(
 
 
 def process_as_seen() -> Iterator[str]:
-    """Yield what other processes see of this one: its title, and its threads'."""
+    """Yield the names that other processes see of this one and its threads."""
     yield Path("/proc/self/cmdline").read_text()
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -154,7 +150,7 @@ def _use(sheet: Sheet, place: str, stack: Stack, wait_s: float) -> None:
 
 @contextmanager
 def _log_of_everything() -> Iterator[io.StringIO]:
-    """Collect what any logger says, at the levels that libraries' loggers have while the root's is DEBUG."""
+    """Collect the log of all loggers, at the levels they have while the root's is DEBUG."""
     text, root = io.StringIO(), logging.getLogger()
     handler = logging.StreamHandler(text)
     handler.setFormatter(logging.Formatter("%(name)s %(levelname)s %(threadName)s %(message)s"))
@@ -210,19 +206,17 @@ MISTAKES: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting of a model, or of a model in it; one that `has_numbers` maps numbers to values."""
+    """A setting of a model, or of a model in it; with `has_numbers` a mapping of numbers to values."""
 
     path: tuple[str, ...]
     is_secret: bool
     has_numbers: bool = False
 
     def value(self, text: object) -> object:
-        """Return the value of the setting that has `text` in it."""
         return {1: text} if self.has_numbers else text
 
 
 def settings_of(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[Setting]:
-    """Yield the settings of a model, and those of the models in it."""
     for name, info in model.model_fields.items():
         types = set(_types_in(info.annotation))
         yield Setting((*path, name), bool(types & {SecretStr, SecretBytes}), get_origin(info.annotation) is dict)
@@ -232,14 +226,12 @@ def settings_of(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[
 
 
 def entry_of(type_name: str) -> dict[str, object]:
-    """Return an entry of the type that is valid."""
     entry = {"type": type_name, **ENTRIES.get(type_name, {})}
     load_config({**STACK, "secondary": [entry]})
     return entry
 
 
 def model_of(type_name: str) -> type[TierSettings]:
-    """Return the model of a tier type's entry."""
     return tier_plugins().resolve(type_name).settings
 
 
@@ -251,7 +243,7 @@ def with_value(tree: Mapping[str, object], path: Sequence[str], value: object) -
 
 
 def show_config(sheet: Sheet, place: str, source: Mapping[str, object], planted: str) -> StackConfig | None:
-    """Load a configuration with the marker in it, and note all that is said of it."""
+    """Load a configuration with the marker in it, and note what it shows or the error."""
     try:
         config = load_config(source, environ={"PLANTED": planted})
     except TieredKVError as error:
@@ -262,7 +254,7 @@ def show_config(sheet: Sheet, place: str, source: Mapping[str, object], planted:
 
 
 def places_of(type_name: str) -> list[Setting]:
-    """Return the settings of a tier type; of a class, which takes any, some that people would choose."""
+    """Return the settings of a tier type; for a class, which takes any, some likely names."""
     if type_name == BY_CLASS:
         names = ("password", "api_key", "auth", "db_pwd", "connection_string", "url", "anything")
         return [Setting((name,), name not in ("url", "anything")) for name in names]
@@ -270,7 +262,7 @@ def places_of(type_name: str) -> list[Setting]:
 
 
 def hunt_in_configuration(type_name: str, ways: Mapping[str, str] = WAYS, *, secret_only: bool = False) -> Sheet:
-    """Plant a marker in each setting of the type, in each way, and note what is shown of the configuration."""
+    """Plant a marker in each setting, in each way, and note what the configuration shows."""
     entry, planted = entry_of(type_name), new_marker()
     sheet = Sheet({"the secret": planted})
     for setting in places_of(type_name):
@@ -296,7 +288,7 @@ def hunt_in_configuration(type_name: str, ways: Mapping[str, str] = WAYS, *, sec
 
 
 def scenes_of(type_name: str, port: int, file: Path) -> list[dict[str, object]]:
-    """Return what to change in an entry so that its secrets get used in different ways; nobody listens at first."""
+    """Return changes of an entry by which its secrets are used in different ways; with the first no server listens."""
     if type_name == "redis":
         files = {"tls_ca": str(file), "tls_cert": str(file), "tls_key": str(file)}
         return [
@@ -318,7 +310,7 @@ def scenes_of(type_name: str, port: int, file: Path) -> list[dict[str, object]]:
 
 
 def with_markers(entry: dict[str, object], markers: Mapping[str, str]) -> dict[str, object]:
-    """Return the entry with the markers in the settings whose dotted paths they are given by."""
+    """Return the entry with the markers, which are given by the dotted paths of settings."""
     settings = {".".join(each.path): each for each in places_of(str(entry["type"]))}
     for path, text in markers.items():
         entry = with_value(entry, path.split("."), settings[path].value(text))
@@ -329,7 +321,7 @@ def with_markers(entry: dict[str, object], markers: Mapping[str, str]) -> dict[s
 def planted_entries(
     entry: dict[str, object], markers: dict[str, str]
 ) -> Iterator[tuple[dict[str, object], Mapping[str, str]]]:
-    """Yield the entry with all secrets in it, or, where they exclude each other, with all but one; and the secrets."""
+    """Yield the entry with all secrets, or with all but one if some exclude each other; and the secrets."""
     for left_out in ("", *markers):
         chosen = {path: text for path, text in markers.items() if path != left_out}
         planted = with_markers(entry, chosen)
@@ -343,7 +335,7 @@ def planted_entries(
 
 
 def hunt_in_running_stacks(type_name: str, port: int, directory: Path, wait_s: float = 1.0) -> Sheet:
-    """Plant a marker in each secret setting of the type, and note what is shown of stacks that use them."""
+    """Plant a marker in each secret setting of the type, and note what stacks that use them show."""
     markers = {".".join(each.path): new_marker() for each in settings_of(model_of(type_name)) if each.is_secret}
     in_file = new_marker()
     file = directory / "file.pem"

@@ -24,13 +24,10 @@ _USER, _PASSWORD = "tier", "to-be-seen"
 
 
 class FakeS3Door:
-    """The objects of a `FakeS3`."""
-
     def __init__(self, server: FakeS3) -> None:
         self._objects = server.objects
 
     def name_of(self, key: OffloadKey) -> str | None:
-        """Return what a block is called that is there."""
         return next((name for name in self._objects if name.endswith(f"/{digest_of(key).hex()}")), None)
 
     def read(self, key: OffloadKey) -> bytes | None:

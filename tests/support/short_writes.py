@@ -18,11 +18,10 @@ _NAMES: Final = ("write", "pwrite", "writev", "pwritev")
 
 
 class ShortWrites:
-    """Counts the writes of a process below a path that can come short, and lets the one `at` a number, from 0.
+    """Shortens one write of a process below a path: the one with the number `at`, from 0, of those that can be short.
 
-    Half of the bytes are written, to the byte: a kernel may stop anywhere. Direct I/O takes whole pages only (open(2),
-    O_DIRECT), so of a direct write half of the pages are. A direct write of one page and a write of one byte come
-    whole or not at all: they are neither counted nor cut.
+    Half of the bytes are written; of a direct write half of the pages, as direct I/O takes whole pages only (open(2),
+    O_DIRECT). A direct write of one page and a write of one byte are neither counted nor shortened.
 
     `count` and `was_hit` are in memory that a forked child shares. Any thread may write.
     """
@@ -37,16 +36,15 @@ class ShortWrites:
 
     @property
     def count(self) -> int:
-        """How many writes there were that can come short."""
+        """Writes that can be short."""
         return int.from_bytes(self._shared[:8], "little")
 
     @property
     def was_hit(self) -> bool:
-        """Whether bytes of one were left out."""
         return self._shared[8] != 0
 
     def around(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Return `work` with the short write in it; for a process of its own, where the calls stay replaced."""
+        """Return `work` with the short write; called in a child, whose calls stay replaced."""
 
         def short_work() -> None:
             for name in _NAMES:
@@ -56,7 +54,6 @@ class ShortWrites:
         return short_work
 
     def write(self, name: str, fd: int, data: Any, *rest: Any) -> int:  # Any: as the four calls take it
-        """Do what the call `name` of `os` does, or half of it."""
         call = self._real[name]
         parts = [memoryview(part).cast("B") for part in (data if name.endswith("v") else [data])]
         keep = kept_bytes(fd, sum(map(len, parts)))
@@ -79,7 +76,7 @@ class ShortWrites:
 
 
 def kept_bytes(fd: int, size_bytes: int) -> int:
-    """Return how much of a write of `size_bytes` comes through when it comes short; 0 where it cannot."""
+    """Return the size of a write of `size_bytes` that is shortened; 0 if it cannot be."""
     half_bytes = size_bytes // 2
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
         return half_bytes // mmap.PAGESIZE * mmap.PAGESIZE

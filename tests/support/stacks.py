@@ -40,7 +40,7 @@ def stack_of(
     primary: Mapping[str, object] | None = None,
     **top: Any,
 ) -> dict[str, object]:
-    """Return the configuration of a stack of so many blocks over tiers; `block` and `primary` say what else it has."""
+    """Return the configuration of a stack; `block` and `primary` add settings to these sections."""
     return {
         "namespace": {"model": "m"},
         "block": {"bytes": block_bytes, **(block or {})},
@@ -51,7 +51,7 @@ def stack_of(
 
 
 def stack_file(directory: Path, *tiers: str, capacity: str = "1MiB") -> str:
-    """Write the file of a stack over tiers, each as `type: memory, capacity: 1MiB`; return where it is."""
+    """Write the file of a stack over tiers, each as `type: memory, capacity: 1MiB`; return its path."""
     file = directory / "stack.yaml"
     lines = ["namespace: {model: test}", "block: {bytes: 4KiB}", f"primary: {{capacity: {capacity}}}", "secondary:"]
     file.write_text("\n".join([*lines, *(f"  - {{{tier}}}" for tier in tiers)]) + "\n")

@@ -71,13 +71,13 @@ class Call:
 
     @property
     def makes_file(self) -> bool:
-        """Whether it opens a file that is made if it is missing."""
+        """Whether it creates the file if it is missing."""
         return "O_CREAT" in self.text or self.name == "creat"
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What shall happen to one call, or to all from one on."""
+    """What happens to one call, or to all from one on."""
 
     role: str
     name: str
@@ -87,27 +87,26 @@ class Fault:
 
     @classmethod
     def kill(cls, call: Call) -> Fault:
-        """Kill the process when it makes the call, which does nothing any more."""
+        """Kill the process when it makes the call, which has no effect."""
         return cls(call.role, call.name, call.number, "kill")
 
     @classmethod
     def fail(cls, call: Call, error: str, *, onwards: bool = False) -> Fault:
-        """Let the call do nothing and fail with an error such as "EIO"."""
+        """Let the call have no effect and fail with an error such as "EIO"."""
         return cls(call.role, call.name, call.number, f"error={error}", onwards)
 
     @classmethod
     def lie(cls, call: Call) -> Fault:
-        """Let the call do nothing and return what it returned when it was recorded."""
+        """Let the call have no effect and return the recorded result."""
         return cls(call.role, call.name, call.number, f"retval={call.result}")
 
     @property
     def kills(self) -> bool:
-        """Whether the process ends by it."""
         return self.what == "kill"
 
     @property
     def expression(self) -> str:
-        """What strace is told."""
+        """strace's option."""
         what = "signal=KILL" if self.kills else self.what
         return f"inject={self.name}:{what}:when={self.number}{'+' if self.onwards else ''}"
 
@@ -117,8 +116,6 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a child ended."""
-
     status: int
     in_time: bool
     was_hit: bool
@@ -127,7 +124,7 @@ class Ended:
 
 @functools.cache
 def missing_for_tracing() -> str:
-    """Return why system calls cannot be recorded and failed here, or an empty string."""
+    """Return why system calls cannot be recorded and failed here; "" if they can."""
     if shutil.which("strace") is None:
         return "strace is not installed (apt-get install strace)"
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -150,7 +147,7 @@ def missing_for_tracing() -> str:
 def record(
     work: Callable[[], None], *, log: Path, names: Sequence[str] = CHANGES, timeout_s: float = 300.0
 ) -> list[Call]:
-    """Have `work` done in a child and return the calls that it made, thread by thread."""
+    """Run `work` in a child and return the calls that it made, thread by thread."""
     with _TracedChild(work, wanted=_MAIN, log=log) as child:
         trace = ["-f", "-e", "trace=" + ",".join(f"?{name}" for name in names)]
         with _tracing(child.wait_for_thread(), log, trace):
@@ -163,7 +160,7 @@ def record(
 
 
 def run_with_fault(work: Callable[[], None], fault: Fault, *, log: Path, timeout_s: float = 300.0) -> Ended:
-    """Have `work` done in a child with a fault in it, and return how the child ended."""
+    """Run `work` in a child with a fault."""
     log.write_text("")
     with _TracedChild(work, wanted=fault.role, log=log) as child:
         tid = child.wait_for_thread(timeout_s)
@@ -178,7 +175,7 @@ def run_with_fault(work: Callable[[], None], fault: Fault, *, log: Path, timeout
 
 
 def run_plain(work: Callable[[], None], *, log: Path, timeout_s: float = 300.0) -> Ended:
-    """Have `work`, which brings its own fault, done in a child, and return how the child ended."""
+    """Run `work`, which brings its fault, in a child."""
     with _TracedChild(work, wanted="", log=log) as child:
         child.wait(timeout_s)
     return Ended(child.status, child.in_time, True, child.error)
@@ -186,7 +183,7 @@ def run_plain(work: Callable[[], None], *, log: Path, timeout_s: float = 300.0) 
 
 @contextmanager
 def _tracing(tid: int, log: Path, options: Sequence[str]) -> Iterator[None]:
-    """Trace a thread; it is attached to when the block is entered."""
+    """Trace a thread from the start of the block."""
     command = ["strace", "-y", "-s", "0", "-e", "signal=none", *options, "-o", str(log), "-p", str(tid)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
         try:
@@ -203,7 +200,6 @@ def _tracing(tid: int, log: Path, options: Sequence[str]) -> Iterator[None]:
 
 
 def _parsed(text: str, roles: dict[str, str]) -> Iterator[Call]:
-    """Yield the calls in a log of several threads."""
     numbers: Counter[tuple[str, str]] = Counter()
     unfinished: dict[tuple[str, str], tuple[int, str]] = {}
     for line in text.splitlines():
@@ -232,11 +228,10 @@ def _result_of(text: str) -> int | None:
 
 
 class _TracedChild:
-    """A forked child that does `work`; it is killed at the latest when the context is left.
+    """A forked child that runs `work`; the end of the context kills it.
 
-    Its threads say who they are before they do anything, so that a tracer can be attached to one of them. The role of a
-    thread is its name without the project's prefix, and from the second of that name on its number: `main`,
-    `nvme-reclaimer`, `nvme-reclaimer#1`.
+    Its threads report their roles before they do anything, so that a tracer can be attached to one of them. The role
+    is the name without the project's prefix; the second thread of a name gets a number: `nvme-reclaimer#1`.
     """
 
     def __init__(self, work: Callable[[], None], *, wanted: str, log: Path) -> None:
@@ -261,15 +256,14 @@ class _TracedChild:
 
     @property
     def error(self) -> str:
-        """The traceback of what the work raised."""
+        """The traceback of an exception of `work`."""
         return self._error_path.read_text() if self._error_path.exists() else ""
 
     def roles(self) -> list[tuple[str, int]]:
-        """Return role and thread id of each thread so far."""
         return [(role, tid) for _, role, tid in self._roles.seen()]
 
     def wait_for_thread(self, timeout_s: float = _ATTACH_S_MAX) -> int:
-        """Return the id of the wanted thread once it waits, or 0 if the child ended without it."""
+        """Return the id of the wanted thread once it waits; 0 if the child ended without it."""
         end_s = time.monotonic() + timeout_s
         while time.monotonic() < end_s and not self._poll():
             for slot, role, tid in self._roles.seen():
@@ -281,11 +275,10 @@ class _TracedChild:
         return 0
 
     def let_go(self) -> None:
-        """Let the wanted thread go on."""
         self._roles.let_go(self._slot)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the child's end; kill it when the time is up."""
+        """Wait for the child's end; kill it after the timeout."""
         end_s = time.monotonic() + timeout_s
         while not self._poll() and time.monotonic() < end_s:
             time.sleep(_POLL_S)
@@ -323,7 +316,7 @@ class _TracedChild:
 
 
 class _ThreadRoles:
-    """Which thread plays which role, in memory that the child shares with its parent."""
+    """The roles of threads, in memory that the child shares with its parent."""
 
     _SLOT = struct.Struct("<II56s")  # thread id, whether it may go on, role
     _SLOTS_MAX = 256
@@ -336,7 +329,7 @@ class _ThreadRoles:
         self._lock = threading.Lock()
 
     def enter(self, name: str) -> None:
-        """Say who this thread is; the wanted one waits until it may go on. In the child."""
+        """In the child: register this thread; the wanted one waits until it is released."""
         with self._lock:
             number = self._names[name]
             self._names[name] += 1
@@ -348,7 +341,7 @@ class _ThreadRoles:
             time.sleep(_POLL_S)
 
     def seen(self) -> Iterator[tuple[int, str, int]]:
-        """Yield slot, role and thread id of each thread so far. In the parent."""
+        """In the parent: yield slot, role and thread id of each thread so far."""
         for slot in range(self._SLOTS_MAX):
             tid, _, name = self._SLOT.unpack_from(self._memory, slot * self._SLOT.size)
             if not tid:
@@ -356,12 +349,12 @@ class _ThreadRoles:
             yield slot, name.rstrip(b"\0").decode(), tid
 
     def let_go(self, slot: int) -> None:
-        """Let the thread in `slot` go on. In the parent."""
+        """In the parent: release the thread in `slot`."""
         struct.pack_into("<I", self._memory, slot * self._SLOT.size + 4, 1)
 
 
 def _announce_threads(roles: _ThreadRoles) -> None:
-    """Have every thread that is started from now on say who it is before it does anything."""
+    """Register every thread that is started from now on before it does anything."""
 
     def announce(*_: object) -> None:  # called first when the thread enters `run`
         sys.setprofile(None)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def meanwhile(work: Callable[[], object], threads: int = 1) -> Iterator[None]:
-    """Do something again and again until the `with` block ends, and raise then what it has raised."""
+    """Repeat `work` on threads until the `with` block ends, and raise its exceptions then."""
     is_over = threading.Event()
 
     def go_on() -> None:
@@ -29,7 +29,7 @@ def meanwhile(work: Callable[[], object], threads: int = 1) -> Iterator[None]:
 
 @contextmanager
 def no_threads() -> Iterator[None]:
-    """Let every thread that is started while the block runs fail: it would need more memory than there is."""
+    """Make the start of every thread fail within the block: its stack would exceed the memory."""
     stack_bytes = threading.stack_size(1 << 46)
     try:
         yield

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -41,7 +42,7 @@ def interpreter(version: str) -> str:
 
 
 def environment_of_programs(directory: Path) -> dict[str, str]:
-    """Return the variables for a program in an environment of vLLM's, whose temporary files go to `directory`."""
+    """Return the variables for a program in vLLM's environment; its temporary files go to `directory`."""
     environment = {**os.environ, "PYTHONHASHSEED": "0", "TMPDIR": str(directory)}
     environment.pop("PYTHONPATH", None)
     if (SOURCE / "plugins").is_dir():
@@ -51,7 +52,6 @@ def environment_of_programs(directory: Path) -> dict[str, str]:
 
 
 def run_example(version: str, name: str, directory: Path, *arguments: str) -> str:
-    """Run an example to its end and return what it prints."""
     done = subprocess.run(
         [interpreter(version), str(SOURCE / "examples" / name / "run.py"), *arguments],
         cwd=directory,
@@ -65,66 +65,77 @@ def run_example(version: str, name: str, directory: Path, *arguments: str) -> st
 
 
 class Program:
-    """A program in an environment of vLLM's; its lines of JSON are read one by one."""
+    """A program that prints lines of JSON. The end of the context kills it with all processes of its group.
 
-    def __init__(self, version: str, program: Path, *arguments: str) -> None:
-        environment = environment_of_programs(Path(arguments[0]).parent)
-        self._errors = Path(arguments[0]).with_suffix(".errors")
-        with self._errors.open("ab") as errors:
+    Args:
+        command: The program.
+        log: A file for its standard error; its directory is the working directory.
+        environment: Its variables.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self._log = log
+        with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                [interpreter(version), str(program), *arguments],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 env=environment,
-                cwd=self._errors.parent,
+                cwd=log.parent,
+                start_new_session=True,
             )
-
-        # A program that hangs ends, and with it what it says.
-        self._watchdog = threading.Timer(TIMEOUT_S, self._process.kill)
+        self._watchdog = threading.Timer(TIMEOUT_S, self.kill)  # ends `messages` of a program that hangs
         self._watchdog.start()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watchdog.cancel()
+        self._watchdog.join()
+        self.kill()
+        self._process.communicate()
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
     def messages(self) -> Iterator[Message]:
-        """Yield what the program says, until it ends; fail if it fails."""
+        """Yield the messages of the program until it ends; fail if it fails."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
                 yield json.loads(line)
         status = self._process.wait()
-        assert status == 0, f"the program ended with {status}:\n{self._errors.read_text()[-4000:]}"
+        assert status == 0, f"the program ended with {status}:\n{self.log()[-6000:]}"
 
     def go_on(self, message: Message | None = None) -> None:
-        """Let a program that waits go on, with a message if it reads one."""
+        """Let a waiting program continue, with a message if it reads one."""
         assert self._process.stdin is not None
         self._process.stdin.write(("" if message is None else json.dumps(message)) + "\n")
         self._process.stdin.flush()
 
     def end(self) -> None:
-        """Let a program that reads messages end by itself, with its engine's processes."""
+        """Let a program that reads messages end, with its engine's processes."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.stdin = None
         self._process.wait()
 
-    def close(self) -> None:
-        self._watchdog.cancel()
-        self._watchdog.join()
-        self._process.kill()
-        self._process.communicate()
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
-@contextmanager
-def running(version: str, path: Path, *arguments: str) -> Iterator[Program]:
-    program = Program(version, path, *arguments)
-    try:
-        yield program
-    finally:
-        program.close()
+def running(version: str, path: Path, *arguments: str) -> Program:
+    """Run a program in vLLM's environment; its first argument is a path in its directory."""
+    log = Path(arguments[0]).with_suffix(".errors")
+    return Program([interpreter(version), str(path), *arguments], log, environment_of_programs(log.parent))
 
 
 def our_spec(primary_bytes: int, tiers: Sequence[Mapping[str, object]]) -> Message:
-    """Return what vLLM is told of its connector: our stack, with these secondary tiers."""
+    """Return vLLM's configuration of our connector with these secondary tiers."""
     stack = {"primary": {"capacity": primary_bytes}, "secondary": list(tiers)}
     return {
         "kv_connector": "TieredKVConnector",
@@ -139,7 +150,7 @@ def our_spec(primary_bytes: int, tiers: Sequence[Mapping[str, object]]) -> Messa
 
 
 def damage_segments(directory: Path) -> None:
-    """Flip a byte in each 32 KiB of the segments of nvme tiers, their first 16 KiB left out."""
+    """Flip a byte in each 32 KiB of the segments of nvme tiers, except in their first 16 KiB."""
     segments = sorted(directory.rglob("*.kv"))
     assert segments
     for path in segments:

@@ -27,7 +27,7 @@ _KINDS = ("flip", "set", "insert", "overwrite", "delete", "repeat", "cut", "spli
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Something that reads what others wrote."""
+    """A reader of bytes from outside."""
 
     proof: str  # the row of `tests.support.figures` that counts its inputs
     seeds: tuple[bytes, ...]  # valid inputs to begin with
@@ -42,7 +42,7 @@ def target(name: str) -> Target:
 
 
 def inputs(target: Target) -> st.SearchStrategy[bytes]:
-    """Return a strategy for inputs: seeds with a few mutations, now and then none, and now and then noise."""
+    """Return a strategy for inputs: mostly seeds with a few mutations, sometimes unchanged seeds or noise."""
     mutated = _mutated(target)
     return st.one_of(mutated, mutated, mutated, mutated, st.binary(max_size=200))
 

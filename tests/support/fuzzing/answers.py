@@ -41,7 +41,7 @@ def make() -> Target:
 
 
 class _ScriptedSocket:
-    """What a connection asks of a socket, over a script."""
+    """A socket that returns given bytes."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)

@@ -61,7 +61,6 @@ _WORDS = (
 
 
 def make() -> Target:
-    """Return the target: a stack's file."""
     return Target("fuzz/stack-file", _SEEDS, _run, _WORDS)
 
 

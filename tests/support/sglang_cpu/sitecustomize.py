@@ -94,16 +94,12 @@ ADDITIONS: dict[str, Callable[[Any], None]] = {
 
 
 class Completed(SourceFileLoader):
-    """Loads a module of SGLang's, and adds to it."""
-
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         ADDITIONS[module.__name__](module)
 
 
 class Completing(importlib.abc.MetaPathFinder):
-    """Finds the modules that something is added to."""
-
     def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path) if name in ADDITIONS else None
         if spec is not None and spec.origin is not None:

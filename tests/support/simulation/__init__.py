@@ -29,14 +29,12 @@ _RUNS_MAX = 400
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A scenario in which a promise was broken."""
-
     scenario: Scenario
     error: str
     trace: str
 
     def shortest(self) -> Failure:
-        """Leave out whatever can be left out so that the run still fails, in whichever way, and return what is left."""
+        """Return the failure after leaving out all actions without which the run still fails, in whichever way."""
         failure, runs = self, 0
         size = max(len(failure.scenario.actions) // 2, 1)
         while True:
@@ -57,7 +55,7 @@ class Failure:
 
 
 def run(scenario: Scenario) -> Failure | None:
-    """Play a scenario; return what was broken, or None."""
+    """Play a scenario; return the failure, or None."""
     simulation = Simulation(scenario.seed)
     done = 0
     try:

@@ -21,7 +21,7 @@ _WORKERS = 3
 
 
 class SimulatedTier(SecondaryTierManager):
-    """A tier written from nothing but the interface, which may break every rule of it that its mood says."""
+    """A tier written from the interface alone, which may break every rule that its mood names."""
 
     is_nonblocking: ClassVar[bool] = True
 
@@ -110,7 +110,7 @@ class SimulatedTier(SecondaryTierManager):
             [self._flat[row * size : (row + 1) * size] for row in job.block_ids.tolist()],
             is_load=job.is_promotion,
             refusal=lambda: "" if epoch == self._epoch else "reset",
-            end=lambda reasons: self._finished.append(_result(job, reasons)),
+            end=lambda reasons: self._finished.append(_result(job, _outcome(job.keys, reasons))),
         )
 
     def _settle_question(self, question: tuple[str, OffloadKey]) -> None:
@@ -122,11 +122,8 @@ class SimulatedTier(SecondaryTierManager):
             self._answers[question] = self.storage.has(question[1])
 
 
-def _result(job: JobMetadata, reasons: Sequence[str]) -> JobResult:
-    if not any(reasons):
-        return JobResult(job.job_id, True)
-    done = [key for key, reason in zip(job.keys, reasons, strict=True) if not reason]
-    return JobResult(job.job_id, False, done, next(filter(None, reversed(reasons))))
+def _result(job: JobMetadata, outcome: Outcome) -> JobResult:
+    return JobResult(job.job_id, outcome is ALL_DONE, outcome.successful_keys, outcome.reason)
 
 
 class SimulatedToolkitTier(QueuedTier):
@@ -212,7 +209,7 @@ class SimulatedToolkitTier(QueuedTier):
         def end(reasons: list[str]) -> None:
             for block in blocks:
                 block.release()
-            self._end(part, _outcome(part, reasons))
+            self._end(part, _outcome(part.keys, reasons))
 
         self.storage.transfer(
             part.keys,
@@ -252,8 +249,8 @@ class SimulatedToolkitTier(QueuedTier):
         return 0
 
 
-def _outcome(part: Part, reasons: Sequence[str]) -> Outcome:
+def _outcome(keys: Sequence[OffloadKey], reasons: Sequence[str]) -> Outcome:
     if not any(reasons):
         return ALL_DONE
-    done = [key for key, reason in zip(part.keys, reasons, strict=True) if not reason]
+    done = [key for key, reason in zip(keys, reasons, strict=True) if not reason]
     return Outcome(done, next(filter(None, reasons)))

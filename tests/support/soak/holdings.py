@@ -18,7 +18,7 @@ LEFT_LIMIT_S = 60.0
 
 
 class _Bound(NamedTuple):
-    """What may come on top: at any moment over the first sample, and once settled from one half to the next."""
+    """Allowed growth: at any moment over the first sample, and once settled from one half to the next."""
 
     unit: str
     rise_max: int
@@ -36,7 +36,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What a process holds at a moment, by `time.monotonic()`: resident memory, all threads, open descriptors."""
+    """Resources of a process at a moment of `time.monotonic()`: resident memory, threads, open descriptors."""
 
     at_s: float
     rss_bytes: int
@@ -45,7 +45,7 @@ class Holdings:
 
     @classmethod
     def now(cls, foreign_descriptors: int = 0) -> Holdings:
-        """Return what this process holds, without descriptors that are not those of the stack."""
+        """Return the resources of this process, without descriptors of other parts of the test."""
         with open("/proc/self/statm", encoding="ascii") as statm:
             pages = int(statm.read().split()[1])
         threads = len(os.listdir("/proc/self/task"))
@@ -54,9 +54,9 @@ class Holdings:
 
 
 def growth_problems(samples: Sequence[Holdings]) -> list[str]:
-    """Return what has risen at any moment, or grown once settled, by more than it may, as sentences.
+    """Return which resources have risen at any moment, or grown once settled, by more than allowed.
 
-    Growth is from the median of one half of the time to that of the next: bursts and noise hardly move it.
+    Growth is from the median of one half of the time to that of the next, which bursts and noise hardly change.
     """
     if not samples:
         return []
@@ -77,9 +77,9 @@ def growth_problems(samples: Sequence[Holdings]) -> list[str]:
 
 
 def left_problems(before: Holdings, now: Callable[[], Holdings], limit_s: float = LEFT_LIMIT_S) -> list[str]:
-    """Return whether threads or descriptors are left, once they have had `limit_s` to go.
+    """Return whether threads or descriptors are left after `limit_s`.
 
-    Memory is not compared: what modules, and the allocator, have taken for themselves stays.
+    Memory is not compared: modules and the allocator keep some.
     """
     end_s = time.monotonic() + limit_s
     while True:

@@ -66,8 +66,6 @@ _LOOKS = 3
 
 @dataclass(frozen=True, slots=True)
 class SoakSettings:
-    """How a soak goes."""
-
     seconds: float  # until the last fault is switched off; recovery and the end come on top
     seed: int = 0  # decides the chats, the order of faults, and where they strike
     warm_s: float = 10.0  # before the first fault
@@ -80,8 +78,6 @@ class SoakSettings:
 
 @dataclass
 class SoakReport:
-    """What a soak came to."""
-
     seconds: float = 0.0  # servers' start and end left out
     verified_blocks: int = 0  # which came back, and were compared, in both processes
     hits: dict[str, int] = field(default_factory=dict)  # the first process's, by tier
@@ -92,7 +88,6 @@ class SoakReport:
     problems: list[str] = field(default_factory=list)  # what must not have happened, as sentences
 
     def lines(self) -> list[str]:
-        """Return it for a person."""
         return [
             f"{self.seconds:.0f} s: {self.note()}; hits {self.hits}",
             f"{len(self.switched)} kinds of faults: {self.switched}; they struck: {self.struck}",
@@ -102,7 +97,7 @@ class SoakReport:
         ]
 
     def note(self) -> str:
-        """Return it in a few words, for a table."""
+        """Return a summary for a table."""
         p99_s, longest_s = np.percentile(self.held_s, (99, 100)) if self.held_s else (0.0, 0.0)
         return (
             f"{self.verified_blocks} blocks verified, {sum(self.switched.values())} faults switched, "
@@ -111,7 +106,7 @@ class SoakReport:
 
 
 def run(settings: SoakSettings, directory: Path) -> SoakReport:
-    """Run one soak in an empty directory; the calling thread is its scheduler's."""
+    """Run one soak in an empty directory, with the calling thread as the scheduler."""
     report = SoakReport()
     with Grounds(directory) as grounds:
         before = Holdings.now(grounds.foreign_descriptors)
@@ -133,7 +128,7 @@ def run(settings: SoakSettings, directory: Path) -> SoakReport:
 
 
 def pace_problems(held_s: Sequence[float], seconds: float) -> list[str]:
-    """Return whether the scheduler waits for something, in a soak of so many seconds, by the times of its steps."""
+    """Return whether the scheduler waits for something, from the times of its steps and of the soak."""
     found = []
     times_s = np.asarray(held_s)
     if len(times_s) and (p99_s := np.percentile(times_s, 99)) > HELD_P99_MAX_S:
@@ -148,10 +143,10 @@ def pace_problems(held_s: Sequence[float], seconds: float) -> list[str]:
 
 
 def run_queue_s() -> float:
-    """Return for how long the calling thread has stood ready while others had the processors.
+    """Return how long the calling thread has been ready while others had the processors.
 
-    The second number of schedstat, in nanoseconds (Linux, Documentation/scheduler/sched-stats.rst). Where the kernel
-    does not have it, it is 0, and times are judged as they are.
+    The second number of schedstat, in nanoseconds (Linux, Documentation/scheduler/sched-stats.rst); 0 if the kernel
+    does not have it.
     """
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as schedstat:
@@ -161,7 +156,7 @@ def run_queue_s() -> float:
 
 
 class _Soak:
-    """The phases of a soak, on the scheduler's thread: warming up, faults, the end of the last one, recovery."""
+    """The phases of a soak, on the scheduler's thread: warming up, faults, the end of the last fault, recovery."""
 
     def __init__(self, settings: SoakSettings, grounds: Grounds, stack: Stack, report: SoakReport) -> None:
         self._settings = settings
@@ -181,7 +176,6 @@ class _Soak:
         self._is_over = False
 
     def run(self) -> None:
-        """Do all of it, and fill the report."""
         report, manager, troubles = self._report, self._stack.manager, self._troubles
         try:
             replayed = replay(
@@ -264,7 +258,7 @@ class _Soak:
                 self._note(f"{name} has {jobs} jobs in flight and {held} bytes in quarantine")
 
     def _look_at(self, path: Path, capacity_bytes: int) -> None:
-        """Note a directory that is beyond its capacity at each look: one look may count what goes with what comes."""
+        """Note a directory that exceeds its capacity at each look: one look may count files that replace each other."""
         used_bytes = [occupied_bytes(path)]
         while min(used_bytes) > capacity_bytes and len(used_bytes) < _LOOKS:
             used_bytes.append(occupied_bytes(path))
@@ -272,7 +266,6 @@ class _Soak:
             self._note(f"{os.path.basename(path)} occupies {min(used_bytes)} of {capacity_bytes} bytes")
 
     def _look_at_bucket(self) -> None:
-        """Called by the faults' thread."""
         used_bytes = self._grounds.s3_used_bytes()
         if used_bytes > 2 * S3_CAPACITY_BYTES:  # a sweep is made every two seconds; until then it may be exceeded
             self._note(f"the bucket holds {used_bytes} of {S3_CAPACITY_BYTES} bytes")
@@ -286,7 +279,7 @@ class _Soak:
 
 
 def _end_of(process: Child) -> tuple[int, list[Holdings], list[str]]:
-    """Have the process end; return how many blocks it verified, its samples, and what was wrong."""
+    """End the process; return its verified blocks, its samples, and its problems."""
     try:
         told: dict[str, Any] = json.loads(process.finish(_SECOND_LIMIT_S) or "")  # Any: JSON
     except (subprocess.TimeoutExpired, AssertionError, ValueError) as error:
