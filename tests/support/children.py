@@ -1,8 +1,8 @@
-"""Processes that run a function of the tests, and talk with them line by line.
+"""Processes that run a function of the tests, or a program with another engine version.
 
 with Child(store_until_told, "alice") as child:
     assert child.line() == "begun"
-    told = child.finish(60.0)
+    last_line = child.finish(60.0)
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""A headless Chromium, spoken to through two pipes by its own protocol: what a page shows, fetches and complains of.
-
-with Chromium(directory) as browser:
-    page = browser.open(path, width=1280, dark=True)
-    assert page.complaints == [] and page.fetched == [path.as_uri()]
-    page.picture(directory / "dark.png")
-"""
+"""A headless Chromium, driven by its protocol over two pipes: what a page shows, requests and logs."""
 
 from __future__ import annotations
 
@@ -20,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-Answer = dict[str, Any]  # Any: what the protocol says
+Answer = dict[str, Any]  # Any: JSON
 
 _WAIT_S = 120.0
 _COMPLAINTS = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Network.loadingFailed")
@@ -52,7 +46,7 @@ class Chromium:
         assert program is not None, "find_chromium says whether there is one"
         from_us, self._to = os.pipe()
         self._from, to_us = os.pipe()
-        # Chromium reads from descriptor 3 and writes to descriptor 4; copies beyond them are in nobody's way.
+        # Chromium reads from descriptor 3 and writes to descriptor 4; copies beyond them leave both free.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, _FREE_FD) for end in (from_us, to_us)]
         command = ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "bash", program, *_FLAGS]
         self._process = subprocess.Popen(
@@ -150,11 +144,6 @@ class Page:
         found = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"]["value"]
-
-    def picture(self, file: Path) -> None:
-        """Write the whole page as PNG."""
-        taken = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(taken["data"]))
 
     def pdf(self) -> bytes:
         """Return the page as printed on A4."""

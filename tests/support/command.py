@@ -1,4 +1,4 @@
-"""The command `tiered-kv` in a test's own process."""
+"""The command `tiered-kv`, run in the test's process."""
 
 from __future__ import annotations
 

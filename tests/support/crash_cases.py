@@ -1,4 +1,4 @@
-"""Cases of crashes and failing disks: chosen, run by `crash_server` processes side by side, and counted.
+"""Cases of crashes and failing disks: sampled, run by parallel `crash_server` processes, and counted.
 
 with CrashCases(folder) as cases:
     calls = cases.record(scenario, "changes")
@@ -52,7 +52,7 @@ _SERVERS: Final = 6
 """Half of a case is waiting: for threads, for strace, for what a thread was promised."""
 _TRIES: Final = 3
 """Threads run in another order each time, so a call of the recorded run may not come in the next. A run without its
-fault proves nothing, so there is another; one with its fault is never repeated, whatever came of it."""
+fault proves nothing and is repeated; a run with its fault is not, whatever its result."""
 _HIT_SHARE_MIN: Final = 0.4
 """The share of cases whose fault must have happened in the end; the others are not counted. Some calls come only where
 every thread is traced, or where threads meet in a certain order. Seen were nine tenths and more as a rule, and half of
@@ -62,9 +62,9 @@ a small sample on a busy machine."""
 @dataclass(frozen=True, slots=True)
 class CaseOutcome:
     case: Case
-    was_hit: bool  # the fault happened; if not, the case tells nothing
-    loaded: int  # blocks afterwards, every byte right
-    answered: int  # blocks, of which the tier said that it had them
+    was_hit: bool  # the fault happened; otherwise the case is not counted
+    loaded: int  # blocks, compared byte by byte
+    answered: int  # blocks that a lookup found
     problems: Sequence[str]
 
 
@@ -101,7 +101,7 @@ class CrashCases:
 
     def _run_one(self, case: Case) -> CaseOutcome:
         for number in range(_TRIES):
-            if number:  # in a namespace of its own: what the run before has stored may lie on a server
+            if number:  # in a new namespace: a server may still have blocks of the run before
                 scenario = dataclasses.replace(case.scenario, tenant=f"{case.scenario.tenant}-again")
                 case = dataclasses.replace(case, scenario=scenario)
             try:
@@ -137,7 +137,7 @@ class _Server:
             told["scenario"]["entry"]["path"] = str(self._root / case.scenario.path.name)
         self.process.tell(json.dumps({**request, "case": told}))
         line = self.process.line()
-        assert line, f"the server of crashes has ended itself, asked for {request} of {case}"
+        assert line, f"the crash server ended during {request} of {case}"
         return json.loads(line)
 
 

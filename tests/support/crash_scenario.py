@@ -1,9 +1,8 @@
-"""What a stack does until it is killed or its disk fails, and the look at what is there afterwards.
+"""What a stack does until it is killed or its disk fails, and the check of the tier afterwards.
 
 `CrashScenario.write` opens a stack with one tier, stores blocks, resets the cache, stores the same keys with other
-contents and more than the tier holds, loads some in between, closes, opens again and goes on. `Progress` notes how far
-it came, in memory that outlives it. `CrashScenario.verify` opens the same tier and holds every block that is found
-there against that note.
+contents and more than the tier holds, loads some, and opens the tier again. `Progress` notes the steps in memory that
+outlives the process. `CrashScenario.verify` opens the same tier and compares every block with that note.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ class Excuses:
     """Failures that the fault of a run explains."""
 
     damaged: bool = False
-    """Blocks that are answered may be damaged."""
+    """Blocks that are found may be damaged."""
     one_call: bool = False
-    """One call may fail, and cost its block. Nothing looks for blocks while they are stored: the look may fail."""
+    """One call may fail, and cost its block. The writer does not check stored blocks: the check may fail."""
     for_good: bool = False
-    """Calls go on to fail. What cannot be read may be answered on and on; jobs end soon, as nothing makes room."""
+    """Calls continue to fail. Unreadable blocks may be found again; jobs time out soon, as nothing makes room."""
 
 
 NOTHING: Final = Excuses()
@@ -85,8 +84,8 @@ class CrashScenario:
     entry: Mapping[str, object]
     tenant: str  # the namespace's; another one for each case that shares a server
     jobs: int  # of `JOB_BLOCKS` blocks, that are stored after the reset
-    device: bool = False  # what is on the device counts: the file system is flushed once amid the run, as kernels do
-    occupied_bytes_max: int = 0  # by the tier's directory, at any moment; 0 for anything
+    device: bool = False  # the file system is flushed once amid the run, as kernels do
+    occupied_bytes_max: int = 0  # of the tier's directory, at any moment; 0: unlimited
 
     @property
     def tier(self) -> str:
@@ -112,7 +111,7 @@ class CrashScenario:
                 writer.store_anew()
             with self.opened(job_timeout_s) as stack:
                 _Writer(self, stack, progress, excuses).go_on()
-        except TierError:  # it cannot be opened with this fault, and says so
+        except TierError:  # this fault may prevent opening
             pass
 
     def verify(

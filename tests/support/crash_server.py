@@ -1,12 +1,11 @@
-"""A process that lets children crash: it has everything imported, and forks one child a case.
+"""A process that runs crash cases: it has everything imported, and forks a writer and a checker for each case.
 
-A case is a writer with a fault (`crash_scenario`, `syscalls`), and a second child that looks at what is there then.
-Starting Python for each would take longer than both. It reads a case a line, JSON, and writes what came of it;
-`crash_cases` has the other end. Its arguments:
+Starting Python for each case would take longer than the case. `crash_cases` sends a case a line, as JSON, and reads
+the result. Arguments:
 
-    FOLDER     where it may write
-    --image    the tiers' directories are on an ext4 image mounted there, whose power can be cut; it needs a mount
-               namespace of its own
+    FOLDER     for its files
+    --image    the tiers' directories are on an ext4 image mounted there, whose power can be cut; needs a separate
+               mount namespace
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from tests.support.syscalls import CHANGES, READS, SENDS, Ended, Fault, record, 
 from tiered_kv.errors import FormatError
 
 CASE_S_MAX: Final = 300.0
-"""For the writer, and for the look at what it left: longer than all that they wait for, one after the other."""
-_IMPORTS: Final = {  # what a child would import otherwise, with the disk that its fault has
+"""For the writer, and for the check: longer than the sum of their timeouts."""
+_IMPORTS: Final = {  # imported before the fork: a child's imports would meet its fault
     "nvme": ("tiered_kv_nvme.tier", "numpy.random"),
     "fs": ("tiered_kv_fs.tier", "aiofiles.os", "numpy.random"),
     "redis": ("tiered_kv_redis.tier", "redis"),
@@ -53,8 +52,8 @@ class Case:
     cut: int | None = None  # the number of the write
     cut_ends: bool = False  # the process is killed then
     power: PowerLoss | None = None  # is cut once the writer has ended
-    lies: bool = False  # the disk does, or it never recovers
-    loses_pages: bool = False  # files may come back without their bytes: blocks are answered, and found to be damaged
+    lies: bool = False  # the disk returns false successes, or never recovers
+    loses_pages: bool = False  # files may come back without their bytes: blocks are found, and damaged
     accepts_old: bool = False  # the reset may be lost by this fault
 
     @property
@@ -95,7 +94,7 @@ class CrashServer:
         """Run a writer with a fault, then check the tier."""
         scenario = case.scenario
         self._clean(scenario)
-        if case.power is not None:  # or else what the case before has left comes back with the power
+        if case.power is not None:  # otherwise blocks of the case before come back with the power
             assert scenario.path is not None
             flush_file_system(scenario.path.parent)
         ended = self._write(case)
@@ -191,7 +190,7 @@ def _serve(server: CrashServer) -> None:
                 answer = server.count_writes(case.scenario)
             else:
                 answer = server.case(case)
-        except Exception as error:  # the other end tells it with the case
+        except Exception as error:  # reported with the case
             answer = {"failed": f"{type(error).__name__}: {error}"}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a directory occupies on its disk, and what of it is there."""
+"""The size of directories on disk, and the files in an fs tier's directory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Doors to what a tier has stored: the bytes under a key, read and written behind the tier's back.
+"""Access to the bytes that a tier has stored under a key, behind the tier's back.
 
-One for each tier that keeps block records. They go in as a rotten disk, a faulty copy or another program would: by the
-file, by a client of the server, by the dictionary. `tests.support.segment_map` does it for nvme.
+There is a door for each tier of block records; `tests.support.segment_map` reads nvme's files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiers on a test bench by their entry, as a stack's YAML would have it."""
+"""Tiers on a rig, made from their entry in a stack's YAML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OpenRig = Callable[..., TierRig]
 """Opens a tier on a rig, which is closed at the end of the test."""
 
 NAMESPACE = bytes(range(16))
-"""Whose blocks they are where a test has no need of others'."""
+"""The namespace unless a test names another."""
 
 
 def rig_of(

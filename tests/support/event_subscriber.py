@@ -1,4 +1,4 @@
-"""A subscriber of a stack's events that keeps nothing but what came, in an expression of its own."""
+"""A subscriber of a stack's events, written independently of the publisher's code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Subscriber:
     def __exit__(self, *_: object) -> None:
         self._context.destroy(linger=0)
 
-    def receive(self, timeout_s: float = PATIENCE_S) -> Message | None:
+    def receive(self, timeout_s: float) -> Message | None:
         """Return the next message; None after the timeout."""
         return _message(self._live.recv_multipart()) if self._live.poll(int(1000 * timeout_s)) else None
 

@@ -1,4 +1,4 @@
-"""A small S3 on loopback for tests: objects in a dictionary, and whatever answer a test wants instead."""
+"""A small S3 on loopback: objects in a dictionary, and any other answer that a test sets."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ import pytest
 from tests.support.entries import rig_of
 from tests.support.loopback import LoopbackServer
 from tiered_kv.testing.rig import TierRig
-from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
 from tiered_kv.toolkit.epoch import EpochMark
 
 WAIT_S = 60.0
-"""How long a job or a lookup may take, so that what never ends fails a test."""
+"""How long a job or a lookup may take before the test fails."""
 BLOCK_BYTES = 4096
 EPOCH = "00000000000000aa"
 MARK = EpochMark(0, EPOCH).encode()
@@ -81,8 +80,6 @@ FAULTS: dict[str, Callable[[bytes], Reply]] = {  # by name, from the object's by
     "truncate": lambda data: Then(_cut_off(data), "close"),
     "stall": lambda data: Then(_cut_off(data) if data else b"", "stall"),
     "flip": lambda data: answer(200, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]),
-    "longer": lambda data: answer(200, data + b"x" * (OVERHEAD_BYTES_MAX + 1)),
-    "shorter": lambda data: answer(200, data[:-1]),
 }
 
 
@@ -92,7 +89,7 @@ class FakeS3(LoopbackServer):
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.reply: Callable[[Request], Reply | None] = lambda request: None
-        """Asked first; None for what a bucket answers."""
+        """Called first; None for the answer of a bucket."""
         self.faults: dict[str, deque[str]] = {method: deque() for method in ("GET", "PUT", "HEAD", "DELETE")}
         """Names of `FAULTS`, each for one request for a block."""
         self.always: dict[str, str] = {}
@@ -128,7 +125,7 @@ class FakeS3(LoopbackServer):
         super().close()
 
     def serve(self, sock: socket.socket) -> None:
-        with sock, sock.makefile("rb") as reading:
+        with sock.makefile("rb") as reading:
             while line := reading.readline():
                 method, target, _ = line.decode().split()
                 fields = iter(reading.readline, b"\r\n")

@@ -1,4 +1,4 @@
-"""A disk under nvme stores whose calls go wrong, or wait, as a test wants."""
+"""A disk for nvme stores whose calls fail or wait."""
 
 from __future__ import annotations
 

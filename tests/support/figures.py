@@ -1,4 +1,4 @@
-"""The table of figures: what each proof tried, and how much of it kept its promise."""
+"""The table of figures: the number of cases that each proof tried, and that kept the promise."""
 
 from __future__ import annotations
 

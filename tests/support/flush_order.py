@@ -1,7 +1,6 @@
-"""The order in which nvme's segment files are written and flushed, held against what a power failure asks of it.
+"""The order in which nvme's segment files are written and flushed, compared with what survives a power failure.
 
-A disk may bring what was not flushed to the device in any order. What an ext4 image loses when it is shut down shows
-little of that.
+A device may write unflushed data in any order; an ext4 image that is shut down shows little of that.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from tiered_kv_nvme.disk import Disk
 class FlushOrder(Disk):
     """A disk that notes what each file was given since its last flush. Any thread may call.
 
-    It is a problem if something is written that must not be on the device before that is. The rules are those of
-    `tiered_kv_nvme.files` and `formats-nvme.md`. Places in the file tell what is written: the header is at 0, a summary
+    A write is a problem if data must be on the device before it and is not flushed. The rules are those of
+    `tiered_kv_nvme.files` and `formats-nvme.md`. The offset identifies the data: the header is at 0, a summary
     ends where the file does, all else are batches.
 
     - A batch comes after its segment's header is on the device. Otherwise the header of the use before may stand over

@@ -1,13 +1,13 @@
-"""LMCache's server with our adapter, and its own benchmarks, in the environment that `.ci/engines DIRECTORY` builds.
+"""LMCache's server with our adapter, and its client benchmark, in the environment that `.ci/engines DIRECTORY` builds.
 
-TIERED_KV_LMCACHE_PYTHON names the environment's interpreter.
+TIERED_KV_LMCACHE_PYTHON names the interpreter.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.vllm_programs import LMCACHE, TIMEOUT_S, environment_of_programs, interpreter
+from tests.support.vllm_programs import LMCACHE, environment_of_programs, interpreter, output_of
 from tiered_kv.testing.server_process import ServerProcess, free_port
 
 CHUNKS = 4
@@ -49,10 +49,7 @@ def lmcache(directory: Path, *arguments: str) -> list[str]:
 
 
 def run(directory: Path, *arguments: str) -> str:
-    command = lmcache(directory, *arguments)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=directory)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    return output_of(lmcache(directory, *arguments), directory, os.environ)
 
 
 class LMCacheServer(ServerProcess):
@@ -133,13 +130,7 @@ def bench_command(server: LMCacheServer, directory: Path, first: int, end: int, 
 
 
 def bench(server: LMCacheServer, directory: Path, first: int, end: int, ranks: int = 1) -> Sequences:
-    command = bench_command(server, directory, first, end, ranks)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=directory)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return sequences_of(done.stdout)
-
-
-def sequences_of(output: str) -> Sequences:
+    output = output_of(bench_command(server, directory, first, end, ranks), directory, os.environ)
     found = re.findall(rf"seq (\d+)/cold\] LOOKUP: (\d+)/{CHUNKS} chunks", output)
     digests = re.findall(r"seq (\d+)/warm\] CHECKSUM: (\w+)", output)
     return Sequences(

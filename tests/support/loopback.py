@@ -1,4 +1,4 @@
-"""A server on a port of the loopback interface with a thread for each connection, for servers that tests make up."""
+"""Servers on loopback with a thread for each connection, whose answers a test writes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LoopbackServer(ABC):
 
     @abstractmethod
     def serve(self, sock: socket.socket) -> None:
-        """Talk to a client until it has gone; an `OSError` ends that too."""
+        """Talk to a client until it has gone; the connection is closed then, and at an `OSError`."""
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -57,7 +57,7 @@ class LoopbackServer(ABC):
         assert not thread.is_alive(), "it does not end"
 
     def _guarded(self, sock: socket.socket) -> None:
-        with suppress(OSError):
+        with suppress(OSError), sock:
             self.serve(sock)
 
 

@@ -1,4 +1,4 @@
-"""A Redis that answers each command as a test wants it to: too much, nonsense, or what no server would say."""
+"""A Redis server with scripted replies: too long, malformed, or valid."""
 
 from __future__ import annotations
 
@@ -25,14 +25,10 @@ class LyingRedis(LoopbackServer):
         super().__init__()
 
     def serve(self, sock: socket.socket) -> None:
-        try:
-            with suppress(ValueError), sock.makefile("rb") as heard:
-                while command := _command(heard):
-                    for piece in self._answer(command):
-                        sock.sendall(piece)
-        finally:
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        with suppress(ValueError), sock.makefile("rb") as received:
+            while command := _command(received):
+                for piece in self._answer(command):
+                    sock.sendall(piece)
 
 
 class Storage:
@@ -70,11 +66,11 @@ def slots_reply(ranges: Sequence[Slots]) -> bytes:
     return b"*%d\r\n" % len(ranges) + b"".join(masters)
 
 
-def _command(heard: BinaryIO) -> list[bytes]:
+def _command(received: BinaryIO) -> list[bytes]:
     """Return the next command with its arguments; [] at the end of the connection."""
-    head = heard.readline()
+    head = received.readline()
     arguments = []
     for _ in range(int(head[1:] or b"0")):
-        length = int(heard.readline()[1:])
-        arguments.append(heard.read(length + 2)[:length])
+        length = int(received.readline()[1:])
+        arguments.append(received.read(length + 2)[:length])
     return arguments

@@ -1,7 +1,7 @@
-"""File systems of a test's own: a small one in memory, and an ext4 image whose power can be cut.
+"""Mounted file systems: a small one in memory, and an ext4 image whose power can be cut. They need root.
 
-They are mounted in this process's mount namespace. A process that `command_in_namespace` starts has its own: what
-it mounts, nobody else sees, and all of it is gone when it ends, however it ends. That takes root.
+They are mounted in this process's mount namespace. `command_in_namespace` starts a process in a new one, which
+disappears with all its mounts when the process ends.
 """
 
 from __future__ import annotations

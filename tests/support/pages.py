@@ -1,4 +1,4 @@
-"""What pages of the documentation show, so that tests run it as it stands there."""
+"""Files, commands and tables on pages of the documentation, which tests run or compare."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Nvme tiers that a busy machine may hold up when they are shut down, for tests that open their directory again.
+"""Nvme tiers that wait for a busy machine at shutdown, for tests that open their directory again.
 
-A program has no fixtures: it opens and closes its stacks within `waiting_until_closed()`.
+A program without fixtures opens and closes its stacks within `waiting_until_closed()`.
 """
 
 from __future__ import annotations

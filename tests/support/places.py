@@ -1,4 +1,4 @@
-"""Storage of a test's own for tiers of any built-in type: how they are opened on it, and everything that lies there.
+"""Storage for tiers of any built-in type: it opens tiers and tenants, and reads everything that they store.
 
 place = Place("fs", tmp_path)
 rig = place.open(spec)                      # a tier on a rig
@@ -29,12 +29,12 @@ from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 
 STORED = ("nvme", "fs", "redis", "s3")
-"""Tiers whose blocks outlive them."""
+"""Tiers whose blocks persist."""
 _PATIENT: Mapping[str, Mapping[str, object]] = {
     "redis": {"connect_timeout": "60s", "timeout": "60s"},
     "s3": {"request_timeout": "30s"},
 }
-"""A lookup that is a miss, or a store that is given up, because the machine is busy would look like a lost block."""
+"""A lookup or store that times out on a busy machine would look like a lost block."""
 _OF_RIGS: Mapping[str, Mapping[str, object]] = {"s3": {"presence_ttl": 0, "connections": 8}}
 _WAIT_S = 60.0
 _OF_PROCESSES = ("/lock", "/sweep", "/owners/", "/grants/", "/ledger")
@@ -64,7 +64,7 @@ class Place:
         self._type = kind.partition("-")[0]
         self.masters: list[RedisServer] = []
         self.entry: dict[str, object] = {"type": self._type}
-        """Of the tier; changes hold when it is opened the next time."""
+        """Of the tier; changes apply when it is opened the next time."""
         if self._type == "redis":
             pytest.importorskip("redis", reason="redis-py is not installed")
         match kind:

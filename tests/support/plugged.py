@@ -1,4 +1,4 @@
-"""Tier types that are known for as long as a test needs them, as if their plugin were installed."""
+"""Tier types that are registered for the time of a test, as if their plugin were installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Prometheus on loopback that reads stacks every second, with this repository's own configuration and alerts."""
+"""A Prometheus on loopback that reads stacks every second, with this repository's configuration and alerts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiered_kv.testing.server_process import ServerProcess
 MONITORING = Path(__file__).parents[2] / "examples" / "monitoring"
 LISTEN = "127.0.0.1:9464"
 OF_THE_MACHINE = {"TieredKVSlowLoads", "TieredKVSlowSteps"}
-"""Alerts that a busy machine may rightly have."""
+"""Alerts that a busy machine may cause."""
 WAIT_S = 30.0
 _POLL_S = 0.2
 
@@ -65,10 +65,9 @@ class Prometheus(ServerProcess):
         asked = self._ask("query_range", query=expression, start=begin, end=end, step=1)
         return {_labels(each): [(float(at), float(value)) for at, value in each["values"]] for each in asked}
 
-    def firing(self, target_port: int | None = None) -> set[str]:
-        """Return the names of firing alerts, of all stacks or of one."""
-        instance = "" if target_port is None else f'instance="127.0.0.1:{target_port}"'
-        return {dict(labels)["alertname"] for labels in self.query(f'ALERTS{{alertstate="firing",{instance}}}')}
+    def firing(self) -> set[str]:
+        """Return the names of firing alerts."""
+        return {dict(labels)["alertname"] for labels in self.query('ALERTS{alertstate="firing"}')}
 
     def _ask(self, what: str, **fields: object) -> list[Mapping[str, Any]]:  # Any: JSON
         with urlopen(f"http://127.0.0.1:{self.port}/api/v1/{what}?{urlencode(fields)}", timeout=WAIT_S) as answer:

@@ -1,6 +1,6 @@
-"""Races that take more than threads and time: late workers, damage amid loads, loads amid stores, processes.
+"""Races with late workers, damage amid loads, loads amid stores, and several processes.
 
-Each returns what was wrong, as sentences, and how often that which it is about has really happened.
+Each returns problems as sentences, and how often its event has happened.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SIZES: dict[str, dict[str, object]] = {
 """Settings of each tier that is raced on, so that it has hardly any room."""
 TIERS = tuple(SIZES)
 ROUNDS_MAX = 20
-"""How often a race goes on that has not yet come to what it is about: on a slow machine that takes longer."""
+"""How often a race is continued until its event happens: on a slow machine that takes longer."""
 _PRIMARY_BLOCKS = 32
 _DAMAGE_PAUSE_S = 0.002
 _DAMAGE_ROUNDS = 10
@@ -129,7 +129,7 @@ def race_late_workers(
                     break
         scheduler.finish()
         problems = problems_at_rest(stack.manager, guard)
-        scheduler.run(seconds / 3)  # what stores have read too late lies in the tier now
+        scheduler.run(seconds / 3)  # now the tier has what late stores have read
         problems += [*scheduler.finish().problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
         expired = _expired_jobs(stack)
     return list(dict.fromkeys(problems)), expired

@@ -1,9 +1,8 @@
-"""Races: threads, or a scheduler with its tiers' threads, over few keys and hardly any room, with every byte compared.
+"""Races: threads, or a scheduler with its tiers' threads, over few keys and little memory, with every byte compared.
 
-Keys have overlapping prefixes, and there are many times more of them than the primary tier has rows, so that blocks are
-evicted, promoted and stored all the time. Each key has content of its own in each epoch, which a reset begins. So a
-block is found that is loaded with another's bytes, with bytes from before a reset, or half written. A seed decides
-which calls are made; when they meet is up to the machine.
+Keys share prefixes and outnumber the primary tier's rows, so that blocks are evicted, promoted and stored all the time.
+Each key has other content in each epoch, which a reset begins. That finds a block with bytes of another key, of an
+earlier epoch, or half written. A seed decides the calls; the machine decides their timing.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 GARBAGE = 0xA5
-"""What the rows of `out` hold before a `get`."""
+"""The bytes of `out` before a `get`."""
 REST_LIMIT_S = 60.0
 _CALL_TIMEOUT_S = 0.5
 

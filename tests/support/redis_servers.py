@@ -1,7 +1,6 @@
-"""Redis servers for tests, on loopback, started from a plain `redis-server`.
+"""Redis servers on loopback, started from a plain `redis-server`; import a fixture into a test module to use it.
 
-Import a fixture into a test module to use it. It skips, with the reason, if a program or library is missing. Every
-server has a directory of its own, listens on free ports of 127.0.0.1 only, and is ended with the test.
+A fixture skips if a program or library is missing. Every server has a new directory and listens on 127.0.0.1 only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The s3 tier on a server of S3's protocol: its entry in a stack's file, and damage to what it stores."""
+"""The s3 tier on an S3 server: its entry in a stack's file, and damage to its objects."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def forms_of(marker: str) -> dict[str, str]:
     forms = {"as it is": marker, "in hex": raw.hex(), "percent-encoded": "".join(f"%{byte:02x}" for byte in raw)}
     for shift in range(3):
         encoded = base64.b64encode(bytes(shift) + raw).decode()
-        # Without the characters that hold bits of what stands before and after it too.
+        # Without the characters that also encode bits of the neighbours.
         forms[f"in base64, alignment {shift}"] = encoded[-(-shift * 8 // 6) : (shift + len(raw)) * 8 // 6]
     return forms
 
@@ -86,7 +86,7 @@ class Sheet:
         self._notes += 1
         lower = text.lower()
         for name, form, wanted in self._forms:
-            # Base64 is nothing without its case; the other forms may have lost it.
+            # Base64 depends on case; the other forms may have lost it.
             at = text.find(wanted) if "base64" in form else lower.find(wanted.lower())
             if at >= 0:
                 self._findings.append(f"{name}, {form}, in {place}: {text[max(0, at - 80) : at + 60]!r}")
@@ -270,7 +270,7 @@ def hunt_in_configuration(type_name: str, ways: Mapping[str, str] = WAYS, *, sec
             continue
         for way, form in ways.items():
             if way == "as it is" and not setting.is_secret:
-                continue  # it is no secret there
+                continue  # the setting is not secret
             value = setting.value(form.format(planted))
             for mistakes, further in MISTAKES.items():
                 place = f"{type_name}.{'.'.join(setting.path)} {way}, {mistakes}"

@@ -1,7 +1,6 @@
-"""A map of an nvme tier's segment file: which byte belongs to what, so that a test knows what a damage may cost.
+"""A map of an nvme tier's segment file: the meaning of each byte, so that a test knows what a damage may cost.
 
-Read by `formats-nvme.md` alone, not by the tier's own code: a second reader of the format. The file must be
-sound.
+A second reader of the format, written from `formats-nvme.md` without the tier's code. The file must be valid.
 """
 
 from __future__ import annotations

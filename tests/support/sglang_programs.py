@@ -1,4 +1,4 @@
-"""Programs in an environment of SGLang's, beside the tests of its integration.
+"""Programs in SGLang's environment, and the configuration of our backend.
 
 `.ci/engines DIRECTORY` builds the environment; TIERED_KV_SGLANG_PYTHON names its interpreter.
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 import pytest
 
-from tests.support.vllm_programs import SOURCE, TIMEOUT_S, Message, Program
+from tests.support.vllm_programs import SOURCE, Message, Program, output_of
 
 VARIABLE = "TIERED_KV_SGLANG_PYTHON"
 
@@ -36,16 +35,7 @@ def environment_of_programs(directory: Path, **variables: str) -> dict[str, str]
 
 
 def run_command(command: Sequence[str], directory: Path, **variables: str) -> str:
-    done = subprocess.run(
-        command,
-        env=environment_of_programs(directory, **variables),
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    return output_of(command, directory, environment_of_programs(directory, **variables))
 
 
 def run_program(program: Path, directory: Path, *arguments: str, **variables: str) -> list[Message]:

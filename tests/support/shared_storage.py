@@ -1,4 +1,4 @@
-"""A storage that tiers of one kind share: a directory, a redis-server, or a small S3; and what lies in it."""
+"""A storage that tiers of one kind share: a directory, a redis-server, or a small S3; and its stored bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiered_kv.toolkit.record import digest_of
 
 BLOCK_BYTES = 4096
 KINDS = ("fs", "redis", "s3", "s3 that remembers")
-"""The last answers lookups from what it has heard before."""
+"""The last has a presence cache."""
 _USER, _PASSWORD = "tier", "to-be-seen"
 
 
@@ -103,7 +103,7 @@ def _redis(server: RedisServer, closing: ExitStack) -> SharedStorage:
 
 
 def _bucket(server: FakeS3, closing: ExitStack, kind: str) -> SharedStorage:
-    server.has_mark = False  # of its own
+    server.has_mark = False  # the tier writes it
 
     def name_of_mark() -> str:
         return next((name for name in server.objects if name.endswith("/epoch")), "")

@@ -1,6 +1,6 @@
-"""A write that takes less than it was given, in front of the system's own calls.
+"""Writes that take fewer bytes than they were given.
 
-strace(1) can make a call do nothing, but not less. So `os.write` and its like are replaced in the process that writes.
+strace(1) cannot shorten a call. So `os.write` and the like are replaced in the process that writes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ShortWrites:
         self._path = path
         self._at = at
         self._ends = ends
-        self._shared = mmap.mmap(-1, mmap.PAGESIZE)  # how many there were, and whether one came short
+        self._shared = mmap.mmap(-1, mmap.PAGESIZE)  # count, and whether one was shortened
         self._lock = threading.Lock()
         self._real = {name: getattr(os, name) for name in _NAMES}
 

@@ -1,4 +1,4 @@
-"""What a stack of a test is configured as."""
+"""Configurations of stacks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ BUILT_IN_TIERS: dict[str, dict[str, object]] = {
         "attempts": 1,
     },
 }
-"""Entries of all built-in tiers, with every setting that brings a counter; nobody listens where they lead to."""
+"""Entries of all built-in tiers, with every setting that adds a counter; no server listens at their addresses."""
 IN_DIRECTORIES = ("fs", "nvme")
 """Those that need a `path`, too."""
 PATIENT: dict[str, object] = {"lookup_timeout": "1h", "job_timeout": "1h"}
-"""For a tier that has to answer, however long its thread is held up."""
+"""For a tier that must answer, however long its thread is held up."""
 Register = Callable[[str, Any], None]
 """Makes a tier class known by a name for one test: the fixture `register`."""
 ReplaceModule = Callable[..., None]

@@ -1,4 +1,4 @@
-"""A process's status as a stub serves it: what a stack would say, or whatever a test wants."""
+"""A stub that serves a process's status, and statuses to serve."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=10,
 )
-"""Whatever JSON may hold."""
+"""Any JSON."""
 
 BUCKETS = ("0.001", "0.01", "0.1", "+Inf")
 
@@ -96,6 +96,5 @@ class StatusServer(LoopbackServer):
         super().__init__()
 
     def serve(self, sock: socket.socket) -> None:
-        with sock:
-            self.requests.append(sock.recv(1 << 16))
-            sock.sendall(self.answer())
+        self.requests.append(sock.recv(1 << 16))
+        sock.sendall(self.answer())

@@ -1,13 +1,12 @@
-"""System calls as a proof wants them: recorded, failed, answered with a lie, or the last ones of their process.
+"""System calls that are recorded, fail, return a false success, or kill their process.
 
-strace(1) counts the calls of each thread by themselves, and a thread can be attached to as soon as it begins. So a call
-is named by the role of its thread, the call's name, and a number, and a program that does the same
-thing in every run makes the same calls in every run.
+strace(1) counts the calls of each thread separately, and a thread can be attached to as soon as it begins. So a call is
+named by the role of its thread, its name, and a number; a repeatable program makes the same calls in every run.
 
-    calls = record(work, log=path)                                     # what `work` does to the disk
-    ended = run_with_fault(work, Fault.kill(calls[0]), log=path)       # ... and is killed there
+    calls = record(work, log=path)
+    ended = run_with_fault(work, Fault.kill(calls[0]), log=path)
 
-`work` runs in a forked child of this process, which may have one thread only. It needs strace, and the right to trace a
+`work` runs in a forked child of this process, which must have one thread. It needs strace, and the right to trace a
 child (`missing_for_tracing`).
 """
 
@@ -39,20 +38,20 @@ CHANGES: Final = (
     *("open", "openat", "creat", "mkdir", "mkdirat", "rename", "renameat", "renameat2", "link", "linkat"),
     *("unlink", "unlinkat", "rmdir", "utimensat", "flock"),
 )
-"""Calls that change a disk, or who may change it."""
+"""Calls that change a disk, or its locks."""
 READS: Final = ("read", "pread64", "preadv", "preadv2", "getdents64", "stat", "lstat", "fstat", "newfstatat", "statx")
 SENDS: Final = ("sendto", "sendmsg", "write", "writev", "connect")
-"""Calls by which something leaves for a server."""
+"""Calls that send to a server."""
 
 _MAIN: Final = "main"
 """The role of the thread that does the work."""
 _ATTACH_S_MAX: Final = 30.0
-"""How long it may take until a thread is there, or a tracer attached."""
+"""How long a thread may take to start, or a tracer to attach."""
 _POLL_S: Final = 0.001
 _PR_SET_PTRACER: Final = 0x59616D61
 _PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
 _LOG_S_MAX: Final = 30.0
-"""How long strace may go on once its tracees have ended: what is missing in its log counts as not having happened."""
+"""How long strace may run once its tracees have ended: calls missing in its log count as not made."""
 
 _LINE = re.compile(r"(?:(?P<tid>\d+) +)?(?P<name>[a-z_0-9]+)\((?P<text>.*)$")
 _RESUMED = re.compile(r"(?:(?P<tid>\d+) +)?<\.\.\. (?P<name>[a-z_0-9]+) resumed>(?P<text>.*)$")
@@ -65,7 +64,7 @@ class Call:
 
     role: str  # its thread's
     name: str
-    number: int  # the how manieth of that name in its thread, from 1
+    number: int  # of the calls of that name in its thread, from 1
     text: str  # its arguments as strace shows them, descriptors with their paths
     result: int | None  # None if it did not return
 
@@ -131,7 +130,7 @@ def missing_for_tracing() -> str:
     if scope.exists() and int(scope.read_text()) >= (3 if os.geteuid() == 0 else 2):
         return "this system lets nobody attach to a process (Yama's ptrace_scope)"
     with tempfile.TemporaryDirectory() as folder:
-        # In a child of its own: a process that is traced must have one thread, and this one may have more.
+        # In a child: a traced process must have one thread, and this one may have more.
         probe = subprocess.run(
             ["strace", "-o", f"{folder}/log", "-e", "inject=unlink,unlinkat:error=EIO", "rm", f"{folder}/none"],
             capture_output=True,
@@ -193,7 +192,7 @@ def _tracing(tid: int, log: Path, options: Sequence[str]) -> Iterator[None]:
                 raise RuntimeError(f"strace cannot attach: {said.strip()}")
             yield
             strace.wait(_LOG_S_MAX)
-        except subprocess.TimeoutExpired:  # whatever keeps it: its tracees are gone
+        except subprocess.TimeoutExpired:  # its tracees are gone
             pass
         finally:
             strace.kill()

@@ -1,6 +1,6 @@
-"""Tenants, whose blocks can be told from everybody else's wherever a piece of one is left: for what must not be left.
+"""Tenants with a marker in all of their blocks, for tests that nothing of a tenant is left.
 
-`Place.tenant` makes one. A tenant's blocks begin with its marker, again and again.
+`Place.tenant` makes one.
 """
 
 from __future__ import annotations

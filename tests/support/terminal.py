@@ -1,4 +1,4 @@
-"""A program on a terminal of its own, as a person has it."""
+"""A program on a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 TIMEOUT_S = 60.0
@@ -82,22 +82,21 @@ class Terminal:
         Raises:
             TimeoutError: The text does not appear.
         """
-        deadline, shown = time.monotonic() + TIMEOUT_S, ""
-        while text not in ESCAPES.sub("", shown):
-            shown += self._read()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"expected {text!r}, found {shown!r}")
+        shown = self._shown_until(lambda shown: text in ESCAPES.sub("", shown), repr(text))
         return ESCAPES.sub("", shown)
 
     def end(self) -> tuple[int, str]:
         """Wait for the end; return the exit status and the remaining output."""
+        shown = self._shown_until(lambda _: self._process.poll() is not None, "the end") + self._read()
+        return self._process.returncode, shown
+
+    def _shown_until(self, is_enough: Callable[[str], bool], expected: str) -> str:
         deadline, shown = time.monotonic() + TIMEOUT_S, ""
-        while self._process.poll() is None:
+        while not is_enough(shown):
             shown += self._read()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"it does not end; found {shown!r}")
-        shown += self._read()
-        return self._process.returncode, shown
+                raise TimeoutError(f"expected {expected}, found {shown!r}")
+        return shown
 
     def _read(self) -> str:
         part = b""

@@ -1,4 +1,4 @@
-"""Llamas that are so small that their weights are made up, and nothing is downloaded."""
+"""Llamas with small random weights, so that nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs in environments of vLLM's, beside the tests of its integration; what they print is read here.
+"""Programs in vLLM's environments, and the configuration of our connector.
 
 `.ci/engines DIRECTORY` builds the environments; TIERED_KV_VLLM_CPU_PYTHON and TIERED_KV_VLLM_PYTHON name their
 interpreters.
@@ -46,21 +46,22 @@ def environment_of_programs(directory: Path) -> dict[str, str]:
     environment = {**os.environ, "PYTHONHASHSEED": "0", "TMPDIR": str(directory)}
     environment.pop("PYTHONPATH", None)
     if (SOURCE / "plugins").is_dir():
-        # Not installed: the tiered_kv of vLLM's environment tells the plugins, and this checkout's is run.
+        # Its tiered_kv lists the plugins; the code of this checkout is run.
         environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE), str(SOURCE / "plugins")])
     return environment
 
 
 def run_example(version: str, name: str, directory: Path, *arguments: str) -> str:
+    command = [interpreter(version), str(SOURCE / "examples" / name / "run.py"), *arguments]
+    return output_of(command, directory, environment_of_programs(directory))
+
+
+def output_of(command: Sequence[str], directory: Path, environment: Mapping[str, str]) -> str:
+    """Run a command in a directory and return its output; fail if it fails."""
     done = subprocess.run(
-        [interpreter(version), str(SOURCE / "examples" / name / "run.py"), *arguments],
-        cwd=directory,
-        env=environment_of_programs(directory),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
 

@@ -30,7 +30,7 @@ class Target:
     """A reader of bytes from outside."""
 
     proof: str  # the row of `tests.support.figures` that counts its inputs
-    seeds: tuple[bytes, ...]  # valid inputs to begin with
+    seeds: tuple[bytes, ...]  # valid inputs
     run: Callable[[bytes], None]  # reads an input; raises where a promise is broken
     words: tuple[bytes, ...] = (b"\0",)  # pieces of the format, to be put in anywhere
 

@@ -1,4 +1,4 @@
-"""Fuzzing of what an S3 server answers: heads, marks of epochs, errors, dates."""
+"""Fuzzing of the answers of an S3 server: heads, epoch marks, errors, dates."""
 
 from __future__ import annotations
 
@@ -88,5 +88,5 @@ def _check_answer(answer: Answer) -> None:
         said_s = seconds_of(answer.headers.get(name, ""))
         if said_s is None:
             continue
-        # The clock that a server says is the one that requests are signed by.
+        # Requests are signed with the server's clock.
         Signer("r").sign("GET", "/", {"host": "h"}, EMPTY_PAYLOAD, Credentials("a", "b"), said_s)

@@ -1,4 +1,4 @@
-"""Fuzzing of the block record: whatever the bytes, the block is the one that was stored, or there is none."""
+"""Fuzzing of the block record: a read returns the stored block or an error, whatever the bytes."""
 
 from __future__ import annotations
 

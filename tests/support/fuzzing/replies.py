@@ -1,4 +1,4 @@
-"""Fuzzing of what a Redis server answers: no byte is taken for another block's, and nothing but a `NodeError` comes."""
+"""Fuzzing of the replies of a Redis server: no wrong bytes, and no error but `NodeError`."""
 
 from __future__ import annotations
 

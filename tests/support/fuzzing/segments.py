@@ -1,4 +1,4 @@
-"""Fuzzing of an nvme directory: whatever its files hold, it opens or is refused, and what it then claims is true."""
+"""Fuzzing of an nvme directory: it opens or is refused, and all blocks in its index are valid."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _check(store: SegmentStore, *, is_sealed: bool) -> None:
     outcome = store.load(claimed, blocks)
     loaded = set(claimed) if outcome.successful_keys is None else set(outcome.successful_keys)
     for key, block in zip(claimed, blocks, strict=True):
-        # Who seals a table says whose block is whose: then it is no more than one of those that were stored.
+        # A table with a valid checksum decides which key a block has: then it may be any stored block.
         allowed = _CONTENTS if is_sealed else {block_content(key, BLOCK_BYTES), compressible_content(key, BLOCK_BYTES)}
         assert key not in loaded or bytes(block) in allowed, f"wrong bytes for {key.hex()}"
     corrupt = count_of(store.stats(), "corrupt_blocks_total")

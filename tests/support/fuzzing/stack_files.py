@@ -1,4 +1,4 @@
-"""Fuzzing of a stack's YAML: it is a configuration, or a `ConfigError`, and no secret is ever told."""
+"""Fuzzing of a stack's YAML: the result is a configuration or a `ConfigError`, which shows no secret."""
 
 from __future__ import annotations
 

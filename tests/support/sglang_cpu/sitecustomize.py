@@ -1,7 +1,7 @@
-"""Lets SGLang run on a CPU: every interpreter with this directory on its path has stand-ins for what has no CPU build.
+"""Lets SGLang run on a CPU: every interpreter with this directory on its path replaces what has no CPU build.
 
-Kernels are missing: a module of theirs has classes for all names, and using one is an error. HiCache has no copies
-between a host pool and a device pool in CPU memory: they are added where SGLang's modules are loaded.
+Missing kernels: their modules have a class for each name, and using one is an error. HiCache has no copies between a
+host pool and a device pool in CPU memory: they are added when SGLang's modules are loaded.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """A whole stack on one thread, in simulated time: a seed makes a history, and the same seed makes it again.
 
-    from tests.support.simulation import Scenario, run
-
     failure = run(Scenario.of_seed(17))
     if failure is not None:
         print(failure.shortest())
 
-The manager is the real one. Its clock is the simulation's, its tiers move each block at a simulated moment of their
-own, and fate makes them slow, full, wedged, lying, raising or forgetful. After every action the promises are checked:
-no wrong byte, no phantom, no answer later than its bound, budgets held, no row used by two. In the end all faults
-cease, and every tier must come to be used again.
-
-`tests/support_tests/test_simulation.py` plays seeds: 250, or 5,000 with `--trust=full`.
+The manager is the real one, with the simulation's clock. Its tiers move each block at a simulated time, and become
+slow, full, wedged, wrong, failing or empty. After every action the promises are checked: no wrong byte, no phantom, no
+answer after its bound, budgets held, no row used twice. In the end all faults cease, and every tier must be used again.
 """
 
 from __future__ import annotations

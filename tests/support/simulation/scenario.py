@@ -1,4 +1,4 @@
-"""A scenario: what is built, and what is done to it, action by action."""
+"""A scenario: a seed for the stack, and the actions on it."""
 
 from __future__ import annotations
 

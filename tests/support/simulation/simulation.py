@@ -1,4 +1,4 @@
-"""The simulated engine and fate: what each action does to a stack, and what must hold after it."""
+"""The simulated engine and its faults: the actions on a stack, and the checks after each."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ class Simulation:
         for req_id in list(self.model.requests):
             self._finish(req_id)
         self._drain()
-        self._end_step(2 * HOLD_S)  # what a request without an id has found is held for nobody until then
+        self._end_step(2 * HOLD_S)  # blocks found without a request id are held until then
         self.model.settle()
 
     def _drain(self) -> None:

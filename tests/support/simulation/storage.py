@@ -1,4 +1,4 @@
-"""Simulated time, what a simulated tier keeps in it, and the moods in which it does."""
+"""Simulated time, and the records and moods of a simulated tier."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Mood:
 
     block_s: float = 0.005  # that a block takes, drawn evenly from 0 to twice this
     answer_s: float = 0.0  # until a lookup is answered
-    is_wedged: bool = False  # transfers stand still, and go on when it ends, whatever has expired meanwhile
-    is_mute: bool = False  # nothing is reported and no lookup answered, though transfers go on
+    is_wedged: bool = False  # transfers stop, and continue when it ends, even if their jobs have expired
+    is_mute: bool = False  # nothing is reported and no lookup answered, but transfers continue
     fails: float = 0.0  # a block is not stored, or not loaded
     raises: float = 0.0
-    lies: float = 0.0  # a lookup is answered with the contrary of what is true
-    babbles: float = 0.0  # `get_finished` adds results that nobody waits for
+    lies: float = 0.0  # a lookup returns the opposite
+    babbles: float = 0.0  # `get_finished` adds unknown results
     tears: float = 0.0  # only a part of a record is written, and called a success
 
 

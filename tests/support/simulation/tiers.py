@@ -116,7 +116,7 @@ class SimulatedTier(SecondaryTierManager):
     def _settle_question(self, question: tuple[str, OffloadKey]) -> None:
         if question not in self._answers:
             return
-        if self.storage.mood.is_mute:  # for as long as it is: who asks has to give it up
+        if self.storage.mood.is_mute:  # the manager must time out
             self._world.call_after(WEDGED_POLL_S, lambda: self._settle_question(question))
         else:
             self._answers[question] = self.storage.has(question[1])
@@ -236,7 +236,7 @@ class SimulatedToolkitTier(QueuedTier):
         self._world.call_after(self.storage.mood.answer_s, lambda: self._answer(probe))
 
     def _answer(self, probe: Probe) -> None:
-        if self.storage.mood.is_mute:  # it hangs, and answers what nobody asks any more
+        if self.storage.mood.is_mute:  # answered late, after the lookup timed out
             self._world.call_after(WEDGED_POLL_S, lambda: self._answer(probe))
             return
         has = self.storage.has
@@ -249,7 +249,7 @@ class SimulatedToolkitTier(QueuedTier):
         return 0
 
 
-def _outcome(keys: Sequence[OffloadKey], reasons: Sequence[str]) -> Outcome:
+def _outcome(keys: Collection[OffloadKey], reasons: Sequence[str]) -> Outcome:
     if not any(reasons):
         return ALL_DONE
     done = [key for key, reason in zip(keys, reasons, strict=True) if not reason]

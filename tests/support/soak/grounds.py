@@ -1,4 +1,4 @@
-"""What a soak stands on: directories, a Redis server and a bucket behind fault proxies; and the chats it replays."""
+"""The storage of a soak: directories, a Redis server and a bucket behind fault proxies; and its workload."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JOB_TIMEOUT_S = 4.0
 TIERS = ("nvme", "fs", "redis", "s3")
 CHATS_SETTINGS = ReplaySettings(concurrency=16, request_timeout_s=3.0)
 SAMPLE_S = 0.5
-"""How often each process is looked at."""
+"""The interval of samples of a process."""
 
 _REDIS_OPTIONS = ("--maxmemory", REDIS_CAPACITY, "--maxmemory-policy", "allkeys-lru")
 _BUCKET = "soak"

@@ -1,4 +1,4 @@
-"""What a process holds, sample by sample, and whether it grows."""
+"""Resources of a process, sample by sample, and whether they grow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 SETTLED_S = 120.0
 """Pools and caches fill up in the first minute or two."""
 JUDGED_S_MIN = 240.0
-"""The shortest time after that from which growth can be told from settling."""
+"""The shortest time after that in which growth differs from settling."""
 LEFT_LIMIT_S = 60.0
 """How long after closing threads and descriptors have to go."""
 
@@ -27,7 +27,7 @@ class _Bound(NamedTuple):
 
 _BOUNDS = {
     "rss_bytes": _Bound("bytes of memory", 160 << 20, 24 << 20),
-    # Connections come and go with load and faults. What leaks with a job or a request comes to thousands.
+    # Connections vary with load and faults. A leak with each job or request reaches thousands.
     "threads": _Bound("threads", 80, 32),
     "descriptors": _Bound("descriptors", 320, 32),
 }

@@ -42,7 +42,7 @@ from tiered_kv.workload.replay import replay
 from tiered_kv.workload.tally import Tally
 
 RECOVERY_LIMIT_S = 120.0
-"""How long after the last fault every tier must have come to be hit again, and the quarantine be empty."""
+"""How long after the last fault every tier must be hit again, and the quarantine be empty."""
 HELD_P99_MAX_S = 0.1
 """Five times what it was on two processors with fifteen threads of others that were ready to run, 19 ms."""
 LONG_STEP_S = 0.25
@@ -51,15 +51,15 @@ LONG_STEPS_SHARE_MAX = 0.03
 COUNTED_S_MAX = 1.0
 """What a long step counts at most: a machine that stands still makes one of them, a scheduler that waits many."""
 _LONGER_MAX_S = 300.0
-"""How much longer than it was asked for a soak may take until there were the faults that it was asked for."""
+"""How much longer a soak may take to reach `kinds_min`."""
 _STEP_S = 0.003
-"""What a step of the model takes, in which the scheduler sleeps and servers and workers run."""
+"""The time of a model step, in which the scheduler sleeps and servers and workers run."""
 _CALM_STEP_S = 0.1
-"""The same in the recovery: there a server that a busy machine makes slow must come to answer what it is asked."""
+"""The same in the recovery, in which a server on a busy machine must answer in time."""
 _SECOND_LIMIT_S = 300.0
-"""Longer than all that the second process waits for at its end, one after the other."""
+"""Longer than the sum of all timeouts at the end of the second process."""
 _SECOND_STEP_S = 0.02
-"""What a step of its model takes: enough that two processors do for both processes and the servers."""
+"""The time of its model step: two processors are enough for both processes and the servers."""
 _PROBLEMS_SHOWN = 20
 _LOOKS = 3
 
@@ -72,17 +72,17 @@ class SoakSettings:
     fault_s: float = 3.0  # that each fault is on
     quiet_s: float = 1.5  # after it
     kinds_min: int = 0
-    """How many kinds of faults there have to be, one of which has struck. On a busy machine each takes longer, so the
-    soak goes on for up to five minutes more until that is so."""
+    """Kinds of faults that are needed, one of which has struck. On a busy machine each takes longer, so the soak
+    continues for up to five minutes more."""
 
 
 @dataclass
 class SoakReport:
     seconds: float = 0.0  # servers' start and end left out
-    verified_blocks: int = 0  # which came back, and were compared, in both processes
+    verified_blocks: int = 0  # loaded and compared, in both processes
     hits: dict[str, int] = field(default_factory=dict)  # the first process's, by tier
     switched: dict[str, int] = field(default_factory=dict)  # how often each fault was switched on
-    struck: dict[str, int] = field(default_factory=dict)  # how often it hit something, as far as that can be told
+    struck: dict[str, int] = field(default_factory=dict)  # how often it hit something, if known
     held_s: array[float] = field(default_factory=lambda: array("d"))  # by steps, without time in the run queue
     samples: list[list[Holdings]] = field(default_factory=list)  # what each process held, every half second
     problems: list[str] = field(default_factory=list)  # what must not have happened, as sentences
@@ -225,7 +225,7 @@ class _Soak:
         is_enough = len(troubles.switched) >= settings.kinds_min and (not settings.kinds_min or troubles.struck)
         is_late = after_s >= settings.seconds + _LONGER_MAX_S
         if (after_s >= settings.seconds and (is_enough or is_late)) or troubles.error is not None:
-            self._stopper.start()  # not on this thread: the scheduler goes on while the last fault is switched off
+            self._stopper.start()  # not on this thread: the scheduler runs while the last fault is switched off
             self._phase = self._end_fault
 
     def _end_fault(self, tally: Tally, after_s: float) -> None:
@@ -244,7 +244,7 @@ class _Soak:
             self._note(f"{RECOVERY_LIMIT_S} s after the faults: no hits in {quiet}, quarantine in {held}: {told}")
             self._is_over = True
 
-    # What is looked at.
+    # Samples.
 
     def _sample(self) -> None:
         grounds = self._grounds

@@ -1,4 +1,4 @@
-"""The faults of a soak: one after the other is switched on and off, in an order that a seed decides."""
+"""The faults of a soak, switched on and off one after the other, in an order that a seed decides."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Troubles:
                     self.faults[name]()
                     if self._strikes() > before:
                         self.struck[name] += 1
-        except Exception as error:  # told at the end of the soak
+        except Exception as error:  # reported at the end of the soak
             self.error = error
 
     def _strikes(self) -> int:
