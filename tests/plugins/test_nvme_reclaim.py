@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-from tests.support.faulty_disk import FaultyDisk, hold
+from tests.support.disks import FaultyDisk, hold
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys

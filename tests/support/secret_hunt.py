@@ -270,7 +270,7 @@ def hunt_in_configuration(type_name: str, ways: Mapping[str, str] = WAYS, *, sec
             continue
         for way, form in ways.items():
             if way == "as it is" and not setting.is_secret:
-                continue  # the setting is not secret
+                continue
             value = setting.value(form.format(planted))
             for mistakes, further in MISTAKES.items():
                 place = f"{type_name}.{'.'.join(setting.path)} {way}, {mistakes}"

@@ -1,10 +1,13 @@
-"""Configurations of stacks."""
+"""Configurations of stacks, and tier types that are registered for the time of a test."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tiered_kv.hooks import TierType, hookimpl, tier_plugins
 
 BUILT_IN_TIERS: dict[str, dict[str, object]] = {
     "fs": {"capacity": "64MiB"},
@@ -56,3 +59,19 @@ def stack_file(directory: Path, *tiers: str, capacity: str = "1MiB") -> str:
     lines = ["namespace: {model: test}", "block: {bytes: 4KiB}", f"primary: {{capacity: {capacity}}}", "secondary:"]
     file.write_text("\n".join([*lines, *(f"  - {{{tier}}}" for tier in tiers)]) + "\n")
     return str(file)
+
+
+@contextmanager
+def plugged(*tier_types: TierType) -> Iterator[None]:
+    """Register a plugin with these tier types during the `with` block."""
+
+    class Plugin:
+        @hookimpl
+        def tiered_kv_register_tiers(self) -> list[TierType]:
+            return list(tier_types)
+
+    tier_plugins().register(Plugin(), "plugged")
+    try:
+        yield
+    finally:
+        tier_plugins().unregister("plugged")

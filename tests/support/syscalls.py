@@ -43,6 +43,8 @@ READS: Final = ("read", "pread64", "preadv", "preadv2", "getdents64", "stat", "l
 SENDS: Final = ("sendto", "sendmsg", "write", "writev", "connect")
 """Calls that send to a server."""
 
+RUN_S_MAX: Final = 300.0
+"""For a run of `work`: longer than the sum of its timeouts."""
 _MAIN: Final = "main"
 """The role of the thread that does the work."""
 _ATTACH_S_MAX: Final = 30.0
@@ -143,40 +145,38 @@ def missing_for_tracing() -> str:
     return f"strace cannot inject faults here: {(probe.stderr.strip() or 'it had no effect').splitlines()[0]}"
 
 
-def record(
-    work: Callable[[], None], *, log: Path, names: Sequence[str] = CHANGES, timeout_s: float = 300.0
-) -> list[Call]:
+def record(work: Callable[[], None], *, log: Path, names: Sequence[str]) -> list[Call]:
     """Run `work` in a child and return the calls that it made, thread by thread."""
     with _TracedChild(work, wanted=_MAIN, log=log) as child:
         trace = ["-f", "-e", "trace=" + ",".join(f"?{name}" for name in names)]
         with _tracing(child.wait_for_thread(), log, trace):
             child.let_go()
-            child.wait(timeout_s)
+            child.wait()
     if child.status or not child.in_time:
         raise RuntimeError(f"the program that was to be recorded ended with {child.status}: {child.error}")
     roles = {str(tid): role for role, tid in child.roles()}
     return list(_parsed(log.read_text(errors="replace"), roles))
 
 
-def run_with_fault(work: Callable[[], None], fault: Fault, *, log: Path, timeout_s: float = 300.0) -> Ended:
+def run_with_fault(work: Callable[[], None], fault: Fault, *, log: Path) -> Ended:
     """Run `work` in a child with a fault."""
     log.write_text("")
     with _TracedChild(work, wanted=fault.role, log=log) as child:
-        tid = child.wait_for_thread(timeout_s)
+        tid = child.wait_for_thread(RUN_S_MAX)
         if tid:
             with _tracing(tid, log, ["-e", f"trace={fault.name}", "-e", fault.expression]):
                 child.let_go()
-                child.wait(timeout_s)
+                child.wait()
     seen = log.read_text(errors="replace")
     killed = child.status == -signal.SIGKILL and child.in_time
     was_hit = killed if fault.kills else "(INJECTED)" in seen
     return Ended(child.status, child.in_time, was_hit, child.error)
 
 
-def run_plain(work: Callable[[], None], *, log: Path, timeout_s: float = 300.0) -> Ended:
+def run_plain(work: Callable[[], None], *, log: Path) -> Ended:
     """Run `work`, which brings its fault, in a child."""
     with _TracedChild(work, wanted="", log=log) as child:
-        child.wait(timeout_s)
+        child.wait()
     return Ended(child.status, child.in_time, True, child.error)
 
 
@@ -276,9 +276,9 @@ class _TracedChild:
     def let_go(self) -> None:
         self._roles.let_go(self._slot)
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the child's end; kill it after the timeout."""
-        end_s = time.monotonic() + timeout_s
+    def wait(self) -> None:
+        """Wait for the child's end; kill it after `RUN_S_MAX`."""
+        end_s = time.monotonic() + RUN_S_MAX
         while not self._poll() and time.monotonic() < end_s:
             time.sleep(_POLL_S)
         self._end()

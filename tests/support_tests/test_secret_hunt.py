@@ -13,7 +13,6 @@ import pytest
 import yaml
 from pydantic import SecretStr, create_model
 
-from tests.support.plugged import plugged
 from tests.support.secret_hunt import (
     QUICK,
     STACK,
@@ -23,6 +22,7 @@ from tests.support.secret_hunt import (
     new_marker,
     show_running_stack,
 )
+from tests.support.stacks import plugged
 from tiered_kv.cli import main
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import TierError
