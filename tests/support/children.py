@@ -1,6 +1,6 @@
 """Processes that run a function of the tests, or a program with another engine version.
 
-with Child(store_until_told, "alice") as child:
+with Child(store_until_input, "alice") as child:
     assert child.line() == "begun"
     last_line = child.finish(60.0)
 """
@@ -67,7 +67,7 @@ class Child:
         self._process.kill()
 
 
-def told_beside(
+def output_with_engine(
     directory: Path, engine: str, version: str | None, program: str, *arguments: str, **variables: str
 ) -> str:
     """Return what `program` prints if the module `engine` has this version; without a version it is not installed."""

@@ -132,10 +132,10 @@ class _Server:
 
     def ask(self, case: Case, request: Mapping[str, object]) -> Any:  # Any: JSON
         """Send a request about a case, whose directory is moved to this server's folder."""
-        told = dataclasses.asdict(case)
+        moved = dataclasses.asdict(case)
         if case.scenario.path is not None:
-            told["scenario"]["entry"]["path"] = str(self._root / case.scenario.path.name)
-        self.process.tell(json.dumps({**request, "case": told}))
+            moved["scenario"]["entry"]["path"] = str(self._root / case.scenario.path.name)
+        self.process.tell(json.dumps({**request, "case": moved}))
         line = self.process.line()
         assert line, f"the crash server ended during {request} of {case}"
         return json.loads(line)
@@ -170,7 +170,7 @@ def settle(proof: str, outcomes: Iterable[CaseOutcome], figures: Figures, note: 
     broken = [outcome for outcome in hit if outcome.problems]
     missed = f"{len(every) - len(hit)} not reached" if len(hit) < len(every) else ""
     figures.add(proof, tried=len(hit), passed=len(hit) - len(broken), note=", ".join(filter(None, (note, missed))))
-    told = "\n".join(f"{outcome.case}: {'; '.join(outcome.problems)}" for outcome in broken[:10])
-    assert not broken, f"{len(broken)} of {len(hit)} cases of {proof} broke a promise:\n{told}"
+    text = "\n".join(f"{outcome.case}: {'; '.join(outcome.problems)}" for outcome in broken[:10])
+    assert not broken, f"{len(broken)} of {len(hit)} cases of {proof} broke a promise:\n{text}"
     assert len(hit) >= _HIT_SHARE_MIN * len(every), f"only {len(hit)} of {len(every)} faults happened"
     return hit

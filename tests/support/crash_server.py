@@ -62,8 +62,10 @@ class Case:
         return self.fault.kills if self.fault is not None else self.cut_ends
 
     def __str__(self) -> str:
-        said = [f"{name}={value}" for name in self.__slots__[1:] if (value := getattr(self, name)) not in (None, False)]
-        return f"{self.scenario.tier} tier, {', '.join(said)}"
+        fields = [
+            f"{name}={value}" for name in self.__slots__[1:] if (value := getattr(self, name)) not in (None, False)
+        ]
+        return f"{self.scenario.tier} tier, {', '.join(fields)}"
 
 
 _CASE: Final = TypeAdapter(Case)

@@ -133,12 +133,12 @@ class FakeS3(LoopbackServer):
                 body = reading.read(int(headers.get("content-length", "0")))
                 request = Request(method, target, headers, body)
                 self.seen.append(request)
-                said = self._reply(request)
-                sock.sendall(said.data if isinstance(said, Then) else said)
-                if isinstance(said, Then):
-                    if said.end == "stall":
+                reply = self._reply(request)
+                sock.sendall(reply.data if isinstance(reply, Then) else reply)
+                if isinstance(reply, Then):
+                    if reply.end == "stall":
                         self._stopping.wait()
-                    if said.end == "reset":
+                    if reply.end == "reset":
                         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     return
 
@@ -146,13 +146,13 @@ class FakeS3(LoopbackServer):
         method, target = request.method, request.target
         if self.has_mark and method == "GET" and target.endswith("/epoch"):
             return answer(200, MARK, last_modified=hours_ago(24))
-        said = self.reply(request)
-        if said is None:
+        reply = self.reply(request)
+        if reply is None:
             fault = self._fault_of(request)
-            said = FAULTS[fault](self.objects.get(target, b"")) if fault else self._served(request)
-        if method == "HEAD" and isinstance(said, bytes):
-            return said.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
-        return said
+            reply = FAULTS[fault](self.objects.get(target, b"")) if fault else self._served(request)
+        if method == "HEAD" and isinstance(reply, bytes):
+            return reply.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+        return reply
 
     def _fault_of(self, request: Request) -> str:
         if "/blocks/" not in request.target:

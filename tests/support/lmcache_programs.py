@@ -28,13 +28,13 @@ Entry = Mapping[str, object]
 
 def adapter(tiers: Sequence[Entry], **params: object) -> str:
     """Return LMCache's option for our adapter."""
-    told = {"tiers": list(tiers), "namespace": {"revision": "1"}, **params}
+    adapter_params = {"tiers": list(tiers), "namespace": {"revision": "1"}, **params}
     return json.dumps(
         {
             "type": "plugin",
             "module_path": "tiered_kv.integrations.lmcache",
             "class_name": "TieredKVL2Adapter",
-            "adapter_params": told,
+            "adapter_params": adapter_params,
         }
     )
 
@@ -42,10 +42,10 @@ def adapter(tiers: Sequence[Entry], **params: object) -> str:
 def lmcache(directory: Path, *arguments: str) -> list[str]:
     """Return the command `lmcache` with `arguments`; its temporary files go to `directory`."""
     variables = environment_of_programs(directory)
-    told = {name: variables.get(name, "") for name in ("PYTHONHASHSEED", "PYTHONPATH", "TMPDIR")}
-    told |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_LOG_LEVEL": "WARNING"}
+    chosen = {name: variables.get(name, "") for name in ("PYTHONHASHSEED", "PYTHONPATH", "TMPDIR")}
+    chosen |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_LOG_LEVEL": "WARNING"}
     program = Path(interpreter(LMCACHE)).with_name("lmcache")
-    return ["env", *(f"{name}={value}" for name, value in told.items()), str(program), *arguments]
+    return ["env", *(f"{name}={value}" for name, value in chosen.items()), str(program), *arguments]
 
 
 def run(directory: Path, *arguments: str) -> str:
@@ -90,14 +90,14 @@ class LMCacheServer(ServerProcess):
 
     def status(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.http_url}/status", timeout=_ANSWER_TIMEOUT_S) as answer:
-            (told,) = json.load(answer)["storage_manager"]["l2_adapters"]
-        assert isinstance(told, dict)
-        return told
+            (adapter_status,) = json.load(answer)["storage_manager"]["l2_adapters"]
+        assert isinstance(adapter_status, dict)
+        return adapter_status
 
     def clear_l1(self) -> None:
         """Clear LMCache's memory."""
-        told = urllib.request.Request(f"{self.http_url}/cache/clear", method="POST")
-        urllib.request.urlopen(told, timeout=_ANSWER_TIMEOUT_S).close()
+        request = urllib.request.Request(f"{self.http_url}/cache/clear", method="POST")
+        urllib.request.urlopen(request, timeout=_ANSWER_TIMEOUT_S).close()
 
     def counters(self, tier: str) -> dict[str, Any]:
         """Return the counters of a tier, of the one layout in use."""

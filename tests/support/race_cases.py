@@ -237,7 +237,7 @@ def race_loads_with_stores(
                 rig.poll()
             there = [key for key, answer in zip(keys, found, strict=True) if answer]
             if lost := set(there) - rig.load(there):
-                problems.append(f"{len(lost)} of {len(there)} blocks that the tier said it had could not be loaded")
+                problems.append(f"{len(lost)} of {len(there)} blocks that were found could not be loaded")
             rig.wait([store])
             rig.tier.on_request_finished(request)
     except AssertionError as error:  # the rig compares every byte
@@ -247,7 +247,7 @@ def race_loads_with_stores(
     return problems, answers
 
 
-def race_as_told() -> None:
+def race_from_arguments() -> None:
     """Race on a stack as CONFIG SEED SECONDS RESET_EVERY of `sys.argv` say, and print a report as JSON.
 
     The race goes on until it has loaded something, and has reset if it shall.

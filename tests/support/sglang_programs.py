@@ -40,8 +40,8 @@ def run_command(command: Sequence[str], directory: Path, **variables: str) -> st
 
 def run_program(program: Path, directory: Path, *arguments: str, **variables: str) -> list[Message]:
     """Run a program to its end and return its lines of JSON."""
-    told = run_command([interpreter(), str(program), *arguments], directory, **variables)
-    return [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    output = run_command([interpreter(), str(program), *arguments], directory, **variables)
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 def extra_config(tiers: Sequence[Mapping[str, object]], **more: object) -> Message:

@@ -27,7 +27,7 @@ BUCKETS = ("0.001", "0.01", "0.1", "+Inf")
 def tier(name: str, counters: Mapping[str, object] | None = None, **fields: object) -> Status:
     """Return the status of an idle tier, with the given counters and fields."""
     budgets = {each: {"used_bytes": 64, "limit_bytes": 128} for each in ("store", "load")}
-    told: Status = {
+    idle: Status = {
         "name": name,
         "type": name,
         "breaker": "" if name == "cpu" else "closed",
@@ -36,7 +36,7 @@ def tier(name: str, counters: Mapping[str, object] | None = None, **fields: obje
         "capacity_bytes": 4 << 20,
         "counters": dict(counters or {}),
     }
-    return {**told, **({} if name == "cpu" else {"budgets": budgets}), **fields}
+    return {**idle, **({} if name == "cpu" else {"budgets": budgets}), **fields}
 
 
 def status(*tiers: Status, uptime_s: float = 10.0, pid: int = 1, **fields: object) -> Status:
@@ -62,8 +62,8 @@ def response(body: bytes | Status, line: str = "HTTP/1.1 200 OK") -> bytes:
     return f"{line}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
-def answer(told: object) -> StatusAnswer:
-    return read_status(json.dumps(told).encode())
+def answer(source: object) -> StatusAnswer:
+    return read_status(json.dumps(source).encode())
 
 
 def busy(uptime_s: float, times: int, **fields: Any) -> Status:

@@ -187,9 +187,9 @@ def _tracing(tid: int, log: Path, options: Sequence[str]) -> Iterator[None]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
         try:
             assert strace.stderr is not None
-            said = strace.stderr.readline()
-            if "attached" not in said:
-                raise RuntimeError(f"strace cannot attach: {said.strip()}")
+            line = strace.stderr.readline()
+            if "attached" not in line:
+                raise RuntimeError(f"strace cannot attach: {line.strip()}")
             yield
             strace.wait(_LOG_S_MAX)
         except subprocess.TimeoutExpired:  # its tracees are gone

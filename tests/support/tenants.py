@@ -30,7 +30,7 @@ from tiered_kv.stack import Stack, open_stack
 BLOCK_BYTES = 4096
 MARKER_BYTES = 32
 ROUND_BLOCKS = 16
-"""Of `store_and_load_until_told`; the stack's memory holds four rounds of them."""
+"""Of `store_and_load_until_input`; the stack's memory holds four rounds of them."""
 WAIT_S = 120.0
 """For stores to end, and for a block to come: it ends what hangs."""
 
@@ -108,7 +108,7 @@ class Tenant(Stored):
         return status, found
 
 
-def store_and_load_until_told() -> None:
+def store_and_load_until_input() -> None:
     """Store and load as the tenant with name and file in `sys.argv` until there is input, and report each round."""
     stored = Stored(sys.argv[1])
     rounds = wrong = came = 0
@@ -146,8 +146,8 @@ class Neighbour:
 @contextmanager
 def neighbour(tenant: Tenant) -> Iterator[Neighbour]:
     """Run a process that stores and loads as a tenant; it must end without wrong bytes."""
-    with Child(store_and_load_until_told, tenant.tenant, str(tenant.file)) as child:
+    with Child(store_and_load_until_input, tenant.tenant, str(tenant.file)) as child:
         yield Neighbour(child)
-        told = child.finish(2 * WAIT_S)
-        assert told is not None
-        assert json.loads(told)["wrong"] == 0
+        last_line = child.finish(2 * WAIT_S)
+        assert last_line is not None
+        assert json.loads(last_line)["wrong"] == 0

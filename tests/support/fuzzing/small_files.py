@@ -53,13 +53,13 @@ def _run(data: bytes) -> None:
         try:
             opened = _open(path)
         except TierError as error:
-            said = str(error)
+            message = str(error)
         else:
             _check_ledger(opened)
             return
-        assert kind in (MARKER_NAME, NAMESPACE_NAME, EPOCH_NAME), f"{kind}: {said}"
+        assert kind in (MARKER_NAME, NAMESPACE_NAME, EPOCH_NAME), f"{kind}: {message}"
         assert changed.read_bytes() == before, f"{kind} is changed by a refusal"
-        assert ("format version" if kind == EPOCH_NAME else str(path)) in said, f"the error is not to be used: {said}"
+        assert ("format version" if kind == EPOCH_NAME else str(path)) in message, f"the error does not help: {message}"
 
 
 def _open(path: Path) -> Directory:

@@ -68,16 +68,16 @@ def _run(data: bytes) -> None:
     with tempfile.NamedTemporaryFile(prefix="tiered-kv-fuzz-", suffix=".yaml") as file:
         file.write(data)
         file.flush()
-        said = ""
+        message = ""
         config: StackConfig | None = None
         try:
             config = load_config(Path(file.name), environ=_ENVIRON)
         except ConfigError as error:
-            said = f"{error}\n{error!r}\n{error.__cause__!r}"
+            message = f"{error}\n{error!r}\n{error.__cause__!r}"
     if config is None:
-        assert SECRET not in said, f"a secret is told: {said}"
-        assert len(said) < 4096 + _ERROR_CHARACTERS_PER_BYTE * len(data), "the error is longer than what it is about"
+        assert SECRET not in message, f"a secret is shown: {message}"
+        assert len(message) < 4096 + _ERROR_CHARACTERS_PER_BYTE * len(data), "the error is longer than what it is about"
         return
-    assert SECRET not in repr(config), "a secret stands in the configuration's text"
+    assert SECRET not in repr(config), "a secret is in the configuration's text"
     assert config.primary_blocks >= 2
     assert len(config.identity.digest) == 16

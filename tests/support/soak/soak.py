@@ -240,8 +240,8 @@ class _Soak:
         held = [name for name in TIERS if counters[name].get("quarantined_bytes")]
         self._is_over = not quiet and not held
         if not self._is_over and after_s - self._recovery_begun_s > RECOVERY_LIMIT_S:
-            told = {name: counters[name] for name in (*quiet, *held)}
-            self._note(f"{RECOVERY_LIMIT_S} s after the faults: no hits in {quiet}, quarantine in {held}: {told}")
+            counts = {name: counters[name] for name in (*quiet, *held)}
+            self._note(f"{RECOVERY_LIMIT_S} s after the faults: no hits in {quiet}, quarantine in {held}: {counts}")
             self._is_over = True
 
     # Samples.
@@ -281,12 +281,12 @@ class _Soak:
 def _end_of(process: Child) -> tuple[int, list[Holdings], list[str]]:
     """End the process; return its verified blocks, its samples, and its problems."""
     try:
-        told: dict[str, Any] = json.loads(process.finish(_SECOND_LIMIT_S) or "")  # Any: JSON
+        result: dict[str, Any] = json.loads(process.finish(_SECOND_LIMIT_S) or "")  # Any: JSON
     except (subprocess.TimeoutExpired, AssertionError, ValueError) as error:
         return 0, [], [f"the second process did not end well: {type(error).__name__}"]
-    samples = [Holdings(*sample) for sample in told["samples"]]
-    problems = [*told["problems"], *growth_problems(samples)]
-    return told["verified"], samples, [f"the second process: {problem}" for problem in problems]
+    samples = [Holdings(*sample) for sample in result["samples"]]
+    problems = [*result["problems"], *growth_problems(samples)]
+    return result["verified"], samples, [f"the second process: {problem}" for problem in problems]
 
 
 def second() -> None:
@@ -316,5 +316,5 @@ def second() -> None:
     problems += left_problems(before, Holdings.now)
     if report.corrupt_blocks:
         problems.append(f"{report.corrupt_blocks} blocks came with wrong bytes")
-    told = {"verified": report.verified_blocks, "problems": problems, "samples": list(map(astuple, samples))}
-    print(json.dumps(told), flush=True)
+    result = {"verified": report.verified_blocks, "problems": problems, "samples": list(map(astuple, samples))}
+    print(json.dumps(result), flush=True)
