@@ -67,18 +67,12 @@ class LMCacheServer(ServerProcess):
         return f"http://127.0.0.1:{self._http_port}"
 
     def command(self) -> list[str]:
-        addresses = ("--host", "127.0.0.1", "--port", str(self.port))
-        http = ("--http-host", "127.0.0.1", "--http-port", str(self._http_port))
-        mode = ("--supported-transfer-mode", "engine_driven", "--eviction-policy", "LRU")
         return lmcache(
             self._directory,
-            "server",
-            *addresses,
-            *http,
-            *mode,
-            *self._options,
-            "--l2-adapter",
-            adapter(self._tiers),
+            *("server", "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--http-host", "127.0.0.1", "--http-port", str(self._http_port)),
+            *("--supported-transfer-mode", "engine_driven", "--eviction-policy", "LRU"),
+            *(*self._options, "--l2-adapter", adapter(self._tiers)),
         )
 
     def answers(self) -> bool:

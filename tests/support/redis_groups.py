@@ -39,9 +39,7 @@ class RedisClusterServers:
         options += ["--cluster-replica-validity-factor", "0"]
         options += [] if tls is None else ["--tls-cluster", "yes", "--tls-replication", "yes"]
         for number in range(6):
-            own = directory / str(number)
-            own.mkdir()
-            self.servers.append(RedisServer(own, options, tls=tls))
+            self.servers.append(RedisServer(directory / str(number), options, tls=tls))
 
     @property
     def addresses(self) -> list[str]:
@@ -91,14 +89,12 @@ class RedisSentinelServers:
     """A master, its replica, and one sentinel. The sentinel promotes the replica after `kill_master`."""
 
     def __init__(self, directory: Path, *, tls: TlsFiles | None = None) -> None:
-        own = [directory / name for name in ("master", "replica", "sentinel")]
-        for each in own:
-            each.mkdir()
         self.tls = tls
         secured = () if tls is None else ("--tls-replication", "yes")
-        self.master = RedisServer(own[0], secured, tls=tls)
-        self.replica = RedisServer(own[1], ("--replicaof", f"127.0.0.1 {self.master.port}", *secured), tls=tls)
-        self._sentinel = _Sentinel(own[2], self.master.port, tls)
+        self.master = RedisServer(directory / "master", secured, tls=tls)
+        options = ("--replicaof", f"127.0.0.1 {self.master.port}", *secured)
+        self.replica = RedisServer(directory / "replica", options, tls=tls)
+        self._sentinel = _Sentinel(directory / "sentinel", self.master.port, tls)
 
     @property
     def address(self) -> str:

@@ -37,7 +37,7 @@ class RedisServer(ServerProcess):
     """A `redis-server` process; it is empty after each start.
 
     Args:
-        directory: An empty directory for it.
+        directory: Empty, or made for it.
         options: Further arguments, such as `("--maxmemory", "8mb")`.
         password: Required from clients; optional.
         tls: Listen with TLS only, and require a client certificate.
@@ -50,6 +50,7 @@ class RedisServer(ServerProcess):
         self.password = password
         self.tls = tls
         self._directory = directory
+        directory.mkdir(exist_ok=True)
         self._options = tuple(options)
 
     @property
@@ -99,6 +100,8 @@ class RedisServer(ServerProcess):
                 self.set(name, bytes(value))
 
     def command(self) -> list[str]:
+        if shutil.which("redis-server") is None:
+            pytest.skip("redis-server is not installed")
         ports = ["--port", str(self.port)]
         if self.tls is not None:
             ports = ["--port", "0", "--tls-port", str(self.port), "--tls-ca-cert-file", str(self.tls.ca)]
@@ -106,7 +109,7 @@ class RedisServer(ServerProcess):
         password = ["--requirepass", self.password] if self.password else []
         quiet = ["--save", "", "--appendonly", "no", "--dir", str(self._directory)]
         quiet += ["--repl-diskless-sync-delay", "0"]  # replicas are there at once
-        return [_redis_server(), *ports, "--bind", "127.0.0.1", *quiet, *password, *self._options]
+        return ["redis-server", *ports, "--bind", "127.0.0.1", *quiet, *password, *self._options]
 
     def answers(self) -> bool:
         try:
@@ -143,29 +146,17 @@ def make_tls_files(directory: Path, *names: str) -> TlsFiles:
 
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    with RedisServer(_subdirectory(tmp_path)) as server:
+    with RedisServer(tmp_path / "redis") as server:
         yield server
 
 
 @pytest.fixture
 def tls_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """A redis-server that requires TLS with a client's certificate, and `PASSWORD`."""
-    directory = _subdirectory(tmp_path)
-    with RedisServer(directory, password=PASSWORD, tls=make_tls_files(directory)) as server:
-        yield server
-
-
-def _redis_server() -> str:
-    path = shutil.which("redis-server")
-    if path is None:
-        pytest.skip("redis-server is not installed")
-    return path
-
-
-def _subdirectory(tmp_path: Path) -> Path:
     directory = tmp_path / "redis"
     directory.mkdir()
-    return directory
+    with RedisServer(directory, password=PASSWORD, tls=make_tls_files(directory)) as server:
+        yield server
 
 
 def _exchange(sock: socket.socket, arguments: Sequence[str | bytes]) -> bytes:

@@ -154,7 +154,7 @@ def record(work: Callable[[], None], *, log: Path, names: Sequence[str]) -> list
             child.wait()
     if child.status or not child.in_time:
         raise RuntimeError(f"the program that was to be recorded ended with {child.status}: {child.error}")
-    roles = {str(tid): role for role, tid in child.roles()}
+    roles = {str(tid): role for _, role, tid in child.threads.seen()}
     return list(_parsed(log.read_text(errors="replace"), roles))
 
 
@@ -237,7 +237,7 @@ class _TracedChild:
         self.status = 0
         self.in_time = False
         self._wanted = wanted
-        self._roles = _ThreadRoles(wanted)
+        self.threads = _ThreadRoles(wanted)
         self._slot = -1
         self._has_ended = False
         self._error_path = log.with_suffix(".error")
@@ -258,14 +258,11 @@ class _TracedChild:
         """The traceback of an exception of `work`."""
         return self._error_path.read_text() if self._error_path.exists() else ""
 
-    def roles(self) -> list[tuple[str, int]]:
-        return [(role, tid) for _, role, tid in self._roles.seen()]
-
     def wait_for_thread(self, timeout_s: float = _ATTACH_S_MAX) -> int:
         """Return the id of the wanted thread once it waits; 0 if the child ended without it."""
         end_s = time.monotonic() + timeout_s
         while time.monotonic() < end_s and not self._poll():
-            for slot, role, tid in self._roles.seen():
+            for slot, role, tid in self.threads.seen():
                 if role == self._wanted:
                     self._slot = slot
                     return tid
@@ -274,7 +271,7 @@ class _TracedChild:
         return 0
 
     def let_go(self) -> None:
-        self._roles.let_go(self._slot)
+        self.threads.let_go(self._slot)
 
     def wait(self) -> None:
         """Wait for the child's end; kill it after `RUN_S_MAX`."""
@@ -304,8 +301,8 @@ class _TracedChild:
             if self._wanted:
                 # Where only ancestors may trace (Yama's ptrace_scope 1), allow any: strace is this process's sibling.
                 ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
-                _announce_threads(self._roles)
-                self._roles.enter(_MAIN)
+                _announce_threads(self.threads)
+                self.threads.enter(_MAIN)
             work()
             status = 0
         except BaseException:

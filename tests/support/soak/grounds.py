@@ -42,9 +42,7 @@ class Grounds:
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
-            redis_directory = self.directory / "redis"
-            redis_directory.mkdir()
-            self.redis = RedisServer(redis_directory, _REDIS_OPTIONS)
+            self.redis = RedisServer(self.directory / "redis", _REDIS_OPTIONS)
             undo.callback(self.redis.kill)
             self.redis.start()
             self.s3: S3Server = start_moto()
