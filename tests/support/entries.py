@@ -24,18 +24,19 @@ def rig_of(
     num_blocks: int = 256,
     wait_s: float = 60.0,
     namespace: bytes = NAMESPACE,
+    spec: TierSpec | None = None,
     content: Content = block_content,
 ) -> TierRig:
     """Open the tier of an entry on a rig, which the caller closes.
 
     Unless the entry sets `lookup_timeout`, it is `wait_s`: a busy machine must not turn hits into misses. Rigs with
-    different namespaces are different tenants.
+    different namespaces are different tenants; `spec` replaces the namespace.
     """
     return TierRig(
         lambda spec, view: SecondaryTierFactory.create(spec, view, {"lookup_timeout": wait_s, **entry}),
         num_blocks=num_blocks,
         block_bytes=block_bytes,
         wait_s=wait_s,
-        spec=TierSpec(str(entry["type"]), block_bytes, namespace, {"model": "bench"}, wants_events=True),
+        spec=spec or TierSpec(str(entry["type"]), block_bytes, namespace, {"model": "bench"}, wants_events=True),
         content=content,
     )

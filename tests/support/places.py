@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 
 from tests.support.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
+from tests.support.entries import rig_of
 from tests.support.redis_groups import SERVICE
 from tests.support.redis_servers import RedisServer
 from tests.support.s3_entries import s3_entry
 from tests.support.tenants import Tenant
 from tiered_kv.testing.rig import Content, TierRig, block_content
-from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
-from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.tiering.base import TierSpec
 
 STORED = ("nvme", "fs", "redis", "s3")
 """Tiers whose blocks persist."""
@@ -36,7 +36,6 @@ _PATIENT: Mapping[str, Mapping[str, object]] = {
 }
 """A lookup or store that times out on a busy machine would look like a lost block."""
 _OF_RIGS: Mapping[str, Mapping[str, object]] = {"s3": {"presence_ttl": 0, "connections": 8}}
-_WAIT_S = 60.0
 _OF_PROCESSES = ("/lock", "/sweep", "/owners/", "/grants/", "/ledger")
 
 
@@ -99,15 +98,8 @@ class Place:
         self, spec: TierSpec, content: Content = block_content, *, num_blocks: int = 512, **settings: object
     ) -> TierRig:
         """Open a tier on a rig; settings replace those of the entry."""
-
-        def open_tier(spec: TierSpec, view: memoryview) -> SecondaryTierManager:
-            return SecondaryTierFactory.create(
-                spec, view, {**self._patient, **_OF_RIGS.get(self._type, {}), **self.entry, **settings}
-            )
-
-        rig = TierRig(
-            open_tier, num_blocks=num_blocks, block_bytes=spec.block_bytes, wait_s=_WAIT_S, spec=spec, content=content
-        )
+        entry = {**self._patient, **_OF_RIGS.get(self._type, {}), **self.entry, **settings}
+        rig = rig_of(entry, block_bytes=spec.block_bytes, num_blocks=num_blocks, spec=spec, content=content)
         self._ending.callback(rig.close)
         return rig
 
