@@ -25,7 +25,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
     shown = bytearray()
 
     def read() -> None:
-        with contextlib.suppress(OSError):  # the terminal's other end is closed, which Linux tells so
+        with contextlib.suppress(OSError):  # as Linux reports that the terminal's other end is closed
             while got := os.read(ours, 1 << 16):
                 shown.extend(got)
 

@@ -53,14 +53,12 @@ def test_policies_and_sizes_of_a_trace(simulate: Command, trace: str) -> None:
     assert simulate.json("--trace", trace, "--requests", "3")["blocks"] == 6
 
 
-def test_policies_of_the_built_in_chats_for_people(simulate: Command) -> None:
+def test_policies_of_the_built_in_chats(simulate: Command) -> None:
     words = simulate.out(*CHATS, "--policy", "lru,arc", "--capacity", "50,100").split()
     assert {"blocks", "lru", "arc", "50", "100"} <= set(words)
     result = simulate.json(*CHATS)
-    assert [each["capacity_blocks"] for each in result["results"]][-2:] == [
-        result["distinct_blocks"] >> 1,
-        result["distinct_blocks"],
-    ]
+    distinct = result["distinct_blocks"]
+    assert [each["capacity_blocks"] for each in result["results"]][-2:] == [distinct >> 1, distinct]
 
 
 def test_a_sample_shows_its_error(simulate: Command) -> None:
@@ -86,8 +84,8 @@ def test_a_stack_with_other_sizes_policies_and_limits(simulate: Command, stack: 
     named = [(each["policy"], each["capacity_blocks"]) for each in results]
     assert named == [("lru", 64), ("lru", 256), ("arc", 64), ("arc", 256)]
     assert {each["tiers"]["redis"]["capacity_bytes"] for each in results} == {1 << 20}
-    told = simulate.out(stack, *CHATS, "--capacity", "100000,100001")
-    assert {"100,000 blocks", "100,001 blocks", "requests"} <= set(re.findall(r"[0-9,]+ blocks|requests", told))
+    output = simulate.out(stack, *CHATS, "--capacity", "100000,100001")
+    assert {"100,000 blocks", "100,001 blocks", "requests"} <= set(re.findall(r"[0-9,]+ blocks|requests", output))
 
 
 def test_servers_behind_a_router(simulate: Command, stack: str) -> None:
@@ -99,12 +97,15 @@ def test_servers_behind_a_router(simulate: Command, stack: str) -> None:
     assert "of blocks on the busiest" in simulate.out(stack, *CHATS, "--servers", "3", "--router", "prefix")
 
 
-PRICES = "currency: EUR\ntiers:\n  cpu: {gib_month: 3}\n  redis: {gib_read: 0.01, thousand_writes: 0.005}\n"
+@pytest.fixture
+def priced(stack: str, tmp_path: Path) -> list[str]:
+    """Options for a stack with prices."""
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("currency: EUR\ntiers: {cpu: {gib_month: 3}, redis: {gib_read: 0.01, thousand_writes: 0.005}}")
+    return [stack, *CHATS, "--prices", str(prices)]
 
 
-def test_costs_by_tier(simulate: Command, stack: str, tmp_path: Path) -> None:
-    (tmp_path / "prices.yaml").write_text(PRICES)
-    priced = [stack, *CHATS, "--prices", str(tmp_path / "prices.yaml")]
+def test_costs_by_tier(simulate: Command, priced: list[str]) -> None:
     result = simulate.json(*priced)
     assert result["currency"] == "EUR"
     (outcome,) = result["results"]
@@ -113,34 +114,19 @@ def test_costs_by_tier(simulate: Command, stack: str, tmp_path: Path) -> None:
     assert "EUR a month" in simulate.out(*priced)
 
 
-def test_the_example_of_prices_is_one_for_the_example_of_a_stack(
-    simulate: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_examples_of_prices_can_be_used(simulate: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("S3_ENDPOINT", "S3_KEY_ID", "S3_SECRET"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    arguments = [
-        EXAMPLE,
-        *CHATS,
-        "--servers",
-        "4",
-        "--router",
-        "prefix",
-        "--prices",
-        str(ROOT / "examples/prices.yaml"),
-    ]
-    (outcome,) = simulate.json(*arguments)["results"]
+    prices = str(ROOT / "examples/prices.yaml")
+    (outcome,) = simulate.json(EXAMPLE, *CHATS, "--servers", "4", "--router", "prefix", "--prices", prices)["results"]
     assert outcome["costs"].keys() == outcome["tiers"].keys()
     assert all(cost["total"] > 0 for cost in outcome["costs"].values())
-
-
-def test_the_prices_on_the_page_can_be_used(tmp_path: Path) -> None:
     (tmp_path / "prices.yaml").write_text(shown("how-to/simulating.md")["prices.yaml"])
     assert load_prices(tmp_path / "prices.yaml", ["cpu", "nvme", "s3"]).tiers["s3"].thousand_writes == 0.005
 
 
-def test_every_field_is_described(simulate: Command, stack: str, trace: str, tmp_path: Path) -> None:
-    (tmp_path / "prices.yaml").write_text(PRICES)
-    of_stack = simulate.json(stack, *CHATS, "--prices", str(tmp_path / "prices.yaml"))
+def test_every_field_is_described(simulate: Command, priced: list[str], trace: str) -> None:
+    of_stack = simulate.json(*priced)
     of_trace = simulate.json("--trace", trace)
     (outcome,) = of_stack["results"]
     objects = [of_stack, outcome, outcome["tiers"]["nvme"], outcome["costs"]["cpu"], of_trace, of_trace["results"][0]]
@@ -155,7 +141,6 @@ def test_every_field_is_described(simulate: Command, stack: str, trace: str, tmp
         (["--policy", "lru,"], "--policy: expected names of policies"),
         (["--capacity", "0"], "--capacity: expected room for at least 1 blocks, found '0'"),
         (["--capacity", "10,many"], "--capacity: expected a size"),
-        (["--capacity", "-5"], "--capacity: expected a size"),
         (["--capacity", "4GiB"], "--capacity: expected a number of blocks, found '4GiB'"),
         (["--servers", "2"], "--servers needs a STACK"),
         (["--prices", "x"], "--prices needs a STACK"),
@@ -168,15 +153,15 @@ def test_every_field_is_described(simulate: Command, stack: str, trace: str, tmp
         (["STACK", "--limit", "cpu=0"], "--limit: the primary tier has --capacity"),
         (["STACK", "--limit", "nvme=1KiB"], "secondary.0.capacity: "),
         (["STACK", "--prices", "/nonesuch"], "the file of prices cannot be read"),
-        (["/nonesuch.yaml"], "the stack's file cannot be read"),
+        (["/nonesuch.yaml"], "/nonesuch.yaml: the stack's file cannot be read: No such file"),
     ],
 )
-def test_mistakes_are_told(simulate: Command, stack: str, arguments: list[str], problem: str) -> None:
+def test_mistakes_are_reported(simulate: Command, stack: str, arguments: list[str], problem: str) -> None:
     given = [stack if argument == "STACK" else argument for argument in arguments]
     chats = [] if "--trace" in given else CHATS
-    told = simulate.err(*given, *chats)
-    assert told.startswith("error: ")
-    assert problem in told
+    output = simulate.err(*given, *chats)
+    assert output.startswith("error: ")
+    assert problem in output
 
 
 @pytest.mark.parametrize(
@@ -184,7 +169,7 @@ def test_mistakes_are_told(simulate: Command, stack: str, arguments: list[str], 
     [("--sample", share, "expected a share between 0 and 1") for share in ("0", "1", "2", "nan", "half")]
     + [("--limit", limit, "expected a size such as") for limit in ("redis", "redis=much", "redis=-1")],
 )
-def test_a_value_that_is_none_is_wrong_usage(
+def test_an_invalid_value_is_wrong_usage(
     capsys: pytest.CaptureFixture[str], option: str, value: str, problem: str
 ) -> None:
     with pytest.raises(SystemExit):
@@ -201,17 +186,14 @@ def test_a_trace_without_a_block_is_an_error(simulate: Command, tmp_path: Path) 
     ("text", "problem"),
     [
         ("", "the file is empty: expected a mapping with currency and tiers"),
-        ("- 1", "expected a mapping with currency and tiers"),
         ("currency: USD", "tiers: this key is required"),
         ("tiers: {cpu: {gib_month: -1}}", "tiers.cpu.gib_month: expected a value greater"),
-        ("tiers: {cpu: {gib_month: much}}", "tiers.cpu.gib_month: expected a number"),
         ("tiers: {cpu: {gib_month: .inf}}", "tiers.cpu.gib_month: "),
         ("tiers: {cpu: {gib_month: 1.0e+300}}", "tiers.cpu.gib_month: expected a value less than or equal to"),
         ("tiers: {cpu: {gib: 1}}", "tiers.cpu.gib: unknown key"),
-        ("tiers: {cpu: {gib_month: 1", "prices.yaml"),
     ],
 )
-def test_prices_that_cannot_be_used_are_told(tmp_path: Path, text: str, problem: str) -> None:
+def test_prices_that_cannot_be_used_are_reported(tmp_path: Path, text: str, problem: str) -> None:
     (tmp_path / "prices.yaml").write_text(text)
     with pytest.raises(ConfigError) as raised:
         load_prices(tmp_path / "prices.yaml", ["cpu", "nvme"])
@@ -220,5 +202,5 @@ def test_prices_that_cannot_be_used_are_told(tmp_path: Path, text: str, problem:
 
 def test_a_price_for_no_tier_is_an_error(simulate: Command, stack: str, tmp_path: Path) -> None:
     (tmp_path / "prices.yaml").write_text("tiers: {nvm: {gib_month: 1}}")
-    told = simulate.err(stack, *CHATS, "--prices", str(tmp_path / "prices.yaml"))
-    assert "no tier of this name; did you mean 'nvme'?" in told
+    output = simulate.err(stack, *CHATS, "--prices", str(tmp_path / "prices.yaml"))
+    assert "no tier of this name; did you mean 'nvme'?" in output

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,14 +85,14 @@ print(json.dumps(told))
 """
 
 
-def told_without(extras: Sequence[str], entries: Mapping[str, Entry], directory: Path) -> dict[str, Told]:
-    """Return what is told of a stack for each entry where the libraries of `extras` are not installed."""
+def told_without_extras(entries: Mapping[str, Entry], directory: Path) -> dict[str, Told]:
+    """Return what is reported of a stack for each entry where the libraries of all extras are missing."""
     stacks = {}
     for name, entry in entries.items():
         own = {"path": str(directory / name)} if entry["type"] in IN_DIRECTORIES else {}
         stacks[name] = str(directory / f"{name}.yaml")
         Path(stacks[name]).write_text(json.dumps(stack_of({**entry, **own}, blocks=256)))  # which is YAML too
-    missing = [module for extra in extras for module in LIBRARIES[extra]]
+    missing = [module for modules in LIBRARIES.values() for module in modules]
     command = [sys.executable, "-c", PROGRAM, json.dumps([missing, stacks])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
@@ -117,24 +117,20 @@ def assert_install_command(told: Told, feature: str, extra: str) -> None:
     assert "Traceback" not in told.output
 
 
-def with_codec(entries: Mapping[str, Entry], extra: str) -> dict[str, Entry]:
-    """Return the entries with a codec that asks for `extra`, if there is one."""
-    return {f"{name}-{extra}": {**entry, **CODECS[extra]} for name, entry in entries.items() if extra in CODECS}
-
-
 def test_without_any_extra_a_stack_says_which_one_it_needs(tmp_path: Path) -> None:
-    entries: dict[str, Entry] = {
+    local: dict[str, Entry] = {name: {"type": name, **BUILT_IN_TIERS[name]} for name in ("memory", "nvme")}
+    tiers: dict[str, Entry] = {
         extra: {"type": extra, **BUILT_IN_TIERS[extra]} for extra in LIBRARIES if extra in BUILT_IN_TIERS
     }
-    local = {name: {"type": name, **BUILT_IN_TIERS[name]} for name in ("memory", "nvme")}
-    encoded = {extra: with_codec(local, extra) for extra in CODECS}
-    all_encoded = {name: entry for own in encoded.values() for name, entry in own.items()}
-    told = told_without(list(LIBRARIES), {**entries, **local, **all_encoded}, tmp_path)
-    for extra in entries:
+    encoded = {
+        f"{extra}-{name}": {**entry, **codec} for extra, codec in CODECS.items() for name, entry in local.items()
+    }
+    told = told_without_extras({**local, **tiers, **encoded}, tmp_path)
+    for extra in tiers:
         assert_install_command(told[extra], f"tier '{extra}'", extra)
-    for extra, own in encoded.items():
-        for name in own:
-            assert_install_command(told[name], f"codec '{CODECS[extra]['codec']}'", extra)
+    for name in encoded:
+        extra = name.partition("-")[0]
+        assert_install_command(told[name], f"codec '{CODECS[extra]['codec']}'", extra)
     for name in local:
-        assert (told[name].error, told[name].status) == ("", 0), "what needs no extra works"
+        assert (told[name].error, told[name].status) == ("", 0), "a tier that needs no extra works"
     assert (told["plugins"].status, told["schema"].status) == (0, 0), "no plugin is broken by it"

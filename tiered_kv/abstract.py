@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass
 class PrepareStoreOutput:
-    """What a worker has to do for a store that was accepted; see `tiered_kv.base.PrepareStoreOutput`."""
+    """The transfer of a store that was accepted; see `tiered_kv.base.PrepareStoreOutput`."""
 
     block_hashes_to_store: list[BlockHash]
     store_spec: LoadStoreSpec
@@ -38,7 +38,7 @@ class PrepareStoreOutput:
 
 @dataclass
 class OffloadingEvent:
-    """Blocks that appeared in, or vanished (`removed`) from, a medium; `block_size` is in bytes."""
+    """Blocks that were stored in, or `removed` from, a medium; `block_size` is in bytes."""
 
     block_hashes: list[BlockHash]
     block_size: int
@@ -55,7 +55,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_load(self, block_hashes: Iterable[BlockHash]) -> LoadStoreSpec:
-        """Pin blocks that `lookup` has just counted, and return where they lie, in order."""
+        """Pin blocks that `lookup` has just counted, and return their places, in order."""
 
     def touch(self, block_hashes: Iterable[BlockHash]) -> None:
         """Note that blocks are used without being loaded."""
@@ -67,10 +67,10 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_store(self, block_hashes: Iterable[BlockHash]) -> PrepareStoreOutput | None:
-        """Take room for blocks that are not there yet; None, with nothing changed, where there is none."""
+        """Allocate blocks for hashes that are not stored yet; None, with nothing changed, if there is no room."""
 
     def complete_store(self, block_hashes: Iterable[BlockHash], success: bool = True) -> None:
-        """End a store: the blocks become loadable, or without `success` their room is freed."""
+        """End a store: its blocks become ready, or without `success` are freed."""
         return
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -81,13 +81,13 @@ class OffloadingManager(ABC):
 class PrefixOffloadingManager(OffloadingManager):
     """Gives an `OffloadingManager` of `tiered_kv.base` the hash-list interface.
 
-    Each `lookup` is a scheduler step of its own: it ends the step before it, which submits and collects transfers,
-    and blocks that it counts stay loadable until the next `lookup`. A block that is still on its way from a
-    secondary tier ends the prefix; ask again to see it. Lookups form a request until none waits for a tier any more.
+    Each `lookup` is one scheduler step. It ends the step before it, which submits and collects transfers. The blocks
+    that it counts stay loadable until the next `lookup`. A block that is being promoted ends the prefix; a later
+    `lookup` finds it. Lookups belong to one request until no lookup waits for a tier any more.
 
     Args:
-        manager: The manager, to be used by this view alone.
-        group_idx: The KV cache group that the hashes belong to.
+        manager: The manager; only this object may call it.
+        group_idx: The KV cache group of the hashes.
     """
 
     def __init__(self, manager: base.OffloadingManager, group_idx: int = 0) -> None:
@@ -96,7 +96,7 @@ class PrefixOffloadingManager(OffloadingManager):
         self._num_requests = 0
         self._req_context = self._begin_request()
         self._is_waiting = False
-        # The request of each store under way: it may be completed after other lookups.
+        # The request of each store in flight: it may be completed after other lookups.
         self._storing: dict[OffloadKey, ReqContext] = {}
 
     def lookup(self, block_hashes: Iterable[BlockHash]) -> int:
@@ -104,7 +104,7 @@ class PrefixOffloadingManager(OffloadingManager):
         if not self._is_waiting:
             self.manager.on_request_finished(self._req_context)
             self._req_context = self._begin_request()
-        # Blocks behind a gap are asked for as well, so that what a tier below has of them is on its way.
+        # Blocks after a miss are looked up too, so that their promotion begins.
         answers = [self.manager.lookup(key, self._req_context) for key in self._keys(block_hashes)]
         self._is_waiting = None in answers
         return next((length for length, answer in enumerate(answers) if not answer), len(answers))

@@ -1,4 +1,4 @@
-"""Block allocation: what a medium that holds blocks offers to the manager that tracks them."""
+"""The interface by which a manager allocates blocks in a medium."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from tiered_kv.base import LoadStoreSpec, OffloadKey
 class BlockStatus(ctypes.Structure):
     """The state of one block: -1 while it is being written, else the number of transfers that read it.
 
-    A ctypes structure, so that the state has a fixed layout that native code can share. Owned by the thread
-    that owns the manager.
+    A ctypes structure, so that native code can share it. Owned by the manager's thread.
     """
 
     _fields_ = (("ref_cnt", ctypes.c_int32),)
@@ -51,8 +50,8 @@ class Backend(ABC):
 
     @abstractmethod
     def free(self, block: BlockStatus) -> None:
-        """Take back a block that `allocate_blocks` gave; once for each."""
+        """Free a block of `allocate_blocks`; called once for each."""
 
     def get_load_store_spec(self, block_hashes: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> LoadStoreSpec:
-        """Return where a worker reads or writes `blocks`, in their order."""
+        """Return the spec by which a worker reads or writes `blocks`, in their order."""
         raise NotImplementedError(f"{type(self).__name__} gives no specs to workers")

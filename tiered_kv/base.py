@@ -44,13 +44,12 @@ def get_offload_group_idx(key: OffloadKey) -> int:
 
 @dataclass
 class ReqContext:
-    """What a manager is told about the request on whose behalf it is called.
+    """The request for which a manager is called.
 
     Args:
-        req_id: The engine's name for the request. Calls that share a non-empty id share one request's state
-            (answers, deadlines, recency). Calls without an id all belong to one anonymous request, which is
-            begun anew every few seconds.
-        kv_transfer_params: Parameters that came with the request, passed through to the tiers.
+        req_id: The engine's id of the request. Calls with one id share the state of a request (answers, deadlines,
+            recency). Calls without an id share an anonymous request, which is replaced every few seconds.
+        kv_transfer_params: Parameters of the request, passed to the tiers.
     """
 
     req_id: str = ""
@@ -58,32 +57,32 @@ class ReqContext:
 
 
 class OffloadPolicy(Enum):
-    """Which of a request's blocks a tier wants."""
+    """Which blocks of a request a tier stores."""
 
     BLOCK_LEVEL = "block_level"
     """Each block once, as soon as it has been computed."""
     REQUEST_LEVEL = "request_level"
-    """All blocks of the request, those that were already offloaded before it included."""
+    """All blocks of the request, also those that were offloaded before it."""
 
 
 @dataclass
 class RequestOffloadingContext:
-    """How the blocks of a request shall be offloaded; the answer to `on_new_request`."""
+    """How to offload the blocks of a request; the answer to `on_new_request`."""
 
     policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
 
 
 class LoadStoreSpec(ABC):
-    """Where a worker finds, or puts, the bytes of some blocks."""
+    """The places of blocks from which a worker reads, or to which it writes."""
 
     @staticmethod
     @abstractmethod
     def medium() -> str:
-        """Return the name of the medium that the blocks lie in, such as "CPU" or "GPU"."""
+        """Return the name of the blocks' medium, such as "CPU" or "GPU"."""
 
 
 class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
-    """Blocks that are addressed by their number in a medium.
+    """Blocks by their numbers in a medium.
 
     Args:
         block_ids: Block numbers, kept as an int64 array of shape (n,) in `self.block_ids`.
@@ -102,9 +101,9 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
     Args:
         block_ids: GPU block numbers, all groups one after the other.
         group_sizes: How many of `block_ids` belong to each group; sums to `len(block_ids)`.
-        block_indices: For each group, the index within the request of its first block. A worker whose
-            offloaded blocks are larger than GPU blocks needs it to know how much of the first offloaded
-            block to skip. None where every group starts at an offloaded block's boundary.
+        block_indices: For each group, the index of its first block within the request. If offloaded blocks are larger
+            than GPU blocks, it says how much of the first offloaded block to skip. None if every group begins with a
+            whole offloaded block.
 
     Raises:
         ValueError: The sizes do not add up.
@@ -131,12 +130,12 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 @dataclass
 class PrepareStoreOutput:
-    """What a worker has to do for a store that was accepted.
+    """The transfer of a store that was accepted.
 
     Args:
-        keys_to_store: The keys that are not there yet, in the order they were asked for.
-        store_spec: Where to put them; its blocks are in the order of `keys_to_store`.
-        evicted_keys: Keys that lost their block to make room.
+        keys_to_store: Keys that are not stored yet, in the given order.
+        store_spec: The blocks to write, in the order of `keys_to_store`.
+        evicted_keys: Keys whose blocks were evicted to make room.
     """
 
     keys_to_store: list[OffloadKey]
@@ -146,13 +145,13 @@ class PrepareStoreOutput:
 
 @dataclass
 class OffloadingEvent:
-    """Blocks that appeared in, or vanished from, a medium.
+    """Blocks that were stored in, or removed from, a medium.
 
     Args:
         keys: The blocks.
         block_size: Bytes of one block.
-        medium: Where, such as "CPU" or the name of a secondary tier.
-        removed: True if the blocks vanished, False if they were stored.
+        medium: "CPU", or the name of a secondary tier.
+        removed: True if the blocks were removed, False if they were stored.
     """
 
     keys: list[OffloadKey]
@@ -162,32 +161,32 @@ class OffloadingEvent:
 
 
 class OffloadingManager(ABC):
-    """The scheduler's side of offloading: which blocks are where, and which may be evicted.
+    """The scheduler's side of offloading: it tracks where blocks are, and which may be evicted.
 
-    All methods are called by one thread, return at once and do no I/O. The order for a load is `lookup`,
-    `prepare_load`, the worker's transfer, `complete_load`; for a store `prepare_store`, the transfer,
-    `complete_store`. Between prepare and complete the blocks are never evicted.
+    One thread calls all methods. They return at once and do no I/O. A load is `lookup`, `prepare_load`, the worker's
+    transfer, `complete_load`. A store is `prepare_store`, the transfer, `complete_store`. Between prepare and complete
+    the blocks are not evicted.
     """
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Return whether the block can be loaded now: True, False, or None for "ask again later"."""
+        """Return True if the block can be loaded now, False if not, None if the answer comes later."""
 
     @abstractmethod
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Pin blocks that `lookup` answered with True, and return where they lie, in the order of `keys`."""
+        """Pin blocks that `lookup` answered with True, and return their places, in the order of `keys`."""
 
     @abstractmethod
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Take room for those of `keys` that are not there yet.
+        """Allocate blocks for the keys that are not stored yet.
 
         Returns:
-            What to store and where, or None, with nothing changed, where there is no room for all of them.
+            The transfer; or None, with nothing changed, if there is no room for all of them.
         """
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Note a request when the scheduler first sees it, and return how to offload its blocks."""
+        """Begin a request when the scheduler first sees it, and return how to offload its blocks."""
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note that a request uses `keys`, in the order of its prefix, without loading them."""
@@ -198,11 +197,11 @@ class OffloadingManager(ABC):
         return
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """End a store: its blocks become loadable, or with `success` False their room is freed."""
+        """End a store: its blocks become ready, or with `success` False are freed."""
         return
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget the request; transfers that it began may still be completed afterwards."""
+        """End the request; its transfers may still be completed afterwards."""
         return
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -210,11 +209,11 @@ class OffloadingManager(ABC):
         return ()
 
     def on_schedule_end(self) -> None:
-        """End a scheduler step: submit what was gathered during it, collect what has finished."""
+        """End a scheduler step: submit its jobs, and collect the finished ones."""
         return
 
     def reset_cache(self) -> None:
-        """Forget every block, because what they hold is no longer valid (new weights, say)."""
+        """Forget every block, because their contents are no longer valid: the model has new weights, for example."""
         return
 
     def shutdown(self) -> None:
@@ -223,7 +222,7 @@ class OffloadingManager(ABC):
 
 
 TransferSpec = tuple[object, object]
-"""Where the blocks lie and where they go: the source's load/store spec and the destination's."""
+"""The load/store specs of source and destination."""
 
 TransferType = tuple[str, str]
 """The mediums of source and destination: ("GPU", "CPU") is a store, ("CPU", "GPU") a load."""
@@ -231,13 +230,13 @@ TransferType = tuple[str, str]
 
 @dataclass
 class TransferResult:
-    """How a transfer ended. Once it is reported, nothing touches its blocks any more.
+    """How a transfer ended. After the report no code touches its blocks any more.
 
     Args:
         job_id: The job.
-        success: Whether every byte was copied. After a failure the destination holds anything.
+        success: Whether every byte was copied. After a failure the contents of the destination are undefined.
         transfer_size: Bytes of the job.
-        transfer_time: Seconds from its first copy to its last, waiting in the queue left out; None if it failed.
+        transfer_time: Seconds from its first copy to its last, without its time in the queue; None if it failed.
         transfer_type: The direction.
     """
 
@@ -249,22 +248,22 @@ class TransferResult:
 
 
 class OffloadingHandler(ABC):
-    """Copies blocks in one direction. One thread calls all methods; it may be another for each handler."""
+    """Copies blocks in one direction. One thread calls all methods; each handler may have its own."""
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Begin a transfer, behind those that were begun before it, and return at once.
+        """Queue a transfer, and return at once. Transfers run in the order of their submission.
 
         Args:
-            job_id: The job's name in its `TransferResult`; not that of a job which is still to be reported.
+            job_id: Identifies the job in its `TransferResult`; different from all jobs that are not reported yet.
             spec: Source and destination.
 
         Returns:
             True: the transfer will be reported by `get_finished`.
 
         Raises:
-            TypeError, ValueError: The specs do not fit each other, or name blocks that are not there. Nothing was
-                copied, and nothing will be reported.
+            TypeError, ValueError: The specs do not fit each other, or a block does not exist. Nothing was copied, and
+                nothing will be reported.
             ShutdownError: The handler was shut down.
         """
 
@@ -276,12 +275,12 @@ class OffloadingHandler(ABC):
     def wait(self, job_ids: Iterable[int]) -> None:
         """Block until these transfers have ended; `get_finished` still reports them.
 
-        Jobs that are unknown, or were reported, are over. The wait has no timeout: a copy between two memories ends.
+        Unknown and reported jobs are ignored. There is no timeout: a copy between two memories ends.
         """
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Wait for the copies that run, fail the others, and release all memory. A second call does nothing."""
+        """Wait for running copies, fail queued ones, and release all memory. A second call does nothing."""
 
 
 @dataclass
@@ -289,8 +288,8 @@ class CanonicalKVCacheTensor:
     """A KV cache tensor whose first dimension counts blocks.
 
     Args:
-        tensor: Shape (num_blocks, ...); for layouts with the block dimension elsewhere, one of the
-            views into which the raw tensor was split.
+        tensor: Shape (num_blocks, ...). If a layout has its block dimension elsewhere, one of the views into which the
+            raw tensor was split.
         page_size_bytes: Bytes from one block to the next, padding included.
     """
 
@@ -304,7 +303,7 @@ class CanonicalKVCacheRef:
 
     Args:
         tensor_idx: Index into `CanonicalKVCaches.tensors`.
-        page_size_bytes: Bytes of a block that the layer really uses, without padding.
+        page_size_bytes: Bytes of a block that the layer uses, without padding.
     """
 
     tensor_idx: int

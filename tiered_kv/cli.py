@@ -6,12 +6,13 @@ import argparse
 import importlib
 import io
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 
 from tiered_kv import __version__
-from tiered_kv._cli.arguments import HelpFormatter
 from tiered_kv._cli.completion import COMPLETING, PrintCompletion, answer_shell, words_so_far
 from tiered_kv._cli.output import Status
 from tiered_kv.config.redaction import scrub
@@ -47,19 +48,19 @@ exit status:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; `argv` is by default that of the process."""
-    # One that was closed is None. What is written then goes nowhere.
+    # A stream that was closed is None. Its output is dropped.
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()
     try:
         try:
             return _run(argv)
-        finally:  # argparse prints, and exits, by itself
+        finally:  # also where argparse exits
             sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return Status.INTERRUPTED
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it again when it ends
-        if not isinstance(error, BrokenPipeError):  # whose reader, such as `head`, has what it wanted
+        if not isinstance(error, BrokenPipeError):  # its reader, such as `head`, has ended
             print(f"error: {error}", file=sys.stderr)
         return Status.ERROR
 
@@ -85,20 +86,20 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         prog="tiered-kv",
         description="A tiered store for the key/value blocks of language-model servers.",
         epilog=_EPILOG,
-        formatter_class=HelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"tiered-kv {__version__}")
     parser.add_argument("--print-completion", action=PrintCompletion, help="print what makes this shell complete words")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for verb, about in _VERBS.items():
-        sub = verbs.add_parser(
-            verb, help=about, description=f"{about[0].upper()}{about[1:]}.", formatter_class=HelpFormatter
-        )
+        sub = verbs.add_parser(verb, help=about, formatter_class=argparse.RawDescriptionHelpFormatter)
         sub.add_argument("--json", action="store_true", help="print one JSON object")
         sub.add_argument("--debug", action="store_true", help="show where an error comes from")
-        # Only the verb that is run is imported: none needs the libraries of the others.
+        # Only the given verb is imported: a verb must not need the libraries of the others.
         if verb in given:
             module = importlib.import_module(f"tiered_kv._cli.{verb}")
             module.add_arguments(sub)
+            width = shutil.get_terminal_size().columns - 2
+            sub.description = "\n\n".join(textwrap.fill(part, width) for part in str(sub.description).split("\n\n"))
             sub.set_defaults(run=module.run, parser=sub, given=list(given))
     return parser

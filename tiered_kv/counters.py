@@ -1,7 +1,7 @@
-"""Counts of events. Any thread may count.
+"""Counters of a tier, and functions to read counters.
 
-A counter's name is a noun that ends with its unit, followed by `_total` if it only grows. Directions, reasons and the
-like are labels: the counts stand in a dictionary by the first label, then by the next.
+A counter's name ends with its unit, followed by `_total` if it only grows. Directions and reasons are labels: such a
+counter is a dictionary by the first label, then by the next.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any, Final
 from tiered_kv.observe.histogram import is_histogram
 
 LABELS_MAX: Final = 64
-"""The most combinations of labels that one counter has: some labels are words of storage, or of a stranger's tier."""
+"""Limit of label combinations of one counter: some labels are words from storage, or from third-party tiers."""
 OTHER: Final = "other"
-"""The last label of what is counted beyond them."""
+"""Replaces the last label of events beyond this limit."""
 
 
 class Counters:
-    """Counts of events by name and labels. Any thread may call.
+    """Counts events by name and labels. Any thread may call.
 
-    A plugin returns `snapshot()` from its tier's `stats`. `observe/vocabulary.py` explains the built-in tiers' names.
+    A plugin returns `snapshot()` from its tier's `stats`. `observe/vocabulary.py` describes the built-in tiers' names.
 
     Args:
-        names: Counters without labels, shown from the start.
-        labelled: Counters with labels. A label is shown once it has been counted. Beyond `LABELS_MAX`
+        names: Counters without labels. They begin with 0.
+        labelled: Counters with labels. A combination of labels appears with its first event. Beyond `LABELS_MAX`
             combinations, the last label of a new one is `OTHER`.
     """
 
@@ -35,10 +35,10 @@ class Counters:
         self._lock = threading.Lock()
 
     def add(self, name: str, *labels: str, count: int = 1) -> None:
-        """Count `count` more events of the kind `name`.
+        """Count `count` events.
 
         Raises:
-            KeyError: The name is unknown, it has labels and none are given, or it has none and some are given.
+            KeyError: The name is unknown, or `labels` are missing or not expected.
         """
         path = (name, *labels)
         with self._lock:
@@ -47,7 +47,7 @@ class Counters:
             self._counts[path] = self._counts.get(path, 0) + count
 
     def _new_path(self, name: str, labels: tuple[str, ...]) -> tuple[str, ...]:
-        """Return where to count what has labels that no event had before; under the lock."""
+        """Return where to count a new combination of labels; called under the lock."""
         if not labels or name not in self._labelled:
             raise KeyError(name)
         if self._labelled[name] >= LABELS_MAX:
@@ -56,11 +56,11 @@ class Counters:
         return (name, *labels)
 
     def __getitem__(self, name: str) -> int:
-        """Return the count of a name without labels."""
+        """Return a counter without labels."""
         return self._counts[name,]
 
     def snapshot(self) -> dict[str, Any]:  # Any: a number, or a dictionary of them by label
-        """Return all counts by name; those with labels in dictionaries by label."""
+        """Return all counters by name; a counter with labels is a dictionary by label."""
         with self._lock:
             counts = list(self._counts.items())
         nested: dict[str, Any] = {}
@@ -73,7 +73,7 @@ class Counters:
 
 
 def flat_counts(counters: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield each number of counters, and the names and labels that lead to it; histograms are left out."""
+    """Yield (name and labels, count) of each counter; histograms are left out."""
     for name, value in counters.items():
         if is_histogram(value):
             continue
@@ -84,7 +84,7 @@ def flat_counts(counters: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], 
 
 
 def count_of(counters: Mapping[str, Any], *path: str) -> int:
-    """Return the number at `path` of counters, or the sum of those below it; 0 where there is none."""
+    """Return the counter at `path` (a name, then labels), or the sum of all below it; 0 if it is absent."""
     value: Any = counters  # Any: as `snapshot`
     for step in path:
         value = value.get(step, 0) if isinstance(value, Mapping) else 0

@@ -4,7 +4,7 @@
     ├── ConfigError                 the stack's file, or a setting in it, cannot be used
     │   └── MissingExtraError       a tier's client library is not installed
     ├── TierError                   one tier, or its data, cannot be used
-    │   ├── TierBusyError           another process owns what this tier needs alone
+    │   ├── TierBusyError           another process owns the tier's storage
     │   ├── FormatError             data of another format version, another namespace, or not ours at all
     │   └── TierUnavailableError    the tier's server, disk or directory does not answer
     └── ShutdownError               the stack was used after it was closed
@@ -23,9 +23,9 @@ class ConfigError(TieredKVError):
     """A configuration cannot be used.
 
     Args:
-        message: What was wanted, what was found, and what would be accepted.
+        message: What was expected, what was found, and what to do.
         location: Path of the setting, such as "secondary.0.capacity"; empty for the whole file.
-        file: The file that it stands in, if there is one.
+        file: The file of the setting; empty if it is in no file.
     """
 
     def __init__(self, message: str, *, location: str = "", file: str = "") -> None:
@@ -38,8 +38,8 @@ class MissingExtraError(ConfigError):
     """A library that a tier or codec needs is not installed.
 
     Args:
-        feature: What needs it, such as "tier 'redis'".
-        extra: The extra of this distribution that brings it.
+        feature: The feature that needs the library, such as "tier 'redis'".
+        extra: The extra of this distribution that installs the library.
     """
 
     def __init__(self, feature: str, extra: str, *, location: str = "") -> None:
@@ -54,9 +54,9 @@ class TierError(TieredKVError):
     """A tier cannot be opened or used.
 
     Args:
-        message: What was wanted, what was found, and what to do.
+        message: What was expected, what was found, and what to do.
         tier: The tier's name in the stack.
-        operation: What was being done, such as "open" or "store".
+        operation: The operation that failed, such as "open" or "store".
     """
 
     def __init__(self, message: str, *, tier: str = "", operation: str = "") -> None:
@@ -68,7 +68,7 @@ class TierError(TieredKVError):
 
 
 class TierBusyError(TierError):
-    """Another process owns what this tier needs for itself."""
+    """Another process owns the tier's storage."""
 
 
 class FormatError(TierError):
@@ -76,7 +76,7 @@ class FormatError(TierError):
 
 
 class TierUnavailableError(TierError):
-    """What the tier stands on does not answer."""
+    """The tier's server, disk or directory does not answer."""
 
 
 class ShutdownError(TieredKVError):

@@ -1,8 +1,7 @@
-"""Blocks in, blocks out: put and get over a tiering manager, for programs that are no engine.
+"""`put` and `get` over a tiering manager, for programs other than engines.
 
-An engine drives the manager itself, one step after the other on its scheduler's thread. The facade plays that part
-for programs with threads of their own: one lock makes their calls to the manager one after the other, and it
-is held for bookkeeping only, never while blocks are copied or waited for.
+An engine drives the manager from its scheduler's thread. The facade does that for programs with several threads. One
+lock serializes their calls of the manager. It is never held while blocks are copied or waited for.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class BlockFacade:
     """The part of a `Stack` that stores and loads blocks by key. Any thread of its process may call its methods.
 
     Args:
-        manager: The manager; nobody else may call it while the facade is in use.
+        manager: The manager; no other code may call it while the facade is in use.
         region: The primary tier's memory.
-        batch_blocks: Blocks that one call moves at a time; at most what the smallest tier may have in flight.
+        batch_blocks: Blocks that one call moves at a time; at most the smallest tier's budget in flight.
     """
 
     def __init__(self, manager: TieringOffloadingManager, region: PrimaryRegion, batch_blocks: int) -> None:
@@ -58,26 +57,25 @@ class BlockFacade:
     def put(
         self, keys: Sequence[OffloadKey], blocks: Blocks, *, timeout: float = 10.0, hints: HintsAsGiven = None
     ) -> int:
-        """Store blocks, those that are here already left out.
+        """Store the blocks that are not stored yet.
 
-        Blocks are stored in the primary tier, and go to the secondary tiers in the background. Where there are
-        more than the tiers' store budgets take at one time, `put` waits for the tiers in between; without
-        secondary tiers, no more are stored than the primary tier holds, since each further block would
-        evict one before it.
+        Blocks are stored in the primary tier, and go to the secondary tiers in the background. `put` waits while their
+        store budgets are used up. Without secondary tiers, no more blocks are stored than the primary tier holds: each
+        further block would evict one before it.
 
         Args:
-            keys: In the order of their prefix. One that stands twice is stored once, with its first block.
+            keys: In the order of their prefix. A key that appears twice is stored once, with its first block.
             blocks: uint8 of shape (len(keys), block_bytes), rows contiguous.
             timeout: Seconds to wait, in all, for room.
-            hints: What the call says of its blocks; see docs/how-to/hints.md.
+            hints: Hints about the blocks; see docs/how-to/hints.md.
 
         Returns:
-            The length of the prefix of `keys` that was stored, or was here already. It is less than `len(keys)`
-            where no room could be made in time, and 0 where `hints` skip the store.
+            The length of the prefix of `keys` that is stored now. It is less than `len(keys)` if no room could be made
+            in time, and 0 if `hints` skip the store.
 
         Raises:
-            TypeError, ValueError: The arguments do not fit each other, or hints cannot be used.
-            ShutdownError: The stack is closed, or was opened before a fork by another process.
+            TypeError, ValueError: The arguments do not fit each other, or hints are invalid.
+            ShutdownError: The stack is closed, or another process opened it before a fork.
         """
         self._check(keys, blocks, "blocks")
         end_s = time.monotonic() + timeout
@@ -88,8 +86,8 @@ class BlockFacade:
                 return 0
             pause_s = _PAUSE_MIN_S
             while done < count:
-                # Without secondary tiers a block that is evicted is lost. So what this call has stored already is
-                # named again: the manager evicts nothing for the sake of what lies behind it.
+                # Without secondary tiers an evicted block is lost. So the blocks that this call has stored are named
+                # again: the manager does not evict them for blocks that come after them.
                 first, stop = (done if self._has_secondary else 0), min(done + batch, count)
                 reserved = stop - done if self._has_secondary and self._reserve(stop - done, end_s) else 0
                 if self._store(keys[first:stop], blocks[first:stop], context, reserved):
@@ -104,7 +102,7 @@ class BlockFacade:
         return done
 
     def get(self, keys: Sequence[OffloadKey], out: Blocks, timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
-        """Load the longest prefix of `keys` that can be had.
+        """Load the longest available prefix of `keys`.
 
         Args:
             keys: In the order of their prefix.
@@ -113,7 +111,7 @@ class BlockFacade:
             hints: As of `put`.
 
         Returns:
-            How many blocks were loaded; rows from there on are as they were.
+            The number of blocks that were loaded; later rows of `out` are unchanged.
 
         Raises:
             TypeError, ValueError: The arguments do not fit each other, or hints cannot be used.
@@ -127,12 +125,11 @@ class BlockFacade:
         )
 
     def prefetch(self, keys: Sequence[OffloadKey], timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
-        """Bring the longest prefix of `keys` that can be had into the primary tier, before anybody gets it.
+        """Load the longest available prefix of `keys` into the primary tier, before a `get` needs it.
 
-        A thread of a server calls it while a request waits for its turn: what `get` then asks for needs no secondary
-        tier. The blocks are evicted as others are. It brings at most as many as half of the primary tier holds, since
-        they take the places of those that the policy ranks least. It is counted as a request of its own: in hits and
-        misses, too.
+        A server calls it while a request waits for its turn, so that its `get` needs no secondary tier. The blocks are
+        not pinned. At most half of the primary tier is filled, since other blocks are evicted for them. The call counts
+        as a request, also in hits and misses.
 
         Args:
             keys: In the order of their prefix.
@@ -140,7 +137,7 @@ class BlockFacade:
             hints: As of `put`.
 
         Returns:
-            How many blocks of the prefix are in the primary tier now.
+            The length of the prefix that is in the primary tier now.
 
         Raises:
             TypeError, ValueError: A key is none, or hints cannot be used.
@@ -157,7 +154,7 @@ class BlockFacade:
             Whether all have ended. A tier that hangs keeps its transfers in flight beyond their deadline.
 
         Raises:
-            ShutdownError: The stack is closed, or was opened before a fork by another process.
+            ShutdownError: The stack is closed, or another process opened it before a fork.
         """
         with self._call():
             self._step()  # an idle stack publishes what its tiers have removed meanwhile
@@ -166,9 +163,9 @@ class BlockFacade:
     def close(self, timeout: float = 5.0) -> None:
         """Wait for calls and for transfers, `timeout` seconds each at most, and close every tier.
 
-        A call that takes several steps ends with `ShutdownError` at its next one. Blocks that a call still copies when
-        the time is over are in use: the memory then stays mapped for as long as somebody has the stack. A second call
-        does nothing, and so does one in a forked child.
+        A call that takes several steps ends with `ShutdownError` at its next step. If a call still copies blocks after
+        `timeout`, the memory stays mapped while the stack is referenced. A second call does nothing, and so does a call
+        in a forked child.
         """
         if os.getpid() != self._pid:  # files, sockets and the ends of transfers are the parent's
             return
@@ -180,10 +177,9 @@ class BlockFacade:
                 self.manager.shutdown(timeout)
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return what has been stored, loaded, skipped and failed, by tier; see docs/reference/counters.md.
+        """Return the counters by tier; the primary tier is "cpu". See docs/reference/counters.md.
 
-        A plain counter is a number; one with labels a dictionary by label. The primary tier is "cpu". `count_of` of
-        `tiered_kv.counters` reads them.
+        A counter is a number, or a dictionary by label. `tiered_kv.counters.count_of` reads them.
         """
         with self._call(), self._lock:
             return self.manager.counters()
@@ -196,9 +192,10 @@ class BlockFacade:
         hints: HintsAsGiven,
         take: Callable[[Sequence[OffloadKey], int, ReqContext], tuple[int, int]],
     ) -> int:
-        """Take the longest prefix of `keys` that can be had in time; return its length.
+        """Take the longest prefix of `keys` that is available in time; return its length.
 
-        `take` is given keys, and how many precede them. It returns how many it took, and how many precede a miss.
+        `take(keys, first, context)` tries the next keys, which follow `first` others. It returns how many it took, and
+        how many precede the first miss.
         """
         end_s = time.monotonic() + timeout
         taken, count = 0, len(keys)
@@ -208,10 +205,10 @@ class BlockFacade:
                 wanted = keys[taken : min(taken + self._batch_blocks, count)]
                 ready, known = take(wanted, taken, context)
                 taken += ready
-                if known < len(wanted):  # a miss: what lies behind it is of no use
+                if known < len(wanted):  # a miss: the blocks after it are useless
                     count = taken - ready + known
                 if ready < len(wanted) and time.monotonic() >= end_s:
-                    break  # also where a slow tier brings one block after another
+                    break  # also if a slow tier loads one block after another
                 if ready:
                     pause_s = _PAUSE_MIN_S
                 elif taken < count:
@@ -221,9 +218,9 @@ class BlockFacade:
     # One step each, under the lock but for the copies.
 
     def _store(self, keys: Sequence[OffloadKey], blocks: Blocks, context: ReqContext, reserved: int) -> bool:
-        """Store all of `keys`, or return False where there is no room for all of them.
+        """Store all of `keys`, or return False if there is no room for all of them.
 
-        The room of `reserved` blocks that the tiers keep for this store is free again afterwards.
+        Releases the tiers' reservation of `reserved` blocks.
         """
         with self._lock:
             self._raise_if_closed()
@@ -246,10 +243,10 @@ class BlockFacade:
         return True
 
     def _load(self, keys: Sequence[OffloadKey], out: Blocks, context: ReqContext) -> tuple[int, int]:
-        """Load what is ready at the head of `keys`; return how many that are, and how many precede the first miss."""
+        """Load the ready blocks at the head of `keys`; return their number, and how many precede the first miss."""
         with self._lock:
             ready, known = self._look_up(keys, context)
-            # In the step of the lookup: an answer holds no longer.
+            # In the step of the lookup: an answer is valid until the step ends.
             spec = self.manager.prepare_load(keys[:ready], context) if ready else None
             if spec is None:
                 self.manager.on_schedule_end()
@@ -265,7 +262,7 @@ class BlockFacade:
         return ready, known
 
     def _find(self, keys: Sequence[OffloadKey], context: ReqContext) -> tuple[int, int]:
-        """Promote `keys`; return what `_look_up` does."""
+        """Promote `keys`; return as `_look_up`."""
         with self._lock:
             found = self._look_up(keys, context)
             self.manager.on_schedule_end()
@@ -279,18 +276,18 @@ class BlockFacade:
         return next((index for index in range(known) if not answers[index]), known), known
 
     def _step(self) -> int:
-        """Let the manager collect what has finished; return how many jobs are still in flight."""
+        """Let the manager collect finished jobs; return how many are still in flight."""
         with self._lock:
             self._raise_if_closed()
             self.manager.on_schedule_end()
             return self.manager.jobs_in_flight
 
     def _reserve(self, num_blocks: int, end_s: float) -> bool:
-        """Wait until every tier that takes stores keeps room for `num_blocks`; without that it may skip them."""
+        """Wait until every tier has reserved room for `num_blocks`; a tier without room skips them."""
         return self._wait(lambda: self.manager.reserve_stores(num_blocks), end_s)
 
     def _wait(self, is_over: Callable[[], bool], end_s: float) -> bool:
-        """Step until `is_over`, which is asked under the lock; return whether that came in time."""
+        """Step until `is_over()`, called under the lock; return whether that happened in time."""
         pause_s = _PAUSE_MIN_S
         while True:
             with self._lock:
@@ -306,9 +303,9 @@ class BlockFacade:
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """Count a call that runs, so that `close` can wait for it."""
-        self._raise_if_forked()  # before the lock, which nobody will give back if it was held at the fork
-        self._raise_if_closed()  # before the lock, which whoever closes keeps until the manager is shut down
+        """Count a running call, so that `close` can wait for it."""
+        self._raise_if_forked()  # before the lock: it is never released if it was held at the fork
+        self._raise_if_closed()  # before the lock: `close` holds it until the manager is shut down
         with self._lock:
             self._raise_if_closed()
             self._calls += 1
@@ -321,7 +318,7 @@ class BlockFacade:
 
     @contextmanager
     def _request(self, verb: str, hints: HintsAsGiven) -> Iterator[ReqContext]:
-        """Begin a request of the manager's for one call, and finish it however the call ends."""
+        """Make one request of the manager for a call."""
         if hints is not None:
             Hints.parse(hints)  # a mistake in a program is an error, unlike one of a server's client
         context = ReqContext(f"{verb}-{next(self._request_numbers)}", None if hints is None else {HINTS_KEY: hints})
@@ -368,7 +365,7 @@ class BlockFacade:
 
 
 def rows_of(spec: object) -> list[int]:
-    """Return the rows of the primary tier's region that a transfer spec names."""
+    """Return the rows of a transfer spec."""
     assert isinstance(spec, BlockIDsLoadStoreSpec), "the primary tier gives block ids"
     rows: list[int] = np.asarray(spec.block_ids).tolist()
     return rows

@@ -1,10 +1,10 @@
-"""Hints: what a request says of its blocks. They are evidence for the policy, and never an order.
+"""Hints of a request about its blocks. They are evidence for the policy, not commands.
 
-A hint comes with `ReqContext.kv_transfer_params`, under one key beside those of the engine:
+A hint comes in `ReqContext.kv_transfer_params`, beside the engine's own parameters:
 
     {"tiered_kv": {"priority": 1, "ttl": 600, "expect_return": 20, "skip": "store"}}
 
-Whoever sends requests writes them, so they are read strictly, and what cannot be read is left out.
+Clients write them, so they are validated strictly. Invalid hints are ignored.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ HINTS_KEY: Final = "tiered_kv"
 HintName = Literal["priority", "ttl", "expect_return", "skip"]
 HINT_NAMES: Final[tuple[HintName, ...]] = get_args(HintName)
 SECONDS_MAX: Final = 604_800.0
-"""A week: the longest time that a hint may say."""
+"""The longest time in a hint: a week."""
 BY_REQUEST: Final = "by_request"
-"""The reason for which a block is not stored, or not loaded, that a request wants to skip."""
+"""The reason that is counted for blocks which are not stored or loaded because of the hint `skip`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a request says of the blocks that it is the last to use.
+    """The hints of a request about the blocks that it is the last to use.
 
     Args:
-        priority: -1, 0 or 1: what their hits are worth, beside those of other requests.
-        ttl_s: After so many seconds nobody asks for them any more; None where the request does not say.
-        expect_return_s: A request will ask for them in about so many seconds.
-        skips_store: What the request computes is not stored.
-        skips_load: The request gets no blocks, and computes all of its prompt.
+        priority: Value of their hits beside other requests': -1, 0 or 1.
+        ttl_s: Seconds after which no request will use them.
+        expect_return_s: Seconds after which a request will probably use them.
+        skips_store: The request's new blocks are not stored.
+        skips_load: The request loads no blocks, and computes its whole prompt.
     """
 
     priority: int = 0
@@ -44,15 +44,15 @@ class Hints:
     skips_load: bool = False
 
     @classmethod
-    def parse(cls, said: object, allowed: Collection[str] = HINT_NAMES) -> Hints:
-        """Return the hints of a mapping of `HINT_NAMES`, those left out that are not `allowed`.
+    def parse(cls, given: object, allowed: Collection[str] = HINT_NAMES) -> Hints:
+        """Return the `allowed` hints of a mapping.
 
         Raises:
-            ValueError: It is none, or a value in it cannot be used. The message repeats nothing of it.
+            ValueError: It is no mapping of `HINT_NAMES`, or a value is invalid. The message repeats no value.
         """
-        if not isinstance(said, Mapping) or not all(name in HINT_NAMES for name in said):
+        if not isinstance(given, Mapping) or not all(name in HINT_NAMES for name in given):
             raise ValueError(f"expected a mapping of {', '.join(HINT_NAMES)}")
-        hints = {name: said[name] for name in allowed if said.get(name) is not None}
+        hints = {name: given[name] for name in allowed if given.get(name) is not None}
         priority = hints.get("priority", 0)
         if type(priority) is not int or not -1 <= priority <= 1:
             raise ValueError("priority: expected -1, 0 or 1")
@@ -77,14 +77,14 @@ def _seconds(hints: Mapping[str, Any], name: str) -> float | None:
 
 
 class HintReader:
-    """Reads the hints of requests, and counts them. Owned by one thread, that of the manager or the tier.
+    """Parses the hints of requests, and counts them. Owned by one thread.
 
     Args:
-        allowed: The hints that count; others are left out.
+        allowed: The hints that are used; others are ignored.
 
     Attributes:
-        hinted: Requests with hints.
-        refused: Requests whose hints could not be read; the first is logged.
+        hinted: Number of requests with hints.
+        refused: Number of requests with invalid hints; the first is logged.
     """
 
     def __init__(self, allowed: Collection[str] = HINT_NAMES) -> None:
@@ -92,16 +92,16 @@ class HintReader:
         self._allowed = allowed
 
     def read(self, params: Mapping[str, Any] | None) -> Hints | None:  # Any: the engine's own
-        """Return the hints among a request's parameters; None where there are none, or none that can be read."""
-        said = params.get(HINTS_KEY) if self._allowed and isinstance(params, Mapping) else None
-        if said is None:
+        """Return the hints in a request's parameters; None if it has none, or they are invalid."""
+        given = params.get(HINTS_KEY) if self._allowed and isinstance(params, Mapping) else None
+        if given is None:
             return None
         try:
-            hints = Hints.parse(said, self._allowed)
+            hints = Hints.parse(given, self._allowed)
         except ValueError as error:
             self.refused += 1
             if self.refused == 1:
-                _log.warning("hints that cannot be read are left out; the first: %s", error)
+                _log.warning("invalid hints are ignored; the first: %s", error)
             return None
         self.hinted += 1
         return hints

@@ -1,10 +1,10 @@
-"""Estimates of hit density: the hits that something brings for the room and time that it takes, by its group and age.
+"""Estimates of hit density: expected hits for the room and time that blocks take, by their group and age.
 
-What is kept, or not, is called a tail here: the primary tier's policy `density` keeps tails of prompts.
+The unit is called a tail here: the policy `density` keeps or evicts tails of prompts, and nvme small groups of blocks.
 
-The chance of a return at some age, the hazard, is that of the tail's kind at this age, times a factor of its group
-(proportional hazards: D. R. Cox, 1972). The density at an age is the chance that the tail returns while it is kept,
-over the time that it is expected to stay. It is kept for as long as makes this the most.
+The chance of a return at some age is the hazard. It is the hazard of the tail's kind at this age, times a factor of its
+group (proportional hazards: D. R. Cox, 1972). The density at an age is the chance that the tail returns while it is
+kept, divided by the expected time that it stays. The estimate assumes the time of keeping with the highest density.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ import numpy as np
 Table = np.ndarray[Any, np.dtype[np.float64]]
 
 AGES_PER_TURNOVER: Final = 8
-"""The unit of age is the time in which so small a part of the tier is written anew: an eighth."""
+"""Units of age in the time in which the tier is written once."""
 BUCKETS: Final = 19
-"""Buckets of age: the first unit, then two for each doubling, up to 64 times what the tier holds."""
+"""Buckets of age: the first unit, then two for each doubling, up to 64 turnovers of the tier."""
 EDGES: Final = [0.0, *(2.0 ** (bucket / 2) for bucket in range(BUCKETS))]
-"""Where each bucket begins, and where the last one would end."""
+"""The age at which each bucket begins, and the end of the last one."""
 DECAY: Final = 0.97
-"""What the evidence counts for, each time that the densities are computed anew: it halves in 23 times."""
+"""Factor of the evidence at each computation of the densities: it halves in 23 of them."""
 PRIOR_TAILS: Final = 2.0
-"""Tails that the prior counts for in each bucket."""
+"""Weight of the prior in each bucket, in tails."""
 PRIOR_HITS: Final = 4.0
-"""Hits that the prior counts for in each group."""
+"""Weight of the prior in each group, in hits."""
 LEVELS: Final = 4.0
-"""Levels in a factor of e: the estimates tell no smaller differences, so densities within about a quarter are equal."""
+"""Levels in a factor of e. The estimates are not more precise, so densities within about a quarter count as equal."""
 COLD_AGE: Final = 1.0
-"""The prior hazard is that of a density which falls with the root of this age and a tail's own."""
+"""In the prior, the density falls with the root of this age plus the tail's age."""
 _PRIOR: Final[Table] = 1 - np.sqrt((COLD_AGE + np.array(EDGES[:-1])) / (COLD_AGE + np.array(EDGES[1:])))
 _WIDTHS: Final[Table] = np.diff(EDGES)
 
 
 class HitDensity:
-    """Counts of tails and of their returns, and what follows from them.
+    """Counts of tails and of their returns, and the densities computed from them.
 
-    A cell is a group at an age: number `group * BUCKETS + bucket`.
+    A cell is a group at an age: cell `group * BUCKETS + bucket`.
 
     Args:
-        kinds: The kinds of tails, each with a hazard of its own.
-        groups: The groups of each kind; the first so many are those of the first kind.
-        decay: What the evidence counts for, each time that the densities are computed anew.
+        kinds: Number of kinds of tails; each kind has its own hazard.
+        groups: Groups of each kind. Groups are numbered kind by kind.
+        decay: Factor of the evidence at each computation.
 
     Attributes:
-        seen: Tails that reached a cell, less the parts that were used before.
+        seen: Tails that reached a cell, without the parts that were used before.
         hits: The parts of them that a request has used there.
         level: The density of each cell, in steps of its logarithm.
-        weights: What a hit of each kind is worth.
+        weights: The value of a hit of each kind.
     """
 
     def __init__(self, kinds: int, groups: int, *, decay: float = DECAY) -> None:
@@ -66,9 +66,9 @@ class HitDensity:
         self.learn()
 
     def add_kind(self) -> int:
-        """Add a kind with cells behind all others, and return its number; `learn` says what they are worth.
+        """Add a kind, with the last cells, and return its number; `learn` computes their levels.
 
-        It begins as the first kind: that is its prior.
+        Its prior is the first kind.
         """
         empty = array("d", bytes(8 * self._groups * BUCKETS))
         self.hits, self.seen = self.hits + empty, self.seen + empty
@@ -77,11 +77,11 @@ class HitDensity:
         return len(self.weights) - 1
 
     def learn(self) -> None:
-        """Compute the densities from what has been counted, and let it count for less from now on."""
+        """Compute the densities from the counts, and decay the counts."""
         hits, seen = (np.frombuffer(count).reshape(-1, self._groups, BUCKETS) for count in (self.hits, self.seen))
         kind_hits = hits.sum(1, keepdims=True)
         kind_seen = (seen * self._factor).sum(1, keepdims=True)
-        # Ages that few tails have reached: the prior, as far as it held at younger ages.
+        # For ages that few tails have reached: the prior, corrected by its error at younger ages.
         held = (_before(kind_hits) + 1) / (_before(kind_seen * _PRIOR) + 1)
         hazard = (kind_hits + PRIOR_TAILS * _PRIOR * np.minimum(1, held)) / (kind_seen + PRIOR_TAILS)
         added = slice(self._first_kinds, None)
@@ -97,13 +97,13 @@ class HitDensity:
 
 
 def _density(hazard: Table) -> Table:
-    """Return the densities at the start of each bucket, the last axis, of tails that are kept as long as is best."""
-    left = np.ones((*hazard.shape[:-1], BUCKETS + 1))  # of a tail, at the start of each bucket and at the end
+    """Return the densities at the start of each bucket (the last axis), for the best time of keeping."""
+    left = np.ones((*hazard.shape[:-1], BUCKETS + 1))  # part without a return, at the start of each bucket and the end
     np.cumprod(1 - hazard, axis=-1, out=left[..., 1:])
-    room = np.zeros_like(left)  # that it takes from then on; summed from the end, where it is least
+    room = np.zeros_like(left)  # taken from then on; summed from the end, where it is least
     room[..., -2::-1] = np.cumsum((_WIDTHS * (left[..., :-1] + left[..., 1:]) / 2)[..., ::-1], axis=-1)
     density = np.full_like(hazard, 1e-12)
-    for kept in range(1, BUCKETS + 1):  # for so many buckets
+    for kept in range(1, BUCKETS + 1):  # number of buckets
         ages = BUCKETS + 1 - kept
         hits = left[..., :ages] - left[..., kept:]
         np.maximum(density[..., :ages], hits / (room[..., :ages] - room[..., kept:]), out=density[..., :ages])

@@ -5,8 +5,8 @@ A plugin is a module, or any object, with
     @hookimpl
     def tiered_kv_register_tiers() -> Iterable[TierType]: ...
 
-that its distribution names in the entry point group "tiered_kv". The built-in tiers are found in the same
-way. A plugin that cannot be loaded costs its own tiers and nobody else's; `TierPlugins.reports` says why.
+that its distribution names in the entry point group "tiered_kv". The built-in tiers are found in the same way. If a
+plugin cannot be loaded, only its own tiers are missing; `TierPlugins.reports` says why.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class TierType:
     """A kind of secondary tier.
 
     Args:
-        name: What a YAML entry's `type` calls it: a letter, then letters, digits, "_" and "-".
+        name: The `type` of its YAML entries: a letter, then letters, digits, "_" and "-".
         settings: The strict model of its YAML entry. With a subclass of `TierSettings` the tier is
             constructed as `cls(offloading_spec, primary_kv_view, tier_type, settings)`; with
             `TierSettings` itself, as `cls(offloading_spec, primary_kv_view, tier_type)`.
-        load: Imports and returns the class; called when a stack that has such a tier is opened. Where a
-            client library is missing it raises `MissingExtraError`.
+        load: Imports and returns the tier's class; called when a stack with such a tier is opened. Raises
+            `MissingExtraError` if a client library is missing.
         description: One line for `tiered-kv plugins`.
-        administration: Imports and returns the class that `tiered-kv purge` and `inspect` work with, which is
-            constructed with the settings alone. A tier without one has neither, and the command says so.
-        is_shared: Whether several servers have one storage together.
-        key_store: Imports and returns what `tiered-kv simulate` has in the tier's place; by default a cache that evicts
-            the least recently used block.
+        administration: Imports and returns the class that `tiered-kv purge` and `inspect` use; it is constructed with
+            the settings alone. Optional.
+        is_shared: Whether several servers can share its storage.
+        key_store: Imports and returns the class that simulates the tier in `tiered-kv simulate`; by default a cache
+            that evicts the least recently used block.
     """
 
     name: str
@@ -104,11 +104,13 @@ def tier_type_of_class(name: str, tier_class: type[SecondaryTierManager]) -> Tie
 
 @dataclass(frozen=True, slots=True)
 class PluginReport:
-    """What became of one plugin; `error` says why it, or a tier type of it, cannot be used.
+    """A plugin that was loaded, or could not be.
 
     Args:
-        plugin: The name it was registered under; for an installed plugin, its entry point's.
-        distribution: The distribution that brought it, and its version; empty if a program registered it.
+        plugin: The name under which it was registered; for an installed plugin, its entry point's name.
+        distribution: Its distribution and version; empty if a program registered it.
+        tiers: Its tier types.
+        error: Why the plugin, or one of its tier types, cannot be used; empty if it can.
     """
 
     plugin: str
@@ -123,10 +125,7 @@ class PluginReport:
 
 
 class TierPlugins:
-    """The plugins of one process, or of one test, and the tier types that they give.
-
-    Registration is meant for a program's start; it may be called from any one thread at a time.
-    """
+    """The plugins of one process, or of one test, and their tier types. One thread at a time may call."""
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager(PROJECT)
@@ -134,7 +133,7 @@ class TierPlugins:
         self._reports: list[PluginReport] = []
 
     def load_installed(self) -> None:
-        """Load every installed plugin that is not here yet; one that fails is logged, reported, left out."""
+        """Load the installed plugins that are not loaded yet. A plugin that fails is logged, reported and left out."""
         for entry_point in importlib.metadata.entry_points(group=PROJECT):
             name, found_in = entry_point.name, entry_point.dist
             distribution = f"{found_in.name} {found_in.version}" if found_in else ""
@@ -143,7 +142,7 @@ class TierPlugins:
                 continue
             try:
                 tiers = self._tiers_of(entry_point.load(), f"{distribution}:{name}")
-            except Exception as error:  # whatever a stranger's module raises when it is imported
+            except Exception as error:  # any exception that a third-party module raises when it is imported
                 report = PluginReport(name, distribution, (), f"{type(error).__name__}: {error}")
                 _log.warning("%s cannot be loaded and is left out: %s", report.origin, report.error)
             else:
@@ -153,13 +152,15 @@ class TierPlugins:
                 _log.warning("%s", conflicts)
 
     def register(self, plugin: object, name: str | None = None) -> PluginReport:
-        """Add a plugin of the program's own: a module or object with the `tiered_kv_register_tiers` hook.
+        """Add a plugin: a module or object with the `tiered_kv_register_tiers` hook.
 
-        Messages call it `name`, by default its `__name__`, or its class's.
+        Args:
+            plugin: The plugin.
+            name: Its name in messages; by default its `__name__`, or its class's.
 
         Raises:
-            ConfigError: The plugin is registered already, gives no valid tier types, or gives one whose name
-                is taken; nothing has changed then.
+            ConfigError: The plugin is registered already, has no valid tier types, or a name of them is taken. Nothing
+                has changed then.
         """
         label = name or str(getattr(plugin, "__name__", type(plugin).__name__))
         try:
@@ -174,16 +175,16 @@ class TierPlugins:
         return report
 
     def unregister(self, name: str) -> None:
-        """Take back the plugin that was registered as `name`, and its tier types."""
+        """Remove the plugin that was registered as `name`, and its tier types."""
         self._manager.unregister(name=name)
         self._reports = [report for report in self._reports if report.plugin != name]
 
     def reports(self) -> list[PluginReport]:
-        """Return what became of every plugin, in the order they were found, conflicts included."""
+        """Return a report of every plugin, in the order they were found, with name conflicts as errors."""
         return [dataclasses.replace(each, error=each.error or self._conflicts(each)) for each in self._reports]
 
     def tier_types(self) -> dict[str, TierType]:
-        """Return the usable tier types by name, sorted; a name that two plugins claim is not usable."""
+        """Return the usable tier types by name, sorted; a name of two plugins is not usable."""
         tiers = {tier.name: tier for report in self._reports for tier in report.tiers}
         return {name: tiers[name] for name in sorted(tiers) if not self._conflict(name)}
 
@@ -237,7 +238,7 @@ class TierPlugins:
         return tiers
 
     def _conflict(self, name: str) -> str:
-        """Return which plugins give a tier type of that name, if there are several, or an empty text."""
+        """Return an error message if several plugins have a tier type of that name, else ""."""
         origins = [each.origin for each in self._reports if any(tier.name == name for tier in each.tiers)]
         if len(origins) < 2:
             return ""
@@ -259,14 +260,14 @@ class _Hooks:
     @staticmethod
     @hookspec
     def tiered_kv_register_tiers() -> Iterable[TierType]:
-        """Return the tier types that this plugin brings."""
+        """Return the tier types of this plugin."""
         raise NotImplementedError  # pluggy never calls a specification
 
 
 def _from_reference(reference: str) -> TierType:
     try:
         target: Any = pkgutil.resolve_name(reference)  # Any: whatever the reference names
-    except Exception as error:  # whatever a stranger's module raises when it is imported
+    except Exception as error:  # any exception that a third-party module raises when it is imported
         raise ConfigError(f"'{reference}' cannot be loaded: {type(error).__name__}: {error}") from error
     if isinstance(target, TierType):
         return target

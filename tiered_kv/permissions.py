@@ -1,9 +1,9 @@
-"""Who can get at a directory or a file: checked when it is opened, on the open descriptor, whatever the umask.
+"""Checks of the owner and mode of directories and files, on the open descriptor.
 
-What a tier stores are the prompts of its users, as good as in clear text. So its directory is its owner's alone, mode
-0700: nobody else can read what is in it, or put anything into it. What somebody has put there before is found by its
-owner and its mode. Who can write to a directory above it can put another in its place; that one is taken only if it is
-empty and owned by this process's user.
+A tier's blocks reveal its users' prompts. So its directory has mode 0700: no other user can read its contents, or
+add to them. Entries that another user added earlier are found by their owner and mode. A user who can write to a parent
+directory can replace the tier's directory; the replacement is accepted only if this process's user owns it and it is
+empty.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from tiered_kv.errors import ConfigError
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 OTHERS = 0o077
-"""What group and others may do."""
+"""All permissions of group and others."""
 OTHERS_WRITE = 0o022
-"""What lets group and others put something into a directory."""
+"""Write permission of group and others."""
 
 
 class NotPrivateError(OSError):
-    """An entry is not what it should be; the message is for people."""
+    """A file or directory may be controlled by another user. `strerror` says why, and what to do."""
 
 
 def open_directory(path: str, *, make: bool = True) -> int:
     """Return a descriptor of the directory at an absolute `path`, which must not be a symbolic link.
 
-    With `make`, it is made with mode 0700 if it is missing, and so are the directories above it.
+    With `make`, missing directories, also above it, are created with mode 0700.
 
     Raises:
         ConfigError: It is a symbolic link.
-        OSError: It is no directory, is missing, or the file system does not let us.
+        OSError: It is missing, no directory, or cannot be opened.
     """
     if make:
         for each in (*reversed(Path(path).parents), Path(path)):
@@ -50,12 +50,15 @@ def open_directory(path: str, *, make: bool = True) -> int:
 
 
 def check_directory(fd: int, path: str, *, may_tighten: bool) -> None:
-    """Refuse an open directory that is not this process's user's alone, root being a user like any other.
+    """Refuse an open directory that other users own or can access. Root is a user like any other.
 
-    With `may_tighten` it holds nothing yet, so its mode is set to 0700 if it is another one. `path` is for messages.
+    Args:
+        fd: The directory.
+        path: Its path, for messages.
+        may_tighten: True for an empty directory: its mode is set to 0700.
 
     Raises:
-        ConfigError: It is another user's, or others can get at it; the message says what to do.
+        ConfigError: Another user owns it or can access it. The message says what to do.
         OSError: Its mode cannot be set.
     """
     status, uid = os.fstat(fd), os.geteuid()
@@ -84,7 +87,7 @@ def check_inner_directory(fd: int, name: str) -> None:
     The caller has opened it without following a symbolic link. `name` is for messages.
 
     Raises:
-        NotPrivateError: It is another user's, or others can write to it.
+        NotPrivateError: Another user owns it, or can write to it.
     """
     status = os.fstat(fd)
     if status.st_uid != os.geteuid():
@@ -101,14 +104,21 @@ def check_inner_directory(fd: int, name: str) -> None:
 
 
 def check_file(fd: int, name: str, *, any_owner: bool = False) -> os.stat_result:
-    """Refuse a file that may be somebody else's too, before it is written to, or believed, and set its mode to 0600.
+    """Refuse a file that another user may control, before it is read or written; set its mode to 0600.
 
-    A hard link is refused, since who may make entries in a directory could have made one to a file that only this
-    process may write to. The caller has opened it without following a symbolic link. `name` is for messages.
-    With `any_owner`, owner and mode are not looked at, which the file system does not keep. Return its status.
+    A file with several names is refused: a user with access to the directory could have made a hard link to a file
+    that only this process may write to. The caller has opened the file without following a symbolic link.
+
+    Args:
+        fd: The file.
+        name: Its name, for messages.
+        any_owner: Ignore owner and mode, on a file system that does not keep them.
+
+    Returns:
+        The file's status.
 
     Raises:
-        NotPrivateError: It is no regular file, another user's, or has further names.
+        NotPrivateError: It is no regular file, another user owns it, or it has several names.
         OSError: Its mode cannot be set.
     """
     status = os.fstat(fd)

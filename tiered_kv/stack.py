@@ -20,8 +20,7 @@ from tiered_kv.facade import BlockFacade
 from tiered_kv.observe.events import EventPublisher, medium_of
 from tiered_kv.observe.explain import Explanation, explain
 from tiered_kv.observe.history import BlockHistory
-from tiered_kv.observe.routes import routes_of
-from tiered_kv.observe.server import StatusServer
+from tiered_kv.observe.server import StatusServer, routes_of
 from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
@@ -59,13 +58,13 @@ class Stack(BlockFacade):
 
     Args:
         config: The configuration.
-        backend: Rows of a region that was made elsewhere, with the sizes of `config`; the stack closes the region. By
-            default the stack makes a region of its own, pinned where this process has a GPU.
-        enable_events: Whether `manager.take_events` tells of stored and removed blocks, where the configuration does
-            not have them published.
+        backend: Rows of an existing region with the sizes of `config`; the stack closes the region. By default the
+            stack makes a region, pinned if this process has a GPU.
+        enable_events: Whether `manager.take_events` reports stored and removed blocks, if the configuration has no
+            publisher of events.
 
     Attributes:
-        config: The same.
+        config: The configuration.
         manager: The whole offloading interface, for an engine.
         primary: The primary tier's manager.
         region: The primary tier's memory, for workers that map it.
@@ -73,9 +72,9 @@ class Stack(BlockFacade):
         secondary_tiers: In the order they are searched.
         tier_names: Their names.
         opened_s: When it was opened, by `time.monotonic`.
-        server: What serves its metrics, if the configuration says `metrics`.
-        history: Why blocks were misses; None where `config.history` is 0.
-        events: The publisher of events; None without one.
+        server: The server of `metrics`; None without that setting.
+        history: Reasons of misses; None if `config.history` is 0.
+        events: The publisher of events; None without that setting.
     """
 
     def __init__(self, config: StackConfig, *, backend: CPUBackend | None = None, enable_events: bool = False) -> None:
@@ -91,14 +90,14 @@ class Stack(BlockFacade):
             self.events = _open_publisher(config)
             if self.events is not None:
                 undo.callback(self.events.close)
-            tells_events = enable_events or self.events is not None
+            reports_events = enable_events or self.events is not None
             self.primary = CPUOffloadingManager(
-                backend, config.primary.policy, enable_events=tells_events, hints=config.hints
+                backend, config.primary.policy, enable_events=reports_events, hints=config.hints
             )
             self.secondary_tiers: list[SecondaryTierManager] = []
             undo.callback(_shut_down, self.secondary_tiers, config)
             for settings in config.secondary:
-                self.secondary_tiers.append(open_tier(config, settings, self.kv_view, wants_events=tells_events))
+                self.secondary_tiers.append(open_tier(config, settings, self.kv_view, wants_events=reports_events))
             self.tier_names = [tier.name for tier in config.secondary]
             stops, dtype = config.audit_action == "stop", config.namespace.dtype
             audit = AuditRules(config.audit, config.audit_tolerance, stops, dtype) if config.audit else None
@@ -116,7 +115,7 @@ class Stack(BlockFacade):
                 history=self.history,
                 event_sink=self.events,
             )
-            undo.callback(self.secondary_tiers.clear)  # the manager shuts them down, and ends the threads it gave them
+            undo.callback(self.secondary_tiers.clear)  # the manager shuts them down, and ends their threads
             undo.callback(manager.shutdown, 0.0)
             super().__init__(manager, backend.region, _batch_blocks(config))
             if self.server is not None:
@@ -129,13 +128,13 @@ class Stack(BlockFacade):
         super().close(timeout)
 
     def explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
-        """Return what became of each block in each tier: where it is, or why it is not there. Any thread may call.
+        """Return for each block where it is, or why a tier does not have it. Any thread may call.
 
-        The answer comes from memory: no tier is asked. So "stored" says that nobody has missed the block since.
+        The answer comes from the history in memory; no tier is asked. "stored" means that no miss was noted since.
 
         Raises:
             ConfigError: The stack keeps no history.
-            ShutdownError: It was opened before a fork by another process.
+            ShutdownError: Another process opened the stack before a fork.
         """
         self._raise_if_forked()
         if self.history is None:
@@ -152,9 +151,9 @@ class Stack(BlockFacade):
 def open_tier(
     config: StackConfig, settings: TierSettings, kv_view: memoryview, *, wants_events: bool = False
 ) -> SecondaryTierManager:
-    """Open one of a stack's `secondary` over `kv_view`, of shape (num_blocks, block_bytes); the caller shuts it down.
+    """Open a secondary tier over `kv_view`, of shape (num_blocks, block_bytes); the caller shuts it down.
 
-    With `wants_events` somebody takes its events.
+    `wants_events` says whether its events are used.
 
     Raises:
         ConfigError, TierError: The tier cannot be opened.
@@ -167,7 +166,7 @@ def open_tier(
 
 @contextmanager
 def located(config: StackConfig, settings: TierSettings) -> Iterator[None]:
-    """Let errors tell where in a stack's file a setting stands: a tier names its own setting only."""
+    """Add the tier's place in the stack's file to errors: a tier names only its own setting."""
     try:
         yield
     except MissingExtraError:
@@ -189,7 +188,7 @@ def limits_of(config: StackConfig) -> ManagerLimits:
 
 
 def open_region(config: StackConfig) -> PrimaryRegion:
-    """Return the primary tier's memory, pinned where this process has a GPU; the caller closes it."""
+    """Return the primary tier's memory, pinned if this process has a GPU; the caller closes it."""
     settings = config.primary
     region = PrimaryRegion(
         config.primary_blocks,
@@ -207,17 +206,16 @@ def open_region(config: StackConfig) -> PrimaryRegion:
 
 
 def _shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
-    """Close and forget tiers because another could not be opened; that error is the one to tell.
+    """Close tiers, and empty the list, because another tier could not be opened. That tier's error is raised.
 
-    Whoever keeps that error keeps this stack with its traceback. Tiers that stayed in the list would keep their views
-    of the primary tier's memory, and so the memory.
+    The error's traceback keeps this stack alive. Tiers in the list would keep the primary tier's memory mapped.
     """
     while tiers:
         tier = tiers.pop()
         try:
             tier.shutdown()
-        except Exception as error:  # whatever a stranger's tier raises
-            # The text, since the error keeps the tier with its traceback.
+        except Exception as error:  # any exception of a third-party tier
+            # Logged as text: the error's traceback keeps the tier alive.
             _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, told(error, config.secret_texts()))
 
 
@@ -225,7 +223,9 @@ def _history(config: StackConfig) -> BlockHistory | None:
     if not config.history:
         return None
     ttls = [getattr(tier, "ttl", None) for tier in config.secondary]
-    ttl_s = [float(ttl) if isinstance(ttl, (int, float)) else None for ttl in ttls]  # a stranger's may be anything
+    ttl_s = [
+        float(ttl) if isinstance(ttl, (int, float)) else None for ttl in ttls
+    ]  # third-party settings may have any type
     sizes = [getattr(tier, "capacity", None) for tier in config.secondary]
     blocks = [size // config.block.bytes if isinstance(size, int) else None for size in sizes]
     names = [PRIMARY_NAME, *(tier.name for tier in config.secondary)]
@@ -239,7 +239,7 @@ def _open_publisher(config: StackConfig) -> EventPublisher | None:
 
 
 def _batch_blocks(config: StackConfig) -> int:
-    """Return how many blocks the facade moves at a time: no more than any tier lets be in flight."""
+    """Return how many blocks the facade moves at a time: no more than the smallest budget in flight."""
     budgets = [config.primary_blocks * config.block.bytes // 4, config.primary.promotion_budget]
     budgets += [budget for tier in config.secondary for budget in (tier.store_budget, tier.load_budget)]
     return max(1, min(budget for budget in budgets if budget is not None) // config.block.bytes)

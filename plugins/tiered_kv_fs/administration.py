@@ -1,6 +1,6 @@
-"""Administration of a shared directory without a stack: look at its namespaces, and delete one while others use it.
+"""Administration of a shared directory without a stack, while other processes may use it.
 
-A purge takes these steps, and holds the sweep lock meanwhile:
+A purge takes these steps while it holds the sweep lock:
 
 1. Rename the namespace's directory to `.<namespace>.<n>.purged`. From then on its blocks are misses, and a process that
    stores makes a new directory.
@@ -11,13 +11,12 @@ A purge takes these steps, and holds the sweep lock meanwhile:
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import stat
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Final
 
 from tiered_kv.tiering.administration import (
@@ -26,41 +25,19 @@ from tiered_kv.tiering.administration import (
     Survey,
     TierAdministration,
     Verification,
-    believed,
+    matching_description,
 )
-from tiered_kv.toolkit.claimed import LOST_AND_FOUND, TEMPORARY, walk
+from tiered_kv.toolkit.claimed import walk
 from tiered_kv.toolkit.inspection import Census, RecordCheck
 from tiered_kv.toolkit.small_files import fields_of, opened, read_file
-from tiered_kv.toolkit.status import RecordStatus
 from tiered_kv_fs.directory import claimed
-from tiered_kv_fs.files import locked, occupied_bytes, read_all, reason_of
-from tiered_kv_fs.layout import (
-    BLOCK,
-    EPOCH,
-    LEDGER_NAME,
-    LOCK_NAME,
-    MARKER_NAME,
-    NAMESPACE_NAME,
-    SHARD,
-    SWEEP_NAME,
-    TEMPORARY_BLOCK,
-)
+from tiered_kv_fs.files import locked, occupied_bytes, read_all, reason_of, unlink_same
+from tiered_kv_fs.layout import BLOCK_PATH, NAMESPACE_DIRECTORY, NAMESPACE_NAME, NAMESPACE_PATH, SHARED_PATH, SWEEP_NAME
 from tiered_kv_fs.ledger import Ledger
 from tiered_kv_fs.settings import FsSettings
 
-_NAMED_MAX: Final = 8
-_UNTOLD: Final = "a block's file has one time, that of its last use; so it is unknown whether it was used again"
-_TOP: Final = re.compile(r"(?P<moved>\.)?(?P<digest>[0-9a-f]{32})(?(moved)\.[0-9a-f]{16}\.purged)")
-_OURS: Final = re.compile(
-    rf"namespace\.json|epoch|{TEMPORARY.pattern}|{EPOCH.pattern}(/{SHARD.pattern})?"
-    rf"|{EPOCH.pattern}/{SHARD.pattern}/({BLOCK.pattern}|{TEMPORARY_BLOCK.pattern})"
-)
-"""Paths below a namespace's directory."""
-_BLOCK_PATH: Final = re.compile(f"{EPOCH.pattern}/{SHARD.pattern}/{BLOCK.pattern}")
-_OWN: Final = re.compile(
-    "|".join((*map(re.escape, (MARKER_NAME, LOCK_NAME, LEDGER_NAME, SWEEP_NAME)), TEMPORARY.pattern))
-)
-"""Paths of the whole directory."""
+_PATHS_SHOWN_MAX: Final = 8
+_USES_UNKNOWN: Final = "a block's file has one time, that of its last use; so it is unknown whether it was used again"
 
 
 class FsAdministration(TierAdministration):
@@ -73,21 +50,21 @@ class FsAdministration(TierAdministration):
 
     def purge(self, digest: str, deadline: float) -> Purged:
         with self._claimed.opened("purge") as fd:
-            if fd is None or self._claimed.marker(fd) is None or not self._directories(fd, digest):
+            if fd is None or self._claimed.marker(fd) is None or not self._directories(digest):
                 return Purged(0, 0)
-            self._claimed.check(fd)  # the user's stacks would refuse files that root made in the directory
+            self._claimed.check(fd)  # root would make files that the tiers of the directory's owner refuse
             with locked(f"{self._path}/{SWEEP_NAME}", deadline - time.monotonic()):
-                return self._purge(fd, digest, deadline)
+                return self._purge(digest, deadline)
 
     def survey(self, deadline: float, only: str | None = None) -> Survey:
         census = Census()
         with self._claimed.opened("survey") as fd:
             if fd is None or self._claimed.marker(fd) is None:
                 return Survey()
-            for folder in [""] if only is None else [f"{name}/" for name in self._directories(fd, only)]:
+            for folder in [""] if only is None else [f"{name}/" for name in self._directories(only)]:
                 for name, status in _entries(f"{self._path}/{folder}", deadline):
                     _count(folder + name, status, census)
-            return census.survey(lambda digest: self._described(fd, digest), _UNTOLD)
+            return census.survey(self._described, _USES_UNKNOWN)
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
         check = RecordCheck(bytes.fromhex(digest), self._settings.open_codecs(), verification.block_bytes)
@@ -97,13 +74,13 @@ class FsAdministration(TierAdministration):
             if verification.repairs:
                 self._claimed.check(fd)
             for path, status in _entries(f"{self._path}/{digest}", deadline):
-                if stat.S_ISREG(status.st_mode) and _BLOCK_PATH.fullmatch(path):
+                if _is_block(path, status):
                     self._verify_block(f"{self._path}/{digest}/{path}", check, verification)
 
-    def _described(self, fd: int, digest: str) -> Mapping[str, object]:
-        for name in self._directories(fd, digest):
+    def _described(self, digest: str) -> Mapping[str, object]:
+        for name in self._directories(digest):
             fields = fields_of(read_file(f"{self._path}/{name}/{NAMESPACE_NAME}", DESCRIPTION_BYTES_MAX))
-            if described := believed(fields.get("namespace"), digest):
+            if described := matching_description(fields.get("namespace"), digest):
                 return described
         return {}
 
@@ -112,7 +89,7 @@ class FsAdministration(TierAdministration):
             with opened(path, os.O_RDONLY) as fd:
                 status = os.fstat(fd)
                 record, read_bytes = check.room(status.st_size), 0
-                found: RecordStatus | str = check.too_long
+                found = check.too_long
                 if self._settings.private and status.st_uid != os.geteuid():
                     found = "not_private"
                 elif record is not None:
@@ -124,12 +101,10 @@ class FsAdministration(TierAdministration):
             verification.note(reason_of(error), 0)
             return
         if verification.note(found, read_bytes):
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.lstat(path), status):
-                    os.unlink(path)
+            unlink_same(path, status)
             verification.repaired += 1  # also where an engine has deleted it meanwhile
 
-    def _purge(self, fd: int, digest: str, deadline: float) -> Purged:
+    def _purge(self, digest: str, deadline: float) -> Purged:
         with suppress(FileNotFoundError):
             os.rename(f"{self._path}/{digest}", f"{self._path}/.{digest}.{secrets.token_hex(8)}.purged")
         ledger = Ledger(self._path)
@@ -137,73 +112,70 @@ class FsAdministration(TierAdministration):
             users = [name for name, holder in state.holders.items() if holder.namespace == digest]
             for name in users:  # a running one registers again; the others must not stay
                 del state.holders[name]
-        deleted = _Deleted()
+        deleted: Counter[str] = Counter()
+        foreign: list[str] = []
         try:
-            for name in self._directories(fd, digest, only_moved=True):
-                path = f"{self._path}/{name}"
-                while os.path.isdir(path) and not deleted.left and time.monotonic() < deadline:  # some may be added
-                    deleted.delete(path, deadline)
+            for name in self._directories(digest, only_moved=True):
+                _delete(f"{self._path}/{name}", deadline, deleted, foreign)
         finally:
             with ledger.locked() as state:
-                state.take_off(deleted.size_bytes)
+                state.take_off(deleted["bytes"])
                 if users:  # only a survey can find out how much of their grants they have used
                     state.surveyed_s = 0.0
-        left = deleted.left[:_NAMED_MAX]
-        if len(deleted.left) > _NAMED_MAX:
-            left.append(f"{len(deleted.left) - _NAMED_MAX} more such entries")
-        if not left and (moved := self._directories(fd, digest, only_moved=True)):
-            left.append(f"the time was over before all in {self._path}/{moved[0]} was deleted; purge again")
-        entries = _entries(f"{self._path}/{digest}", deadline)
-        if stored := sum(_BLOCK_PATH.fullmatch(inner) is not None for inner, _ in entries):
+        left = [f"{path}, which is not this tier's" for path in foreign[:_PATHS_SHOWN_MAX]]
+        if len(foreign) > _PATHS_SHOWN_MAX:
+            left.append(f"{len(foreign) - _PATHS_SHOWN_MAX} more such entries")
+        if not foreign and (moved := self._directories(digest, only_moved=True)):
+            left.append(f"{self._path}/{moved[0]}, which is not empty; purge again")
+        if stored := sum(_is_block(*entry) for entry in _entries(f"{self._path}/{digest}", deadline)):
             left.append(f"{stored} blocks, stored meanwhile by a stack that uses this namespace")
-        note = f"{len(users)} stacks use this namespace, or ended a moment ago; who is open may store in it again"
-        return Purged(deleted.blocks, deleted.size_bytes, tuple(left), (note,) if users else ())
+        note = f"{len(users)} stacks use this namespace, or ended a moment ago; one that is open may store in it again"
+        return Purged(deleted["blocks"], deleted["bytes"], tuple(left), (note,) if users else ())
 
-    def _directories(self, fd: int, digest: str, *, only_moved: bool = False) -> list[str]:
+    def _directories(self, digest: str, *, only_moved: bool = False) -> list[str]:
         """Return the names of a namespace's directories: the one in use, and those that a purge has renamed."""
-        matches = [match for name in sorted(os.listdir(fd), reverse=True) if (match := _TOP.fullmatch(name))]
+        names = sorted(os.listdir(self._path), reverse=True)
+        matches = [match for name in names if (match := NAMESPACE_DIRECTORY.fullmatch(name))]
         return [each[0] for each in matches if each["digest"] == digest and (each["moved"] or not only_moved)]
 
 
-@dataclass(slots=True)
-class _Deleted:
-    """The deleted files, and those that were left."""
-
-    blocks: int = 0
-    size_bytes: int = 0
-    left: list[str] = field(default_factory=list)
-
-    def delete(self, path: str, deadline: float) -> None:
-        """Delete this tier's files in a directory, and the directory."""
-        directories = [path]
-        for inner, status in _entries(path, deadline):
-            if not _OURS.fullmatch(inner) or stat.S_ISLNK(status.st_mode):
-                self.left.append(f"{path}/{inner}, which is not this tier's")
-            elif stat.S_ISDIR(status.st_mode):
-                directories.append(f"{path}/{inner}")
-            else:
-                with suppress(FileNotFoundError):
-                    os.unlink(f"{path}/{inner}")
-                    self.size_bytes += occupied_bytes(status)
-                    self.blocks += _BLOCK_PATH.fullmatch(inner) is not None
-        for directory in reversed(directories):
-            with suppress(OSError):  # it is not empty, or files were added meanwhile
-                os.rmdir(directory)
+def _delete(root: str, deadline: float, deleted: Counter[str], foreign: list[str]) -> None:
+    """Delete this tier's files below `root`, and the directories that are empty then."""
+    directories = [root]
+    for inner, status in _entries(root, deadline):
+        path = f"{root}/{inner}"
+        if not NAMESPACE_PATH.fullmatch(inner) or stat.S_ISLNK(status.st_mode):
+            foreign.append(path)
+        elif stat.S_ISDIR(status.st_mode):
+            directories.append(path)
+        else:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+                deleted["bytes"] += occupied_bytes(status)
+                deleted["blocks"] += _is_block(inner, status)
+    for directory in reversed(directories):
+        with suppress(OSError):  # it is not empty
+            os.rmdir(directory)
 
 
 def _count(path: str, status: os.stat_result, census: Census) -> None:
     top, _, inner = path.partition("/")
-    match = _TOP.fullmatch(top)
-    is_ours = _OURS.fullmatch(inner) if inner else stat.S_ISDIR(status.st_mode)
+    match = NAMESPACE_DIRECTORY.fullmatch(top)
+    is_ours = NAMESPACE_PATH.fullmatch(inner) if inner else stat.S_ISDIR(status.st_mode)
     if match is not None and is_ours and not stat.S_ISLNK(status.st_mode):
-        is_block = stat.S_ISREG(status.st_mode) and _BLOCK_PATH.fullmatch(inner) is not None
-        census.add(match["digest"], occupied_bytes(status), is_block, used_s=time.time() - status.st_mtime)
-    elif not (_OWN.fullmatch(path) or path == LOST_AND_FOUND):
+        used_s = time.time() - status.st_mtime
+        census.add(match["digest"], occupied_bytes(status), int(_is_block(inner, status)), used_s=used_s)
+    elif not SHARED_PATH.fullmatch(path):
         census.add_foreign(path, occupied_bytes(status))
 
 
-def _entries(path: str, deadline: float) -> Iterator[tuple[str, os.stat_result]]:
-    for found in walk(path):
+def _is_block(path: str, status: os.stat_result) -> bool:
+    """Return whether an entry below a namespace's directory is a block's file."""
+    return stat.S_ISREG(status.st_mode) and BLOCK_PATH.fullmatch(path) is not None
+
+
+def _entries(root: str, deadline: float) -> Iterator[tuple[str, os.stat_result]]:
+    for found in walk(root):
         if time.monotonic() >= deadline:
-            raise TimeoutError(None, f"looking through {path} takes too long")
+            raise TimeoutError(None, f"looking through {root} takes too long")
         yield from found

@@ -1,4 +1,4 @@
-"""The block files of one namespace: writes, reads and lookups. Any thread that may wait calls."""
+"""The block files of one namespace: writes, reads and lookups. Any thread that may wait may call."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from typing import Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import Counters
-from tiered_kv.toolkit.codecs import CodecSet
+from tiered_kv.toolkit.codecs import CodecSet, ThreadBuffer
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
-from tiered_kv.toolkit.room import ThreadRoom
 from tiered_kv.toolkit.small_files import opened, remove, write_all
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE
 from tiered_kv.toolkit.unreadable import Unreadable
-from tiered_kv_fs.files import ALLOCATION_BYTES, make_directory, read_all, reason_of, round_up
+from tiered_kv_fs.files import ALLOCATION_BYTES, make_directory, read_all, reason_of, round_up, unlink_same
 from tiered_kv_fs.layout import block_path, temporary_path
 
 TOUCH_INTERVAL_S: Final = 60.0
-"""How often a used block is marked as used, at most: a mark is a call to the server."""
+"""How often the use of a block is written to its file, at most: each write is a call to the server."""
 
 _ENTRY_BYTES: Final = 512
-"""By how many bytes a file may make its directory grow."""
+"""Growth of a directory by one entry, at most."""
 
 
 @dataclass(slots=True)
@@ -34,12 +33,12 @@ class Moved:
 
     done: list[OffloadKey]
     reason: str = ""  # why the others failed; the last reason if there were several
-    used_bytes: int = 0  # of the grant
+    used_bytes: int = 0  # of the grant, filled
 
 
 @dataclass(eq=False)
 class BlockFiles:
-    """Reads and writes blocks. Several threads may call at once."""
+    """Reads and writes block files. Several threads may call at once."""
 
     namespace_path: str
     namespace_digest: bytes
@@ -48,20 +47,20 @@ class BlockFiles:
     codecs: CodecSet
     counters: Counters
     is_granted: Callable[[], bool]  # whether the grant in use is still valid
-    private: bool = True  # whether files of other users are not read
+    private: bool  # whether files of other users are ignored
 
     def __post_init__(self) -> None:
         self._uid = os.geteuid() if self.private else None
-        self._room = ThreadRoom()  # for payloads that are not the blocks themselves
+        self._room = ThreadBuffer()  # for payloads that are not the blocks themselves
         self._unreadable: Unreadable[str] = Unreadable()  # by path
 
     def store(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Moved:
-        """Write the blocks that are missing, or that this process cannot read, to the directory of an epoch.
+        """Write the blocks that are missing, or that this process cannot read.
 
-        A block whose checksum was taken after the deadline is not written: its memory may have been another's by then.
+        A block whose checksum was computed after the deadline is not written: its memory may have been reused by then.
         """
         moved = Moved([])
-        # Backwards, so that the head of a prefix, without which its tail is worthless, is evicted last.
+        # Backwards: the head of a prefix becomes the newest and is evicted last. Without it the tail is worthless.
         for key, block in zip(reversed(keys), reversed(blocks), strict=True):
             try:
                 reason = self._store_one(self._path_of(epoch, key), key, block, moved, deadline)
@@ -75,22 +74,20 @@ class BlockFiles:
         return moved
 
     def load(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Moved:
-        """Read blocks into place and verify them; after the deadline no reading begins.
+        """Read blocks into place and verify them; no read begins after the deadline.
 
-        A damaged block is deleted. One that this process cannot read is not offered for a while, or until it is stored.
+        A damaged block is deleted. An unreadable block is not offered for a while, or until it is stored.
         """
         moved = Moved([])
         for key, block in zip(reversed(keys), reversed(blocks), strict=True):
             path = self._path_of(epoch, key)
             try:
                 reason = self._load_one(path, key, block, deadline)
-            except FileNotFoundError:
-                reason = "absent"
-                self.counters.add("failed_calls_total", reason)
             except OSError as error:
-                reason = reason_of(error)
+                reason = "absent" if isinstance(error, FileNotFoundError) else reason_of(error)
                 self.counters.add("failed_calls_total", reason)
-                self._unreadable.note((path,))
+                if reason != "absent":
+                    self._unreadable.note((path,))
             if reason:
                 moved.reason = reason
             else:
@@ -110,7 +107,7 @@ class BlockFiles:
         return f"{self.namespace_path}/{epoch}/{block_path(key, self.namespace_digest)}"
 
     def _found(self, path: str) -> os.stat_result | None:
-        """Return the status of a block's file; None if there is none of a possible size."""
+        """Return the status of a block's file; None if no file has a possible size and owner."""
         with suppress(FileNotFoundError, NotADirectoryError):
             status = os.lstat(path)
             is_sized = HEADER_BYTES < status.st_size <= record_bytes_max(self.block_bytes)
@@ -119,7 +116,7 @@ class BlockFiles:
         return None
 
     def _store_one(self, path: str, key: OffloadKey, block: memoryview, moved: Moved, deadline: float) -> str:
-        """Write one block, unless it exists and can be read; return why not, or an empty string."""
+        """Write one block, unless it exists and can be read; return why that failed, or an empty string."""
         if path not in self._unreadable and (status := self._found(path)) is not None:
             if _is_due(status):
                 with suppress(OSError):  # read-only, or gone meanwhile
@@ -139,7 +136,7 @@ class BlockFiles:
             except FileNotFoundError:
                 moved.used_bytes += _make_above(temporary)
                 _write(temporary, parts)
-            if not self.is_granted():  # this process was stopped: its grant may have been given to others
+            if not self.is_granted():  # this process was stopped: others may have the grant by now
                 raise TimeoutError(None, "the grant has lapsed")
             os.replace(temporary, path)
         except OSError:
@@ -151,7 +148,7 @@ class BlockFiles:
         return ""
 
     def _load_one(self, path: str, key: OffloadKey, block: memoryview, deadline: float) -> str:
-        """Read one block; return why not, or an empty string."""
+        """Read one block; return why that failed, or an empty string."""
         with opened(path, os.O_RDONLY) as fd:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or self._uid not in (None, status.st_uid):
@@ -172,11 +169,14 @@ class BlockFiles:
             self._unreadable.note((path,))
             return str(verdict.value)
         self.counters.add("corrupt_blocks_total", verdict.value)
-        self._delete_damaged(path, status)
+        try:
+            unlink_same(path, status)
+        except OSError:  # do not offer it any more
+            self._unreadable.note((path,))
         return str(verdict.value) if verdict in REFUSED else "checksum"
 
     def _read(self, fd: int, size_bytes: int, key: OffloadKey, block: memoryview) -> RecordStatus:
-        """Read and verify a record, straight into its block where it is as long as a raw one."""
+        """Read and verify a record. A record of a raw record's size is read straight into its block."""
         if size_bytes > record_bytes_max(self.block_bytes):
             return RecordStatus.BAD_LENGTH
         if size_bytes < HEADER_BYTES:
@@ -188,19 +188,9 @@ class BlockFiles:
             return RecordStatus.TRUNCATED
         return decode_record(header, payload, key, block, self.namespace_digest, self.codecs)
 
-    def _delete_damaged(self, path: str, damaged: os.stat_result) -> None:
-        """Delete a file, unless another has replaced it. If deleting is refused, do not offer it any more."""
-        try:
-            if os.path.samestat(os.lstat(path), damaged):
-                os.unlink(path)
-        except FileNotFoundError:
-            pass
-        except OSError:
-            self._unreadable.note((path,))
-
 
 def room_bytes_of(stored_bytes: int) -> int:
-    """Return what storing a block of at most `stored_bytes` may take: its record, and a directory for it."""
+    """Return the bytes that storing a block of `stored_bytes` may occupy: its record, and a directory for it."""
     return round_up(HEADER_BYTES + stored_bytes) + _ENTRY_BYTES + ALLOCATION_BYTES
 
 
@@ -210,7 +200,7 @@ def _write(path: str, parts: Sequence[bytes | memoryview]) -> None:
 
 
 def _make_above(path: str) -> int:
-    """Make the directories of a file's epoch and shard; return the space of the shard's if it was made here.
+    """Make the directories of a file's epoch and shard; return what a new shard's directory occupies.
 
     Raises:
         FileNotFoundError: The namespace's directory is missing. The keeper makes it, and checks its owner.
@@ -221,5 +211,5 @@ def _make_above(path: str) -> int:
 
 
 def _is_due(status: os.stat_result) -> bool:
-    """Return whether a file's last use is to be marked again; either clock may be ahead."""
+    """Return whether a block's use must be written to its file; either clock may be ahead."""
     return abs(time.time() - status.st_mtime) >= TOUCH_INTERVAL_S

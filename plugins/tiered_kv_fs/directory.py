@@ -1,4 +1,4 @@
-"""A shared directory, opened for one namespace."""
+"""The shared directory, opened for one namespace."""
 
 from __future__ import annotations
 
@@ -23,19 +23,17 @@ from tiered_kv_fs.layout import (
 
 
 def claimed(path: str, tier: str, *, private: bool) -> ClaimedDirectory:
-    """Return the directory at `path` as this type of tier claims it."""
     return ClaimedDirectory(absolute(path), MARKER_NAME, FORMAT_VERSION, frozenset(), tier, private)
 
 
 class Directory:
-    """The directory as one tier has it open, and the `EpochStore` of its namespace's mark.
+    """The directory, and the `EpochStore` of its namespace's mark. A missing directory is made.
 
-    It is made if it is missing, and refused if it is someone else's. Any thread may call, except the scheduler's: all
-    calls may wait for the file system.
+    Any thread may call, except the scheduler's: all calls may wait for the file system.
 
     Raises:
-        ConfigError: It is a symbolic link, or it is to be private and is another user's, or open to others.
-        FormatError: It is of another format version, or holds files and is not this tier's at all.
+        ConfigError: It is a symbolic link, or should be private and is another user's or open to others.
+        FormatError: It has another format version, or holds foreign files and no marker.
         TierUnavailableError: The file system refuses.
     """
 
@@ -48,7 +46,6 @@ class Directory:
         self.namespace_path = f"{self.path}/{self.namespace}"
         self._epoch_path = f"{self.namespace_path}/{EPOCH_NAME}"
         try:
-            os.close(open_directory(self.path))  # with the directories above it
             self.make()
         except OSError as error:
             raise self.claimed.unavailable(error) from error
@@ -58,10 +55,9 @@ class Directory:
 
         Raises:
             ConfigError, FormatError: As the constructor.
-            OSError: The file system refuses, or another file system is mounted there now.
+            OSError: The file system refuses, or another one is mounted there now.
         """
-        make_directory(self.path)
-        fd = open_directory(self.path, make=False)
+        fd = open_directory(self.path)
         try:
             device = os.fstat(fd).st_dev
             if self._device not in (None, device):
@@ -71,12 +67,11 @@ class Directory:
         finally:
             os.close(fd)
         self._device = device
-        # If the directory is removed while it is open, keepers may make these anew before its marker.
+        # If the directory is removed while it is open, a keeper may make these anew before the marker.
         self.claimed = replace(self.claimed, own_names=frozenset({LOCK_NAME, LEDGER_NAME, SWEEP_NAME}))
         self._make_namespace()
 
     def _make_namespace(self) -> None:
-        """Make the namespace's directory, and write the namespace's readable form beside the blocks."""
         make_directory(self.namespace_path)
         if os.path.islink(self.namespace_path):
             raise self.claimed.format_error(f"{self.namespace_path} is a symbolic link; remove it")
@@ -96,7 +91,7 @@ class Directory:
                 "give blocks of another size another namespace or another directory"
             )
 
-    # The epoch's store. A file system that hangs holds up its caller beyond the deadline: nothing ends such a call.
+    # The epoch's store. A call to a file system that hangs exceeds its deadline: nothing can end it.
 
     def read(self, deadline: float) -> bytes | None:
         data = read_file(self._epoch_path, MARK_BYTES_MAX)

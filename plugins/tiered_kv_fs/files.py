@@ -29,12 +29,11 @@ _REASONS: Final = {
     errno.EISDIR: "not_a_file",
     errno.ENOTDIR: "not_a_file",
 }
-_LOCK_POLL_S: Final = 0.002
-_LOCK_POLL_MAX_S: Final = 0.05
+_LOCK_POLL_S: Final = 0.01
 
 
 def reason_of(error: OSError) -> str:
-    """Return the word for a failed call in the counters."""
+    """Return the word that counters have for a failed call."""
     return "timeout" if isinstance(error, TimeoutError) else _REASONS.get(error.errno or 0, "io_error")
 
 
@@ -50,16 +49,15 @@ def occupied_bytes(status: os.stat_result) -> int:
 
 @contextmanager
 def locked(path: str, timeout_s: float) -> Iterator[float]:
-    """Hold the lock of the file at `path`, which is made if it is missing; yield the time of the file server's clock.
+    """Hold the lock of the file at `path`, which is made if it is missing; yield the file server's time.
 
     flock(2), which Linux supports over NFS too. The kernel releases the lock of a process that ends.
 
     Raises:
-        TimeoutError: Others held it all the time.
+        TimeoutError: Other processes held the lock all the time.
         OSError: The file system refuses, or has no locks.
     """
     deadline = time.monotonic() + timeout_s
-    pause_s = _LOCK_POLL_S
     while True:
         with opened(path, os.O_RDWR | os.O_CREAT) as fd:
             try:
@@ -76,20 +74,26 @@ def locked(path: str, timeout_s: float) -> Iterator[float]:
                     fcntl.flock(fd, fcntl.LOCK_UN)
         if time.monotonic() >= deadline:
             raise TimeoutError(None, f"{path} was locked by others for {timeout_s:g} s")
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LOCK_POLL_MAX_S)
+        time.sleep(_LOCK_POLL_S)
 
 
 def make_directory(path: str) -> bool:
-    """Make a directory with mode 0700; return False if there is one."""
+    """Make a directory with mode 0700; return False if it exists."""
     with suppress(FileExistsError):
         os.mkdir(path, DIRECTORY_MODE)
         return True
     return False
 
 
+def unlink_same(path: str, status: os.stat_result) -> None:
+    """Remove a file if it is still the one that had `status`: another process may have replaced it."""
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.lstat(path), status):
+            os.unlink(path)
+
+
 def read_all(fd: int, views: list[memoryview]) -> int:
-    """Fill buffers from a file's beginning; return how many bytes there were."""
+    """Fill buffers from a file's beginning; return how many bytes were read."""
     position = 0
     while views and (count := os.preadv(fd, views, position)):
         position += count

@@ -1,4 +1,4 @@
-"""The keeper: a tier's background tasks, which get it a part of the shared capacity."""
+"""The keeper: background tasks that take a tier's grants from the ledger, and start sweeps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from tiered_kv.counters import Counters
@@ -18,12 +19,12 @@ from tiered_kv.toolkit.jobs import failure_reason
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.files import reason_of
 from tiered_kv_fs.ledger import VALID_S, Holder, Ledger
-from tiered_kv_fs.sweeper import Sweep, Sweeper, is_survey_due
+from tiered_kv_fs.sweeper import Sweep, Sweeper
 
 _log = logging.getLogger("tiered_kv.fs")
 
 OPENING_BYTES: Final = 64 << 10
-"""Bytes for the small files of each opening. As much of the capacity is never granted."""
+"""Bytes for the small files of each opening. As many bytes of the capacity are never granted."""
 _TICK_S: Final = 5.0
 _IDLE_TICKS: Final = 2
 _BUSY_PAUSE_S: Final = 0.05
@@ -32,35 +33,25 @@ _REFUSAL_S: Final = 1.0
 _CLOSE_TIMEOUT_S: Final = 0.5
 _EPOCH_TIMEOUT_S: Final = 5.0
 
-Call = Callable[..., Awaitable[Any]]
-"""Lets a thread make a call that may wait, and awaits its result. Any: the result."""
-
-
-class _Request(NamedTuple):
-    """A tier's grants: bytes that it has, gives back, needs at least, and requests (0 for none)."""
-
-    free_bytes: int
-    in_flight_bytes: int
-    returned_bytes: int
-    need_bytes: int
-    want_bytes: int
+Call = Callable[..., Awaitable[Any]]  # Any: the function's result
+"""Runs a function that may wait on a thread, and awaits its result."""
 
 
 class _Reply(NamedTuple):
-    """The ledger's answer: the grant, whether it still knew the tier, its total, whether a survey or room is needed."""
+    """The ledger's answer."""
 
     granted_bytes: int
-    is_known: bool
+    is_known: bool  # the ledger had this tier among its holders
     total_bytes: int
-    needs_sweep: bool
+    needs_sweep: bool  # a survey is due, or the capacity has no room for another grant
 
 
 @dataclass(eq=False)
 class Keeper:
-    """Takes grants and gives them back, starts sweeps, and writes the epoch's mark.
+    """Takes and returns grants, starts sweeps, and writes the epoch's mark.
 
     The event loop owns it. Two tasks run while the tier is open, each with one thread at most: one uses the
-    ledger, the other sweeps.
+    ledger, the other one sweeps.
 
     Raises:
         OSError: The ledger cannot be read or locked.
@@ -75,23 +66,21 @@ class Keeper:
     room_timeout_s: float  # how long a store waits for room
 
     def __post_init__(self) -> None:
-        self.owner = secrets.token_hex(8)
-        """This tier's name in the ledger."""
+        self.owner = secrets.token_hex(8)  # this tier's name in the ledger
         self._usable_bytes = self.capacity_bytes - OPENING_BYTES
         self._ledger = Ledger(self.directory.path)
         self._sweeper = Sweeper(self.directory, self._ledger, self._usable_bytes, self.counters)
         with self._ledger.locked() as state:
-            self.used_bytes = state.total_bytes or 0
-            """The ledger's total when it was last read; any thread may read it."""
+            self.used_bytes = state.total_bytes or 0  # as of the last use of the ledger; any thread may read it
         self._free_bytes = 0
         self._in_flight_bytes = 0
         self._valid_until_s = 0.0
-        self._waiting: deque[int] = deque()  # what stores wait for, in bytes
-        self._idle_ticks = _IDLE_TICKS  # idle, without a store; no grant before the first
+        self._waiting: deque[int] = deque()  # bytes that stores wait for
+        self._idle_ticks = _IDLE_TICKS  # ticks since the last store; no grant is taken before the first store
         self._is_registered = False
         self._is_full = False  # the last sweep could not make room
         self._sweep_after_s = 0.0
-        self._refusal = ("", 0.0)  # why nothing was granted, and until when that holds
+        self._refusal = ("", 0.0)  # why nothing was granted, and until when stores fail at once for that reason
         self._is_closing = False
         self._is_asked = asyncio.Event()
         self._is_sweep_asked = asyncio.Event()
@@ -101,25 +90,24 @@ class Keeper:
 
     @property
     def granted_bytes(self) -> int:
-        """What may still be filled, and what is being filled. Any thread."""
+        """Granted bytes that are not stored yet. Any thread."""
         return self._free_bytes + self._in_flight_bytes
 
     def is_granted(self) -> bool:
-        """Return whether what was taken may still be filled. Any thread."""
+        """Return whether the grants are still valid. Any thread."""
         return time.monotonic() < self._valid_until_s
 
     # The event loop.
 
     def start(self) -> None:
-        """Begin to work."""
         self._tasks = [asyncio.create_task(self._talk()), asyncio.create_task(self._sweep())]
 
     def wake(self) -> None:
-        """Check the directory now: a file in it was missing."""
+        """Use the ledger now, which makes missing directories again."""
         self._is_asked.set()
 
     async def take(self, size_bytes: int) -> str:
-        """Take bytes of the grant, waiting for more if necessary; return why not, or an empty string."""
+        """Reserve granted bytes, and wait for a grant if needed; return why that failed, or an empty string."""
         if self._waiting or not self._take(size_bytes):
             if reason := self._refused():
                 return reason
@@ -141,12 +129,12 @@ class Keeper:
         return ""
 
     def settle(self, taken_bytes: int, used_bytes: int) -> None:
-        """End a store that took `taken_bytes` and filled `used_bytes` of them."""
+        """End a store that reserved `taken_bytes` and filled `used_bytes` of them."""
         self._in_flight_bytes -= taken_bytes
         self._free_bytes += taken_bytes - used_bytes
 
     async def close(self) -> None:
-        """End the tasks, and give back the grants. No job is in flight any more."""
+        """End the tasks, and return the grants. No job is in flight any more."""
         self._is_closing = True
         self._sweeper.stop()
         self._is_asked.set()
@@ -173,7 +161,7 @@ class Keeper:
         return True
 
     async def _talk(self) -> None:
-        """Use the ledger whenever a store needs a grant, and every few seconds."""
+        """Use the ledger when a store needs a grant, and every few seconds."""
         while not self._is_closing:
             free_bytes = self._free_bytes
             reason = await self._attempt(self._renew)
@@ -197,12 +185,16 @@ class Keeper:
         returned_bytes = self._free_bytes if is_idle else 0
         self._free_bytes -= returned_bytes
         free_bytes = self._free_bytes
-        need_bytes = max(0, self._waiting[0] - free_bytes) if self._waiting else 0
-        wants = not is_idle and (need_bytes or free_bytes < self.grant_bytes // 2)
-        want_bytes = max(need_bytes, self.grant_bytes) if wants else 0
+        needs_grant = free_bytes < (self._waiting[0] if self._waiting else self.grant_bytes // 2)
+        exchange = partial(
+            self._exchange,
+            free_bytes=free_bytes,
+            in_flight_bytes=self._in_flight_bytes,
+            returned_bytes=returned_bytes,
+            wanted_bytes=self.grant_bytes if needs_grant and not is_idle else 0,
+        )
         begin_s = time.monotonic()
-        request = _Request(free_bytes, self._in_flight_bytes, returned_bytes, need_bytes, want_bytes)
-        reply: _Reply = await self.call(self._exchange, request)
+        reply: _Reply = await self.call(exchange)
         if not reply.is_known and self._is_registered:
             self._free_bytes = max(0, self._free_bytes - free_bytes)
         self._is_registered = True
@@ -216,18 +208,18 @@ class Keeper:
             self._is_sweep_asked.set()
 
     async def _sweep(self) -> None:
-        """Make room when there is none, and survey when that is due."""
+        """Make room, or survey, whenever the ledger's answer requests that."""
         while not self._is_closing:
             await self._is_sweep_asked.wait()
             self._is_sweep_asked.clear()
-            begin_s = time.monotonic()
             await self._attempt(self._make_room)
-            if self._is_full:  # for example, because of foreign files: that does not change soon
-                self._sweep_after_s = time.monotonic() + max(_REFUSAL_S, 10 * (time.monotonic() - begin_s))
 
     async def _make_room(self) -> None:
+        begin_s = time.monotonic()
         outcome = await self.call(self._sweeper.make_room, 2 * self.grant_bytes)
         self._is_full = outcome is Sweep.FULL
+        if self._is_full:  # for example, because of foreign files: that does not change soon
+            self._sweep_after_s = time.monotonic() + max(_REFUSAL_S, 10 * (time.monotonic() - begin_s))
         if outcome is not Sweep.BUSY or self._waiting:  # else the next tick tries again
             self._is_asked.set()
 
@@ -246,27 +238,25 @@ class Keeper:
 
     # Threads.
 
-    def _exchange(self, request: _Request) -> _Reply:
+    def _exchange(self, *, free_bytes: int, in_flight_bytes: int, returned_bytes: int, wanted_bytes: int) -> _Reply:
+        """Return bytes to the ledger, renew the grants, and take another grant if the capacity has room for it."""
         if not os.path.isdir(self.directory.path):  # it was removed
             self.directory.make()
         value = self.epoch.saved_value(time.monotonic() + _EPOCH_TIMEOUT_S)
         with self._ledger.locked() as state:
             is_known = self.owner in state.holders
             # The total may miss bytes in use, if the ledger has removed this holder.
-            state.add(-request.returned_bytes if is_known else OPENING_BYTES + request.in_flight_bytes)
-            granted_bytes = 0
-            if request.want_bytes and state.total_bytes is not None:
-                granted_bytes = max(0, min(request.want_bytes, self._usable_bytes - state.total_bytes))
-                if granted_bytes < request.need_bytes:
-                    granted_bytes = 0
-                state.add(granted_bytes)
-            held_bytes = request.in_flight_bytes + granted_bytes + (request.free_bytes if is_known else 0)
+            state.add(-returned_bytes if is_known else OPENING_BYTES + in_flight_bytes)
+            has_room = state.total_bytes is not None and state.total_bytes + wanted_bytes <= self._usable_bytes
+            granted_bytes = wanted_bytes if has_room else 0
+            state.add(granted_bytes)
+            held_bytes = in_flight_bytes + granted_bytes + (free_bytes if is_known else 0)
             state.holders[self.owner] = Holder(self.directory.namespace, value, held_bytes, state.now_s)
         if state.total_bytes is None:  # with the ledger, other files may have been removed
             self.directory.make()
             return _Reply(0, is_known, 0, needs_sweep=True)
         is_short = state.total_bytes + self.grant_bytes > self._usable_bytes
-        return _Reply(granted_bytes, is_known, state.total_bytes, is_short or is_survey_due(state))
+        return _Reply(granted_bytes, is_known, state.total_bytes, is_short or state.is_survey_due)
 
     def _leave(self, free_bytes: int) -> None:
         with self._ledger.locked() as state:

@@ -22,6 +22,7 @@ import re
 from typing import Final
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.toolkit.claimed import LOST_AND_FOUND, TEMPORARY
 
 FORMAT_VERSION: Final = 1
 
@@ -32,11 +33,27 @@ SWEEP_NAME: Final = "sweep"
 NAMESPACE_NAME: Final = "namespace.json"
 EPOCH_NAME: Final = "epoch"
 
-NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
-EPOCH: Final = re.compile(r"[0-9a-f]{16}")
-SHARD: Final = re.compile(r"[0-9a-f]{2}")
 BLOCK: Final = re.compile(r"[0-9a-f]{32}")
 TEMPORARY_BLOCK: Final = re.compile(r"\.[0-9a-f]{32}\.(?P<owner>[0-9a-f]{16})\.[0-9a-f]+\.tmp")
+
+# Paths below the shared directory.
+NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
+NAMESPACE_DIRECTORY: Final = re.compile(r"(?P<moved>\.)?(?P<digest>[0-9a-f]{32})(?(moved)\.[0-9a-f]{16}\.purged)")
+SHARED_PATH: Final = re.compile(
+    "|".join((*map(re.escape, (MARKER_NAME, LOCK_NAME, LEDGER_NAME, SWEEP_NAME, LOST_AND_FOUND)), TEMPORARY.pattern))
+)
+"""The tier's files beside the namespaces' directories, and the file system's own."""
+
+# Paths below a namespace's directory.
+EPOCH: Final = re.compile(r"[0-9a-f]{16}")
+_SHARD: Final = f"{EPOCH.pattern}/[0-9a-f]{{2}}"
+BLOCK_PATH: Final = re.compile(f"{_SHARD}/{BLOCK.pattern}")
+TEMPORARY_PATH: Final = re.compile(f"{_SHARD}/{TEMPORARY_BLOCK.pattern}")
+NAMESPACE_PATH: Final = re.compile(
+    rf"namespace\.json|epoch|{TEMPORARY.pattern}|{EPOCH.pattern}|{_SHARD}|{BLOCK_PATH.pattern}|{TEMPORARY_PATH.pattern}"
+)
+"""Every path that the tier makes there."""
+
 _numbers = itertools.count()
 
 
@@ -50,6 +67,6 @@ def block_path(key: OffloadKey, namespace_digest: bytes) -> str:
 
 
 def temporary_path(path: str, owner: str) -> str:
-    """Return the temporary path of a block while `owner` writes it; another one each time."""
+    """Return a path where `owner` writes a block first; another one with each call."""
     shard, _, name = path.rpartition("/")
     return f"{shard}/.{name}.{owner}.{next(_numbers):x}.tmp"

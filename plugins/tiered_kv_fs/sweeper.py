@@ -1,4 +1,4 @@
-"""The sweep: one process at a time counts the directory, and removes the files that were used longest ago."""
+"""The sweep: one process at a time counts the directory, and removes the least recently used files."""
 
 from __future__ import annotations
 
@@ -22,43 +22,40 @@ from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv.toolkit.small_files import read_file, remove
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.files import locked, occupied_bytes
-from tiered_kv_fs.layout import BLOCK, EPOCH, EPOCH_NAME, NAMESPACE, SHARD, SWEEP_NAME, TEMPORARY_BLOCK
-from tiered_kv_fs.ledger import LAPSE_S, Ledger, LedgerState
+from tiered_kv_fs.layout import BLOCK_PATH, EPOCH, EPOCH_NAME, NAMESPACE, SWEEP_NAME, TEMPORARY_PATH
+from tiered_kv_fs.ledger import LAPSE_S, SURVEY_INTERVAL_S, Ledger
 
-SURVEY_INTERVAL_S: Final = 600.0
-"""One of the processes that share the directory counts it at least this often."""
 _CANDIDATES_MAX: Final = 65_536
 """Files that one survey keeps as the next to evict; at most about 20 MB."""
 _EVICTED_AT_ONCE: Final = 256
-"""The time between two changes of the ledger."""
+"""Files evicted between two changes of the ledger."""
 
-_SHARD_PATH: Final = rf"(?P<epoch>{NAMESPACE.pattern}/{EPOCH.pattern})/{SHARD.pattern}"
-_BLOCK_PATH: Final = re.compile(rf"{_SHARD_PATH}/{BLOCK.pattern}")
-_TEMPORARY_PATH: Final = re.compile(
-    rf"{_SHARD_PATH}/{TEMPORARY_BLOCK.pattern}|({NAMESPACE.pattern}/)?{TEMPORARY.pattern}"
+# Paths below the shared directory.
+_BLOCK: Final = re.compile(f"{NAMESPACE.pattern}/{BLOCK_PATH.pattern}")
+_TEMPORARY: Final = re.compile(
+    f"{NAMESPACE.pattern}/{TEMPORARY_PATH.pattern}|({NAMESPACE.pattern}/)?{TEMPORARY.pattern}"
 )
-_EPOCH_PATH: Final = re.compile(rf"(?P<namespace>{NAMESPACE.pattern})/(?P<epoch>{EPOCH.pattern})")
+_EPOCH: Final = re.compile(f"{NAMESPACE.pattern}/{EPOCH.pattern}")
 
 
 class Sweep(Enum):
     """How an attempt to make room ended."""
 
     DONE = "there is room"
-    BUSY = "another process is at it"
-    FULL = "what can be removed is not enough"
+    BUSY = "another process sweeps, or the tier is closing"
+    FULL = "too few blocks can be removed"
 
 
 @dataclass(slots=True)
-class _Survey:
-    """The result of a survey: total bytes, the oldest blocks, unfinished files, directories of epochs.
-
-    `oldest` is a heap of (negated time of last use, path, size, time of last change), the newest first.
-    """
+class _Count:
+    """The content of the directory."""
 
     used_bytes: int = 0
     oldest: list[tuple[int, str, int, int]] = field(default_factory=list)
-    temporaries: list[tuple[str, os.stat_result]] = field(default_factory=list)
-    epochs: list[str] = field(default_factory=list)
+    """The oldest blocks, a heap with the newest first: negated time of last use, path, size, time of last change."""
+    temporaries: list[tuple[str, str | None, os.stat_result]] = field(default_factory=list)
+    """Unfinished files: path, writer (known for blocks), status."""
+    epochs: list[str] = field(default_factory=list)  # paths of their directories
 
 
 @dataclass(eq=False)
@@ -77,7 +74,7 @@ class Sweeper:
         self._is_stopped = threading.Event()
 
     def stop(self) -> None:
-        """Let a running sweep end soon, without a result; any thread."""
+        """Let a running sweep end early. Any thread."""
         self._is_stopped.set()
 
     def make_room(self, wanted_bytes: int) -> Sweep:
@@ -93,7 +90,7 @@ class Sweeper:
                 return Sweep.BUSY
             has_surveyed = False
             missing_bytes = self._missing_bytes(wanted_bytes)
-            if time.monotonic() >= self._candidates_until_s:
+            if time.monotonic() >= self._candidates_until_s:  # most of them may be gone
                 self._candidates.clear()
             while missing_bytes is None or missing_bytes > 0:
                 if self._is_stopped.is_set():
@@ -111,7 +108,7 @@ class Sweeper:
     def _missing_bytes(self, wanted_bytes: int) -> int | None:
         """Return how many bytes to remove so that `wanted_bytes` fit; None if a survey is needed first."""
         with self.ledger.locked() as state:
-            if state.total_bytes is None or is_survey_due(state):
+            if state.total_bytes is None or state.is_survey_due:
                 return None
             return max(0, state.total_bytes + wanted_bytes - self.capacity_bytes)
 
@@ -131,11 +128,9 @@ class Sweeper:
         found = self._count(live)
         if found is None:
             return
-        for path, status in found.temporaries:
-            match = _TEMPORARY_PATH.fullmatch(path)
-            assert match is not None, "it was found by this pattern"
-            is_left = match["owner"] not in state.holders and now_s - status.st_mtime > LAPSE_S
-            if is_left and remove(f"{self._root}/{path}"):
+        for path, owner, status in found.temporaries:
+            is_abandoned = owner not in state.holders and now_s - status.st_mtime > LAPSE_S
+            if is_abandoned and remove(f"{self._root}/{path}"):
                 found.used_bytes -= occupied_bytes(status)
         with self.ledger.locked() as state:
             if state.survey != word:
@@ -147,43 +142,30 @@ class Sweeper:
         self.counters.add("surveys_total")
         self._remove_dead_epochs(found.epochs, live)
 
-    def _count(self, live: set[str]) -> _Survey | None:
-        """Look at everything; return None if that was stopped."""
-        found = _Survey(occupied_bytes(os.lstat(self._root)))
+    def _count(self, live: set[str]) -> _Count | None:
+        """Walk the directory, and add epochs in use to `live`; return None if that was stopped."""
+        found = _Count(occupied_bytes(os.lstat(self._root)))
         for files in walk(self._root):
             for path, status in files:
                 found.used_bytes += occupied_bytes(status)
                 if stat.S_ISREG(status.st_mode):
-                    self._note_file(path, status, live, found)
-                elif _EPOCH_PATH.fullmatch(path) and stat.S_ISDIR(status.st_mode):
+                    _note_file(path, status, live, found)
+                elif _EPOCH.fullmatch(path) and stat.S_ISDIR(status.st_mode):
                     found.epochs.append(path)
-                    self._note_live(path, live)
+                    if self._is_joined(path):
+                        live.add(path)
             if self._is_stopped.is_set():
                 return None
         return found
 
-    def _note_file(self, path: str, status: os.stat_result, live: set[str], found: _Survey) -> None:
-        if match := _BLOCK_PATH.fullmatch(path):
-            used_ns = status.st_mtime_ns if match["epoch"] in live else 0
-            entry = (-used_ns, path, occupied_bytes(status), status.st_mtime_ns)
-            if len(found.oldest) < _CANDIDATES_MAX:
-                heapq.heappush(found.oldest, entry)
-            elif entry > found.oldest[0]:
-                heapq.heapreplace(found.oldest, entry)
-        elif _TEMPORARY_PATH.fullmatch(path):
-            found.temporaries.append((path, status))
-
-    def _note_live(self, epoch_path: str, live: set[str]) -> None:
-        """Add the epoch of a namespace's mark; if the mark cannot be read, add all epochs of that namespace."""
+    def _is_joined(self, epoch_path: str) -> bool:
+        """Return whether new processes join an epoch; true also if the namespace's mark cannot be read."""
         namespace, _, epoch = epoch_path.partition("/")
         try:
-            data = read_file(f"{self._root}/{namespace}/{EPOCH_NAME}", MARK_BYTES_MAX)
-            mark = EpochMark.decode(data) if data is not None else None
+            mark = EpochMark.decode(read_file(f"{self._root}/{namespace}/{EPOCH_NAME}", MARK_BYTES_MAX) or b"")
         except (OSError, FormatError):
-            live.add(epoch_path)
-            return
-        if mark is not None and mark.value == epoch:
-            live.add(epoch_path)
+            return True
+        return mark is not None and mark.value == epoch
 
     def _evict(self, wanted_bytes: int) -> None:
         """Remove some of the oldest files that were not used since they were listed."""
@@ -215,6 +197,14 @@ class Sweeper:
                     os.rmdir(path)
 
 
-def is_survey_due(state: LedgerState) -> bool:
-    """Return whether a survey is due; the file server's clock may have been set back."""
-    return not 0 <= state.now_s - state.surveyed_s < SURVEY_INTERVAL_S
+def _note_file(path: str, status: os.stat_result, live: set[str], found: _Count) -> None:
+    if _BLOCK.fullmatch(path):
+        epoch = path.rsplit("/", 2)[0]
+        used_ns = status.st_mtime_ns if epoch in live else 0
+        entry = (-used_ns, path, occupied_bytes(status), status.st_mtime_ns)
+        if len(found.oldest) < _CANDIDATES_MAX:
+            heapq.heappush(found.oldest, entry)
+        elif entry > found.oldest[0]:
+            heapq.heapreplace(found.oldest, entry)
+    elif match := _TEMPORARY.fullmatch(path):
+        found.temporaries.append((path, match["owner"], status))

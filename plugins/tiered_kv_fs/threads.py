@@ -1,4 +1,4 @@
-"""Threads for calls that may hang: an executor whose threads do not keep the process from ending."""
+"""An executor for calls that may hang: its threads do not keep the process from ending."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 class DaemonThreads(Executor):
     """Runs calls on daemon threads. The standard library's executor would wait at exit for calls that hang.
 
-    Each of the first calls starts a thread. The event loop's thread submits calls; any thread may call the rest.
-    Callers limit how many calls they make at once, so the queue needs no limit.
+    Each of the first calls starts a thread. Only the event loop's thread submits calls. Callers limit how many calls
+    they make at once, so the queue needs no limit.
     """
 
     def __init__(self, name: str, threads_max: int) -> None:
@@ -28,11 +28,7 @@ class DaemonThreads(Executor):
         self._threads: list[threading.Thread] = []
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Let a thread call `function`.
-
-        Raises:
-            RuntimeError: No thread can be started, and there is none.
-        """
+        """As in `Executor`; raises `RuntimeError` if there is no thread, and none can be started."""
         if len(self._threads) < self._threads_max:
             thread = threading.Thread(target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True)
             try:
@@ -46,7 +42,7 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let the threads end once no call waits; `join` waits for them."""
+        """Let the threads end when the queue is empty; `join` waits for them."""
         for _ in self._threads:
             self._calls.put(None)
 

@@ -27,7 +27,7 @@ from tiered_kv_fs.threads import DaemonThreads
 T = TypeVar("T")
 
 _PART_BYTES: Final = 256 << 10
-"""Bytes of one call to a thread: several small blocks, because the call costs as much as 64 KiB."""
+"""Bytes of one call to a thread: several small blocks, because the call costs as much as a block of 64 KiB."""
 _GRANT_BYTES_MAX: Final = 64 << 20
 _GRANTS_MIN: Final = 16
 """The least number of grants in a capacity."""
@@ -35,7 +35,7 @@ _SMALL_THINGS_BYTES: Final = 8 * OPENING_BYTES
 """Bytes of the least capacity for the small files of several processes, and for directories."""
 _ROOM_TIMEOUT_MAX_S: Final = 5.0
 _LOOKUPS_MAX: Final = 8
-"""Calls for lookups that run at once; each takes a thread, and so transfers cannot hold lookups up."""
+"""Calls for lookups that run at once, each on a thread beside those for transfers, which cannot delay lookups."""
 _LOOKUP_KEYS: Final = 64
 """Keys in one call to a thread: on a network file system each may be a round trip."""
 _KEEPER_THREADS: Final = 2
@@ -46,18 +46,18 @@ _COUNTERS_BY_LABEL: Final = ("corrupt_blocks_total", "unreadable_blocks_total", 
 
 
 class Sizing(NamedTuple):
-    """The sizes for a capacity: blocks in a part of a job, bytes that a store may take, bytes of one grant."""
+    """The sizes that follow from a capacity."""
 
-    part_blocks: int
-    room_bytes: int
-    grant_bytes: int
+    part_blocks: int  # blocks in a part of a job
+    room_bytes: int  # bytes that storing a block may take
+    grant_bytes: int  # bytes of one grant
 
     @classmethod
-    def of(cls, capacity_bytes: int, block_bytes: int, overhead_bytes: int = 0) -> Sizing:
-        """Return the sizes for a capacity. A stored block exceeds its size by `overhead_bytes` at most.
+    def of(cls, capacity_bytes: int, block_bytes: int, overhead_bytes: int) -> Sizing:
+        """Return the sizes for a capacity; a stored block exceeds its size by `overhead_bytes` at most.
 
         Raises:
-            ConfigError: It is too small.
+            ConfigError: The capacity is too small.
         """
         room_bytes = room_bytes_of(block_bytes + overhead_bytes)
         least_bytes = _SMALL_THINGS_BYTES + _GRANTS_MIN * room_bytes
@@ -144,7 +144,7 @@ class FsTier(AsyncTier):
         used_bytes = 0
         try:
             async with self._transfer_slots:
-                used_bytes = room_bytes  # the filled bytes are not known unless the call returns
+                used_bytes = room_bytes  # the filled bytes are unknown unless the call returns
                 store = self._call(self._store_part, self.part_epoch, self.part_deadline, keys, blocks)
                 moved = await uninterrupted(store)
                 used_bytes = moved.used_bytes
@@ -172,7 +172,7 @@ class FsTier(AsyncTier):
             self._threads.shutdown()
 
     async def _contains(self, deadline: float, keys: Sequence[OffloadKey]) -> list[bool]:
-        async with self._lookup_slots:  # held until the thread has ended, also by a lookup whose time is over
+        async with self._lookup_slots:  # held until the call has returned, also after the lookup's deadline
             return await uninterrupted(self._call(self._contains_part, deadline, keys))
 
     def _call(self, function: Callable[..., T], *arguments: Any) -> Awaitable[T]:  # Any: the function's

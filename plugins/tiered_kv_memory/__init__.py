@@ -1,4 +1,4 @@
-"""The memory tier: it keeps blocks as records in this process's memory. It is the reference for other tiers."""
+"""The memory tier: block records in this process's memory. An example for authors of tiers."""
 
 from __future__ import annotations
 

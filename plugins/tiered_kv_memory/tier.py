@@ -1,4 +1,4 @@
-"""A secondary tier in a dictionary. It uses everything that the contract offers."""
+"""A secondary tier in a dictionary. It uses everything that the interface offers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tiered_kv_memory.settings import MemorySettings
 @dataclass(slots=True, eq=False)
 class _Record:
     data: bytearray
-    readers: int = 0
+    readers: int = 0  # loads in flight
     is_read: bool = False
-    is_dropped: bool = False
+    is_removed: bool = False
 
 
 class MemoryTier(BlockingTier):
@@ -44,8 +44,8 @@ class MemoryTier(BlockingTier):
             raise ConfigError(
                 f"{self._capacity_bytes} bytes do not hold one record of {record_bytes} bytes", location="capacity"
             )
-        # Oldest use first. Any thread may read it. It is changed under `_records_lock`, but `touch` reorders it without
-        # the lock. The attributes below are read and changed under the lock.
+        # Oldest use first. Any thread reads it without a lock, and `touch` reorders it. Other changes need
+        # `_records_lock`, as do the attributes below.
         self._records: OrderedDict[OffloadKey, _Record] = OrderedDict()
         self._records_lock = threading.Lock()
         self._used_bytes = 0  # records, removed records that are still being read, and stores in flight
@@ -55,7 +55,7 @@ class MemoryTier(BlockingTier):
     # Worker threads.
 
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        # Backwards, so that the head of a prefix, without which its tail is worthless, is evicted last.
+        # Backwards: the head of a prefix is evicted last, because its tail is worthless without it.
         return _each(self._store, keys[::-1], blocks[::-1])
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
@@ -86,7 +86,7 @@ class MemoryTier(BlockingTier):
         with self._records_lock:
             self.begin_epoch()
             while self._records:
-                self._forget(self._records.popitem(last=False)[1])
+                self._release(self._records.popitem(last=False)[1])
             self._events.clear()
         return True
 
@@ -112,7 +112,7 @@ class MemoryTier(BlockingTier):
     # Records.
 
     def _store(self, key: OffloadKey, block: memoryview) -> str:
-        """Keep one block; return why not, or an empty string."""
+        """Store one block; return the reason for a failure, or an empty string."""
         reserved = HEADER_BYTES + len(block) + self._codecs.overhead_bytes
         with self._records_lock:
             if key in self._records:
@@ -137,7 +137,7 @@ class MemoryTier(BlockingTier):
                 self._used_bytes -= reserved - kept
 
     def _load(self, key: OffloadKey, block: memoryview) -> str:
-        """Put one block into place; return why not, or an empty string."""
+        """Load one block; return the reason for a failure, or an empty string."""
         with self._records_lock:
             record = self._records.get(key)
             if record is None:
@@ -150,29 +150,29 @@ class MemoryTier(BlockingTier):
         status = decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
         with self._records_lock:
             record.readers -= 1
-            if record.is_dropped and not record.readers:
+            if record.is_removed and not record.readers:
                 self._used_bytes -= len(record.data)
             if status is not RecordStatus.OK and self._records.get(key) is record:
                 self._counters.add("corrupt_blocks_total", status.value)
-                self._forget(self._records.pop(key))
+                self._release(self._records.pop(key))
                 self._events.removed((key,))
         return "" if status is RecordStatus.OK else status.value
 
     def _make_room(self, wanted_bytes: int) -> bool:
-        """Evict until `wanted_bytes` more fit, if they can; under the lock."""
+        """Locked. Evict until `wanted_bytes` fit; return whether they do."""
         while self._used_bytes + wanted_bytes > self._capacity_bytes:
             if not self._records:
                 return False
             key, record = self._records.popitem(last=False)
-            self._forget(record)
+            self._release(record)
             self._events.removed((key,))
             self._counters.add("evicted_blocks_total")
             self._counters.add("wasted_bytes_total", count=0 if record.is_read else len(record.data))
         return True
 
-    def _forget(self, record: _Record) -> None:
-        """Account for a record that left the index; it takes room until its last reader has ended. Under the lock."""
-        record.is_dropped = True
+    def _release(self, record: _Record) -> None:
+        """Locked. Release the memory of a removed record, at once or after its last load."""
+        record.is_removed = True
         if not record.readers:
             self._used_bytes -= len(record.data)
 
@@ -180,7 +180,6 @@ class MemoryTier(BlockingTier):
 def _each(
     transfer: Callable[[OffloadKey, memoryview], str], keys: Sequence[OffloadKey], blocks: Sequence[memoryview]
 ) -> Outcome:
-    """Store or load one block after the other; `transfer` returns why one failed, or an empty string."""
     results = [(key, transfer(key, block)) for key, block in zip(keys, blocks, strict=True)]
     reasons = [failure for _, failure in results if failure]
     return Outcome([key for key, failure in results if not failure], reasons[-1] if reasons else "")

@@ -1,15 +1,13 @@
-"""Administration of a tier's directory without a stack: look at its namespace, check and delete the blocks.
+"""Administration of a directory without a stack: survey, verify and purge its blocks.
 
-A purge needs the directory's lock, so no stack has it open. It deletes the segment files, the epoch, and last the
-marker, so that an interrupted purge can be repeated. Then any namespace can claim the empty directory. The lock stays,
-because another process may be waiting for it. If there are foreign files, the marker stays too: without it the
-directory would be refused.
+A purge needs the directory's lock, so no stack has it open. It deletes the segment files, then the epoch, then the
+marker, so that an interrupted purge can be repeated. The lock file stays, because another process may wait for it.
+The marker stays beside foreign files: without it the directory would be refused.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Mapping
 from contextlib import closing, nullcontext, suppress
@@ -22,7 +20,7 @@ from tiered_kv.tiering.administration import (
     Survey,
     TierAdministration,
     Verification,
-    believed,
+    matching_description,
 )
 from tiered_kv.toolkit.claimed import LOST_AND_FOUND, Identity
 from tiered_kv.toolkit.inspection import Census
@@ -30,39 +28,39 @@ from tiered_kv_nvme.directory import (
     LOCK_NAME,
     MARKER_NAME,
     Directory,
-    claimed,
-    give_back,
+    claimed_directory,
+    release_lock,
     remove_leftovers,
+    segment_pattern,
     take_lock,
 )
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.inspection import Inspection
 from tiered_kv_nvme.settings import NvmeSettings
 
-_UNTOLD: Final = "only the process that has the directory open knows when a block was used"
-_NAMED_MAX: Final = 8
-"""How many of the entries that are left are named."""
+_USES_UNKNOWN: Final = "only the process that has the directory open knows when a block was used"
+_FOREIGN_NAMED_MAX: Final = 8
 
 
 class NvmeAdministration(TierAdministration):
-    """The directory of an nvme tier. It is looked at without its lock; purges and repairs need it."""
+    """The directory of an nvme tier. Purges and repairs need its lock; surveys do not."""
 
     def __init__(self, settings: NvmeSettings) -> None:
         self._settings = settings
-        self._claimed = claimed(settings.path, settings.name)
+        self._claimed = claimed_directory(settings.path, settings.name)
         self._path = self._claimed.path
 
     def purge(self, digest: str, deadline: float) -> Purged:
         with self._claimed.opened("purge") as fd:
             if fd is None or MARKER_NAME not in os.listdir(fd):
                 return Purged(0, 0)
-            self._claimed.check(fd)  # a lock file of root would refuse its user's stacks
+            self._claimed.check(fd)  # do not leave a lock file of root in another user's directory
             lock_fd = take_lock(fd, self._path, self._claimed.tier)
             try:
                 found, _ = self._marker(fd)
                 return self._purge(fd, digest, deadline) if found == digest else Purged(0, 0)
             finally:
-                give_back(lock_fd)
+                release_lock(lock_fd)
 
     def survey(self, deadline: float, only: str | None = None) -> Survey:
         census, segments = Census(), None
@@ -70,10 +68,10 @@ class NvmeAdministration(TierAdministration):
         with self._claimed.opened("survey") as fd:
             digest, fields = self._marker(fd)
             if fd is not None and digest and only in (None, digest):
-                described = believed(fields.get("namespace"), digest)
+                described = matching_description(fields.get("namespace"), digest)
                 identity = self._identity(digest, fields)
                 segments = Inspection(fd, self._path, self._claimed.tier, identity, deadline).count(census)
-        return census.survey(lambda _: described, _UNTOLD, segments)
+        return census.survey(lambda _: described, _USES_UNKNOWN, segments)
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
         with self._claimed.opened("verify") as fd:
@@ -119,9 +117,9 @@ class NvmeAdministration(TierAdministration):
             os.unlink(EPOCH_NAME, dir_fd=fd)
         notes: tuple[str, ...] = ()
         if foreign := sorted(set(os.listdir(fd)) - {LOCK_NAME, MARKER_NAME, LOST_AND_FOUND}):
-            left += [f"{self._path}/{name}, which is not this tier's" for name in foreign[:_NAMED_MAX]]
-            if len(foreign) > _NAMED_MAX:
-                left.append(f"{len(foreign) - _NAMED_MAX} more such entries")
+            left += [f"{self._path}/{name}, which is not this tier's" for name in foreign[:_FOREIGN_NAMED_MAX]]
+            if len(foreign) > _FOREIGN_NAMED_MAX:
+                left.append(f"{len(foreign) - _FOREIGN_NAMED_MAX} more such entries")
             notes = (f"{self._path}/{MARKER_NAME}, which says whose blocks these were, stays beside foreign files",)
         else:
             with suppress(FileNotFoundError):
@@ -130,10 +128,10 @@ class NvmeAdministration(TierAdministration):
         return Purged(None, size_bytes, tuple(left), notes)
 
     def _marker(self, fd: int | None) -> tuple[str, Mapping[str, object]]:
-        """Return the namespace of the directory's blocks and the marker's fields; "" if it holds no blocks.
+        """Return the digest of the namespace and the marker's fields; "" if there is no directory or no marker.
 
         Raises:
-            FormatError: It is not a tier's, or of another format version.
+            FormatError: The marker is damaged or of another format version, or is missing beside foreign files.
         """
         fields = None if fd is None else self._claimed.marker(fd)
         if fields is None:
@@ -145,7 +143,7 @@ class NvmeAdministration(TierAdministration):
 
 
 def _segments(fd: int, digest: str) -> list[tuple[str, os.stat_result]]:
-    pattern = re.compile(rf"segment-{digest[:8]}-\d{{6}}\.kv")
+    pattern = segment_pattern(bytes.fromhex(digest))
     return [
         (name, os.stat(name, dir_fd=fd, follow_symlinks=False))
         for name in sorted(os.listdir(fd))

@@ -1,7 +1,7 @@
-"""The epoch of a directory: a number that every batch carries; see `tiered_kv.toolkit.epoch`.
+"""The epoch of a directory: a number in each batch. A batch of another epoch holds no valid block.
 
-A batch whose epoch is not the directory's holds no valid block. So a reset of the cache is one small write to a file.
-It is buffered: the kernel's page cache survives the process, and `sync` makes the write survive a power failure.
+So a reset of the cache is one small write to the page cache, which survives the process. A flush makes it survive a
+power failure. See `tiered_kv.toolkit.epoch`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ EPOCH_NAME = "epoch"
 
 
 class DirectoryEpoch:
-    """The epoch of an open directory that this process owns, and the file that keeps its mark, an `EpochStore`.
+    """The epoch of a directory that this process owns, and the file that keeps its mark (an `EpochStore`).
 
-    The file is one page, preallocated, so that a full disk does not refuse it. `renew` belongs to the scheduler's
-    thread; one other thread at a time calls the rest.
+    The file is preallocated, so that a full disk cannot refuse a reset. The scheduler's thread calls `renew`; one
+    other thread at a time calls the rest.
 
     Raises:
         FormatError: Another version of this project wrote the mark.
@@ -34,38 +34,30 @@ class DirectoryEpoch:
         self._directory_fd = directory_fd
         self._fd = os.open(EPOCH_NAME, OPEN_FLAGS | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
         self._epoch = Epoch(self)
-        self._flushed: int | None = None  # what the file says after a loss of power, as far as is known
+        self._flushed: int | None = None  # the last epoch that is known to be on the device
         try:
             if check_file(self._fd, EPOCH_NAME).st_size != PAGE_BYTES:
                 os.ftruncate(self._fd, 0)
                 os.posix_fallocate(self._fd, 0, PAGE_BYTES)
-            self.value = self.save()
-            """The epoch of what is stored now."""
-            self.sync()  # a process that was killed may not have come to it
+            self.value = self._save()
+            """The epoch of blocks that are stored now."""
+            self.sync()  # the process before may have been killed before its flush
         except BaseException:
             os.close(self._fd)
             raise
 
     def renew(self) -> int:
-        """Void everything that was stored before, and return the new epoch; `save` writes it. No I/O."""
+        """Begin a new epoch and return it; `sync` writes it. No I/O."""
         self.value = int(self._epoch.renew(), 16)
         return self.value
 
-    def save(self) -> int:
-        """Write the epoch where a process that is killed does not lose it, one small buffered write; return it.
-
-        Raises:
-            OSError: It is not in the file; the next call tries again.
-        """
-        return int(self._epoch.saved_value(math.inf), 16)
-
     def sync(self) -> None:
-        """Wait until the epoch is on the device.
+        """Write the epoch if the file does not have it yet, and flush it.
 
         Raises:
-            OSError: It is not.
+            OSError: The write or the flush failed; the next call tries again.
         """
-        value = self.save()
+        value = self._save()
         try:
             os.fdatasync(self._fd)
         except OSError:
@@ -74,10 +66,10 @@ class DirectoryEpoch:
         self._flushed = value
 
     def close(self) -> None:
-        """Close the file. Where the epoch cannot be flushed, remove the file: who opens next begins a new epoch.
+        """Flush and close the file; if that fails, remove it: the next opening then begins a new epoch.
 
         Raises:
-            OSError: It cannot be removed, or not for certain. Then what was reset may come back.
+            OSError: The removal failed, or may not survive a power failure. Blocks from before a reset may come back.
         """
         if self._flushed != self.value:
             with suppress(OSError):
@@ -87,7 +79,11 @@ class DirectoryEpoch:
             os.unlink(EPOCH_NAME, dir_fd=self._directory_fd)
             os.fsync(self._directory_fd)
 
-    # The epoch's store.
+    def _save(self) -> int:
+        """Write the epoch if the file does not have it yet, and return it."""
+        return int(self._epoch.saved_value(math.inf), 16)
+
+    # `EpochStore`.
 
     def read(self, deadline: float) -> bytes:
         return os.pread(self._fd, MARK_BYTES_MAX, 0).rstrip(b"\0")

@@ -1,4 +1,4 @@
-"""Segment files: made, opened, given a new generation, sealed, deleted."""
+"""Segment files: create, open, renew, seal and delete them."""
 
 from __future__ import annotations
 
@@ -28,30 +28,26 @@ class NoSegment(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SegmentFiles:
-    """The segment files of a directory. Used by the thread that opens it, and then by the reclaimer alone."""
+    """The segment files of a directory. Recovery's threads use it, later the reclaimer alone."""
 
     disk: Disk
     directory: Directory
-    is_direct: bool  # whether they are opened for direct I/O
+    is_direct: bool  # whether to open them with O_DIRECT
     counters: Counters
-    segment_bytes: int  # the size of the files made from now on
-    capacity_bytes: int  # what the directory may occupy with everything in it
+    segment_bytes: int  # of new files
+    capacity_bytes: int  # of the whole directory
 
     def create(self, taken: Set[int], generation: int) -> Segment | NoSegment:
-        """Make and preallocate the file of a free segment, if the capacity has room for it.
-
-        `taken` are the slots of all segments. A segment file in another slot is one that could not be deleted.
-        """
-        slot = -1
+        """Create and preallocate a free segment, in a slot that is not `taken`, if the capacity has room for it."""
+        slot = fd = -1
         flags = OPEN_FLAGS | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.is_direct else 0)
-        fd = -1
         try:
             listing = self.directory.list()
             if listing.claimed_bytes + self.segment_bytes + SEGMENT_RESERVE_BYTES > self.capacity_bytes:
                 return NoSegment.AT_CAPACITY
-            slot = next(slot for slot in itertools.count() if slot not in taken and slot not in listing.segments)
-            name = self.directory.segment_name(slot)
-            fd = os.open(name, flags, FILE_MODE, dir_fd=self.directory.fd)
+            used = taken | {*listing.segments}  # files in no pool are those whose deletion failed
+            slot = next(slot for slot in itertools.count() if slot not in used)
+            fd = os.open(self.directory.segment_name(slot), flags, FILE_MODE, dir_fd=self.directory.fd)
             self.disk.fallocate(fd, self.segment_bytes)
             segment = Segment(slot, fd, self.segment_bytes, generation)
             self._write_header(segment, generation)
@@ -67,11 +63,10 @@ class SegmentFiles:
         return segment
 
     def excess_bytes(self) -> int:
-        """Return by how much the directory's claims are over the capacity; negative for room left."""
+        """Return the bytes by which the directory may exceed the capacity; negative if there is room."""
         return self.directory.list().claimed_bytes - self.capacity_bytes
 
     def open(self, slot: int) -> int:
-        """Open an existing segment file and return its descriptor."""
         name = self.directory.segment_name(slot)
         flags = OPEN_FLAGS | os.O_NONBLOCK | (os.O_DIRECT if self.is_direct else 0)
         fd = os.open(name, flags, dir_fd=self.directory.fd)
@@ -83,10 +78,9 @@ class SegmentFiles:
         return fd
 
     def renew(self, segment: Segment, generation: int) -> bool:
-        """Write the header of the segment's next use; return whether that succeeded.
+        """Write and flush the header of the segment's next use; return whether that succeeded.
 
-        It is on the device before any batch of the new generation is. So no process ever uses the old
-        generation's summary for the new content.
+        The flush comes before any batch of the new generation, so the old summary is never read with new content.
         """
         try:
             self._write_header(segment, generation)
@@ -96,17 +90,17 @@ class SegmentFiles:
         return True
 
     def seal(self, segment: Segment) -> bool:
-        """Write the summary of a segment that gets no more batches; return whether that succeeded.
+        """Flush the batches of a full segment and write its summary; return whether that succeeded.
 
-        Payloads are on the device before the summary is, so the listed blocks can be loaded after a power failure too.
-        A truncated file gets no summary: the write would extend it, and it would look complete.
+        The flush comes first, so that the listed blocks can be loaded after a power failure.
+        A truncated file gets no summary: the write would extend the file, which would then look complete.
         """
         if segment.damaged:
             return False
         table = segment.table.encode()
         table_bytes = pages(len(table))
         if segment.end_offset + table_bytes + PAGE_BYTES > segment.segment_bytes:
-            return False  # the header has a smaller size than was written: a summary would overwrite payloads
+            return False  # the file's header has a wrong, smaller size: a summary would overwrite payloads
         buffer = Scratch().take(table_bytes + PAGE_BYTES)
         buffer[: len(table)] = table
         buffer[len(table) : table_bytes] = bytes(table_bytes - len(table))
@@ -130,7 +124,6 @@ class SegmentFiles:
         return True
 
     def delete(self, segment: Segment) -> None:
-        """Close the file and free its space."""
         try:
             os.close(segment.fd)
         except OSError:
@@ -144,7 +137,7 @@ class SegmentFiles:
         self.counters.add("discarded_segments_total")
 
     def unlink(self, slot: int) -> bool:
-        """Remove a file's name; return whether it has none now."""
+        """Delete a file if it exists; return whether that succeeded."""
         try:
             with suppress(FileNotFoundError):
                 os.unlink(self.directory.segment_name(slot), dir_fd=self.directory.fd)

@@ -1,17 +1,15 @@
-"""Inspection of a directory: counts its blocks, and checks them, also while a process uses it.
+"""Inspection of a directory: counts and checks its blocks, also while a process uses it.
 
-Reading needs no lock. A segment may be reclaimed and filled again meanwhile. The header of its next generation is
-on the device before any batch of it. So a reader looks at the generation after it has read a piece, and ignores the
-piece if the generation has changed. The last batch of a segment may be incomplete, and ends it, as in recovery.
+Reading needs no lock. A segment may be reclaimed and filled again meanwhile, but its new header is written first. So
+after each read, the reader compares the generation in the header, and ignores what it read if that has changed.
 
-Deleting a block needs the lock. It writes the summary of the block's segment again, without the block.
+Deleting a block needs the lock. It rewrites the summary of the block's segment without the block.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -28,15 +26,15 @@ from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv.toolkit.inspection import Census
 from tiered_kv.toolkit.small_files import read_file
 from tiered_kv.toolkit.status import RecordStatus
-from tiered_kv_nvme.counters import COUNTERS, COUNTERS_BY_LABEL
-from tiered_kv_nvme.directory import OWN_NAMES, Directory
-from tiered_kv_nvme.disk import OPEN_FLAGS, Disk, Scratch, read_fully
+from tiered_kv_nvme.directory import OWN_NAMES, Directory, segment_pattern
+from tiered_kv_nvme.disk import OPEN_FLAGS, Disk, Scratch
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.files import SegmentFiles
-from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentHeader, pages
-from tiered_kv_nvme.reader import decode_payload, neighbours
+from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentHeader
+from tiered_kv_nvme.reader import decode_payload, neighbours, read_payloads
 from tiered_kv_nvme.recovery import SegmentScan
 from tiered_kv_nvme.segment import Segment
+from tiered_kv_nvme.store import COUNTERS, COUNTERS_BY_LABEL
 
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _CHANGED: Final = "segments were written again meanwhile; the blocks that they held before were not checked"
@@ -44,7 +42,7 @@ _CHANGED: Final = "segments were written again meanwhile; the blocks that they h
 
 @dataclass(eq=False)
 class Inspection:
-    """The inspection of a directory that is marked with `identity`. One thread."""
+    """The inspection of a directory whose marker has `identity`. One thread."""
 
     fd: int  # of the directory
     path: str
@@ -54,15 +52,14 @@ class Inspection:
 
     def __post_init__(self) -> None:
         self._digest = self.identity.digest.hex()
-        self._pattern = re.compile(rf"segment-{self._digest[:8]}-(\d{{6}})\.kv")
-        self._counters = Counters(COUNTERS, COUNTERS_BY_LABEL)  # which nobody reads
-        self._span = Scratch()
+        self._pattern = segment_pattern(self.identity.digest)
+        self._counters = Counters(COUNTERS, COUNTERS_BY_LABEL)  # not reported
+        self._scratch = Scratch()
         data = read_file(f"{self.path}/{EPOCH_NAME}", PAGE_BYTES)
         mark = EpochMark.decode((data or b"")[:MARK_BYTES_MAX].rstrip(b"\0"))
-        self._epoch = 0 if mark is None else int(mark.value, 16)  # without a mark no block can be loaded
+        self._epoch = 0 if mark is None else int(mark.value, 16)  # without a mark no block is valid
 
     def count(self, census: Census) -> SurveyedSegments:
-        """Count the blocks of the directory's epoch, and everything else in it."""
         files = size_bytes = free = unusable = filled_bytes = 0
         for entries in walk(f"/proc/self/fd/{self.fd}"):
             for name, status in entries:
@@ -72,7 +69,7 @@ class Inspection:
                     census.add(self._digest, status.st_blocks * 512, 0)
                 elif name not in OWN_NAMES | {LOST_AND_FOUND}:
                     census.add_foreign(name, status.st_blocks * 512)
-        scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters, has_payloads=False)
+        scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters, checks_payloads=False)
         for _, fd, segment in self._segments(scan, "survey"):
             if segment is None:
                 unusable += _is_damaged(fd)
@@ -84,7 +81,7 @@ class Inspection:
         return SurveyedSegments(files, free, unusable, size_bytes, filled_bytes)
 
     def verify(self, codecs: CodecSet, verification: Verification, owned: Directory | None) -> None:
-        """Check the payload of every block that can be loaded; in the `owned` directory delete the damaged ones."""
+        """Check the payload of every valid block; if the directory is `owned`, delete damaged blocks."""
         files = None if owned is None else SegmentFiles(Disk(), owned, False, self._counters, 0, 0)
         scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters)
         self._codecs, self._block = codecs, Scratch().take(self.identity.block_bytes)
@@ -101,10 +98,10 @@ class Inspection:
                     files.discard(slot)
                 if not len(segment.table) or files.seal(segment):
                     verification.repaired += len(damaged)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # a whole disk in the page cache would displace the rest
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # spare the page cache
 
     def _damaged(self, segment: Segment, verification: Verification) -> Iterator[int]:
-        """Check a segment's blocks; yield the numbers of those to delete."""
+        """Check a segment's blocks; yield the ordinals of blocks to delete."""
         table = segment.table
         order = sorted(range(len(table)), key=table.offsets.__getitem__)
         for run in neighbours(table, order):
@@ -120,19 +117,16 @@ class Inspection:
             self._check_time("verify")
 
     def _read(self, segment: Segment, run: Sequence[int]) -> list[RecordStatus | str]:
-        """Return what is found of some entries that lie one behind the other."""
+        """Read and verify some neighbouring entries; return a status for each."""
         entries = [segment.table[ordinal] for ordinal in run]
-        start = entries[0].offset // PAGE_BYTES * PAGE_BYTES
-        span = self._span.take(pages(max(entry.offset + entry.stored_bytes for entry in entries)) - start)
         try:
-            span = span[: read_fully(Disk(), segment.fd, [span], start)]
+            payloads = read_payloads(Disk(), self._scratch, segment.fd, entries)
         except OSError:
             if len(run) == 1:
                 return ["io_error"]
             return [found for ordinal in run for found in self._read(segment, [ordinal])]
         found: list[RecordStatus | str] = []
-        for ordinal, entry in zip(run, entries, strict=True):
-            payload = span[entry.offset - start : entry.offset - start + entry.stored_bytes]
+        for ordinal, entry, payload in zip(run, entries, payloads, strict=True):
             key = segment.table.keys[ordinal]
             found.append(decode_payload(entry, key, payload, self._block, self.identity.digest, self._codecs))
         return found
@@ -140,7 +134,7 @@ class Inspection:
     def _segments(
         self, scan: SegmentScan, operation: str, *, for_writing: bool = False
     ) -> Iterator[tuple[int, int, Segment | None]]:
-        """Yield the slot and an open descriptor of each segment file, and what `scan` reads there."""
+        """Yield the slot and an open descriptor of each segment file, and the segment that `scan` reads there."""
         flags = OPEN_FLAGS if for_writing else _READ_FLAGS
         for name in sorted(os.listdir(self.fd)):
             match = self._pattern.fullmatch(name)
@@ -168,13 +162,12 @@ class Inspection:
 def _without(table: EntryTable, ordinals: set[int]) -> EntryTable:
     left = EntryTable()
     kept = [ordinal for ordinal in range(len(table)) if ordinal not in ordinals]
-    used = [table.used[ordinal] for ordinal in kept]
-    left.append([table.keys[ordinal] for ordinal in kept], [table[ordinal] for ordinal in kept], used)
+    left.append([table.keys[ordinal] for ordinal in kept], [table[ordinal] for ordinal in kept], [0] * len(kept))
     return left
 
 
 def _is_damaged(fd: int) -> bool:
-    """Return whether a file has no sound header; one that was never written has only zeros there."""
+    """Return whether a file's header is damaged; a header of zeros was never written."""
     page = _first_page(fd)
     return SegmentHeader.decode(page) is None and any(page)
 

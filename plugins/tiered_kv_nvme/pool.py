@@ -1,7 +1,7 @@
-"""The segments, and their use: room for writers, pins for readers, order for the reclaimer.
+"""The segment pool: reservations for writers, pins for readers, and the order of reclaiming.
 
-One condition, `SegmentPool.changed`, guards the segments and the index. It is held for microseconds, never
-across I/O. Callers of methods whose docstring begins with "Locked" hold it.
+One condition, `SegmentPool.changed`, guards the segments and the index. Threads hold it for microseconds, never across
+I/O. The caller of a method whose docstring begins with "Locked" holds it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from tiered_kv_nvme.layout import BatchHeader, Entry, batch_header_bytes
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
 from tiered_kv_nvme.worth import READ, Worth
 
-SEGMENTS_TO_RELOCATE = 3
+FREE_SEGMENTS = 2
+"""Free segments that the reclaimer keeps: one for stores, one for relocations."""
+_SEGMENTS_TO_RELOCATE = 3
 """One to reclaim, one for its used blocks, one for stores."""
 
 
 class Stream(Enum):
-    """A kind of writer. Each has its own segment, so that stores cannot take the room of blocks that move."""
+    """A kind of writer. Each has a segment, so that stores cannot take the space of relocated blocks."""
 
     STORES = "stores"
     RELOCATIONS = "relocations"
@@ -34,9 +36,9 @@ class Stream(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Room for one batch, which its holder must `commit` or `abandon`; the header says where, and for how many blocks.
+    """Space for one batch; `header` has its offset and its number of blocks. End it by `commit` or `abandon`.
 
-    Its segment is neither sealed nor reclaimed before it ends.
+    Until then, the segment is neither sealed nor reclaimed.
     """
 
     segment: Segment
@@ -45,26 +47,20 @@ class Reservation:
 
 
 class SegmentPool:
-    """All segments of a directory, of which the reclaimer keeps `free_target` free.
+    """All segments of a directory, with the index of their blocks."""
 
-    With `wants_events` somebody takes the `events`.
-    """
-
-    def __init__(
-        self, digest: bytes, epoch: int, free_target: int, worth: Worth, *, wants_events: bool = False
-    ) -> None:
+    def __init__(self, digest: bytes, epoch: int, worth: Worth, *, wants_events: bool = False) -> None:
         self.changed = threading.Condition(threading.Lock())
         self.digest = digest
         self.epoch = epoch
         self.closed = False
-        self.free_target = free_target
         self.segments: dict[int, Segment] = {}
+        """By slot."""
         self.index = Index()
         self.worth = worth
         self.events = EventLog(wants_events)
-        """What entered and left the index."""
-        self.generation = 0
-        """The greatest generation so far."""
+        """Additions to and removals from the index."""
+        self._generation = 0  # the greatest so far
         self._growth_refused = False
         self._ages = itertools.count()
         self._free: deque[Segment] = deque()
@@ -73,13 +69,13 @@ class SegmentPool:
     # For writers.
 
     def reserve(self, demand: Demand, epoch: int, timeout_s: float, stream: Stream) -> Reservation | None:
-        """Take room for as many blocks of `demand` as the stream's active segment still holds, at least one.
+        """Reserve space for as many blocks of `demand` as the stream's active segment can hold, at least one.
 
-        Waits at most `timeout_s` for a free segment. Returns None if none became or can become free in time, the cache
-        was reset since `epoch`, or the pool is closed.
+        Waits at most `timeout_s` for a free segment. Returns None if none became or can become free in time, if the
+        cache was reset since `epoch`, or if the pool is closed.
         """
         deadline = time.monotonic() + timeout_s
-        spare = int(stream is Stream.STORES)  # free segments that it leaves to the other
+        spare = int(stream is Stream.STORES)  # stores leave one free segment to relocations
         with self.changed:
             while not self.closed and epoch == self.epoch:
                 active = self._active.get(stream)
@@ -104,9 +100,9 @@ class SegmentPool:
         states: Sequence[int],
         old_places: Sequence[int] | None,
     ) -> bool:
-        """End a reservation whose batch is written, and make its blocks known; return whether they are still valid.
+        """End a reservation after its batch was written, and add its blocks to the index.
 
-        Those that moved from `old_places` are known only if they were still there.
+        Relocated blocks are added only if they are still at `old_places`. Returns False after a reset or `close`.
         """
         segment = reservation.segment
         with self.changed:
@@ -125,8 +121,8 @@ class SegmentPool:
     def abandon(self, reservation: Reservation) -> None:
         """Locked. End a reservation whose batch was not completely written.
 
-        If it was the last reservation, its room is used again. Otherwise it is a hole that ends a
-        scan. So no batch is added to the segment any more, and its summary lists the batches after the hole.
+        If no later reservation follows, its space is used again. Otherwise it is a hole, which ends a scan by batches:
+        no batch is added to the segment any more, and its summary lists the batches after the hole.
         """
         segment, header = reservation.segment, reservation.header
         if segment.end_offset == header.offset + header.batch_bytes:
@@ -134,9 +130,8 @@ class SegmentPool:
             segment.sequence = header.sequence
             segment.reserved_blocks -= header.entry_count
             segment.key_bytes -= reservation.key_bytes
-        else:
-            for stream in [stream for stream, active in self._active.items() if active is segment]:
-                self._retire(stream)
+        elif segment.state is SegmentState.ACTIVE:
+            self._retire(next(stream for stream, active in self._active.items() if active is segment))
         self._end_write(segment)
 
     def _take(self, segment: Segment, demand: Demand, count: int) -> Reservation:
@@ -165,7 +160,7 @@ class SegmentPool:
         self._active[stream] = segment
         if stream is Stream.STORES:
             self.worth.note_filled()
-        self.changed.notify_all()  # the reclaimer: there is one free segment less
+        self.changed.notify_all()  # the reclaimer has a segment to free
 
     def _retire(self, stream: Stream) -> None:
         segment = self._active.pop(stream)
@@ -181,7 +176,7 @@ class SegmentPool:
     # For readers.
 
     def pin(self, slots: Iterable[int]) -> None:
-        """Locked. Prevent that segments are used again while they are read."""
+        """Locked. Keep segments from being used again while they are read."""
         for slot in slots:
             self.segments[slot].readers += 1
 
@@ -196,26 +191,26 @@ class SegmentPool:
     # For recovery and the reclaimer.
 
     def moved_states(self, places: Iterable[int]) -> list[int]:
-        """Return the states of blocks that move; their segment is being reclaimed."""
-        return [self.segments[slot_of(place)].table.used[ordinal_of(place)] & ~READ for place in places]
+        """Return the states of blocks that move. Their segment is being reclaimed, so no lock is needed."""
+        return [self.segments[slot_of(place)].table.states[ordinal_of(place)] & ~READ for place in places]
 
     def adopt(self, segment: Segment) -> None:
-        """Locked. Add a segment, the oldest first; a free one is ready for writers then."""
+        """Locked. Add a segment; call for the oldest first."""
         assert segment.slot not in self.segments or self.segments[segment.slot] is segment
         self.segments[segment.slot] = segment
         segment.age = next(self._ages)
-        self.generation = max(self.generation, segment.generation)
+        self._generation = max(self._generation, segment.generation)
         if segment.state is SegmentState.FREE:
             self._free.append(segment)
             self.changed.notify_all()
 
     def resume(self, segment: Segment) -> None:
-        """Locked. Continue to add to a segment that was found with room left."""
+        """Locked. Let stores continue to fill a recovered segment."""
         segment.state = SegmentState.ACTIVE
         self._active[Stream.STORES] = segment
 
     def remove(self, segment: Segment) -> None:
-        """Locked. Take a segment out, before its file is deleted."""
+        """Locked. Remove a segment, before its file is deleted."""
         assert not segment.readers
         assert not segment.writers
         del self.segments[segment.slot]
@@ -223,44 +218,41 @@ class SegmentPool:
             self._retire(Stream.RELOCATIONS)  # otherwise none would be left for stores
 
     def note_growth(self, *, refused: bool) -> None:
-        """Locked. Note whether the disk, or the capacity, has no room for another segment."""
+        """Locked. Note whether the disk or the capacity has no room for another segment."""
         self._growth_refused = refused
         self.changed.notify_all()
 
     @property
     def is_starved(self) -> bool:
-        """Locked. Whether no segment can become free: none can be added, and there is none to reclaim."""
+        """Locked. Whether no segment can become free: none can be added, and none can be reclaimed."""
         return self._growth_refused and all(
             segment.state in (SegmentState.FREE, SegmentState.ACTIVE) for segment in self.segments.values()
         )
 
     @property
     def can_relocate(self) -> bool:
-        """Locked. Whether relocations may take a segment of their own without leaving none for stores."""
-        return len(self.segments) >= SEGMENTS_TO_RELOCATE
+        """Locked. Whether there are enough segments to give relocations one."""
+        return len(self.segments) >= _SEGMENTS_TO_RELOCATE
 
     def next_generation(self) -> int:
         """Locked. Return a generation greater than all before."""
-        self.generation += 1
-        return self.generation
+        self._generation += 1
+        return self._generation
 
     @property
     def free_missing(self) -> int:
         """Locked. How many free segments are missing."""
-        return self.free_target - len(self._free)
+        return FREE_SEGMENTS - len(self._free)
 
-    def full(self) -> Segment | None:
-        """Locked. Return a segment that can be sealed."""
-        return min(
-            (s for s in self.segments.values() if s.state is SegmentState.FULL and not s.writers),
-            key=lambda segment: segment.age,
-            default=None,
-        )
+    def next_to_seal(self) -> Segment | None:
+        """Locked. Return the oldest full segment without writes in flight."""
+        full = [s for s in self.segments.values() if s.state is SegmentState.FULL and not s.writers]
+        return min(full, key=lambda segment: segment.age, default=None)
 
     def reclaimable(self) -> list[Segment]:
-        """Locked. Return the segments to choose from, the oldest first.
+        """Locked. Return the segments that may be reclaimed now, the oldest first.
 
-        Where some hold no valid block, only these; else, where some are damaged, only those.
+        If some hold no valid block, only these; otherwise, if some are damaged, only these.
         """
         idle = [
             segment
@@ -272,15 +264,16 @@ class SegmentPool:
         return void or [segment for segment in idle if segment.damaged] or idle
 
     def reset(self, epoch: int) -> None:
-        """Locked. Make every segment's blocks invalid."""
+        """Locked. Begin a new epoch, in which no segment holds a valid block."""
         self.epoch = epoch
-        for stream in tuple(self._active):
-            self._retire(stream)
-        self.changed.notify_all()
+        self._retire_all()
 
     def close(self) -> None:
         """Locked. Refuse further reservations; active segments become full."""
         self.closed = True
+        self._retire_all()
+
+    def _retire_all(self) -> None:
         for stream in tuple(self._active):
             self._retire(stream)
         self.changed.notify_all()

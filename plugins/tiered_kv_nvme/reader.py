@@ -1,4 +1,4 @@
-"""Loads: one vectored call reads neighbouring places on the disk, and every block is verified."""
+"""Loads: one vectored call reads neighbouring blocks. Every block is verified."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE, RecordStatus
-from tiered_kv_nvme.disk import Disk, Scratch, is_of_alignment, read_fully
+from tiered_kv_nvme.disk import Disk, Scratch, is_alignment_error, read_fully
 from tiered_kv_nvme.index import ordinal_of, place_of, slot_of
 from tiered_kv_nvme.layout import PAGE_BYTES, Entry, EntryTable, checksum, pages
 from tiered_kv_nvme.pool import SegmentPool
@@ -24,13 +24,13 @@ from tiered_kv_nvme.worth import READ
 RUN_BYTES_MAX = 8 << 20
 RUN_BLOCKS_MAX = 256
 GAP_BYTES_MAX = 64 << 10
-"""The longest gap between two requested blocks that is read too: a header, or a few blocks."""
+"""A longer gap between two requested blocks divides a read. A batch's header and a few blocks are shorter."""
 SPAN_BYTES_MAX = 2 << 20
-"""Bytes of one read to relocate or inspect blocks, unless a block is larger."""
+"""Bytes of one read to relocate or inspect blocks, or one block."""
 
 
 class Wanted(NamedTuple):
-    """A block to read: its destination, and its index entry when its segment was pinned."""
+    """A block to read: its destination, and its place as of the pin."""
 
     key: OffloadKey
     block: memoryview
@@ -41,30 +41,20 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """Blocks of one segment, one at first, that one call reads, in the order they lie on the disk."""
+    """Blocks of one segment that one call reads, in the order of their offsets."""
 
     blocks: list[Wanted]
-    scatter: bool  # whether each is read straight to its destination; otherwise through a buffer
+    scatter: bool  # read each block into its destination; otherwise through a buffer
 
-    @property
-    def offset(self) -> int:
-        """Where the run begins."""
-        return self.blocks[0].entry.offset
-
-    @property
-    def end_offset(self) -> int:
-        """Where it ends."""
-        return _end(self.blocks[-1].entry)
-
-    def takes(self, wanted: Wanted, scatter: bool) -> bool:
+    def extend(self, wanted: Wanted, scatter: bool) -> bool:
         """Add a block after the run, if it is near enough; return whether it was added."""
-        gap_bytes = wanted.entry.offset - self.end_offset
+        gap_bytes = wanted.entry.offset - _end(self.blocks[-1].entry)
         if (
             wanted.segment is not self.blocks[0].segment
             or scatter is not self.scatter
             or not 0 <= gap_bytes <= GAP_BYTES_MAX
             or len(self.blocks) >= RUN_BLOCKS_MAX
-            or _end(wanted.entry) - self.offset > RUN_BYTES_MAX
+            or _end(wanted.entry) - self.blocks[0].entry.offset > RUN_BYTES_MAX
         ):
             return False
         self.blocks.append(wanted)
@@ -73,27 +63,27 @@ class Run:
 
 @dataclass(eq=False)
 class BlockReader:
-    """Reads blocks; every method may be called by several threads at once."""
+    """Reads blocks. Any thread may call, several at once."""
 
     disk: Disk
     pool: SegmentPool
     counters: Counters
     block_bytes: int
     codecs: CodecSet
-    scatter: bool  # whether blocks may be read straight into the caller's memory, as `gather` of `BatchWriter`
 
     def __post_init__(self) -> None:
         self._scratch = Scratch()
+        self._may_scatter = self.block_bytes % PAGE_BYTES == 0 and self.codecs.accepts_plain
 
     def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Outcome:
-        """Return which keys were loaded and verified, and why others were not, whose `blocks` are undefined then.
+        """Load blocks; return the keys that were loaded and verified, and why others were not.
 
-        After the deadline no read begins.
+        The `blocks` of others have undefined content. After the deadline no read begins.
         """
         wanted, epoch = self._pin(keys, blocks)
         slots = {item.segment.slot for item in wanted}
         loaded: set[OffloadKey] = set()
-        failed: set[OffloadKey] = set()  # a key that is asked for twice is loaded if both its blocks are
+        failed: set[OffloadKey] = set()  # a key that is requested twice is loaded if both its blocks are
         lost: list[tuple[Wanted, RecordStatus]] = []
         reason = "absent" if len(wanted) < len(keys) else ""
         try:
@@ -107,7 +97,7 @@ class BlockReader:
                 except OSError as error:
                     self.counters.add("io_errors_total")
                     with self.pool.changed:
-                        run.blocks[0].segment.damaged |= error.errno != errno.ENOMEM  # which is no fault of the disk
+                        run.blocks[0].segment.damaged |= error.errno != errno.ENOMEM
                     reason = "io_error"
                     failed.update(item.key for item in run.blocks)
                     continue
@@ -129,21 +119,17 @@ class BlockReader:
         return ALL_DONE if len(loaded) == len(set(keys)) else Outcome(loaded, reason)
 
     def read_stored(self, segment: Segment, ordinals: Sequence[int]) -> list[memoryview | None]:
-        """Return the stored bytes of some entries of one segment, until this thread reads again; None for corrupt ones.
+        """Return the payloads of entries, sorted by offset, until this thread reads again; None for corrupt ones.
 
         Raises:
             OSError: The disk failed.
         """
         entries = [segment.table[ordinal] for ordinal in ordinals]
-        start = min(entry.offset for entry in entries) // PAGE_BYTES * PAGE_BYTES
-        end = pages(max(map(_end, entries)))
-        span = self._scratch.take(end - start)
-        came = read_fully(self.disk, segment.fd, [span], start)
-        payloads = [_payload(span[:came], entry, start) for entry in entries]
+        payloads = read_payloads(self.disk, self._scratch, segment.fd, entries)
         return [data if _is_sound(data, entry) else None for entry, data in zip(entries, payloads, strict=True)]
 
     def _pin(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> tuple[list[Wanted], int]:
-        """Pin the segments of the existing blocks; return the places of these blocks, and the epoch."""
+        """Pin the segments of the blocks in the index; return these blocks, and the epoch."""
         wanted: list[Wanted] = []
         pool = self.pool
         with pool.changed:
@@ -157,7 +143,7 @@ class BlockReader:
             return wanted, pool.epoch
 
     def _unpin(self, slots: set[int], lost: Sequence[tuple[Wanted, RecordStatus]], epoch: int) -> bool:
-        """Unpin the segments, remove lost blocks from the index, and return whether there was no reset meanwhile."""
+        """Unpin segments, remove lost blocks from the index, and return whether the epoch is still `epoch`."""
         dropped: list[RecordStatus] = []
         with self.pool.changed:
             for item, status in lost:
@@ -176,53 +162,60 @@ class BlockReader:
         runs: list[Run] = []
         for item in wanted:
             scatter = self._can_scatter(item.entry)
-            if not runs or not runs[-1].takes(item, scatter):
+            if not runs or not runs[-1].extend(item, scatter):
                 runs.append(Run([item], scatter))
         return runs
 
     def _can_scatter(self, entry: Entry) -> bool:
-        raw = entry.codec == RAW_ID and entry.stored_bytes == self.block_bytes
-        return self.scatter and raw and entry.offset % PAGE_BYTES == 0 and self.codecs.accepts_plain
+        """Return whether a block can be read into the caller's memory."""
+        is_raw = entry.codec == RAW_ID and entry.stored_bytes == self.block_bytes
+        return self._may_scatter and is_raw and entry.offset % PAGE_BYTES == 0
 
     def _read(self, run: Run) -> list[RecordStatus]:
         if run.scatter:
             try:
                 return self._read_scattered(run)
             except OSError as error:
-                if not is_of_alignment(error):
+                if not is_alignment_error(error):
                     raise
         return self._read_buffered(run)
 
     def _read_scattered(self, run: Run) -> list[RecordStatus]:
         buffers: list[memoryview] = []
-        at = run.offset
+        start = at = run.blocks[0].entry.offset
         for item in run.blocks:
             if item.entry.offset > at:
                 buffers.append(self._scratch.take(GAP_BYTES_MAX)[: item.entry.offset - at])
             buffers.append(item.block)
             at = _end(item.entry)
-        came = read_fully(self.disk, run.blocks[0].segment.fd, buffers, run.offset)
+        came_bytes = read_fully(self.disk, run.blocks[0].segment.fd, buffers, start)
         statuses: list[RecordStatus] = []
         for item in run.blocks:
             give_way()
-            is_sound = _end(item.entry) - run.offset <= came and checksum(item.block) == item.entry.checksum
+            is_sound = _end(item.entry) - start <= came_bytes and checksum(item.block) == item.entry.checksum
             statuses.append(RecordStatus.OK if is_sound else RecordStatus.BAD_CHECKSUM)
         return statuses
 
     def _read_buffered(self, run: Run) -> list[RecordStatus]:
-        start = run.offset // PAGE_BYTES * PAGE_BYTES
-        span = self._scratch.take(pages(run.end_offset) - start)
-        came = read_fully(self.disk, run.blocks[0].segment.fd, [span], start)
+        entries = [item.entry for item in run.blocks]
+        payloads = read_payloads(self.disk, self._scratch, run.blocks[0].segment.fd, entries)
         statuses: list[RecordStatus] = []
-        for item in run.blocks:
-            payload = _payload(span[:came], item.entry, start)
+        for item, payload in zip(run.blocks, payloads, strict=True):
             give_way()
             statuses.append(decode_payload(item.entry, item.key, payload, item.block, self.pool.digest, self.codecs))
         return statuses
 
 
+def read_payloads(disk: Disk, scratch: Scratch, fd: int, entries: Sequence[Entry]) -> list[memoryview]:
+    """Read neighbouring payloads, sorted by offset, in one call. Payloads behind the end of the file are short."""
+    start = entries[0].offset // PAGE_BYTES * PAGE_BYTES
+    span = scratch.take(pages(max(map(_end, entries))) - start)
+    span = span[: read_fully(disk, fd, [span], start)]
+    return [span[entry.offset - start : _end(entry) - start] for entry in entries]
+
+
 def neighbours(table: EntryTable, ordinals: Iterable[int]) -> Iterator[list[int]]:
-    """Yield entries, given in the order in which they lie on the disk, in groups that are read at once."""
+    """Divide entries, sorted by offset, into groups for one read each."""
     near: list[int] = []
     for ordinal in ordinals:
         end_offset = table.offsets[ordinal] + table.stored_bytes[ordinal]
@@ -237,10 +230,10 @@ def neighbours(table: EntryTable, ordinals: Iterable[int]) -> Iterator[list[int]
 def decode_payload(
     entry: Entry, key: OffloadKey, payload: memoryview, block: memoryview, namespace_digest: bytes, codecs: CodecSet
 ) -> RecordStatus:
-    """Verify a stored payload and put its block into place.
+    """Verify a stored payload and decode it into `block`.
 
-    The tag of an encrypted payload covers more than the checksum, and decryption verifies it. The checksum is
-    verified only if the tag is wrong, to find the reason: damage, or an attack.
+    Decryption verifies the tag of an encrypted payload, which covers more than the checksum. If the tag is wrong, the
+    checksum distinguishes damage from an attack.
     """
     if entry.codec not in ENCRYPTED_IDS and not _is_sound(payload, entry):
         return RecordStatus.BAD_CHECKSUM
@@ -252,11 +245,6 @@ def decode_payload(
 
 def _end(entry: Entry) -> int:
     return entry.offset + entry.stored_bytes
-
-
-def _payload(span: memoryview, entry: Entry, start: int) -> memoryview:
-    at = entry.offset - start
-    return span[at : at + entry.stored_bytes]
 
 
 def _is_sound(payload: memoryview, entry: Entry) -> bool:

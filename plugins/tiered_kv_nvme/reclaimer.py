@@ -1,4 +1,4 @@
-"""The reclaimer: one thread that frees segments and seals full ones, so that stores need not."""
+"""The reclaimer: one thread that frees segments and seals full ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Reclaimer:
-    """Keeps `pool.free_target` segments free: new ones up to the capacity, then those worth least."""
+    """Keeps `FREE_SEGMENTS` segments free: adds segments up to the capacity, then reclaims the least valuable ones."""
 
     files: SegmentFiles
     pool: SegmentPool
@@ -40,14 +40,14 @@ class Reclaimer:
     def __post_init__(self) -> None:
         self._grow_after_s = 0.0
         self._excess_after_s = 0.0
-        self._is_failing = False  # a segment could not be written again, and no other has been made since
+        self._is_failing = False  # no header of a reclaimed segment could be written, and no new file since
         self._logged: set[type[Exception]] = set()
         self._stopping = False
         self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread after its current work; return whether it ended in time."""
+        """Stop the thread after its current work; return whether it ended in time."""
         with self.pool.changed:
             self._stopping = True
             self.pool.changed.notify_all()
@@ -73,16 +73,16 @@ class Reclaimer:
             _log.error("reclaiming failed; further errors of this kind are not logged", exc_info=error)
 
     def _rest(self, failed: bool) -> None:
-        """Wait until there may be work, which may be now; after a failure, wait in any case."""
+        """Wait until there may be work; after a failure, wait in any case."""
         with self.pool.changed:
             short = self.pool.free_missing > 0
-            ready = self.pool.full() or (short and bool(self.pool.reclaimable()))
+            ready = self.pool.next_to_seal() or (short and bool(self.pool.reclaimable()))
             if not self._stopping and (failed or self._is_failing or not ready):
                 self.pool.changed.wait(_RETRY_S if short or failed else None)
 
     def _seal(self) -> bool:
         with self.pool.changed:
-            segment = self.pool.full()
+            segment = self.pool.next_to_seal()
             void = segment is not None and segment.epoch != self.pool.epoch
         if segment is None:
             return False
@@ -93,7 +93,7 @@ class Reclaimer:
         return True
 
     def _make_room(self) -> bool:
-        """Make one segment free, or try to; return whether that was possible."""
+        """Try to free one segment; return whether something was done."""
         self.pool.worth.advance()
         with self.pool.changed:
             segments = self.pool.reclaimable()
@@ -102,8 +102,8 @@ class Reclaimer:
             if self._grow():
                 return True
             if self._is_failing:
-                return False  # no other segment loses its blocks for a disk that takes none
-        return bool(segments) and self._reclaim(self.pool.worth.least(segments, lambda: time.sleep(PAUSE_S)))
+                return False  # the disk takes no writes: do not evict the blocks of another segment
+        return bool(segments) and self._reclaim(self.pool.worth.least(segments))
 
     def _grow(self) -> bool:
         """Add a new segment, if the capacity and the file system have room for it."""
@@ -125,38 +125,37 @@ class Reclaimer:
         return True
 
     def _reclaim(self, segment: Segment) -> bool:
-        """Use a segment again, or delete it; return False if it was put back.
+        """Empty a segment and use it again or delete it; return False if neither succeeded.
 
-        Reads may last too long, or the disk take no change. Then it is tried again before another loses its blocks.
+        Then it holds no block, and is the next to be tried again.
         """
         with self.pool.changed:
             if segment.readers:
-                return True  # changed since it was chosen; choose again
+                return True  # pinned since it was chosen; choose again
             segment.state = SegmentState.RECLAIMING
             epoch = self.pool.epoch
             can_relocate = segment.epoch == epoch and self.pool.can_relocate
-        is_used_again = False
+        is_done = False
         try:
             if can_relocate:
                 try:
                     self._relocate(segment, epoch)
-                except Exception as error:  # its blocks are evicted: another attempt would fail, too
+                except Exception as error:  # evict the blocks: another attempt would fail too
                     self._log(error)
             if self.pool.closed:
-                return False  # the index is empty by now, so not all that is worth it has moved
-            self._drop(segment)
-            segment.epoch = 0  # it holds no valid block, as after a reset
-            is_used_again = self._use_again(segment)
+                return False  # the index was cleared meanwhile, so some blocks have not moved
+            self._evict(segment)
+            segment.epoch = 0  # no valid block, as after a reset
+            is_done = self._use_again(segment)
         finally:
             with self.pool.changed:
-                if not is_used_again and segment.state is SegmentState.RECLAIMING:
+                if not is_done and segment.state is SegmentState.RECLAIMING:
                     if not self.pool.closed:
                         self.pool.changed.wait(_RETRY_S)
                     segment.state = SegmentState.SEALED
-        return is_used_again
+        return is_done
 
     def _relocate(self, segment: Segment, epoch: int) -> None:
-        """Copy blocks that are worth it, up to `RELOCATED_SHARE_MAX` of the segment."""
         for ordinals in survivors(self.pool, segment):
             try:
                 payloads = self.reader.read_stored(segment, ordinals)
@@ -167,7 +166,7 @@ class Reclaimer:
             sound = [(ordinal, segment.table[ordinal], data) for ordinal, data in found if data is not None]
             moved, _ = self.writer.write(
                 [segment.table.keys[ordinal] for ordinal, _, _ in sound],
-                # What is stored already moves as it is, without a key.
+                # Payloads move as they are stored, so encrypted ones need no key.
                 [Payload(Draft(entry.codec, 0, data), entry.checksum) for _, entry, data in sound],
                 epoch,
                 [place_of(segment.slot, ordinal) for ordinal, _, _ in sound],
@@ -176,25 +175,27 @@ class Reclaimer:
             if moved < len(sound):
                 return
 
-    def _drop(self, segment: Segment) -> None:
-        table, drop = segment.table, self.pool.index.drop
-        keys = table.keys
-        for start in range(0, len(keys), CHUNK_KEYS):
-            chunk = keys[start : start + CHUNK_KEYS]
-            first_place = place_of(segment.slot, start)
+    def _evict(self, segment: Segment) -> None:
+        """Remove the blocks that are still in the segment from the index."""
+        table = segment.table
+        for start in range(0, len(table), CHUNK_KEYS):
+            ordinals = range(start, min(start + CHUNK_KEYS, len(table)))
             with self.pool.changed:
-                dropped = [at for at, key in enumerate(chunk) if drop(key, first_place + at)]
-                self.pool.events.removed([chunk[at] for at in dropped])
-            self.counters.add("evicted_blocks_total", count=len(dropped))
-            self.pool.worth.evicted([chunk[at] for at in dropped], [table.used[start + at] for at in dropped])
-            unread = [start + at for at in dropped if not table.used[start + at] & READ]
-            self.counters.add("wasted_bytes_total", count=sum(table.stored_bytes[ordinal] for ordinal in unread))
+                drop = self.pool.index.drop
+                evicted = [at for at in ordinals if drop(table.keys[at], place_of(segment.slot, at))]
+                keys = [table.keys[at] for at in evicted]
+                self.pool.events.removed(keys)
+            states = [table.states[at] for at in evicted]
+            unread = [at for at, state in zip(evicted, states, strict=True) if not state & READ]
+            self.counters.add("evicted_blocks_total", count=len(evicted))
+            self.counters.add("wasted_bytes_total", count=sum(table.stored_bytes[at] for at in unread))
+            self.pool.worth.remember_evicted(keys, states)
             time.sleep(PAUSE_S)
 
     def _use_again(self, segment: Segment) -> bool:
-        """Free a segment without blocks, or delete it if it must not be used; return whether it is free.
+        """Free an empty segment; delete it if it is damaged, of another size, or over the capacity.
 
-        A segment whose size is not that of new ones is deleted: it may be too small for one block.
+        Returns False if reads are still in flight, or if the disk takes no change.
         """
         table = segment.table
         has_size = segment.segment_bytes == self.files.segment_bytes
@@ -205,7 +206,7 @@ class Reclaimer:
             generation = self.pool.next_generation()
         if usable and not self.files.renew(segment, generation):
             if not self.files.unlink(segment.slot):
-                return False  # such as on a read-only file system: its room cannot be had, so it is tried again
+                return False  # for example, a read-only file system
             usable, segment.damaged, self._is_failing = False, True, True
         with self.pool.changed:
             if usable:
@@ -218,20 +219,20 @@ class Reclaimer:
         if not usable:
             self.counters.add("damaged_segments_total", count=segment.damaged)
             self.files.delete(segment)
-            self._grow_after_s = 0.0  # its space may be used
+            self._grow_after_s = 0.0  # there is space for another
         while table.keys:
             del table.keys[-CHUNK_KEYS:]
             time.sleep(PAUSE_S)
         return True
 
     def _over_capacity(self) -> bool:
-        """Return whether foreign files occupy the room of segments; checked every few seconds."""
+        """Return whether foreign files take the space of segments; checked every few seconds."""
         now_s = time.monotonic()
         if now_s < self._excess_after_s:
             return False
         try:
             excess_bytes = self.files.excess_bytes()
-        except OSError:  # for example, too many open files: no reason to delete files
+        except OSError:  # for example, too many open files
             self.counters.add("io_errors_total")
             return False
         if excess_bytes > 0:
@@ -241,7 +242,7 @@ class Reclaimer:
 
 
 def survivors(pool: SegmentPool, segment: Segment) -> Iterator[list[int]]:
-    """Yield the ordinals of blocks that shall move when a segment is reclaimed, near neighbours together."""
+    """Yield the ordinals of the blocks to move when a segment is reclaimed, neighbours together."""
     table, places = segment.table, pool.index.places
     budget_bytes = int(segment.segment_bytes * RELOCATED_SHARE_MAX)
     chosen: list[int] = []
@@ -253,4 +254,4 @@ def survivors(pool: SegmentPool, segment: Segment) -> Iterator[list[int]]:
             if budget_bytes < 0:
                 break
             chosen.append(ordinal)
-    yield from neighbours(table, sorted(chosen))
+    yield from neighbours(table, sorted(chosen, key=lambda ordinal: (table.offsets[ordinal], ordinal)))

@@ -1,8 +1,6 @@
-"""Recovery: reads the segment files, from their summaries if they have one, otherwise batch by batch.
+"""Recovery: reads segment files from their summaries, and batch by batch where there is no summary.
 
-A batch counts if its header is intact, is of its segment's generation and the directory's epoch, and has the
-next sequence number. The first batch that fails this ends its segment. Batches without a summary may have been
-incomplete when the process ended, so their payloads are verified too.
+docs/reference/formats-nvme.md has the rules ("Reading a directory").
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tiered_kv.counters import Counters
@@ -32,22 +30,27 @@ def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
     """
     slots = files.directory.list().segments
     with ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-nvme-recovery") as executor:
-        scans = [executor.submit(_recovered, files, slot, pool.epoch) for slot in slots]
-    # In the order in which they are given up: free ones first (of epoch 0), then those of a reset, then the oldest.
-    found = sorted(_results(scans), key=lambda each: (each.epoch == pool.epoch, each.epoch > 0, each.generation))
+        scans = [executor.submit(_recover_segment, files, slot, pool.epoch) for slot in slots]
+    segments = [scan.result() for scan in scans if scan.exception() is None]
+    found = [segment for segment in segments if segment is not None]
     try:
+        for scan in scans:
+            scan.result()  # raises the first error
+        # Segments over the capacity go in this order: free ones (epoch 0), those from before a reset, the oldest.
+        found.sort(key=lambda each: (each.epoch == pool.epoch, each.epoch > 0, each.generation))
         while found and files.excess_bytes() > 0:
             files.delete(found.pop(0))
             files.counters.add("discarded_segments_total")
         _adopt(found, pool)
     except BaseException:
-        _close(found)
+        for segment in found:
+            os.close(segment.fd)
         raise
     files.counters.add("recovered_blocks_total", count=len(pool.index.places))
 
 
 def _adopt(found: Sequence[Segment], pool: SegmentPool) -> None:
-    """Add segments, the oldest first, and go on with the newest that has room."""
+    """Add segments, the oldest first; stores continue in the newest that has blocks."""
     resumable: Segment | None = None
     pool.worth.restart([segment.table for segment in found])
     with pool.changed:
@@ -60,12 +63,12 @@ def _adopt(found: Sequence[Segment], pool: SegmentPool) -> None:
             pool.resume(resumable)
 
 
-def _recovered(files: SegmentFiles, slot: int, epoch: int) -> Segment | None:
-    """Return the segment in `slot`, or None if its file was unusable and deleted."""
+def _recover_segment(files: SegmentFiles, slot: int, epoch: int) -> Segment | None:
+    """Return the segment in `slot`; delete an unusable file and return None."""
     try:
         fd = files.open(slot)
     except OSError as error:
-        if error.errno != errno.ELOOP:  # for example, too many open files: no reason to delete files
+        if error.errno != errno.ELOOP:  # for example, too many open files
             raise
         files.discard(slot)  # a symbolic link
         return None
@@ -82,13 +85,13 @@ def _recovered(files: SegmentFiles, slot: int, epoch: int) -> Segment | None:
 
 @dataclass(eq=False)
 class SegmentScan:
-    """Reads segment files, and writes nothing. One thread at a time."""
+    """Reads segment files. One thread at a time."""
 
     disk: Disk
     identity: Identity
     epoch: int
     counters: Counters
-    has_payloads: bool = True  # False: trust intact headers of batches, which may be incomplete at the segment's end
+    checks_payloads: bool = True  # of batches without a summary; False counts a batch that a crash left incomplete
 
     def __post_init__(self) -> None:
         self._stored_bytes_max = self.identity.block_bytes + OVERHEAD_BYTES_MAX
@@ -96,10 +99,10 @@ class SegmentScan:
         self._file_bytes = 0
 
     def read(self, fd: int, slot: int) -> Segment | None:
-        """Return the segment in an open file, with its readable blocks; None if it holds none.
+        """Return the segment in an open file, with its readable blocks; None without an intact header.
 
-        After a failure of the disk the blocks read so far stay. The segment is not written to again: the next opening
-        may find the rest, unless a summary or another batch hides it. Without a header it is the first to be deleted.
+        After a read error the segment is damaged, and keeps the blocks read so far. It is not written to again, so
+        the next opening may find the rest.
         """
         self._file_bytes = os.fstat(fd).st_size
         segment = Segment(slot, fd, self._file_bytes, 0)
@@ -114,7 +117,7 @@ class SegmentScan:
             batches = self._read_batches(segment)
             is_sealed = summary is not None and not batches
         except OSError as error:
-            if error.errno == errno.ENOMEM:  # an error that does not depend on the file
+            if error.errno == errno.ENOMEM:  # not the fault of the file
                 raise
             self.counters.add("io_errors_total")
             segment.damaged, is_sealed = True, False
@@ -126,10 +129,9 @@ class SegmentScan:
         return segment
 
     def _read_header(self, segment: Segment) -> bool:
-        """Set the segment's fields from its header; return False if there is no sound one."""
-        page = self._scratch.take(PAGE_BYTES)
-        came = read_fully(self.disk, segment.fd, [page], 0)
-        header = SegmentHeader.decode(page) if came == PAGE_BYTES else None
+        """Set the segment's fields from its header; return False if it has no intact one."""
+        page = self._read_page(segment, 0)
+        header = None if page is None else SegmentHeader.decode(page)
         identity = self.identity
         if header is None or (header.digest, header.block_bytes) != (identity.digest, identity.block_bytes):
             return False
@@ -138,12 +140,10 @@ class SegmentScan:
         return True
 
     def _read_summary(self, segment: Segment) -> Summary | None:
-        """Fill the segment from its summary; return None if it has no sound one."""
+        """Fill the segment from its summary; return None if it has no intact one."""
         footer_offset = segment.segment_bytes - PAGE_BYTES
-        page = self._scratch.take(PAGE_BYTES)
-        if read_fully(self.disk, segment.fd, [page], footer_offset) != PAGE_BYTES:
-            return None
-        summary = Summary.decode(page)
+        page = self._read_page(segment, footer_offset)
+        summary = None if page is None else Summary.decode(page)
         if (
             summary is None
             or summary.digest != self.identity.digest
@@ -153,8 +153,8 @@ class SegmentScan:
         ):
             return None
         table = self._scratch.take(summary.table_bytes)
-        came = read_fully(self.disk, segment.fd, [table], footer_offset - summary.table_bytes)
-        if came != len(table) or checksum(table) != summary.table_checksum:
+        read_bytes = read_fully(self.disk, segment.fd, [table], footer_offset - summary.table_bytes)
+        if read_bytes != len(table) or checksum(table) != summary.table_checksum:
             return None
         entries = EntryTable.decode(table, summary.entry_count, self._stored_bytes_max, summary.end_offset)
         if entries is None:
@@ -165,8 +165,12 @@ class SegmentScan:
             segment.table = entries
         return summary
 
+    def _read_page(self, segment: Segment, offset: int) -> memoryview | None:
+        page = self._scratch.take(PAGE_BYTES)
+        return page if read_fully(self.disk, segment.fd, [page], offset) == PAGE_BYTES else None
+
     def _read_batches(self, segment: Segment) -> int:
-        """Add the batches after the known ones; return how many there are."""
+        """Add the batches that are not in the summary; return their number."""
         first_sequence = segment.sequence
         while segment.end_offset + PAGE_BYTES <= segment.segment_bytes:
             batch = self._read_batch(segment)
@@ -179,25 +183,23 @@ class SegmentScan:
         return segment.sequence - first_sequence
 
     def _read_batch(self, segment: Segment) -> tuple[BatchHeader, EntryTable] | None:
-        """Return the batch at the segment's end, read and verified as a whole, or None if there is none."""
+        """Return the verified batch at the segment's end; None if there is none."""
         offset = segment.end_offset
-        page = self._scratch.take(PAGE_BYTES)
-        if read_fully(self.disk, segment.fd, [page], offset) != PAGE_BYTES:
-            return None
-        header = BatchHeader.peek(page)
+        page = self._read_page(segment, offset)
+        header = None if page is None else BatchHeader.peek(page)
         if header is None or not self._follows(header, segment):
             return None
-        batch = self._scratch.take(header.batch_bytes if self.has_payloads else header.header_bytes)
+        batch = self._scratch.take(header.batch_bytes if self.checks_payloads else header.header_bytes)
         batch = batch[: read_fully(self.disk, segment.fd, [batch], offset)]
         if len(batch) < header.header_bytes:
             return None
         entries = header.decode_entries(batch[: header.header_bytes], self._stored_bytes_max)
-        if entries is None or (self.has_payloads and not _all_sound(batch, entries, offset)):
+        if entries is None or (self.checks_payloads and not _all_sound(batch, entries, offset)):
             return None
         return header, entries
 
     def _follows(self, header: BatchHeader, segment: Segment) -> bool:
-        """Return whether a header, not yet verified, is that of the segment's next batch."""
+        """Return whether an unverified header is that of the segment's next batch."""
         room_bytes = min(segment.segment_bytes, self._file_bytes) - segment.end_offset
         return (
             header.digest == self.identity.digest
@@ -211,7 +213,7 @@ class SegmentScan:
 
 
 def _all_sound(batch: memoryview, entries: EntryTable, offset: int) -> bool:
-    """Return whether every payload of a batch read from `offset` is there and matches its checksum."""
+    """Return whether every payload of a batch read from `offset` is complete and matches its checksum."""
     for ordinal in range(len(entries)):
         entry = entries[ordinal]
         at = entry.offset - offset
@@ -219,18 +221,3 @@ def _all_sound(batch: memoryview, entries: EntryTable, offset: int) -> bool:
         if len(payload) != entry.stored_bytes or checksum(payload) != entry.checksum:
             return False
     return True
-
-
-def _results(scans: Sequence[Future[Segment | None]]) -> list[Segment]:
-    """Return the segments that were found; if a scan raised, close them and raise its exception."""
-    failures = [error for scan in scans if (error := scan.exception()) is not None]
-    segments = [found for scan in scans if not scan.exception() and (found := scan.result()) is not None]
-    if failures:
-        _close(segments)
-        raise failures[0]
-    return segments
-
-
-def _close(segments: Sequence[Segment]) -> None:
-    for segment in segments:
-        os.close(segment.fd)

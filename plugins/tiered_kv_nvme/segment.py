@@ -12,14 +12,14 @@ from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, batch_header_bytes, pa
 
 
 class SegmentState(Enum):
-    """The state of a segment; it goes through these in a cycle."""
+    """The states of a segment, in the order of its life."""
 
     FREE = "free"
     """Its header is written, and it holds no batch."""
     ACTIVE = "active"
-    """Batches are being added; at most one segment of each stream is."""
+    """A stream adds batches."""
     FULL = "full"
-    """No batch is added any more. Batches may still be in flight, and it has no summary."""
+    """No batch is added any more. Writes may be in flight, and it has no summary."""
     SEALED = "sealed"
     """Its summary is written."""
     RECLAIMING = "reclaiming"
@@ -28,18 +28,16 @@ class SegmentState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The size of a batch, for every number of blocks that may fit."""
+    """The sizes of the blocks of a store, as sums of the first n at n - 1."""
 
-    payload_ends: Sequence[int]  # payload bytes of the first n blocks, at n - 1
-    key_ends: Sequence[int]  # key bytes of the first n blocks, at n - 1
+    payload_ends: Sequence[int]
+    key_ends: Sequence[int]
 
     @classmethod
     def of(cls, payload_bytes: Sequence[int], key_bytes: Sequence[int]) -> Demand:
-        """Return the demand of blocks of these sizes."""
         return cls(list(accumulate(payload_bytes)), list(accumulate(key_bytes)))
 
     def batch_bytes(self, count: int) -> int:
-        """Return the size of a batch of the first `count` blocks."""
         header_bytes = batch_header_bytes(count, self.key_ends[count - 1])
         return header_bytes + pages(self.payload_ends[count - 1])
 
@@ -48,19 +46,18 @@ class Demand:
 class Segment:
     """A segment's file and state.
 
-    All fields but `slot`, `fd` and `segment_bytes` belong to the pool and change under its lock. When the segment is
-    used again, `table` is replaced and not emptied, so a reader may keep the old one. `slot` is the number in its
-    file's name and in index entries, `generation` that of its current use.
+    All fields but `slot`, `fd` and `segment_bytes` belong to the pool and change under its lock. `renew` replaces
+    `table` and does not empty it, so a reader may keep the old one.
     """
 
-    slot: int
+    slot: int  # the number in the file's name and in places
     fd: int
     segment_bytes: int
-    generation: int
+    generation: int  # of its present use
     damaged: bool = False
-    """Whether it is given up when it is reclaimed: its file is cut short, or the disk has failed in it."""
+    """The file is cut short, or the disk has failed in it: the reclaimer deletes it."""
     age: int = 0
-    """When it was filled: the order in which segments are sealed and reclaimed."""
+    """When it became full; segments are sealed and reclaimed in this order."""
     writers: int = 0
     readers: int = 0
     state: SegmentState = field(init=False)
@@ -75,7 +72,6 @@ class Segment:
         self.renew(self.generation)
 
     def renew(self, generation: int) -> None:
-        """Make it empty, for its next use."""
         self.generation = generation
         self.state = SegmentState.FREE
         self.epoch = 0
@@ -86,20 +82,20 @@ class Segment:
         self.key_bytes = 0
 
     def fit(self, demand: Demand) -> int:
-        """Return how many blocks of `demand` a batch at the end of this segment can hold."""
+        """Return how many blocks of `demand` the next batch of this segment can hold."""
         wanted = len(demand.payload_ends)
         if self._fits(demand, wanted):
             return wanted
         return bisect.bisect_left(range(1, wanted), True, key=lambda count: not self._fits(demand, count))
 
     def _fits(self, demand: Demand, count: int) -> bool:
-        """Return whether `count` blocks fit, and the summary of everything after them."""
+        """Return whether `count` blocks fit before the segment's summary."""
         key_bytes = self.key_bytes + demand.key_ends[count - 1]
         end_offset = self.end_offset + demand.batch_bytes(count)
         return end_offset + summary_bytes(self.reserved_blocks + count, key_bytes) <= self.segment_bytes
 
 
 def segment_bytes_min(stored_bytes: int, key_bytes: int, count: int) -> int:
-    """Return the size of a segment that holds `count` blocks of at most `stored_bytes` in one batch."""
+    """Return the size of a segment for one batch of `count` blocks of at most `stored_bytes` each."""
     batch_bytes = batch_header_bytes(count, count * key_bytes) + pages(count * pages(stored_bytes))
     return PAGE_BYTES + batch_bytes + summary_bytes(count, count * key_bytes)

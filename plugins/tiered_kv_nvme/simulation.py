@@ -1,4 +1,4 @@
-"""The nvme tier without bytes, for `tiered-kv simulate`: the tier's own segments and choices, without files."""
+"""The nvme tier for `tiered-kv simulate`: the segment pool and its choices, without files and bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tiered_kv_nvme.reclaimer import survivors
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
-from tiered_kv_nvme.store import FREE_SEGMENTS
 from tiered_kv_nvme.tier import PART_BYTES
 from tiered_kv_nvme.worth import READ, Worth
 from tiered_kv_nvme.writer import BATCH_BLOCKS_MAX
@@ -24,14 +23,14 @@ _NO_FILE = -1
 
 
 class NvmeKeys(KeyStore):
-    """A directory of segments, each reclaimed before the store that needs its room and not beside it."""
+    """Segments without files. A store reclaims the segments that it needs, in place of the reclaimer's thread."""
 
     def __init__(self, settings: TierSettings, block_bytes: int, clock: Callable[[], float]) -> None:
         super().__init__(settings, block_bytes, clock)
         assert isinstance(settings, NvmeSettings)
         self._sizing = Sizing.of(settings.capacity, block_bytes, settings.segment, overhead_bytes=self.overhead_bytes)
         worth = Worth(settings.capacity // block_bytes, self._sizing.segments_max)
-        self._pool = SegmentPool(bytes(16), 0, FREE_SEGMENTS, worth)
+        self._pool = SegmentPool(bytes(16), 0, worth)
         self._places = self._pool.index.places
         self._entry = Entry(0, block_bytes + self.overhead_bytes, RAW_ID, bytes(CHECKSUM_BYTES))
         self._batch_blocks = max(1, min(BATCH_BLOCKS_MAX, PART_BYTES // block_bytes))
@@ -64,7 +63,7 @@ class NvmeKeys(KeyStore):
         return loaded
 
     def _write(self, keys: Sequence[OffloadKey], stream: Stream, old_places: Sequence[int] | None = None) -> int:
-        """Write one batch of the first of `keys`, as many as a segment holds, and return how many that are."""
+        """Write a batch of as many of `keys` as the segment can hold; return their number."""
         demand = Demand.of([self._entry.stored_bytes] * len(keys), [len(key) for key in keys])
         pool = self._pool
         reservation = pool.reserve(demand, pool.epoch, 0.0, stream)
@@ -79,7 +78,6 @@ class NvmeKeys(KeyStore):
         return count
 
     def _make_room(self) -> None:
-        """Do what the reclaimer's thread would have done by now."""
         pool = self._pool
         while pool.free_missing > 0:
             pool.worth.advance()
@@ -104,7 +102,7 @@ class NvmeKeys(KeyStore):
                     keys, places = keys[count:], places[count:]
         with pool.changed:
             gone = [at for at, key in enumerate(table.keys) if pool.index.drop(key, place_of(segment.slot, at))]
-            pool.worth.evicted([table.keys[at] for at in gone], [table.used[at] for at in gone])
+            pool.worth.remember_evicted([table.keys[at] for at in gone], [table.states[at] for at in gone])
             self.evicted_blocks += len(gone)
             segment.renew(pool.next_generation())
             pool.adopt(segment)

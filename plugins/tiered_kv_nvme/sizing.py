@@ -11,9 +11,9 @@ from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, pages
 from tiered_kv_nvme.segment import segment_bytes_min
 
 SEGMENTS_MIN = 4
-"""One that is filled, two free ones, one with blocks."""
+"""One for stores, two free ones, one with blocks."""
 SEGMENTS_MAX = 512
-"""Each is an open file, and a process is often allowed 1024."""
+"""Each is an open file; a process often may have 1024."""
 
 _SEGMENTS_WANTED = 64
 _SEGMENTS_COMFORTABLE = 8
@@ -24,24 +24,21 @@ _BLOCKS_COMFORTABLE = 8
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """Sizes of a directory."""
-
-    capacity_bytes: int  # what it may occupy, with all files
+    capacity_bytes: int  # of the directory, with everything in it
     segment_bytes: int
 
     @property
     def segments_max(self) -> int:
-        """How many segments the capacity has room for."""
         return (self.capacity_bytes - DIRECTORY_RESERVE_BYTES) // (self.segment_bytes + SEGMENT_RESERVE_BYTES)
 
     @classmethod
     def of(
         cls, capacity_bytes: int, block_bytes: int, segment_bytes: int | None = None, *, overhead_bytes: int = 0
     ) -> Sizing:
-        """Return the sizing for blocks of `block_bytes`; stored ones exceed that by `overhead_bytes` at most.
+        """Return the sizing for blocks of `block_bytes`, stored with at most `overhead_bytes` more.
 
         Raises:
-            ConfigError: The sizes do not fit each other; the message says which would.
+            ConfigError: The sizes do not fit each other; the message has valid ones.
         """
         stored_bytes = block_bytes + overhead_bytes
         least_bytes = segment_bytes_min(stored_bytes, KEY_BYTES_MAX, 1)
@@ -74,7 +71,7 @@ class Sizing:
 
 
 def _choose(capacity_bytes: int, least_bytes: int, comfortable_bytes: int) -> int:
-    """Return a segment size: small beside the capacity, so that little is dropped at once, but several blocks."""
+    """Return a segment size: several blocks, and a small part of the capacity, so that little is evicted at once."""
     wanted = min(max(capacity_bytes // _SEGMENTS_WANTED, _SEGMENT_BYTES_FLOOR), _SEGMENT_BYTES_CEILING)
     wanted = max(pages(max(wanted, capacity_bytes // SEGMENTS_MAX)), comfortable_bytes)
     share = (capacity_bytes - DIRECTORY_RESERVE_BYTES) // _SEGMENTS_COMFORTABLE - SEGMENT_RESERVE_BYTES

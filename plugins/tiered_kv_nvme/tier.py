@@ -1,17 +1,15 @@
-"""The nvme tier: a segment store behind the secondary tier's contract."""
+"""The nvme tier: adapts the segment store to the interface of secondary tiers."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.jobs import Outcome
-from tiered_kv_nvme.layout import PAGE_BYTES
+from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.store import SegmentStore, StoreOptions
@@ -25,11 +23,11 @@ _SHUTDOWN_TIMEOUT_S = 2.0
 class NvmeTier(BlockingTier):
     """Blocks in a directory of segment files on a local disk.
 
-    The directory is opened, and its index read, by the constructor. Lookups are answered from memory, at once.
+    The constructor opens the directory and reads its index. Lookups are answered from memory.
 
     Raises:
         ConfigError: The sizes do not fit the blocks, or the codec's library or a key file cannot be used.
-        TierBusyError, FormatError, TierUnavailableError: The directory cannot be used, and why.
+        TierBusyError, FormatError, TierUnavailableError: The directory cannot be used; see `Directory`.
     """
 
     def __init__(
@@ -39,7 +37,7 @@ class NvmeTier(BlockingTier):
         tier_type: str,
         settings: NvmeSettings,
     ) -> None:
-        # First the steps that may fail: a tier that was not opened holds no view of the region.
+        # What may fail comes first: a tier that was not opened must hold no view of the region.
         self._store = _open_store(offloading_spec, primary_kv_view, tier_type, settings)
         try:
             super().__init__(
@@ -55,7 +53,7 @@ class NvmeTier(BlockingTier):
             self._store.close()
             raise
         self.epoch = self._store.epoch
-        self._index = self._store.index  # one attribute lookup less: it is called on every step
+        self._index = self._store.index  # saves an attribute lookup per call of `lookup`
 
     # The scheduler's thread.
 
@@ -110,19 +108,15 @@ def _open_store(
     tier_type: str,
     settings: NvmeSettings,
 ) -> SegmentStore:
-    assert primary_kv_view.shape is not None
-    block_bytes = primary_kv_view.shape[-1]
+    block_bytes = block_bytes_of(primary_kv_view)
     identity = Identity(
         digest=getattr(offloading_spec, "namespace_digest", bytes(16)),
         namespace=getattr(offloading_spec, "namespace", {}),
         block_bytes=block_bytes,
     )
     codecs = settings.open_codecs()
-    is_on_page = np.asarray(primary_kv_view).ctypes.data % PAGE_BYTES == 0
     options = StoreOptions(
         sizing=Sizing.of(settings.capacity, block_bytes, settings.segment, overhead_bytes=codecs.overhead_bytes),
-        # A host mostly aligns each block, wherever its memory begins.
-        aligned=is_on_page or getattr(offloading_spec, "memory", None) is not None,
         want_direct=settings.direct,
         codecs=codecs,
         threads=settings.threads,

@@ -1,9 +1,9 @@
-"""Stores: one vectored call writes a batch of blocks, which are found from then on."""
+"""Stores: one vectored call writes a batch of blocks, which then enter the index."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,18 +12,17 @@ from tiered_kv.counters import Counters
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
-from tiered_kv_nvme.disk import Disk, Scratch, is_of_alignment, write_fully
+from tiered_kv_nvme.disk import Disk, Scratch, is_alignment_error, write_fully
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, Entry, checksum
 from tiered_kv_nvme.pool import Reservation, SegmentPool, Stream
 from tiered_kv_nvme.segment import Demand
 
 BATCH_BLOCKS_MAX = 256
-"""Limits the buffers of one call (IOV_MAX is 1024), and how long a worker holds the interpreter lock at once."""
-BATCH_BYTES_MAX = 8 << 20
+"""Limits the buffers of one call (IOV_MAX is 1024), and how long a worker holds the interpreter lock."""
 
 
 class Payload(NamedTuple):
-    """A block's stored form, and its checksum; None until it has been encrypted, in its batch."""
+    """A block's stored form, and its checksum, which is None before encryption."""
 
     draft: Draft
     checksum: bytes | None
@@ -31,10 +30,10 @@ class Payload(NamedTuple):
 
 @dataclass(eq=False)
 class BatchWriter:
-    """Writes batches; every method may be called by several threads at once.
+    """Writes batches. Any thread may call, several at once.
 
-    With `gather`, payloads go to the disk from where they lie. Otherwise they are copied into an aligned buffer first,
-    which direct I/O needs unless blocks are whole pages on page boundaries. A batch that fails for that is copied, too.
+    With `gather`, blocks are written from the caller's memory if its alignment suffices for direct I/O. Otherwise they
+    are copied into an aligned buffer first.
     """
 
     disk: Disk
@@ -50,24 +49,25 @@ class BatchWriter:
     def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int, deadline: float) -> Outcome:
         """Store blocks, except existing ones; return the keys that are stored now, and why others are not.
 
-        `epoch` is the pool's when the blocks were offered; if it has changed, no block is stored. After the deadline no
-        batch begins: the host may have given the memory to other blocks.
+        If the cache was reset since `epoch`, no block is stored. After the deadline no batch begins: the host may have
+        given the memory to other blocks.
         """
-        here = self.pool.index.places
-        wanted = {key: block for key, block in zip(keys, blocks, strict=True) if key not in here}
+        places = self.pool.index.places
+        wanted = {key: block for key, block in zip(keys, blocks, strict=True) if key not in places}
         if not wanted:
             return ALL_DONE
-        fitting = {key: block for key, block in wanted.items() if 0 < len(key) <= KEY_BYTES_MAX}
+        fitting = [key for key in wanted if 0 < len(key) <= KEY_BYTES_MAX]
         reason = "" if len(fitting) == len(wanted) else "key_size"
         stored: set[OffloadKey] = set()
-        for batch_keys, batch_blocks in _batches(fitting):
-            payloads = [self._prepare(block) for block in batch_blocks]
+        for start in range(0, len(fitting), BATCH_BLOCKS_MAX):
+            batch_keys = fitting[start : start + BATCH_BLOCKS_MAX]
+            payloads = [self._prepare(wanted[key]) for key in batch_keys]
             if time.monotonic() >= deadline:
                 reason = "expired"
                 break
             count, failure = self.write(batch_keys, payloads, epoch)
             stored.update(batch_keys[:count])
-            if failure:  # the next batch is likely to fail too, and may take as long
+            if failure:  # the next batch would probably fail too
                 reason = failure
                 break
         if len(stored) == len(wanted):
@@ -86,9 +86,9 @@ class BatchWriter:
         epoch: int,
         old_places: Sequence[int] | None = None,
     ) -> tuple[int, str]:
-        """Write one batch, or several at the end of a segment; return how many blocks, and why others failed.
+        """Write one batch, or several at the end of a segment; return the number of blocks, and why others failed.
 
-        Blocks that move from `old_places` do not wait for room.
+        With `old_places` the blocks move from there, and do not wait for space.
         """
         timeout_s, stream = self.room_timeout_s, Stream.STORES
         if old_places is not None:
@@ -121,7 +121,7 @@ class BatchWriter:
         payloads: Sequence[Payload],
         old_places: Sequence[int] | None,
     ) -> str:
-        """Write a batch where there is room for it and make its blocks known; return what failed."""
+        """Write a batch and add its blocks to the index; return the reason for a failure."""
         segment, header = reservation.segment, reservation.header
         try:
             gather = self.gather and old_places is None
@@ -129,7 +129,7 @@ class BatchWriter:
             try:
                 write_fully(self.disk, segment.fd, buffers, header.offset)
             except OSError as error:
-                if not (gather and is_of_alignment(error)):
+                if not (gather and is_alignment_error(error)):
                     raise
                 entries, buffers = self._lay_out(header, keys, payloads, gather=False)
                 write_fully(self.disk, segment.fd, buffers, header.offset)
@@ -148,9 +148,10 @@ class BatchWriter:
     def _lay_out(
         self, header: BatchHeader, keys: Sequence[OffloadKey], payloads: Sequence[Payload], *, gather: bool
     ) -> tuple[list[Entry], list[memoryview]]:
-        """Return a batch's entries and the buffers to write: header and payloads, in place or all in one buffer.
+        """Return a batch's entries and the buffers to write.
 
-        Blocks are encrypted straight into that buffer.
+        With `gather`: a header, and the payloads where they are. Otherwise: one buffer, into which blocks are copied or
+        encrypted.
         """
         batch = self._scratch.take(header.header_bytes if gather else header.batch_bytes)
         entries: list[Entry] = []
@@ -160,7 +161,7 @@ class BatchWriter:
             if not gather:
                 draft.write_into(batch[at:end], binding_of(self.pool.digest, key))
                 known_checksum = known_checksum or checksum(batch[at:end])
-            assert known_checksum is not None, "what is encrypted has just been put into the batch"
+            assert known_checksum is not None, "a block to encrypt is never gathered"
             entries.append(Entry(header.offset + at, draft.payload_bytes, draft.codec_id, known_checksum))
             at = end
         header.encode(batch[: header.header_bytes], entries, keys)
@@ -168,11 +169,3 @@ class BatchWriter:
             return entries, [batch, *[payload.draft.content for payload in payloads]]
         batch[at:] = bytes(len(batch) - at)
         return entries, [batch]
-
-
-def _batches(wanted: dict[OffloadKey, memoryview]) -> Iterator[tuple[list[OffloadKey], list[memoryview]]]:
-    """Divide blocks into batches of at most `BATCH_BLOCKS_MAX` and, if that is more than one, `BATCH_BYTES_MAX`."""
-    keys, blocks = list(wanted), list(wanted.values())
-    count = max(1, min(BATCH_BLOCKS_MAX, BATCH_BYTES_MAX // len(blocks[0]))) if blocks else 1
-    for start in range(0, len(keys), count):
-        yield keys[start : start + count], blocks[start : start + count]

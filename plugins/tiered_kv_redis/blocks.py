@@ -9,7 +9,7 @@ from typing import TypeVar
 from tiered_kv.counters import Counters
 from tiered_kv.toolkit.record import HEADER_BYTES, record_bytes_max
 from tiered_kv.toolkit.unreadable import Unreadable
-from tiered_kv_redis.exchange import Batch, Calls, Exchange, Failures, Stores, Transfer, converse
+from tiered_kv_redis.exchange import Batch, Calls, Exchange, Failures, Stores, Transfer, run
 from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import Node
 from tiered_kv_redis.reasons import CLUSTER_DOWN, MOVED, READ_ONLY, TOO_LONG, UNUSABLE, WRONG_TYPE, NodeError
@@ -19,11 +19,11 @@ from tiered_kv_redis.topology import Topology
 
 _SENDS_BYTES = 4 << 20
 _SEND_BYTES_MIN = 1 << 20
-"""Of records in one call to send: the server reads them while the next are being hashed. Each call releases the
-interpreter lock and takes it again, so many small calls cost more than the server gains by an earlier start. Several
-connections in parallel give the server enough to read."""
+"""Bytes of records in one call to send: the server reads them while the next are hashed. Each call releases and takes
+the interpreter lock, so many small calls cost more than the server gains by an earlier start. Several connections in
+parallel give the server enough to read."""
 
-Conversation = TypeVar("Conversation", bound=Exchange)
+AnyExchange = TypeVar("AnyExchange", bound=Exchange)
 
 
 class Blocks:
@@ -46,38 +46,32 @@ class Blocks:
             send_bytes=max(_SEND_BYTES_MIN, _SENDS_BYTES // settings.connections),
             pipeline_bytes=settings.pipeline,
         )
-        self._unreadable: Unreadable[bytes] = Unreadable()  # by their names in the servers
+        self._unreadable: Unreadable[bytes] = Unreadable()  # by name in the servers
         # Whether the next store asks first which blocks exist: if half of the last store's blocks existed.
-        # Threads overwrite each other's value, which costs a round trip, or some needless sends.
+        # Threads overwrite each other's value: that costs a round trip, or some needless sends.
         self._asks_first = False
 
     def store(self, batch: Batch) -> Failures:
-        """Store blocks that are missing, or whose stored value is no block or cannot be read here."""
+        """Store blocks that are missing, and replace values that are no blocks or that this process cannot read."""
         return _with_second_attempt(lambda positions: self._store(positions, batch), batch)
 
     def load(self, batch: Batch) -> Failures:
-        """Load blocks into place. Values that no process can load are deleted, so that they can be stored again."""
+        """Load blocks into place. Delete values that no process can load, so that they are stored again."""
         return _with_second_attempt(lambda positions: self._load(positions, batch), batch)
 
     def contains(self, batch: Batch) -> tuple[list[bool], Failures]:
-        """Return for each name whether a value of a block's size exists that is not known to be unreadable here.
+        """Return for each name whether a value of a possible size exists that is not known to be unreadable here.
 
-        If that is not known the answer is False, and the failures say why.
+        False also where the server did not answer; the failures say why.
         """
-        found: dict[int, int] = {}
-
-        def attempt(positions: Sequence[int]) -> Failures:
-            lengths, failures = self._lengths(positions, batch)
-            found.update(lengths)
-            return failures
-
-        failures = _with_second_attempt(attempt, batch)
+        lengths: dict[int, int] = {}
+        failures = _with_second_attempt(lambda positions: self._ask_lengths(positions, batch, lengths), batch)
         answers = [
-            self._may_be_block(found.get(at)) and name not in self._unreadable for at, name in enumerate(batch.names)
+            self._may_be_block(lengths.get(at)) and name not in self._unreadable for at, name in enumerate(batch.names)
         ]
         return answers, failures
 
-    # Each uses positions in a batch, and returns why some failed.
+    # Positions are those in the batch.
 
     def _store(self, positions: Sequence[int], batch: Batch) -> Failures:
         unreadable = {at for at in positions if batch.names[at] in self._unreadable}
@@ -86,7 +80,8 @@ class Blocks:
             occupied, failures = self._send(positions, batch, overwrite=False)
         if not occupied:
             return failures
-        lengths, unknown = self._lengths(occupied, batch)
+        lengths: dict[int, int] = {}
+        unknown = self._ask_lengths(occupied, batch, lengths)
         replaced = [
             at for at in occupied if at not in unknown and (at in unreadable or not self._may_be_block(lengths.get(at)))
         ]
@@ -96,61 +91,60 @@ class Blocks:
         return failures | unknown | self._send(replaced, batch, overwrite=True)[1]
 
     def _send(self, positions: Sequence[int], batch: Batch, *, overwrite: bool) -> tuple[list[int], Failures]:
-        """Store blocks; return the positions whose existing value was left, and the failures."""
+        """Send blocks; return the positions whose existing value was kept, and the failures."""
         failures: Failures = {}
         exchange = partial(Stores, batch=batch, transfer=self._transfer, overwrite=overwrite)
-        done = self._converse(positions, batch, failures, exchange)
+        done = self._run(positions, batch, failures, exchange)
         occupied = [at for exchange in done for at in exchange.occupied]
         left = {*occupied, *failures}
         self._unreadable.forget(batch.names[at] for at in positions if at not in left)
         return occupied, failures
 
     def _load(self, positions: Sequence[int], batch: Batch) -> Failures:
-        """Load blocks, delete values that no process can load, and note those that only others can."""
         failures: Failures = {}
         exchange = partial(Loads, batch=batch, transfer=self._transfer)
-        done = self._converse(positions, batch, failures, exchange)
-        self._unreadable.note(batch.names[at] for exchange in done for at in exchange.unreadable)
-        self._unreadable.forget(batch.names[at] for at in positions if at not in failures)
-        damaged = [at for exchange in done for at in exchange.damaged]
-        if damaged:
-            for at in damaged:
-                self._counters.add("corrupt_blocks_total", failures[at])
-            kept: Failures = {}
-            self._ask(b"UNLINK", damaged, batch, kept)
-            self._unreadable.note(batch.names[at] for at in kept)  # the user has no right, or the server is gone
-        # A value that is too long ends its connection, and with it the replies to later commands.
-        cut_off = [at for at, reason in failures.items() if reason == TOO_LONG and at not in damaged]
-        if cut_off and damaged:
-            for at in cut_off:
-                del failures[at]
-            failures |= self._load(cut_off, batch)
+        while positions:
+            failed: Failures = {}
+            done = self._run(positions, batch, failed, exchange)
+            self._unreadable.note(batch.names[at] for each in done for at in each.unreadable)
+            self._unreadable.forget(batch.names[at] for at in positions if at not in failed)
+            damaged = [at for each in done for at in each.damaged]
+            if damaged:
+                for at in damaged:
+                    self._counters.add("corrupt_blocks_total", failed[at])
+                kept: Failures = {}
+                self._ask(b"UNLINK", damaged, batch, kept)
+                self._unreadable.note(batch.names[at] for at in kept)  # no permission, or no answer
+            # A value that is too long ends its connection: the replies to later commands were lost.
+            cut_off = [at for at, reason in failed.items() if reason == TOO_LONG and at not in damaged]
+            positions = cut_off if damaged else []
+            failures |= {at: reason for at, reason in failed.items() if at not in positions}
         return failures
 
-    def _lengths(self, positions: Sequence[int], batch: Batch) -> tuple[dict[int, int], Failures]:
-        """Return how many bytes are stored at each position, and the failures."""
+    def _ask_lengths(self, positions: Sequence[int], batch: Batch, lengths: dict[int, int]) -> Failures:
+        """Put the stored bytes at each position into `lengths`."""
         failures: Failures = {}
         replies = self._ask(b"STRLEN", positions, batch, failures)
-        lengths = {at: reply for at, reply in replies.items() if isinstance(reply, int)}
+        lengths.update({at: reply for at, reply in replies.items() if isinstance(reply, int)})
         for at in [at for at, reason in failures.items() if reason == WRONG_TYPE]:
             lengths[at] = 0  # the value exists, and is no block
             del failures[at]
-        return lengths, failures
+        return failures
 
     def _ask(self, verb: bytes, positions: Sequence[int], batch: Batch, failures: Failures) -> dict[int, object]:
-        """Send one short command a block, and return the replies that came."""
+        """Send one short command for each block; return the received replies."""
         commands = {at: command(verb, batch.names[at]) for at in positions}
-        done = self._converse(positions, batch, failures, partial(Calls, commands=commands))
+        done = self._run(positions, batch, failures, partial(Calls, commands=commands))
         return {at: reply for exchange in done for at, reply in exchange.replies.items()}
 
-    def _converse(
+    def _run(
         self,
         positions: Sequence[int],
         batch: Batch,
         failures: Failures,
-        exchange_with: Callable[[Node, Sequence[int], Failures], Conversation],
-    ) -> list[Conversation]:
-        """Run one exchange with each server that has some of the blocks, all at once, and add to `failures`."""
+        exchange_with: Callable[[Node, Sequence[int], Failures], AnyExchange],
+    ) -> list[AnyExchange]:
+        """Run one exchange with each server that has some of the blocks, in parallel, and add to `failures`."""
         if not positions:
             return []
         try:
@@ -162,7 +156,7 @@ class Blocks:
         if sum(len(own) for _, own in placed) < len(positions):
             failures.update(dict.fromkeys(set(positions).difference(*(own for _, own in placed)), CLUSTER_DOWN))
         exchanges = [exchange_with(node, own, failures) for node, own in placed]
-        converse(exchanges, batch.deadline)
+        run(exchanges, batch.deadline)
         for exchange in exchanges:
             reasons = exchange.reasons()
             if {MOVED, READ_ONLY} & {*reasons}:
@@ -176,7 +170,7 @@ class Blocks:
 
 
 def _with_second_attempt(attempt: Callable[[Sequence[int]], Failures], batch: Batch) -> Failures:
-    """Try all blocks, and those once more that have moved to another server."""
+    """Attempt all blocks, and once more those that have moved to another server."""
     failures = attempt(range(len(batch.names)))
     moved = [at for at, reason in failures.items() if reason == MOVED]
     if moved:

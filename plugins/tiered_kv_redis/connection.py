@@ -1,7 +1,6 @@
 """redis-py's connections, which connect, encrypt and authenticate, with a `Link` for blocks.
 
-redis-py's own way of a command copies a block several times, so blocks go around it, over the socket of its
-connection. A connection is used in one of the two ways at a time.
+redis-py copies a block several times, so blocks use the connection's socket directly.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _CONNECT_MIN_S = 0.001
 class SendRoom:
     """Memory for encrypted payloads until they have been sent; one thread at a time.
 
-    It grows to what is sent by one call, and is then used again and again.
+    It grows to what one call sends, and is then reused.
     """
 
     def __init__(self) -> None:
@@ -31,7 +30,7 @@ class SendRoom:
         self._end = 0
 
     def take(self, size: int) -> memoryview:
-        """Return `size` bytes with undefined content, which stay valid until `clear`."""
+        """Return `size` bytes with undefined content, valid until `clear`."""
         if self._end + size > len(self._buffer):
             # Earlier results keep the old buffer until they have been sent.
             self._buffer, self._end = memoryview(bytearray(self._end + size)), 0
@@ -39,12 +38,11 @@ class SendRoom:
         return self._buffer[self._end - size : self._end]
 
     def clear(self) -> None:
-        """Make the whole buffer free again."""
         self._end = 0
 
 
 class Link:
-    """A connected socket, under TLS where that is wanted, with the buffers for it; one thread at a time."""
+    """A connected socket, with or without TLS, and its buffers; one thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.stream = TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else Stream(sock)
@@ -55,12 +53,12 @@ class Link:
         self._poll.register(sock, select.POLLIN)
 
     def is_quiet(self) -> bool:
-        """Return whether nothing has arrived unasked, such as the end of the connection."""
+        """Return whether nothing has arrived unrequested, such as the end of the connection."""
         return not self.replies.buffered_bytes and not self.stream.pending_bytes() and not self._poll.poll(0)
 
 
 class TcpConnection(Connection):
-    """Connects within `connect_timeout`, the look-up of the name included, which redis-py would not bound."""
+    """Connects within `connect_timeout`, with the look-up of the name, which redis-py does not bound."""
 
     def _connect(self) -> socket.socket:
         timeout_s = self.socket_connect_timeout
@@ -72,10 +70,10 @@ class TcpConnection(Connection):
 
 
 class TlsConnection(SSLConnection, TcpConnection):
-    """Over TLS."""
+    """The same over TLS."""
 
 
 class WireConnection(Connection):
-    """Any kind of connection, with the link that `Node` gives it."""
+    """Any connection, with the link that `Node` sets."""
 
     link: Link

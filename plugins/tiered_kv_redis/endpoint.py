@@ -17,59 +17,54 @@ from tiered_kv_redis.settings import Address, RedisSettings
 
 Options = dict[str, Any]  # Any: redis-py's keyword arguments
 
-_OTHER_CALLERS_MAX = 16
-"""Threads that may have a connection to a server besides those for transfers: for lookups, a description, closing."""
+_OTHER_CONNECTIONS_MAX = 16
+"""Connections to a server beside those for transfers: for lookups, a description, closing."""
 
 
 def pool_options(settings: RedisSettings, address: Address | None) -> Options:
     """Return the arguments of a `ConnectionPool` for the server at `address`, or on the Unix socket."""
-    connections_max = settings.connections + _OTHER_CALLERS_MAX
-    options = {**common_options(settings), "max_connections": connections_max, "db": settings.db}
+    connections_max = settings.connections + _OTHER_CONNECTIONS_MAX
+    options = {**_common_options(settings), "max_connections": connections_max, "db": settings.db}
     if address is None:
         return {**options, "path": settings.socket, "connection_class": UnixDomainSocketConnection}
     kind = TlsConnection if settings.tls else TcpConnection
-    tls = tls_options(settings) if settings.tls else {}
+    tls = _tls_options(settings) if settings.tls else {}
     return {**options, **tls, "host": address.host, "port": address.port, "connection_class": kind}
 
 
 def sentinel_options(settings: RedisSettings) -> Options:
     """Return the arguments for redis-py's connections to sentinels."""
-    tls = {"ssl": True, **tls_options(settings)} if settings.tls else {}
+    tls = {"ssl": True, **_tls_options(settings)} if settings.tls else {}
     credentials = _credentials(settings.sentinel_username, settings.sentinel_password)
-    return {**common_options(settings), **tls, "credential_provider": credentials}
+    return {**_common_options(settings), **tls, "credential_provider": credentials}
 
 
-def common_options(settings: RedisSettings) -> Options:
-    """Return the arguments of every connection."""
+def _common_options(settings: RedisSettings) -> Options:
     return {
-        # In version 2 of the protocol a server sends only replies.
-        "protocol": 2,
-        # One attempt: the caller decides about the next.
-        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,  # in which a server sends nothing but replies
+        "retry": Retry(NoBackoff(), 0),  # one attempt: the caller decides about the next
         "socket_timeout": settings.connect_timeout,
         "socket_connect_timeout": settings.connect_timeout,
         "credential_provider": _credentials(settings.username, settings.password),
     }
 
 
-def tls_options(settings: RedisSettings) -> Options:
-    """Return redis-py's names for the settings of TLS."""
-    password = settings.tls_key_password
+def _tls_options(settings: RedisSettings) -> Options:
     return {
         "ssl_ca_certs": settings.tls_ca,
         "ssl_certfile": settings.tls_cert,
         "ssl_keyfile": settings.tls_key,
-        "ssl_password": _text_of(password),
+        "ssl_password": _text_of(settings.tls_key_password),
         "ssl_cert_reqs": "required" if settings.tls_verify else "none",
         "ssl_check_hostname": settings.tls_verify,
     }
 
 
 def check_tls_files(settings: RedisSettings) -> None:
-    """Read certificates and key once: redis-py reads them with each connection, where a bad one looks like no server.
+    """Read certificates and key once: with a bad file, redis-py fails at each connection as if there were no server.
 
     Raises:
-        ConfigError: One cannot be read, or is invalid.
+        ConfigError: A file cannot be read, or is invalid.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     setting, what = "tls_ca", "a file of CA certificates in PEM format"
@@ -88,7 +83,7 @@ def check_tls_files(settings: RedisSettings) -> None:
 
 
 def _credentials(username: SecretStr | None, password: SecretStr | None) -> UsernamePasswordCredentialProvider | None:
-    """Return a provider of the password, so that no printed argument contains it."""
+    """Return a provider of the password: printed arguments do not contain it."""
     if username is None and password is None:
         return None
     return UsernamePasswordCredentialProvider(
@@ -97,5 +92,5 @@ def _credentials(username: SecretStr | None, password: SecretStr | None) -> User
 
 
 def _text_of(secret: SecretStr | None) -> str:
-    """Return a secret; an empty text for none, since OpenSSL asks at the terminal for a password that is not given."""
+    """Return a secret; without one an empty string, since OpenSSL asks for a missing password at the terminal."""
     return "" if secret is None else secret.get_secret_value()

@@ -1,4 +1,4 @@
-"""Exchanges with servers: pipelined commands for each of them, and their replies."""
+"""Exchanges with servers: pipelined commands for each server, and the replies."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _STORED = b"+OK\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Blocks of one part of a job, or the names of a lookup."""
+    """Blocks of one part of a job, or the keys of a lookup."""
 
     keys: Sequence[OffloadKey]
-    names: Sequence[bytes]  # in the servers
+    names: Sequence[bytes]  # the keys' names in the servers
     blocks: Sequence[memoryview]  # empty for a lookup
-    deadline: float  # for all work with them, in seconds of `time.monotonic()`
+    deadline: float  # in seconds of `time.monotonic()`
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,18 @@ class Transfer:
 
     namespace_digest: bytes
     codecs: CodecSet = PLAIN  # payloads that are not raw are read through a buffer
-    ttl_ms: int | None = None  # None for ever
-    send_bytes: int = 1 << 20  # of records in one call to send, at most one block more
+    ttl_ms: int | None = None  # None: blocks do not expire
+    send_bytes: int = 1 << 20  # records in one call to send, plus at most one block
     pipeline_bytes: int = 1 << 20
-    """Of replies that may be pending; two blocks may exceed it. A server buffers unsent replies, which for many large
-    blocks is slower than sending them one by one."""
+    """Replies that may be pending; two blocks are always allowed. A server buffers replies that it cannot send yet,
+    which for many large blocks is slower than sending them one by one."""
 
 
 class Exchange(ABC):
-    """Commands for one server, one for each block; `converse` runs it.
+    """Commands for one server, one for each block; `run` sends them and reads the replies.
 
-    `positions` are those of its blocks in a batch. It puts the reasons of failed ones into `failures`, which exchanges
-    may share.
+    `positions` are the blocks' positions in a batch. Reasons of failed blocks go into `failures`, which the exchanges
+    with other servers may share.
     """
 
     def __init__(self, node: Node, positions: Sequence[int], failures: Failures) -> None:
@@ -57,10 +57,8 @@ class Exchange(ABC):
         self.positions = positions
         self.failures = failures
         self.count = len(positions)
-        self.trouble = ""
-        """Why the whole exchange ended early; empty if it did not."""
-        self.answered = 0
-        """Commands, from the first on, whose reply has been read."""
+        self.failure = ""  # why the exchange ended early; empty if it did not
+        self.answered = 0  # commands, from the first on, whose reply has been read
 
     @abstractmethod
     def begin(self, link: Link, deadline: float) -> None:
@@ -68,63 +66,62 @@ class Exchange(ABC):
 
     @abstractmethod
     def finish(self, link: Link, deadline: float) -> None:
-        """Read the replies, raising `answered` with each, and send the remaining commands."""
+        """Read the replies, counting each in `answered`, and send the remaining commands."""
 
-    def end(self, trouble: str) -> None:
-        """Count commands without a reply as failed, if the exchange failed."""
-        self.trouble = self.trouble or trouble
-        if self.trouble:
-            for position in self.positions[self.answered :]:
-                self.failures.setdefault(position, self.trouble)
+    def fail(self, reason: str) -> None:
+        """End the exchange early: blocks without a reply failed. The first reason counts."""
+        self.failure = self.failure or reason
+        for position in self.positions[self.answered :]:
+            self.failures.setdefault(position, self.failure)
 
     def reasons(self) -> list[str]:
-        """Return why blocks of this exchange failed, one word for each."""
+        """Return the reason of each failed block of this exchange."""
         return [self.failures[position] for position in self.positions if position in self.failures]
 
 
-def converse(exchanges: Sequence[Exchange], deadline: float) -> None:
+def run(exchanges: Sequence[Exchange], deadline: float) -> None:
     """Run exchanges with different servers in parallel: all commands are sent before the first reply is awaited.
 
-    A server without an open connection comes last, and alone: it may not answer, and use up the time.
+    A server without an open connection comes last, and alone: it may not answer until the deadline.
     A connection is used again only if every reply on it has been read; otherwise it is closed.
     """
     ready = [each for each in exchanges if each.node.has_connection or each.node.is_down]
-    _run(ready, deadline)
+    _run_together(ready, deadline)
     for exchange in exchanges:
         if exchange not in ready:
-            _run([exchange], deadline)
+            _run_together([exchange], deadline)
 
 
-def _run(exchanges: Sequence[Exchange], deadline: float) -> None:
-    open_ones: list[tuple[Exchange, WireConnection]] = []
+def _run_together(exchanges: Sequence[Exchange], deadline: float) -> None:
+    begun: list[tuple[Exchange, WireConnection]] = []
     try:
         for exchange in exchanges:
             if time.monotonic() >= deadline:
-                exchange.end(TIMEOUT)
+                exchange.fail(TIMEOUT)
                 continue
             try:
                 connection = exchange.node.take()
             except NodeError as error:
-                exchange.end(error.reason)
+                exchange.fail(error.reason)
                 continue
-            open_ones.append((exchange, connection))
+            begun.append((exchange, connection))
             _guarded(exchange, connection.link, exchange.begin, deadline)
-        _finish_as_they_answer([(each, taken.link) for each, taken in open_ones if not each.trouble], deadline)
+        _finish_as_they_answer([(each, connection.link) for each, connection in begun if not each.failure], deadline)
     finally:
-        for exchange, connection in open_ones:
-            clean = exchange.answered == exchange.count and not connection.link.replies.buffered_bytes
-            if exchange.trouble or not clean:
-                exchange.end(PROTOCOL)
-                exchange.node.drop(connection, exchange.trouble)
+        for exchange, connection in begun:
+            if exchange.answered < exchange.count or connection.link.replies.buffered_bytes:
+                exchange.fail(PROTOCOL)
+            if exchange.failure:
+                exchange.node.drop(connection, exchange.failure)
             else:
                 exchange.node.give_back(connection)
 
 
 def _finish_as_they_answer(begun: list[tuple[Exchange, Link]], deadline: float) -> None:
-    """Finish the exchanges with servers that answer; those with servers that do not end at the deadline."""
-    if len(begun) == 1 or time.monotonic() >= deadline:
-        for exchange, link in begun:
-            _guarded(exchange, link, exchange.finish, deadline)
+    """Finish the exchanges in the order of the servers' answers; servers without an answer fail at the deadline."""
+    if len(begun) == 1:  # no poll is needed
+        exchange, link = begun[0]
+        _guarded(exchange, link, exchange.finish, deadline)
         return
     poll = select.poll()
     waiting = {link.fd: (exchange, link) for exchange, link in begun}
@@ -136,23 +133,22 @@ def _finish_as_they_answer(begun: list[tuple[Exchange, Link]], deadline: float) 
             exchange, link = waiting.pop(fd)
             _guarded(exchange, link, exchange.finish, deadline)
     for exchange, _ in waiting.values():
-        exchange.end(TIMEOUT)
+        exchange.fail(TIMEOUT)
 
 
 def _guarded(exchange: Exchange, link: Link, step: Callable[[Link, float], None], deadline: float) -> None:
     try:
         step(link, deadline)
     except (OSError, NodeError) as error:
-        exchange.end(reason_of_error(error))
+        exchange.fail(reason_of_error(error))
 
 
 class Calls(Exchange):
-    """Small commands, one for each position, whose replies are a word, a number, or nothing."""
+    """Small commands, one for each position, whose replies are a word, a number or nil."""
 
     def __init__(self, node: Node, positions: Sequence[int], failures: Failures, commands: Mapping[int, bytes]) -> None:
         super().__init__(node, positions, failures)
-        self.replies: dict[int, Reply] = {}
-        """By position; an error is in `failures`, too."""
+        self.replies: dict[int, Reply] = {}  # by position; errors are in `failures` too
         self._commands = commands
 
     def begin(self, link: Link, deadline: float) -> None:
@@ -167,7 +163,7 @@ class Calls(Exchange):
 
 
 class Stores(Exchange):
-    """Blocks to store, sent without a copy. Without `overwrite` the server says where a value exists, and keeps it."""
+    """Blocks to store, sent without a copy. Without `overwrite`, the server keeps an existing value."""
 
     def __init__(
         self,
@@ -180,8 +176,7 @@ class Stores(Exchange):
         overwrite: bool,
     ) -> None:
         super().__init__(node, positions, failures)
-        self.occupied: list[int] = []
-        """Positions with an existing value, which was left."""
+        self.occupied: list[int] = []  # positions whose existing value was kept
         self._batch = batch
         self._transfer = transfer
         options = [] if overwrite else [b"NX"]

@@ -1,6 +1,6 @@
 """The names of blocks in a server: `tkv1:<namespace>:<epoch>:<key>`.
 
-The epoch is a value that a reset replaces; see `tiered_kv.toolkit.epoch`. Its mark is under `tkv1:<namespace>:epoch`.
+A reset replaces the epoch; see `tiered_kv.toolkit.epoch`. Its mark is under `tkv1:<namespace>:epoch`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 
 from tiered_kv.toolkit.epoch import Epoch
-from tiered_kv_redis.exchange import Calls, Failures, converse
+from tiered_kv_redis.exchange import Calls, Failures, run
 from tiered_kv_redis.reasons import CLUSTER_DOWN, MOVED, READ_ONLY, TIMEOUT, TOO_LONG, WRONG_TYPE, NodeError
 from tiered_kv_redis.replies import Reply, command
 from tiered_kv_redis.topology import Topology
@@ -19,10 +19,10 @@ KEY_PREFIX = b"tkv1:"
 
 
 class KeySpace:
-    """The names of a namespace's blocks, and the `EpochStore` of its mark, beside which it stores the readable form.
+    """The names of a namespace's blocks, and the `EpochStore` of its mark.
 
-    Methods that take a deadline (seconds of `time.monotonic()`) ask the server, and raise `NodeError` if it is not
-    reached or refuses. They raise `FormatError` if another version of this project wrote the mark.
+    Methods that take a deadline (seconds of `time.monotonic()`) ask the server. They raise `NodeError` if it does not
+    answer or refuses, and `FormatError` if another version of this project wrote the mark.
     """
 
     def __init__(self, topology: Topology, namespace_digest: bytes, namespace: Mapping[str, object]) -> None:
@@ -34,7 +34,7 @@ class KeySpace:
     # Worker threads.
 
     def prefix(self, deadline: float, *, is_saved: bool = False) -> bytes:
-        """Return the prefix of the epoch's blocks. Before a store the server must have its mark: `is_saved`."""
+        """Return the prefix of the epoch's blocks. With `is_saved`, as before a store, the server has its mark."""
         try:
             value = self.epoch.saved_value(deadline) if is_saved else self.epoch.value(deadline)
         except TimeoutError:
@@ -42,14 +42,14 @@ class KeySpace:
         return self._prefix + value.encode() + b":"
 
     def contact(self, deadline: float) -> None:
-        """Join or save the epoch, with a new answer of the server."""
+        """Join or save the epoch, and get an answer from the server in any case."""
         self.prefix(deadline, is_saved=True)
         self._call(deadline, b"STRLEN", b"epoch")
 
     def recheck(self, deadline: float) -> None:
-        """Look at the mark now if a connection was made anew since `prefix`, whose caller has used it by now.
+        """Check the mark if a connection was opened since `prefix`: the server may have an older mark now.
 
-        The server may have been replaced by one with an older mark, and this process may stay idle for long.
+        At once, because this process may stay idle for long.
         """
         with contextlib.suppress(NodeError):
             self.prefix(deadline)
@@ -62,7 +62,7 @@ class KeySpace:
         except NodeError as error:
             if error.reason not in (WRONG_TYPE, TOO_LONG):
                 raise
-            return b""  # another client wrote it: damaged
+            return b""  # damaged: another program wrote it
         return stored if isinstance(stored, bytes) else None
 
     def create(self, data: bytes, deadline: float) -> None:
@@ -74,7 +74,7 @@ class KeySpace:
         self._call(deadline, b"SET", b"epoch", data)
 
     def _describe(self, deadline: float) -> None:
-        """Store the namespace in readable form, for people; in a cluster another server has it."""
+        """Store the namespace in readable form, for people; in a cluster another server may have it."""
         with contextlib.suppress(NodeError):
             self._call(deadline, b"SET", b"namespace", self._described)
 
@@ -85,7 +85,7 @@ class KeySpace:
             raise NodeError(CLUSTER_DOWN)
         failures: Failures = {}
         call = Calls(shares[0][0], [0], failures, {0: command(verb, name, *arguments)})
-        converse([call], deadline)
+        run([call], deadline)
         if failures:
             if failures[0] in (MOVED, READ_ONLY):
                 self._topology.refresh()

@@ -1,4 +1,4 @@
-"""Fetches of blocks, which are received and verified in place."""
+"""Loads of blocks, which are received and verified in place."""
 
 from __future__ import annotations
 
@@ -14,28 +14,26 @@ from tiered_kv_redis.replies import Refusal
 
 _CRLF = b"\r\n"
 _PIECES = 3
-"""Pieces of memory that one expected reply is received into: its head, the block, the end of the line."""
+"""Pieces of memory for one expected reply: its head, the block, the end of the line."""
 _IOV_PIECES = 1023
-_UNDER_WAY_MIN = 2
+_PENDING_MIN = 2
 """Blocks to request at once: while one is received and verified, the server sends the next."""
 
 
 class Loads(Exchange):
-    """Blocks to fetch from one server.
+    """Blocks to load from one server.
 
-    The reply to a fetch is expected to be a raw record of the block's size. So the memory for all replies under way
-    is laid out as they should come, and one call receives many of them. Where a reply turns out to be another, such
-    as nil, what was received from its beginning on is put back and read from there, until nothing is left of it.
+    The reply to GET is expected to be a raw record of the block's size. So the memory for all pending replies is laid
+    out in their order, and one call receives many of them. If a reply is another one, such as nil, the bytes from its
+    beginning on are put back and parsed one reply at a time, until none are left.
     """
 
     def __init__(
         self, node: Node, positions: Sequence[int], failures: Failures, batch: Batch, transfer: Transfer
     ) -> None:
         super().__init__(node, positions, failures)
-        self.damaged: list[int] = []
-        """Positions whose value no process can read. No store replaces it, so it must be deleted."""
-        self.unreadable: list[int] = []
-        """Positions whose value is a sound record, whose codec or key this process lacks. Others may read it."""
+        self.damaged: list[int] = []  # positions whose value no process can read; no store replaces it, so delete it
+        self.unreadable: list[int] = []  # positions of sound records whose codec or key this process lacks
         self._keys = [batch.keys[at] for at in positions]
         self._names = [batch.names[at] for at in positions]
         self._blocks = [batch.blocks[at] for at in positions]
@@ -46,14 +44,14 @@ class Loads(Exchange):
         self._opening = b"$%d\r\n" % raw_record_bytes
         self._head_bytes = len(self._opening) + HEADER_BYTES
         reply_bytes = len(self._opening) + raw_record_bytes + len(_CRLF)
-        self._under_way_max = max(_UNDER_WAY_MIN, transfer.pipeline_bytes // reply_bytes)
-        # Twice as many slots as replies may be under way: they are asked for before the ones received are verified.
-        self._slots = min(2 * self._under_way_max, self.count)
-        self._sent = 0
-        self._received = 0  # expected replies that are completely there
+        self._pending_max = max(_PENDING_MIN, transfer.pipeline_bytes // reply_bytes)
+        # Twice as many slots as pending replies: the next are requested before the received ones are verified.
+        self._slots = min(2 * self._pending_max, self.count)
+        self._sent = 0  # commands
+        self._received = 0  # complete replies
         self._heads = memoryview(bytearray(self._slots * (self._head_bytes + len(_CRLF))))
-        self._pieces: list[memoryview] = []  # the places of requested replies
-        self._at = 0  # the next piece to receive
+        self._pieces: list[memoryview] = []  # memory for requested replies
+        self._at = 0  # the next piece to receive into
 
     def begin(self, link: Link, deadline: float) -> None:
         self._ask(link, deadline)
@@ -65,12 +63,12 @@ class Loads(Exchange):
             if not self._expect_raw or link.replies.buffered_bytes:
                 self._verify()
                 self._read(link, deadline)
-            if self._sent - self._received <= self._under_way_max // 2:
+            if self._sent - self._received <= self._pending_max // 2:
                 self._ask(link, deadline)
             self._verify()
 
     def _ask(self, link: Link, deadline: float) -> None:
-        end = min(self.count, self._received + self._under_way_max)
+        end = min(self.count, self._received + self._pending_max)
         if end <= self._sent:
             return
         commands = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key) for key in self._names[self._sent : end]]
@@ -88,10 +86,10 @@ class Loads(Exchange):
             self._pieces.append(self._blocks[number])
             self._pieces.append(self._heads[slot + self._head_bytes : slot + stride])
 
-    # Replies as they are expected.
+    # Expected replies.
 
     def _receive(self, link: Link, deadline: float) -> None:
-        """Receive available bytes; put them back from the first unexpected reply on."""
+        """Receive the available bytes in place; put them back from the first unexpected reply on."""
         count = link.stream.receive(self._pieces[self._at : self._at + _IOV_PIECES], deadline)
         pieces, at = self._pieces, self._at
         while count:
@@ -116,7 +114,7 @@ class Loads(Exchange):
         self._at = at
 
     def _begins_as_expected(self, missing: int) -> bool:
-        """Return whether the head of the next reply, but for its last `missing` bytes, may be that of a raw record."""
+        """Return whether the next reply's head, of which `missing` bytes are to come, may be a raw record's."""
         start, known = self._slot(), min(len(self._opening), self._head_bytes - missing)
         return self._heads[start : start + known] == self._opening[:known]
 
@@ -126,9 +124,9 @@ class Loads(Exchange):
     def _verify(self) -> None:
         for number in range(self.answered, self._received):
             start = number % self._slots * (self._head_bytes + len(_CRLF)) + len(self._opening)
-            self._judge(number, self._heads[start : start + HEADER_BYTES], self._blocks[number])
+            self._decode(number, self._heads[start : start + HEADER_BYTES], self._blocks[number])
 
-    def _judge(self, number: int, header: memoryview, payload: memoryview) -> None:
+    def _decode(self, number: int, header: memoryview, payload: memoryview) -> None:
         key, block = self._keys[number], self._blocks[number]
         self.answered += 1
         digest, codecs = self._transfer.namespace_digest, self._transfer.codecs
@@ -140,7 +138,7 @@ class Loads(Exchange):
     # Any replies.
 
     def _read(self, link: Link, deadline: float) -> None:
-        """Read one reply, whatever it is, and those that are in the buffer already."""
+        """Parse one reply, and the replies that are buffered already."""
         while True:
             self._read_one(link, deadline)
             if not link.replies.buffered_bytes:
@@ -155,13 +153,13 @@ class Loads(Exchange):
         try:
             length = link.replies.bulk_length(self._record_bytes_max, deadline)
         except NodeError as error:
-            if error.reason == TOO_LONG:  # it would never load; later replies on this connection are lost with it
+            if error.reason == TOO_LONG:  # it can never be loaded; later replies on this connection are lost too
                 self.damaged.append(position)
             raise
         self._received += 1
         if isinstance(length, int):
             record = link.replies.bulk(length, deadline)
-            self._judge(self._received - 1, record[:HEADER_BYTES], record[HEADER_BYTES:])
+            self._decode(self._received - 1, record[:HEADER_BYTES], record[HEADER_BYTES:])
         else:
             self.failures[position] = length.reason if isinstance(length, Refusal) else ABSENT
             self.answered += 1

@@ -1,4 +1,4 @@
-"""One server, as the tier's threads use it."""
+"""One server: its connections, and whether it is down."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from tiered_kv_redis.reasons import TOO_LONG, UNAVAILABLE, UNUSABLE, NodeError, 
 
 _PAUSE_MIN_S = 0.05
 _PAUSE_MAX_S = 2.0
-_PROBE_NAME = "tkv1:probe"
-"""The name in the request to a server that was down; no block has it."""
+_PROBE_NAME = "tkv1:probe"  # no block has it
 
 
 class Node:
     """A server and the connections to it. Any thread may call.
 
-    After a failure the server counts as down: `take` fails at once, so that its keys cost no time. A background
-    thread sends it a request, after 50 ms and then twice as long each time, up to two seconds, until it answers.
-    `on_failure` is called when the server failed, and when it failed again to answer that thread.
+    After a failure the server is down: `take` fails at once, so its keys cost no time. A background thread probes it
+    after 50 ms and then after twice as long each time, up to two seconds, until it answers. `on_failure` is called
+    after each failure, also of a probe.
     """
 
     def __init__(
@@ -44,26 +43,26 @@ class Node:
         self._closing = threading.Event()
         self._pool_settings = pool_settings
         self._pool = ConnectionPool(**pool_settings)
-        # Connections that have been used; the pool's own check of each would cost as much as a small block.
+        # Idle connections, outside the pool: its check of each would cost as much as a small block.
         self._idle: deque[WireConnection] = deque()
-        self._down_reason = ""  # empty while the server is in use; any thread sets it, the one that probes clears it
+        self._down_reason = ""  # empty while the server is in use; any thread sets it, the prober clears it
         self._prober = BackgroundTask(self._probe, "tiered-kv-redis-probe")
 
     @property
     def has_connection(self) -> bool:
-        """Whether `take` need not connect, which may take long."""
+        """Whether `take` returns without connecting, which may take long."""
         return bool(self._idle)
 
     @property
     def is_down(self) -> bool:
-        """Whether the server failed, and has not answered since."""
+        """Whether the server failed, and no probe has succeeded since."""
         return bool(self._down_reason)
 
     def take(self) -> WireConnection:
-        """Return an open connection without unread bytes; pair it with `give_back` or `drop`.
+        """Return an open connection without unread bytes; call `give_back` or `drop` after use.
 
         Raises:
-            NodeError: There is none, or the server is down.
+            NodeError: The server is down, or cannot be connected to.
         """
         if self._closing.is_set():
             raise NodeError(UNAVAILABLE)
@@ -79,49 +78,49 @@ class Node:
         raise NodeError(reason)
 
     def give_back(self, connection: WireConnection) -> None:
-        """Take back a connection on which every reply has been read."""
+        """Keep a connection on which every reply has been read."""
         self._idle.append(connection)
         if self._closing.is_set():
             self._close_idle()
 
     def drop(self, connection: WireConnection, reason: str) -> None:
-        """Close a connection that may have unread bytes; `reason` is the server's fault, empty if it has none."""
+        """Close a connection that may have unread bytes; with a `reason`, the server failed."""
         self._close(connection)
-        if reason and reason != TOO_LONG:  # which is a client's fault, not the server's
+        if reason and reason != TOO_LONG:  # which a client caused, not the server
             self.note_failure(reason)
 
     def note_failure(self, reason: str) -> None:
-        """Stop using the server until it has answered the background thread."""
+        """Stop using the server until a probe succeeds."""
         if not self._closing.is_set():
             self._down_reason = reason
             self._prober.ask()
-        self._close_idle()  # a connection that is idle later was given back after an answer, so the server is back
+        self._close_idle()
         self._on_failure()
 
     def client(self) -> Redis:
-        """Return redis-py's client of the server, with connections of its own; close it after use."""
+        """Return a redis-py client with separate connections; close it after use."""
         return Redis.from_pool(ConnectionPool(**self._pool_settings))
 
     def memory_limit(self) -> tuple[int, str] | None:
-        """Return the server's `maxmemory` in bytes, 0 for none, and its policy; None where it does not answer that."""
+        """Return the server's `maxmemory` in bytes (0: no limit) and its policy; None if it refuses INFO."""
         with contextlib.closing(self.client()) as client, contextlib.suppress(RedisError, OSError):
-            told = client.info("memory")
-            return int(told["maxmemory"]), str(told["maxmemory_policy"])
+            memory = client.info("memory")
+            return int(memory["maxmemory"]), str(memory["maxmemory_policy"])
         return None
 
     def retire(self) -> None:
-        """Close the connections to a server that has no blocks any more: those in use when they are given back."""
+        """Close the connections to a server that has no blocks any more; those in use when they are given back."""
         self._closing.set()
         self._close_idle()
 
     def close(self) -> None:
-        """Close every connection, those in use too; none is made any more."""
+        """Close every connection, also those in use; none is opened any more."""
         self._closing.set()
         self._pool.disconnect()
         self._idle.clear()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the background thread, after `close`; one that waits for a server ends by itself."""
+        """After `close`, wait for the background thread."""
         self._prober.join(timeout_s)
 
     def _open(self) -> WireConnection:
@@ -129,7 +128,7 @@ class Node:
             connection = self._idle.pop()
             if connection.link.is_quiet():
                 return connection
-            self._pool.release(connection)  # the pool finds out why, and connects again
+            self._pool.release(connection)  # the pool checks it, and connects again
         connection = cast(WireConnection, self._pool.get_connection())
         if self._closing.is_set():
             self._close(connection)
@@ -148,24 +147,23 @@ class Node:
                 self._close(self._idle.pop())
 
     def _probe(self) -> None:
-        """Ask a server that is down until it answers; a thread of its own."""
         pause_s = _PAUSE_MIN_S
         while self._down_reason and not self._closing.wait(pause_s * random.uniform(0.5, 1.0)):
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
             try:
-                reason = self._answer()
+                reason = self._probe_once()
             except Exception as error:  # redis-py may raise any exception for invalid replies
                 reason = reason_of_error(error)
             self._down_reason = reason
             if reason:
                 self._on_failure()
 
-    def _answer(self) -> str:
-        """Send the server a request; return why it cannot be used, or an empty text."""
+    def _probe_once(self) -> str:
+        """Send the server a request; return why it cannot be used, or an empty string."""
         with contextlib.closing(self.client()) as client:
             try:
                 client.strlen(_PROBE_NAME)
-            except ResponseError as error:  # an answer: a cluster's member does not have this name
+            except ResponseError as error:  # such as MOVED, an answer: this member does not have the name
                 reason = reason_of_error(error)
                 return reason if reason in UNUSABLE else ""
         return ""

@@ -1,8 +1,9 @@
-"""The reasons of failures, one word each, as in the counters."""
+"""Reasons of failures, one word each, as in the counters."""
 
 from __future__ import annotations
 
 import ssl
+from collections.abc import Mapping
 from typing import Final
 
 from redis.exceptions import (
@@ -16,7 +17,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from tiered_kv.toolkit.certificates import note_refused
+from tiered_kv.toolkit.resolver import note_refused
 
 ABSENT: Final = "absent"
 READ_ONLY: Final = "readonly"
@@ -35,15 +36,15 @@ TOO_LONG: Final = "too_long"
 WRONG_TYPE: Final = "wrong_type"
 
 UNANSWERED: Final = "unanswered"
-"""The blocks of a job were lost to a server that cannot be used, while others can: no failure of the tier."""
+"""The server of a job's blocks cannot be used, while others can: no failure of the tier."""
 
 UNUSABLE: Final = frozenset((LOADING, CLUSTER_DOWN))
-"""Refusals of a server that cannot be used now."""
+"""Replies of a server that can serve nothing now."""
 
 OF_ONE_SERVER: Final = UNUSABLE | {BUSY, TIMEOUT, UNAVAILABLE, AUTH, TLS, PROTOCOL}
-"""Reasons that concern one server, and not the others."""
+"""Reasons that concern one server only."""
 
-NOT_OURS_TO_USE: Final = {
+REFUSAL_HINTS: Final = {
     AUTH: "refuses the user or password; check 'username' and 'password'",
     PERMISSION: "does not permit what this tier does; its user needs +get +set +strlen +unlink "
     "on keys 'tkv1:*', in a cluster also +cluster|slots",
@@ -51,7 +52,7 @@ NOT_OURS_TO_USE: Final = {
     TLS: "does not pass the check of its certificate; check 'tls_ca' and the host name (the log says more), or "
     "offers no TLS",
 }
-"""Permanent failures, and what to do."""
+"""What to do about permanent failures."""
 
 _BY_CODE: Final = {
     b"OOM": "no_space",
@@ -72,24 +73,25 @@ _BY_CODE: Final = {
     b"BUSY": BUSY,
 }
 _NOT_SERVED: Final = "Hash slot not served"
-"""A member's text, after CLUSTERDOWN, for one slot without a server: the others are served."""
+"""A member's text, after CLUSTERDOWN, if one slot has no server and other slots have."""
 
-_BY_TYPE: Final[tuple[tuple[type[BaseException], str], ...]] = (
-    (AuthenticationError, AUTH),
-    (NoPermissionError, PERMISSION),
-    (ssl.SSLCertVerificationError, TLS),
-    (BusyLoadingError, LOADING),
-    (MovedError, MOVED),
-    (RedisTimeoutError, TIMEOUT),
-    (TimeoutError, TIMEOUT),
-    (ssl.SSLError, TLS),
-    (ClusterError, CLUSTER_DOWN),
-    (ResponseError, SERVER_ERROR),
-)
+_BY_TYPE: Final[Mapping[type[BaseException], str]] = {
+    AuthenticationError: AUTH,
+    NoPermissionError: PERMISSION,
+    ssl.SSLCertVerificationError: TLS,
+    BusyLoadingError: LOADING,
+    MovedError: MOVED,
+    RedisTimeoutError: TIMEOUT,
+    TimeoutError: TIMEOUT,
+    ssl.SSLError: TLS,
+    ClusterError: CLUSTER_DOWN,
+    ResponseError: SERVER_ERROR,
+}
+"""The first type that fits counts."""
 
 
 class NodeError(Exception):
-    """A server cannot be used now, or sent an invalid reply; `reason` is one word for the counters."""
+    """A server cannot be used now, or sent an invalid reply."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -97,7 +99,7 @@ class NodeError(Exception):
 
 
 def reason_of_code(line: bytes) -> str:
-    """Return the word for an error reply, such as b"OOM command not allowed ..."; its text is not kept."""
+    """Return the reason for an error reply, such as b"OOM command not allowed ..."."""
     code, _, text = line.partition(b" ")
     if text.startswith(_NOT_SERVED.encode()):
         return MOVED
@@ -105,12 +107,12 @@ def reason_of_code(line: bytes) -> str:
 
 
 def reason_of_error(error: BaseException) -> str:
-    """Return the word for an exception of a socket or redis-py, by its first cause."""
+    """Return the reason for an exception of a socket or redis-py, by it and its causes."""
     if isinstance(error, NodeError):
         return error.reason
     chain: list[BaseException] = []
     link: BaseException | None = error
-    while link is not None and len(chain) < 16:
+    while link is not None and link not in chain:  # an exception that was raised again may be among its own causes
         chain.append(link)
         link = link.__cause__ or link.__context__
     for each in chain:
@@ -118,7 +120,7 @@ def reason_of_error(error: BaseException) -> str:
             note_refused(each)
     if isinstance(error, ClusterError) and str(error).startswith(_NOT_SERVED):
         return MOVED
-    for kind, reason in _BY_TYPE:
+    for kind, reason in _BY_TYPE.items():
         if any(isinstance(each, kind) for each in chain):
             return reason
     return UNAVAILABLE if isinstance(error, (OSError, RedisError)) else "error"

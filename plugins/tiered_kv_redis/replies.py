@@ -1,4 +1,4 @@
-"""A parser of RESP2 replies, which treats every byte as hostile."""
+"""A parser of RESP2 replies, in which any byte may be wrong."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from tiered_kv_redis.reasons import PROTOCOL, TOO_LONG, NodeError, reason_of_code
 from tiered_kv_redis.stream import Stream
 
-LINE_BYTES_MAX = 4096
-"""Limit of a line of a reply; errors are sentences."""
+_LINE_BYTES_MAX = 4096
 _CHUNK_BYTES = 64 << 10
 _LENGTH_DIGITS_MAX = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An error reply."""
+    """An error reply; `reason` is one word for the counters."""
 
-    reason: str  # one word for the counters
+    reason: str
 
 
 Reply = bytes | int | Refusal | None
@@ -26,7 +25,6 @@ Reply = bytes | int | Refusal | None
 
 
 def command(*arguments: bytes) -> bytes:
-    """Return a command's bytes."""
     parts = [b"*%d\r\n" % len(arguments)]
     for argument in arguments:
         parts.append(b"$%d\r\n%b\r\n" % (len(argument), argument))
@@ -34,7 +32,7 @@ def command(*arguments: bytes) -> bytes:
 
 
 class ReplyReader:
-    """Replies out of a stream, in order, through a buffer of bounded size; one thread at a time."""
+    """Reads replies from a stream, through a buffer of bounded size; one thread at a time."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -44,12 +42,12 @@ class ReplyReader:
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes that have been received and not been read."""
+        """Received bytes that have not been read."""
         return self._end - self._start
 
     def put_back(self, pieces: Iterable[memoryview], size: int) -> None:
-        """Let the first `size` bytes of `pieces`, received elsewhere, be read next. The buffer must be empty."""
-        assert self._start == self._end, "bytes can be put back before others only"
+        """Put the first `size` bytes of `pieces`, received elsewhere, into the buffer, which must be empty."""
+        assert self._start == self._end, "the buffer has bytes"
         self._make_room(size)
         for piece in pieces:
             taken = min(len(piece), size)
@@ -58,10 +56,9 @@ class ReplyReader:
             size -= taken
 
     def skip(self, expected: bytes, count: int, deadline: float) -> int:
-        """Pass over replies that are `expected`, the shortest that may come; return how many, of `count` still to come.
+        """Skip replies equal to `expected`, the shortest possible reply; return how many, of `count` pending ones.
 
-        Stops at the first that is another or is not there yet, which is for `reply`. Waits only if nothing at all has
-        been received.
+        Stops at a reply that differs or is incomplete, which `reply` returns. Waits only if the buffer is empty.
         """
         if self._start == self._end:
             self._make_room(count * len(expected))
@@ -74,33 +71,33 @@ class ReplyReader:
         return done
 
     def reply(self, deadline: float) -> Reply:
-        """Return the next reply, which is none to a command that fetches a block.
+        """Return the next reply to any command but GET of a block.
 
         Raises:
-            NodeError: It is of a kind or size that no such command is answered with.
+            NodeError: No such command has a reply of this kind or size.
         """
         line = self.line(deadline)
         if line[:1] == b"+":
             return line[1:]
         if line[:1] == b":":
             return _number(line[1:])
-        length = _length(line, LINE_BYTES_MAX)
+        length = _length(line, _LINE_BYTES_MAX)
         return bytes(self.bulk(length, deadline)) if isinstance(length, int) else length
 
     def bulk_length(self, bytes_max: int, deadline: float) -> int | Refusal | None:
-        """Return the length of the string that comes next, at most `bytes_max`, or the error or nil that comes instead.
+        """Return the length of the next string, at most `bytes_max`, or the error or nil in its place.
 
         Raises:
-            NodeError: It is anything else.
+            NodeError: The reply is anything else.
         """
         return _length(self.line(deadline), bytes_max)
 
     def bulk(self, length: int, deadline: float) -> memoryview:
-        """Return the string whose length has been read; it is valid until the next call."""
+        """Return the string after `bulk_length`; valid until the next call."""
         while self.buffered_bytes < length + 2:
             missing = length + 2 - self.buffered_bytes
             self._make_room(missing)
-            # No more than is missing, so that what follows can be received where it belongs.
+            # Only the missing bytes, so that the next reply can be received in place.
             self._end += self._stream.receive([memoryview(self._buffer)[self._end : self._end + missing]], deadline)
         start = self._start
         if self._buffer[start + length : start + length + 2] != b"\r\n":
@@ -112,33 +109,33 @@ class ReplyReader:
         """Return the next line, without its end."""
         searched = self._start
         while (end := self._buffer.find(b"\r\n", searched, self._end)) < 0:
-            if self.buffered_bytes > LINE_BYTES_MAX:
+            if self.buffered_bytes > _LINE_BYTES_MAX:
                 raise NodeError(PROTOCOL)
             before = self._start
-            self._make_room(LINE_BYTES_MAX)
+            self._make_room(_LINE_BYTES_MAX)
             searched = max(self._start, self._end - 1) if before == self._start else self._start
             self._end += self._stream.receive([memoryview(self._buffer)[self._end :]], deadline)
-        if end - self._start > LINE_BYTES_MAX:
+        if end - self._start > _LINE_BYTES_MAX:
             raise NodeError(PROTOCOL)
         line = bytes(self._buffer[self._start : end])
         self._start = end + 2
         return line
 
     def _make_room(self, size: int) -> None:
-        """Have `size` bytes free behind what is buffered; callers bound what they ask for."""
+        """Have `size` free bytes behind the buffered ones; callers bound `size`."""
         if self._start == self._end:
             self._start = self._end = 0
         if len(self._buffer) - self._end >= size:
             return
         kept = self._buffer[self._start : self._end]
         if len(self._buffer) < len(kept) + size:
-            self._buffer = bytearray(len(kept) + size)  # a new one: views of the old may be alive
+            self._buffer = bytearray(len(kept) + size)  # not resized: views of it may exist
         self._buffer[: len(kept)] = kept
         self._start, self._end = 0, len(kept)
 
 
 def _length(line: bytes, bytes_max: int) -> int | Refusal | None:
-    """Return what a string's first line says: its length, or the error or nil that stands for it."""
+    """Return the length in a string's first line, or the error or nil in its place."""
     if line[:1] == b"-":
         return Refusal(reason_of_code(line[1:]))
     length = _number(line[1:]) if line[:1] == b"$" else -2

@@ -12,7 +12,6 @@ from pydantic import Field, SecretStr, model_validator
 from tiered_kv.config.units import Bytes, Count, Seconds
 from tiered_kv.toolkit.codec_settings import CodecSettings
 
-DEFAULT_PORT = 6379
 _HOST_CHARACTERS = r"[^\s:/@\[\]]+"
 _ADDRESS = re.compile(rf"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>{_HOST_CHARACTERS})):(?P<port>\d{{1,5}})")
 _HOST = re.compile(rf"{_HOST_CHARACTERS}|[0-9A-Fa-f:.]+(%\w+)?")
@@ -26,24 +25,12 @@ class Address(NamedTuple):
     port: int
 
 
-def parse_address(text: str) -> Address:
-    """Return the address that "host:port" or "[ipv6]:port" names.
-
-    Raises:
-        ValueError: It names none.
-    """
+def _parse_address(text: str) -> Address:
+    """Return the address in "host:port" or "[ipv6]:port"; raise `ValueError` for any other text."""
     match = _ADDRESS.fullmatch(text)
-    if match is None or not 0 < int(match["port"]) < 65536 or not _is_host(match["ipv6"] or match["host"]):
+    if match is None or not 0 < int(match["port"]) < 65536:
         raise ValueError("expected host:port, such as 10.0.0.1:6379 or [::1]:6379")
     return Address(match["ipv6"] or match["host"], int(match["port"]))
-
-
-def _is_host(text: str) -> bool:
-    """Return whether `text` is an address or may be a name: the first connection finds out."""
-    try:
-        return _HOST.fullmatch(text) is not None and bool(text.encode("idna"))
-    except UnicodeError:  # a label of it is empty or too long
-        return False
 
 
 class RedisSettings(CodecSettings):
@@ -59,7 +46,7 @@ class RedisSettings(CodecSettings):
     type: str = "redis"
     url: str | None = Field(default=None, description=f"The server: {_URL_ACCEPTED}. Or give `host` and `port`.")
     host: str | None = Field(default=None, min_length=1, description="The server's host; instead of `url`.")
-    port: Count = Field(default=DEFAULT_PORT, ge=1, le=65535, description="The server's port.")
+    port: Count = Field(default=6379, ge=1, le=65535, description="The server's port.")
     socket: str | None = Field(default=None, min_length=1, description="Path of a Unix socket; instead of `url`.")
     db: Count = Field(default=0, ge=0, description="Number of the database; a cluster has only 0.")
     mode: Literal["standalone", "sentinel", "cluster"] = Field(
@@ -100,14 +87,14 @@ class RedisSettings(CodecSettings):
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """The servers to begin with, the one of `url` or `host` first; empty with a Unix socket."""
+        """The configured servers, that of `url` or `host` first; empty with a Unix socket."""
         first = () if self.host is None else (Address(self.host, self.port),)
-        return first + tuple(map(parse_address, self.nodes))
+        return first + tuple(map(_parse_address, self.nodes))
 
     @model_validator(mode="before")
     @classmethod
     def _take_url_apart(cls, data: object) -> object:
-        """Put what the URL says where explicit settings would be."""
+        """Split `url` into the settings that it stands for."""
         if not isinstance(data, Mapping) or not isinstance(data.get("url"), str):
             return data
         parts = _parts_of(data["url"])
@@ -117,15 +104,15 @@ class RedisSettings(CodecSettings):
         return {**data, **parts, "url": _without_userinfo(data["url"])}
 
     @model_validator(mode="after")
-    def _are_what_they_are_called(self) -> RedisSettings:
-        """Refuse URLs where parts belong; a check of the whole entry repeats no value, which may be a secret."""
-        if self.host is not None and not _is_host(self.host):
+    def _have_expected_forms(self) -> RedisSettings:
+        """Refuse URLs where a part is expected. The messages repeat no value, which may be a secret."""
+        if self.host is not None and not _HOST.fullmatch(self.host):
             raise ValueError("'host' is a name or an address, without port, user or password; a URL belongs in 'url'")
         if self.socket is not None and "://" in self.socket:
             raise ValueError("'socket' is a path; a URL belongs in 'url'")
         for number, node in enumerate(self.nodes):
             try:
-                parse_address(node)
+                _parse_address(node)
             except ValueError as error:
                 raise ValueError(f"'nodes.{number}': {error}") from None
         return self
@@ -146,14 +133,14 @@ class RedisSettings(CodecSettings):
             "'tls_ca', 'tls_cert' and 'tls_key' need 'tls: true' or a rediss:// URL": not self.tls
             and (self.tls_ca or self.tls_cert or self.tls_key),
         }
-        for problem, is_there in problems.items():
-            if is_there:
+        for problem, exists in problems.items():
+            if exists:
                 raise ValueError(problem)
         return self
 
 
 def _parts_of(url: str) -> dict[str, object]:
-    """Return the settings that a URL stands for; no message repeats any of it, since it may hold a password."""
+    """Return the settings that a URL stands for. The messages repeat nothing of it: it may have a password."""
     try:
         split = urlsplit(url)
         port = split.port

@@ -9,49 +9,47 @@ import struct
 import time
 from collections.abc import Sequence
 
-IOV_MAX = os.sysconf("SC_IOV_MAX")
-"""Buffers that one system call takes."""
-
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
 _TIMEVAL = struct.Struct("ll")
 _ARMED_SLACK_US = 10_000
-"""By how much the kernel's limit for one call may exceed what is left until the deadline: setting it is a call too."""
+"""By how much the kernel's timeout may exceed the time left: setting it is a system call too."""
 
 Buffer = bytes | bytearray | memoryview
 
 
 class Stream:
-    """A connected socket as it is; one thread at a time.
+    """A connected socket without TLS; one thread at a time.
 
-    The kernel keeps the time, so that a call is one system call and needs no poll before it. Every method raises
-    `TimeoutError` when `deadline` (seconds of `time.monotonic()`) has passed, and another `OSError` when the connection
-    is gone. Either leaves the stream in doubt.
+    The kernel keeps the time (`SO_RCVTIMEO`), so a call needs no poll before it. Every method raises `TimeoutError`
+    after `deadline` (seconds of `time.monotonic()`), and another `OSError` when the connection is lost. The stream
+    cannot be used after either.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._sock.settimeout(None)  # redis-py leaves its own on it
-        self._armed_us: dict[int, int] = {}  # what the kernel was last told, by socket option
+        self._sock.settimeout(None)  # redis-py has set its own
+        self._armed_us: dict[int, int] = {}  # the kernel's timeout, by socket option
 
     def send(self, parts: Sequence[Buffer], deadline: float) -> None:
-        """Send all of them, one after the other."""
+        """Send all parts, one after the other."""
         rest, at = list(parts), 0
         while at < len(rest):
             self._arm(socket.SO_SNDTIMEO, deadline)
             try:
-                sent = self._sock.sendmsg(rest[at : at + IOV_MAX])
+                sent = self._sock.sendmsg(rest[at : at + _IOV_MAX])
             except BlockingIOError:
                 raise TimeoutError("nothing was sent in time") from None
             while at < len(rest) and sent >= len(rest[at]):
                 sent -= len(rest[at])
                 at += 1
-            if sent:  # a part was cut in two, which happens only when the socket is slow
+            if sent:  # a part of a part was sent, which happens only when the socket is slow
                 rest[at] = memoryview(rest[at])[sent:]
 
     def receive(self, views: Sequence[memoryview], deadline: float) -> int:
-        """Fill the beginning of `views`, none of which is empty, with what is there; return how many bytes."""
+        """Receive available bytes into the beginning of `views`, none of which is empty; return how many."""
         self._arm(socket.SO_RCVTIMEO, deadline)
         try:
-            count = self._sock.recvmsg_into(views[:IOV_MAX])[0]
+            count = self._sock.recvmsg_into(views[:_IOV_MAX])[0]
         except BlockingIOError:
             raise TimeoutError("nothing was received in time") from None
         if not count:
@@ -59,7 +57,7 @@ class Stream:
         return count
 
     def pending_bytes(self) -> int:
-        """Return how many bytes have left the socket and have not been received."""
+        """Return how many bytes were read from the socket and not yet received, which `poll` does not show."""
         return 0
 
     def _arm(self, option: int, deadline: float) -> None:
@@ -70,7 +68,7 @@ class Stream:
 
 
 class TlsStream(Stream):
-    """A connected socket under TLS, which takes and gives one buffer at a time."""
+    """A connected socket under TLS, which sends and receives one buffer at a time."""
 
     _sock: ssl.SSLSocket
 

@@ -1,4 +1,4 @@
-"""The redis tier: blocks in Redis behind the secondary tier's contract."""
+"""The redis tier: blocks in Redis, as a secondary tier."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiered_kv_redis.blocks import Blocks
 from tiered_kv_redis.endpoint import check_tls_files
 from tiered_kv_redis.exchange import Batch, Failures
 from tiered_kv_redis.keyspace import KeySpace
-from tiered_kv_redis.reasons import ABSENT, MOVED, NOT_OURS_TO_USE, OF_ONE_SERVER, SERVER_ERROR, UNANSWERED, NodeError
+from tiered_kv_redis.reasons import ABSENT, MOVED, OF_ONE_SERVER, REFUSAL_HINTS, SERVER_ERROR, UNANSWERED, NodeError
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
 
@@ -27,11 +27,11 @@ _log = logging.getLogger(__name__)
 
 _PARTS_BYTES = 32 << 20
 _PART_BYTES_MIN = 8 << 20
-"""Of a job, for one thread: between two parts its connection is idle for a round trip and for what Python does around
-it. Several connections fill each other's pauses; a single one needs long parts, of which all may be `_PARTS_BYTES`."""
+"""Bytes of one part of a job. Between two parts a connection is idle for a round trip and for Python's work around it.
+Several connections fill each other's pauses; a single connection needs long parts."""
 _SHUTDOWN_TIMEOUT_S = 2.0
 _LOOKUP_SHARE = 0.5
-"""Of `lookup_timeout`: within it each of several servers must answer. The rest is for lookups that come meanwhile."""
+"""The share of `lookup_timeout` within which each of several servers must answer. The rest is for later lookups."""
 _COUNTERS: Final = ("present_blocks_total", "unanswered_lookups_total")
 _COUNTERS_BY_LABEL: Final = ("corrupt_blocks_total", "failed_blocks_total", "failed_lookups_total")
 
@@ -39,13 +39,12 @@ _COUNTERS_BY_LABEL: Final = ("corrupt_blocks_total", "failed_blocks_total", "fai
 class RedisTier(BlockingTier):
     """Blocks in a Redis server or cluster, for every machine that reaches it.
 
-    A server that does not answer when the tier is opened is used as soon as it does; one that refuses the
-    password, the user or TLS is an error.
+    A server that does not answer when the tier is opened is used as soon as it answers.
 
     Raises:
         ConfigError: A file of certificates or keys cannot be used.
         MissingExtraError: The codec's library is not installed.
-        TierUnavailableError: The server refuses this client.
+        TierUnavailableError: The server refuses the password, the user or TLS.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class RedisTier(BlockingTier):
         self._settings = settings
         self._counters = Counters(_COUNTERS, _COUNTERS_BY_LABEL)
         self._warn_once = functools.cache(_log.warning)
-        # First what can fail for good reasons: a tier that was not opened holds no view of the region.
+        # First the steps that may fail: a tier that was not opened holds no view of the region.
         check_tls_files(settings)
         self._topology = Topology(settings, lambda: self._keyspace.epoch.doubt())
         try:
@@ -68,8 +67,8 @@ class RedisTier(BlockingTier):
             self._stored = Blocks(settings, self._topology, self._counters, block_bytes, digest)
             self._keyspace = KeySpace(self._topology, digest, getattr(offloading_spec, "namespace", {}))
             refusal = self._contact()
-            if refusal in NOT_OURS_TO_USE:
-                raise TierUnavailableError(f"the server {NOT_OURS_TO_USE[refusal]}", tier=name, operation="open")
+            if refusal in REFUSAL_HINTS:
+                raise TierUnavailableError(f"the server {REFUSAL_HINTS[refusal]}", tier=name, operation="open")
             if refusal:
                 _log.warning("tier '%s': no server can be used yet (%s); it is used when one can", name, refusal)
             super().__init__(
@@ -94,7 +93,7 @@ class RedisTier(BlockingTier):
 
     def reset_cache(self) -> bool:
         self.begin_epoch()
-        self._keyspace.epoch.renew()  # after `begin_epoch`: a store that sees this epoch sees that it is too old for it
+        self._keyspace.epoch.renew()  # after `begin_epoch`: a store that sees the new epoch sees that it is older
         return True
 
     def stats(self) -> Mapping[str, int]:
@@ -103,7 +102,7 @@ class RedisTier(BlockingTier):
     def describe(self) -> Mapping[str, object]:
         refusal = self._contact()
         if refusal:
-            hint = NOT_OURS_TO_USE.get(refusal, f"cannot be used now: {refusal}")
+            hint = REFUSAL_HINTS.get(refusal, f"cannot be used now: {refusal}")
             raise TierUnavailableError(f"the server {hint}", tier=self.name, operation="describe")
         settings = self._settings
         return {
@@ -120,27 +119,29 @@ class RedisTier(BlockingTier):
         }
 
     def _limits(self) -> Mapping[str, object]:
-        """Return what limits the servers' memory, and a warning where nothing does."""
+        """Return the limits of the servers' memory, and a warning if there are none."""
         limits = [limit for node in self._topology.nodes() if (limit := node.memory_limit()) is not None]
         if not limits:
             return {"maxmemory": "unknown: the user has no right to INFO"}
         memory, policies = {bytes_ for bytes_, _ in limits}, {policy for _, policy in limits}
-        told = {"maxmemory": ", ".join(sorted(map(format_bytes, memory)))}
-        told["maxmemory_policy"] = ", ".join(sorted(policies))
+        described = {
+            "maxmemory": ", ".join(sorted(map(format_bytes, memory))),
+            "maxmemory_policy": ", ".join(sorted(policies)),
+        }
         if 0 in memory:
-            told["warning"] = "maxmemory is 0: the server takes memory until there is none; set it"
+            described["warning"] = "maxmemory is 0: the server takes memory until there is none; set it"
         elif "noeviction" in policies:
-            told["warning"] = "the policy is noeviction: a full server refuses stores; set allkeys-lru"
-        return told
+            described["warning"] = "the policy is noeviction: a full server refuses stores; set allkeys-lru"
+        return described
 
     def _contact(self) -> str:
-        """Reach the server once; return the one word for why it cannot be used, or an empty string."""
+        """Ask the server once; return the reason why it cannot be used, or an empty string."""
         try:
             self._keyspace.contact(time.monotonic() + self._settings.timeout)
         except NodeError as error:
-            # Only a member of a cluster says that something has moved.
-            is_misnamed = error.reason == MOVED and self._settings.mode != "cluster"
-            return SERVER_ERROR if is_misnamed else error.reason
+            # Only a cluster's member says MOVED: then `mode` is wrong.
+            is_wrong_mode = error.reason == MOVED and self._settings.mode != "cluster"
+            return SERVER_ERROR if is_wrong_mode else error.reason
         return ""
 
     # Worker threads.
@@ -154,22 +155,22 @@ class RedisTier(BlockingTier):
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> list[bool]:
         now_s = time.monotonic()
         limit_s = min(self._settings.timeout, self._settings.lookup_timeout)
-        # Where one of several servers does not answer, the others' answers must still come in time.
+        # If one of several servers does not answer, the others' answers must still be in time.
         deadline = now_s + limit_s * (_LOOKUP_SHARE if len(self._topology.nodes()) > 1 else 1.0)
         try:
             prefix = self._keyspace.prefix(now_s + limit_s * _LOOKUP_SHARE / 2)
         except NodeError as error:
-            self._failed("lookup", len(keys), error.reason)
+            self._note_failures("lookup", len(keys), error.reason)
             return [False] * len(keys)
         answers, failures = self._stored.contains(Batch(keys, [prefix + key for key in keys], (), deadline))
         self._keyspace.recheck(deadline)
         reasons = list(failures.values())
         for reason in set(reasons):
-            self._failed("lookup", reasons.count(reason), reason)
+            self._note_failures("lookup", reasons.count(reason), reason)
         return answers
 
     def close(self) -> None:
-        """Write what a reset left to be written, if that takes no time, and close every connection."""
+        """Save the epoch of a reset, for a second at most, and close every connection."""
         try:
             if not self._keyspace.epoch.is_saved:
                 self._keyspace.prefix(time.monotonic() + min(1.0, self._settings.timeout), is_saved=True)
@@ -189,7 +190,7 @@ class RedisTier(BlockingTier):
         try:
             prefix = self._keyspace.prefix(deadline, is_saved=operation == "store")
         except NodeError as error:
-            return self._failed(operation, len(keys), error.reason)
+            return Outcome((), self._note_failures(operation, len(keys), error.reason))
         if self.part_epoch != self.epoch:  # asked after the prefix, which may be a later epoch's
             return Outcome((), "reset")
         failures = transfer(Batch(keys, [prefix + key for key in keys], blocks, deadline))
@@ -197,15 +198,15 @@ class RedisTier(BlockingTier):
         if not failures:
             return ALL_DONE
         reasons = list(failures.values())
-        # What says most about the server comes first: a block that is not there says nothing.
+        # The job's reason is the most frequent one; an absent block says nothing about the server.
         ordered = sorted(set(reasons), key=lambda each: (each == ABSENT, -reasons.count(each)))
-        told = [self._failed(operation, reasons.count(reason), reason).reason for reason in ordered]
-        return Outcome([key for at, key in enumerate(keys) if at not in failures], told[0])
+        reported = [self._note_failures(operation, reasons.count(reason), reason) for reason in ordered]
+        return Outcome([key for at, key in enumerate(keys) if at not in failures], reported[0])
 
-    def _failed(self, operation: str, count: int, reason: str) -> Outcome:
-        """Count blocks that failed for one reason, and log the first of its kind.
+    def _note_failures(self, operation: str, count: int, reason: str) -> str:
+        """Count blocks that failed for one reason, and log the first; return the reason for the tier's breaker.
 
-        Return what the tier's breaker makes of it: nothing, where the reason says something of one of several servers.
+        A failure of one of several servers is no failure of the tier.
         """
         if operation == "lookup":
             self._counters.add("failed_lookups_total", reason, count=count)
@@ -213,9 +214,9 @@ class RedisTier(BlockingTier):
             self._counters.add("failed_blocks_total", operation, reason, count=count)
         nodes = self._topology.nodes()
         has_others = len(nodes) > 1 and not all(node.is_down for node in nodes)
-        told = UNANSWERED if reason in OF_ONE_SERVER and has_others else reason
-        if operation == "lookup" and told != UNANSWERED:
+        reported = UNANSWERED if reason in OF_ONE_SERVER and has_others else reason
+        if operation == "lookup" and reported != UNANSWERED:
             self._counters.add("unanswered_lookups_total", count=count)
         if reason not in (ABSENT, MOVED):
             self._warn_once("tier '%s': %ss fail: %s; further ones are only counted", self.name, operation, reason)
-        return Outcome((), told)
+        return reported

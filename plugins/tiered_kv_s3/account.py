@@ -1,4 +1,4 @@
-"""The boto3 session: the credentials that sign requests, and the bucket's endpoint."""
+"""The boto3 session: credentials, and the bucket's endpoint."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tiered_kv_s3.signer import Credentials
 
 DEFAULT_REGION = "us-east-1"
 REFRESH_S = 60.0
-"""How often the provider is asked; boto3's fetch other credentials some ten minutes before theirs expire."""
+"""How often the provider is called; boto3's providers fetch new credentials some ten minutes before theirs expire."""
 RENEW_PAUSE_S = 5.0
-"""How long after one attempt to get other credentials the next one is made."""
+"""The pause between two attempts to get new credentials."""
 
 _LOGGERS_OF_REQUESTS = ("auth", "endpoint", "hooks", "httpsession", "parsers", "retryhandler", "awsrequest", "client")
 
@@ -27,8 +27,8 @@ _LOGGERS_OF_REQUESTS = ("auth", "endpoint", "hooks", "httpsession", "parsers", "
 class Account:
     """A boto3 session and its credentials. Any thread may call.
 
-    A provider of credentials may use a server or a program that hangs, without a limit of boto3. So a
-    thread of its own calls the provider. A request waits only if it has no credentials yet, and until its deadline.
+    A provider of credentials may use a server or a program that hangs, and boto3 sets no limit. So a background thread
+    calls the provider. A request waits for it only if there are no credentials yet, and until its deadline.
 
     Raises:
         ConfigError: boto3 cannot work with the settings.
@@ -39,23 +39,23 @@ class Account:
         self._tier = tier
         self._making_client = threading.Lock()
         self._explicit = _explicit(settings)
-        self._lock = threading.Lock()  # guards the rest; never held while a provider is asked
+        self._lock = threading.Lock()  # guards the rest; never held while a provider runs
         self._current: Credentials | None = None
-        self._problem = "no thread can be had that asks for credentials"  # why there are none
+        self._problem = "no thread can be started that asks for credentials"  # why there are none
         self._asked_s = self._renewed_s = -math.inf
         _silence_request_logs()
         try:
-            self._session: Any = self._open_session()  # Any: boto3 makes its classes when they are asked for
+            self._session: Any = self._open_session()  # Any: boto3 makes its classes at run time
             self.region: str = settings.region or self._session.region_name or DEFAULT_REGION
         except library_errors() as error:
             raise ConfigError(f"tier '{tier}': boto3 refuses the settings: {type(error).__name__}") from None
         self._asking = self._provider_of(self._session)
 
     def credentials(self, deadline: float) -> Credentials:
-        """Return the current credentials; those of a role or a process are refreshed in time.
+        """Return the current credentials; those of a role or a process are refreshed before they expire.
 
         Raises:
-            TierUnavailableError: There are none, or none by the deadline.
+            TierUnavailableError: There are none by the deadline.
         """
         if self._explicit is not None:
             return self._explicit
@@ -66,15 +66,15 @@ class Account:
             if self._current is not None:
                 return self._current
             asking = self._asking
-        is_over = asking.join(max(0.0, deadline - time.monotonic()))
+        is_answered = asking.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
             if self._current is not None:
                 return self._current
-            message = self._problem if is_over else "credentials cannot be had in time"
+            message = self._problem if is_answered else "the provider of credentials did not answer in time"
         raise TierUnavailableError(message, tier=self._tier, operation="sign")
 
     def renew(self, stale: Credentials, deadline: float) -> bool:
-        """Get new credentials, because the server says that `stale` have expired; return whether there are others."""
+        """Get new credentials because `stale` have expired; return whether there are others."""
         if self._explicit is not None:
             return False
         failures: tuple[type[Exception], ...] = (TierUnavailableError, *library_errors())
@@ -82,15 +82,15 @@ class Account:
             with self._lock:
                 if self._current == stale and time.monotonic() - self._renewed_s >= RENEW_PAUSE_S:
                     self._renewed_s = time.monotonic()
-                    self._session = self._open_session()  # which reads files and environment again
-                    self._asking = self._provider_of(self._session)  # the other one may hang
+                    self._session = self._open_session()  # reads files and environment again
+                    self._asking = self._provider_of(self._session)  # the earlier one may hang
                     self._current, self._asked_s = None, -math.inf
             return self.credentials(deadline) != stale
         except failures:
             return False
 
     def client(self, credentials: Credentials, attempts: int) -> Any:
-        """Return boto3's client for the bucket's server; its requests are tried `attempts` times. Asks no provider."""
+        """Return boto3's client for the bucket's server, which makes `attempts` of each request."""
         return self._make_client(
             {
                 "connect_timeout": self._settings.request_timeout,
@@ -104,13 +104,13 @@ class Account:
         )
 
     def endpoint(self) -> Endpoint:
-        """Return where the bucket is: what boto3 makes of the settings."""
+        """Return the bucket's endpoint, which boto3 derives from the settings."""
         from botocore import UNSIGNED
 
         try:
             client = self._make_client(
                 {"signature_version": UNSIGNED},
-                aws_access_key_id="none",  # so that no provider is asked for those that are not needed here
+                aws_access_key_id="none",  # so that boto3 calls no provider
                 aws_secret_access_key="none",
             )
             bucket = self._settings.bucket
@@ -127,7 +127,7 @@ class Account:
         from botocore.config import Config
 
         s3 = {"addressing_style": self._settings.addressing, "us_east_1_regional_endpoint": "regional"}
-        with self._making_client:  # a session is for one thread at a time
+        with self._making_client:  # one thread at a time may use a session
             return self._session.client(
                 "s3",
                 region_name=self.region,
@@ -150,7 +150,7 @@ class Account:
             if frozen is not None and frozen.access_key:
                 found = Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
         except Exception as error:  # any exception of a provider, whose text may contain secrets
-            problem = f"credentials cannot be had: {type(error).__name__}"
+            problem = f"the provider of credentials failed: {type(error).__name__}"
         with self._lock:
             if self._session is session:
                 self._current, self._problem = found or self._current, problem
@@ -169,7 +169,6 @@ def _explicit(settings: S3Settings) -> Credentials | None:
 
 
 def library_errors() -> tuple[type[Exception], ...]:
-    """Return boto3's exceptions."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
@@ -178,7 +177,7 @@ def library_errors() -> tuple[type[Exception], ...]:
 
 
 def _silence_request_logs() -> None:
-    """Keep botocore from writing whole requests, session tokens included, into a log of level DEBUG."""
+    """Keep botocore from logging whole requests, with session tokens, at level DEBUG."""
     for name in _LOGGERS_OF_REQUESTS:
         logger = logging.getLogger(f"botocore.{name}")
         if logger.level == logging.NOTSET:

@@ -1,16 +1,17 @@
-"""Administration of the bucket without a stack: look at namespaces, and delete one with all versions of its objects.
+"""Administration of the bucket without a stack: survey and verify namespaces, and purge one with all its versions.
 
-After a reset the mark of the epoch stays, drawn anew, since a process that runs in an epoch from before it would write
-its own again. Its older versions go. Foreign objects, whose names are not of the tier's layout (`naming.py`), stay in
-every version, and are reported. The tier sends whole objects, so it leaves no uploads in parts behind.
+After a reset a purge leaves the epoch's mark, drawn anew, because a process in an earlier epoch would write its own
+again. Objects whose names are not of the tier's layout (`naming.py`) are foreign: they stay, and are reported.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Final
 
 from tiered_kv.counters import Counters
@@ -22,7 +23,7 @@ from tiered_kv.tiering.administration import (
     Survey,
     TierAdministration,
     Verification,
-    believed,
+    matching_description,
 )
 from tiered_kv.toolkit.epoch import Epoch, EpochMark
 from tiered_kv.toolkit.inspection import Census, RecordCheck
@@ -39,18 +40,7 @@ from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import ABSENCE, Verdict
 
 _SURVEYS_MAX: Final = 20
-_READS_AT_ONCE: Final = 8
-"""Objects that a check reads side by side."""
-
-
-@dataclass(slots=True)
-class _Removed:
-    """The deleted objects, and those that the server refused to delete."""
-
-    blocks: int = 0
-    size_bytes: int = 0
-    foreign: set[str] = field(default_factory=set)
-    refusals: set[str] = field(default_factory=set)
+_PARALLEL_READS: Final = 8
 
 
 class S3Administration(TierAdministration):
@@ -61,41 +51,40 @@ class S3Administration(TierAdministration):
     """
 
     def __init__(self, settings: S3Settings) -> None:
-        self._prefix = settings.prefix
         self._settings = settings
-        self._tier = settings.name
         account = Account(settings, settings.name)
         self._bucket = Bucket(settings, account, Counters(COUNTERS, COUNTERS_BY_LABEL))
         self._control = Control(account, settings, settings.name)
 
     def purge(self, digest: str, deadline: float) -> Purged:
-        naming = Naming(self._prefix, bytes.fromhex(digest))
+        naming = self._naming(digest)
         self._renew_epoch(naming, deadline)
-        removed = _Removed()
+        removed: Counter[str] = Counter()
+        found, refusals = 0, set[str]()
         for _ in range(_SURVEYS_MAX):
-            before = removed.size_bytes, removed.blocks, removed.refusals
-            found = self._delete(naming, removed, deadline)
-            if not found or (removed.refusals and before == (removed.size_bytes, removed.blocks, removed.refusals)):
+            earlier = found, refusals
+            found, foreign, refusals = self._delete(naming, removed, deadline)
+            if not found or (refusals and refusals == earlier[1] and found >= earlier[0]):  # no progress
                 break
         left = []
-        if removed.foreign:
-            left.append(f"{len(removed.foreign)} objects that are not of this tool were left")
+        if foreign:
+            left.append(f"{len(foreign)} objects that are not of this tool were left")
         if found:
-            why = ", ".join(sorted(removed.refusals)) or "a stack stores them"
+            why = ", ".join(sorted(refusals)) or "a stack stores them"
             left.append(f"{found} objects or versions of them were found by the last survey ({why})")
         if self._control.without_versions == "AccessDenied":
             left.append("these credentials may not list versions: older ones are left if the bucket keeps them")
         notes = ("the server lists no versions; it is taken to keep none",) if self._control.without_versions else ()
-        return Purged(removed.blocks, removed.size_bytes, tuple(left), notes)
+        return Purged(removed["blocks"], removed["bytes"], tuple(left), notes)
 
     def survey(self, deadline: float, only: str | None = None) -> Survey:
         census = Census()
-        root = f"{self._prefix}/"
+        root = f"{self._settings.prefix}/"
         for page in self._control.versions(f"{root}{only}/" if only else root, deadline):
             for each, is_marker in page:
                 name, size_bytes = each["Key"], each.get("Size", 0)
                 digest = name.removeprefix(root).partition("/")[0]
-                naming = Naming(self._prefix, bytes.fromhex(digest)) if DIGEST_HEX.fullmatch(digest) else None
+                naming = self._naming(digest) if DIGEST_HEX.fullmatch(digest) else None
                 if naming is None or not naming.owns(name):
                     census.add_foreign(name, size_bytes)
                 elif name != naming.epoch:  # it stays after a purge
@@ -103,79 +92,80 @@ class S3Administration(TierAdministration):
                     written_s = time.time() - each["LastModified"].timestamp()
                     census.add(digest, size_bytes, is_block, written_s=written_s)
         return census.survey(
-            lambda digest: self._described(Naming(self._prefix, bytes.fromhex(digest)), deadline),
+            lambda digest: self._description(self._naming(digest), deadline),
             "a bucket does not tell when a block was used",
         )
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
-        naming = Naming(self._prefix, bytes.fromhex(digest))
+        naming = self._naming(digest)
         check = RecordCheck(naming.namespace_digest, self._settings.open_codecs(), verification.block_bytes)
-
-        def read(listed: Listed) -> RecordStatus | str | None:
-            return self._read(listed.name, check, min(deadline, time.monotonic() + self._settings.job_timeout))
-
-        with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="tiered-kv-s3-verify") as readers:
-            for page in self._control.listed(naming.blocks):
-                blocks = [each for each in page if naming.is_block(each.name)]
-                for at in range(0, len(blocks), _READS_AT_ONCE):
-                    some = blocks[at : at + _READS_AT_ONCE]
-                    for listed, found in zip(some, readers.map(read, some), strict=True):
-                        read_bytes = 0 if found == check.too_long else listed.size_bytes
-                        if found is None or not verification.note(found, read_bytes):
-                            continue
+        read = partial(self._read, check, deadline)
+        blocks = (each for page in self._control.listed(naming.blocks) for each in page if naming.is_block(each.name))
+        with ThreadPoolExecutor(_PARALLEL_READS, thread_name_prefix="tiered-kv-s3-verify") as readers:
+            while batch := list(islice(blocks, _PARALLEL_READS)):
+                for listed, found in zip(batch, readers.map(read, batch), strict=True):
+                    read_bytes = 0 if found == check.too_long else listed.size_bytes
+                    if found is not None and verification.note(found, read_bytes):
                         verification.repaired += self._bucket.delete(listed.name, deadline) is Verdict.DONE
-                    if time.monotonic() >= deadline:
-                        raise TierUnavailableError("the time was over", tier=self._tier, operation="verify")
-
-    def _read(self, name: str, check: RecordCheck, deadline: float) -> RecordStatus | str | None:
-        """Return what an object of a block holds, None if there is none any more."""
-        found: RecordStatus | str = check.too_long
-        record: list[memoryview] = []
-
-        def sink(size_bytes: int) -> list[memoryview] | None:
-            record[:] = [room] if (room := check.room(size_bytes)) is not None else []
-            return record or None
-
-        for _ in range(2):  # what is damaged may have been damaged on its way
-            verdict = self._bucket.get(name, sink, deadline, expires=False)
-            if verdict is not Verdict.DONE:
-                return check.too_long if verdict is Verdict.OVERSIZED else None if verdict in ABSENCE else str(verdict)
-            found = check.check(record[0], bytes.fromhex(name[-2 * DIGEST_BYTES :]))
-            if found is RecordStatus.OK:
-                break
-        # A bucket has no mark that says of which version everything in it is: another release may read the block.
-        return found.value if found is RecordStatus.BAD_VERSION else found
+                if time.monotonic() >= deadline:
+                    raise TierUnavailableError("the time was over", tier=self._settings.name, operation="verify")
 
     def close(self) -> None:
         self._control.close()
         self._bucket.close()
 
-    def _delete(self, naming: Naming, removed: _Removed, deadline: float) -> int:
-        """Delete the tier's objects; return how many there were."""
+    def _naming(self, digest: str) -> Naming:
+        return Naming(self._settings.prefix, bytes.fromhex(digest))
+
+    def _read(self, check: RecordCheck, deadline: float, listed: Listed) -> RecordStatus | str | None:
+        """Return the state of a block's object, None if it is deleted by now."""
+        deadline = min(deadline, time.monotonic() + self._settings.job_timeout)
+        found: RecordStatus | str = check.too_long
+        record: list[memoryview] = []
+
+        def sink(size_bytes: int) -> list[memoryview] | None:
+            room = check.room(size_bytes)
+            record[:] = [] if room is None else [room]
+            return record or None
+
+        for _ in range(2):  # a damaged record may have been damaged on its way
+            verdict = self._bucket.get(listed.name, sink, deadline, expires=False)
+            if verdict is not Verdict.DONE:
+                return check.too_long if verdict is Verdict.OVERSIZED else None if verdict in ABSENCE else str(verdict)
+            found = check.check(record[0], bytes.fromhex(listed.name[-2 * DIGEST_BYTES :]))
+            if found is RecordStatus.OK:
+                break
+        # Not damage: the bucket has no mark of the format version of its blocks, so another release may read this one.
+        return found.value if found is RecordStatus.BAD_VERSION else found
+
+    def _delete(self, naming: Naming, removed: Counter[str], deadline: float) -> tuple[int, set[str], set[str]]:
+        """Delete the tier's objects; return how many there were, the foreign names, and the reasons of refusals."""
         found = 0
-        removed.foreign, removed.refusals = set(), set()
+        foreign: set[str] = set()
+        refusals: set[str] = set()
         mark_is_deleted = False
         for page in self._control.versions(naming.root, deadline):
             doomed = []
             for each, is_marker in page:
                 name = each["Key"]
+                # If its delete marker was on an earlier page, an old version is the latest by now.
                 mark_is_deleted |= is_marker and name == naming.epoch and each["IsLatest"]
-                is_live = not is_marker and each.get("IsLatest", True)
+                is_current = not is_marker and each.get("IsLatest", True) and not mark_is_deleted
                 if not naming.owns(name):
-                    removed.foreign.add(name)
-                elif not (name == naming.epoch and is_live and not mark_is_deleted):
+                    foreign.add(name)
+                elif not (name == naming.epoch and is_current):
                     doomed.append((each, is_marker))
             found += len(doomed)
-            refusals = self._control.delete([each for each, _ in doomed]) if doomed else set()
-            removed.refusals |= refusals
-            if not refusals:  # the next listing shows which are left
-                removed.size_bytes += sum(each.get("Size", 0) for each, _ in doomed)
-                removed.blocks += sum(not is_marker and naming.is_block(each["Key"]) for each, is_marker in doomed)
-        return found
+            refused = self._control.delete([each for each, _ in doomed]) if doomed else set()
+            refusals |= refused
+            if not refused:  # else the next survey shows which are left
+                removed["bytes"] += sum(each.get("Size", 0) for each, _ in doomed)
+                removed["blocks"] += sum(not is_marker and naming.is_block(each["Key"]) for each, is_marker in doomed)
+        return found, foreign, refusals
 
     def _renew_epoch(self, naming: Naming, deadline: float) -> None:
-        """Replace the epoch; delete its mark where no reset was before. What is written later is of a later reset."""
-        store = MarkObject(self._bucket, naming.epoch, self._tier)
+        """Replace the epoch's mark, or delete it if there was no reset; a mark that is written later is of a reset."""
+        store = MarkObject(self._bucket, naming.epoch, self._settings.name)
         data = store.read(deadline)
         if data is None:
             return
@@ -187,6 +177,6 @@ class S3Administration(TierAdministration):
         epoch.renew()
         epoch.saved_value(deadline)
 
-    def _described(self, naming: Naming, deadline: float) -> Mapping[str, object]:
+    def _description(self, naming: Naming, deadline: float) -> Mapping[str, object]:
         _, text = self._bucket.read(naming.namespace, DESCRIPTION_BYTES_MAX, deadline)
-        return believed(fields_of(text).get("namespace"), naming.namespace_digest.hex())
+        return matching_description(fields_of(text).get("namespace"), naming.namespace_digest.hex())

@@ -1,4 +1,4 @@
-"""Objects in and out of the bucket: signed, retried within a deadline, and never copied on the way."""
+"""Requests for the bucket's objects: signed, retried within a deadline, and never copied on the way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from tiered_kv.counters import Counters
 from tiered_kv_s3.account import Account
@@ -24,26 +23,19 @@ from tiered_kv_s3.verdict import RETRYABLE, Verdict, verdict_of, verdict_of_erro
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 2.0
 HEADS_IN_FLIGHT_MAX = 16
-"""Connections over which one batch of presence requests travels."""
+"""Connections over which one batch of HEAD requests travels."""
 
 _MAY_BE_EXPIRED = frozenset({Verdict.DENIED, Verdict.REFUSED})
 """The verdict on expired credentials where the answer has no body that says so: to HEAD."""
 
 Sink = Callable[[int], Sequence[memoryview] | None]
-"""Returns the memory for a body of as many bytes; None to refuse it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """One try of a request."""
-
-    connection: Connection
-    credentials: Credentials
-    patience: Patience
+"""Called with the length of a body in bytes; returns the memory for it, or None to refuse it."""
+Exchange = Callable[[Connection, Credentials], Verdict]
+"""Makes one attempt of a request."""
 
 
 class Bucket:
-    """One bucket. Any thread may call; each call opens at most one connection, `are_there` up to 16.
+    """One bucket. Any thread may call; each call opens at most one connection, `head_all` up to 16.
 
     Raises:
         ConfigError: The file of authorities cannot be read.
@@ -52,7 +44,7 @@ class Bucket:
     def __init__(self, settings: S3Settings, account: Account, counters: Counters) -> None:
         self._account = account
         self._counters = counters
-        self._attempts = settings.attempts
+        self._attempts_max = settings.attempts
         self._stall_s = settings.request_timeout
         self._ttl_s = settings.ttl or math.inf
         self._signs_payload = settings.sign_payload
@@ -64,67 +56,75 @@ class Bucket:
     def put(
         self, name: str, pieces: Sequence[bytes | memoryview], deadline: float, *, only_if_absent: bool = False
     ) -> Verdict:
-        """Store an object of `pieces`, whole or not at all; PRESENT where it was to be absent and is not."""
+        """Store an object of `pieces`, whole or not at all; PRESENT if `only_if_absent` and it exists."""
         headers = {**self._put_headers, "content-length": str(sum(map(len, pieces)))}
         if only_if_absent:
             headers["if-none-match"] = "*"
         payload_hash = _hash_of(pieces) if self._signs_payload else UNSIGNED_PAYLOAD
 
-        def put(attempt: _Attempt) -> Verdict:
+        def put(connection: Connection, credentials: Credentials) -> Verdict:
             with contextlib.suppress(ConnectionError):  # the server may have answered before it closed
-                self._send(attempt, "PUT", name, headers, payload_hash, pieces)
-            return self._settle(attempt, attempt.connection.receive_head(attempt.patience))
+                self._send(connection, credentials, "PUT", name, headers, payload_hash, pieces)
+            return self._settle(connection, credentials, connection.receive_head())
 
-        return self._persist(put, deadline)
+        return self._retry(put, deadline)
 
     def get(self, name: str, sink: Sink, deadline: float, *, expires: bool = True) -> Verdict:
         """Read an object into the memory that `sink` returns; AGED past half its `ttl`, if it `expires`."""
 
-        def get(attempt: _Attempt) -> Verdict:
-            self._send(attempt, "GET", name)
-            answer = attempt.connection.receive_head(attempt.patience)
-            if 200 <= answer.status < 300 and (answer.status != 200 or answer.body_bytes is None):
-                raise BadAnswerError(f"status {answer.status}, or no length: not what was asked for")
-            if answer.body_bytes is None or answer.status != 200:
-                return self._settle(attempt, answer)
+        def get(connection: Connection, credentials: Credentials) -> Verdict:
+            self._send(connection, credentials, "GET", name)
+            answer = connection.receive_head()
+            if not 200 <= answer.status < 300:
+                return self._settle(connection, credentials, answer)
+            if answer.status != 200 or answer.body_bytes is None:
+                raise BadAnswerError(f"status {answer.status}, or no length: not the answer to a GET")
             age_s = self._age_s(answer) if expires else 0.0
             if age_s > self._ttl_s:
                 return Verdict.EXPIRED
             parts = sink(answer.body_bytes)
             if parts is None:
                 return Verdict.OVERSIZED
-            attempt.connection.receive_body(parts, attempt.patience)
+            connection.receive_body(parts)
             return Verdict.AGED if age_s > self._ttl_s / 2 else Verdict.DONE
 
-        return self._persist(get, deadline)
+        return self._retry(get, deadline)
 
     def read(self, name: str, bytes_max: int, deadline: float) -> tuple[Verdict, bytes]:
-        """Read a small object of any age; OVERSIZED, and no bytes, where it is longer than `bytes_max`."""
+        """Return a small object of any age; no bytes unless the verdict is DONE, OVERSIZED beyond `bytes_max`."""
         data = bytearray()
 
         def sink(size_bytes: int) -> list[memoryview] | None:
             nonlocal data
-            data = bytearray(size_bytes if size_bytes <= bytes_max else 0)
-            return [memoryview(data)] if size_bytes <= bytes_max else None
+            if size_bytes > bytes_max:
+                return None
+            data = bytearray(size_bytes)
+            return [memoryview(data)]
 
-        return self.get(name, sink, deadline, expires=False), bytes(data)
+        verdict = self.get(name, sink, deadline, expires=False)
+        return verdict, bytes(data) if verdict is Verdict.DONE else b""
 
     def delete(self, name: str, deadline: float) -> Verdict:
-        """Delete an object; one that is not there is deleted too."""
-        return self._persist(lambda attempt: self._ask(attempt, "DELETE", name), deadline)
+        """Delete an object; DONE if it does not exist, too."""
 
-    def are_there(self, names: Sequence[str], deadline: float) -> list[Verdict]:
-        """Return DONE for each object that is there, ABSENT or EXPIRED for those that are not, or what went wrong.
+        def delete(connection: Connection, credentials: Credentials) -> Verdict:
+            self._send(connection, credentials, "DELETE", name)
+            return self._settle(connection, credentials, connection.receive_head())
+
+        return self._retry(delete, deadline)
+
+    def head_all(self, names: Sequence[str], deadline: float) -> list[Verdict]:
+        """Return for each object DONE if it exists, ABSENT or EXPIRED if it does not, or why it is unknown.
 
         The requests run in parallel. Failed ones are tried again in parallel, in the first half of the time,
         so that the answers for the others are not too late.
         """
         verdicts = [Verdict.UNASKED] * len(names)
         waiting = list(range(len(names)))
-        for number in self._tries((time.monotonic() + deadline) / 2):
-            self._counters.add("retried_requests_total", count=len(waiting) if number else 0)
+        for attempt in self._attempts((time.monotonic() + deadline) / 2):
+            self._counters.add("retried_requests_total", count=len(waiting) if attempt else 0)
             credentials = self._account.credentials(deadline)
-            self._ask_side_by_side(names, waiting, verdicts, credentials, deadline)
+            self._head_in_parallel(names, waiting, verdicts, credentials, deadline)
             self._counters.add(
                 "slow_down_answers_total", count=sum(verdicts[index] is Verdict.SLOW_DOWN for index in waiting)
             )
@@ -137,7 +137,7 @@ class Bucket:
         return verdicts
 
     def close(self) -> None:
-        """Make what is in flight fail, and close every connection."""
+        """Make the requests in flight fail, and close every connection."""
         self._closing.set()
         self.pool.close()
 
@@ -145,66 +145,63 @@ class Bucket:
 
     def _send(
         self,
-        attempt: _Attempt,
+        connection: Connection,
+        credentials: Credentials,
         method: str,
         name: str,
         headers: Mapping[str, str] | None = None,
         payload_hash: str = EMPTY_PAYLOAD,
         pieces: Sequence[bytes | memoryview] = (),
     ) -> None:
-        endpoint = attempt.connection.endpoint
+        endpoint = connection.endpoint
         path = endpoint.path_of(name)
         headers = {"host": endpoint.authority, **(headers or {})}
-        signed = self._signer.sign(method, path, headers, payload_hash, attempt.credentials, time.time())
+        signed = self._signer.sign(method, path, headers, payload_hash, credentials, time.time())
         lines = "".join([f"{header}: {value}\r\n" for header, value in signed.items()])
         if endpoint.proxy is not None and not endpoint.is_tls:  # TLS goes through a tunnel
             path = f"http://{endpoint.authority}{path}"
             lines = f"{endpoint.proxy.authorization}{lines}"
         self._counters.add("requests_total", method.lower())
-        attempt.connection.send([f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode(), *pieces], attempt.patience)
+        connection.send([f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode(), *pieces])
 
-    def _ask(self, attempt: _Attempt, method: str, name: str) -> Verdict:
-        self._send(attempt, method, name)
-        return self._settle(attempt, attempt.connection.receive_head(attempt.patience))
-
-    def _settle(self, attempt: _Attempt, answer: Answer) -> Verdict:
-        """Return the verdict of an answer without a body, or of an error; prepare another try."""
-        body = attempt.connection.receive_error(answer, attempt.patience)
+    def _settle(self, connection: Connection, credentials: Credentials, answer: Answer) -> Verdict:
+        """Return the verdict on a success without a body, or on a failure; get new credentials if these expired."""
+        body = connection.receive_error(answer)
         if 200 <= answer.status < 300:
             return Verdict.DONE
         verdict = verdict_of(answer, body)
-        if verdict is Verdict.CREDENTIALS and not self._account.renew(attempt.credentials, attempt.patience.deadline):
+        if verdict is Verdict.CREDENTIALS and not self._account.renew(credentials, connection.patience.deadline):
             return Verdict.CREDENTIALS_EXPIRED
         return verdict
 
-    def _tries(self, until_s: float) -> Iterator[int]:
-        """Yield the number of each try, after a pause for all but the first, while another can be made in time."""
+    def _attempts(self, until_s: float) -> Iterator[int]:
+        """Yield the number of each attempt, after a pause for all but the first, while there is time for another."""
         yield 0
-        for number in range(1, self._attempts):
+        for number in range(1, self._attempts_max):
             pause_s = random.uniform(0, min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (number - 1)))
             if time.monotonic() + pause_s >= until_s or self._closing.wait(pause_s):
                 return
             yield number
 
-    def _persist(self, exchange: Callable[[_Attempt], Verdict], deadline: float) -> Verdict:
-        """Try a request until it succeeds, fails for good, or its attempts or its time are over."""
+    def _retry(self, exchange: Exchange, deadline: float) -> Verdict:
+        """Repeat a request until it succeeds or fails for good, or its attempts or its time are over."""
         verdict = Verdict.TIMEOUT
-        for number in self._tries(deadline):
-            self._counters.add("retried_requests_total", count=min(number, 1))
+        for attempt in self._attempts(deadline):
+            self._counters.add("retried_requests_total", count=min(attempt, 1))
             verdict = self._try(exchange, Patience(deadline, self._stall_s))
             self._counters.add("slow_down_answers_total", count=verdict is Verdict.SLOW_DOWN)
             if verdict not in RETRYABLE:
                 break
         return verdict
 
-    def _try(self, exchange: Callable[[_Attempt], Verdict], patience: Patience) -> Verdict:
+    def _try(self, exchange: Exchange, patience: Patience) -> Verdict:
         credentials = self._account.credentials(patience.deadline)
         try:
             connection = self.pool.take(patience)
         except OSError as error:
             return verdict_of_error(error)
         try:
-            return exchange(_Attempt(connection, credentials, patience))
+            return exchange(connection, credentials)
         except OSError as error:
             return verdict_of_error(error)
         finally:
@@ -219,7 +216,7 @@ class Bucket:
 
     # Many requests.
 
-    def _ask_side_by_side(
+    def _head_in_parallel(
         self,
         names: Sequence[str],
         wanted: Sequence[int],
@@ -227,44 +224,44 @@ class Bucket:
         credentials: Credentials,
         deadline: float,
     ) -> None:
-        """Fill in the verdicts of one try each. A request that stalls delays no other."""
+        """Make one attempt for each wanted index, and fill in its verdict. A request that stalls delays no other."""
         patience = Patience(deadline, min(self._stall_s, max(0.0, deadline - time.monotonic()) / 2))
         waiting = deque(wanted)
-        travelling: dict[int, tuple[int, Connection, float]] = {}  # by file descriptor; in the order of sending
+        in_flight: dict[int, tuple[int, Connection, float]] = {}  # by file descriptor; in the order of sending
         poll = select.poll()
         try:
-            while waiting or travelling:
-                while waiting and len(travelling) < HEADS_IN_FLIGHT_MAX:
+            while waiting or in_flight:
+                while waiting and len(in_flight) < HEADS_IN_FLIGHT_MAX:
                     connection = self.pool.take(patience)
-                    travelling[connection.fileno] = (waiting[0], connection, time.monotonic() + patience.stall_s)
+                    in_flight[connection.fileno] = (waiting[0], connection, time.monotonic() + patience.stall_s)
                     poll.register(connection.fileno, select.POLLIN)
-                    self._send(_Attempt(connection, credentials, patience), "HEAD", names[waiting[0]])
+                    self._send(connection, credentials, "HEAD", names[waiting[0]])
                     waiting.popleft()
-                wait_s = min(next(iter(travelling.values()))[2], deadline) - time.monotonic()
+                wait_s = min(next(iter(in_flight.values()))[2], deadline) - time.monotonic()
                 ready = {number for number, _ in poll.poll(max(0.0, wait_s) * 1000)}
-                for number in [*travelling]:
-                    index, connection, until_s = travelling[number]
+                for number in [*in_flight]:
+                    index, connection, until_s = in_flight[number]
                     if number in ready:
-                        verdicts[index] = self._receive_presence(connection, patience)
+                        verdicts[index] = self._receive_presence(connection)
                     elif time.monotonic() < min(until_s, deadline):
                         continue
                     else:
                         connection.close()
                         verdicts[index] = Verdict.TIMEOUT
                     poll.unregister(number)
-                    del travelling[number]
+                    del in_flight[number]
                     self.pool.give_back(connection)
-        except OSError as error:  # none can be opened, or the time is over
+        except OSError as error:  # no connection can be opened, or the time is over
             unsent = waiting if time.monotonic() < deadline else ()
-            for index in (*unsent, *(index for index, _, _ in travelling.values())):
+            for index in (*unsent, *(index for index, _, _ in in_flight.values())):
                 verdicts[index] = verdict_of_error(error)
         finally:
-            for _, connection, _ in travelling.values():
+            for _, connection, _ in in_flight.values():
                 self.pool.give_back(connection, reuse=False)
 
-    def _receive_presence(self, connection: Connection, patience: Patience) -> Verdict:
+    def _receive_presence(self, connection: Connection) -> Verdict:
         try:
-            answer = connection.receive_head(patience, has_body=False)
+            answer = connection.receive_head(has_body=False)
         except OSError as error:
             return verdict_of_error(error)
         if answer.status == 200:
@@ -290,7 +287,7 @@ def _hash_of(pieces: Sequence[bytes | memoryview]) -> str:
 
 
 def seconds_of(date: str) -> float | None:
-    """Return an HTTP date as seconds since 1970."""
+    """Return an HTTP date as seconds since 1970; None if it is no valid date."""
     try:
         return email.utils.parsedate_to_datetime(date).timestamp()
     except (ValueError, OverflowError):  # the latter of years beyond all calendars

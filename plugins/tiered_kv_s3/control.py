@@ -1,4 +1,4 @@
-"""The control plane: work that runs once a minute or by hand, through boto3. Payloads go through `bucket.py`.
+"""Listings, deletes and copies through boto3: work that runs once a minute or by hand.
 
 boto3 has no deadlines: timeouts and attempts bound each request, and the callers stop between requests.
 """
@@ -18,7 +18,7 @@ from tiered_kv_s3.signer import Credentials
 from tiered_kv_s3.verdict import BucketError, Verdict
 
 PAGE_OBJECTS = 1000
-"""Objects in one page of a listing, and in one request to delete; what S3 allows."""
+"""Objects in one page of a listing, and in one request to delete; S3's limit."""
 _ATTEMPTS_MAX = 3
 _CREDENTIALS_S = 10.0
 _WITHOUT_VERSIONS = frozenset({"AccessDenied", "NotImplemented", "MethodNotAllowed"})
@@ -26,7 +26,7 @@ _CODE = re.compile(r"[A-Za-z0-9.]{1,100}")
 
 
 class Listed(NamedTuple):
-    """An object as a listing shows it: `age_s` seconds old, by the server's clock. The oldest is the greatest."""
+    """An object in a listing; its age is by the server's clock. The oldest is the greatest."""
 
     age_s: float
     name: str
@@ -36,7 +36,7 @@ class Listed(NamedTuple):
 class Control:
     """Lists, deletes and copies objects. Any thread may call.
 
-    Every method raises `BucketError` where the server does not do it.
+    Every method raises `BucketError` if the request fails.
     """
 
     def __init__(self, account: Account, settings: S3Settings, tier: str) -> None:
@@ -45,35 +45,28 @@ class Control:
         self._bucket = settings.bucket
         self._tier = tier
         self.without_versions = ""
-        """S3's word for why versions cannot be listed, once that is known."""
-        self._lock = threading.Lock()  # guards the two below; held while boto3 makes it
+        """S3's error code once it has refused to list versions."""
+        self._lock = threading.Lock()  # guards the two below; held while boto3 makes the client
         self._credentials: Credentials | None = None
-        self._client: Any = None  # Any: boto3 makes its class when it is asked for one
+        self._client: Any = None  # Any: boto3 makes its class at run time
 
     def listed(self, prefix: str) -> Iterator[list[Listed]]:
         """Yield the objects whose names begin with `prefix`, a page at a time."""
-        for page in self.pages("list_objects_v2", prefix):
+        for page in self._pages("list_objects_v2", prefix):
             now_s = seconds_of(page["ResponseMetadata"]["HTTPHeaders"].get("date", "")) or time.time()
             yield [
                 Listed(now_s - each["LastModified"].timestamp(), each["Key"], each["Size"])
                 for each in page.get("Contents", ())
             ]
 
-    def pages(self, operation: str, prefix: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the pages of a listing, such as `list_object_versions`, as boto3 gives them."""
-        parameters = {"Bucket": self._bucket, "Prefix": prefix}
-        pages = self._call("list", lambda client: iter(client.get_paginator(operation).paginate(**parameters)))
-        while (page := self._call("list", lambda _: next(pages, None))) is not None:
-            yield page
-
     def versions(self, prefix: str, deadline: float) -> Iterator[list[tuple[Mapping[str, Any], bool]]]:
-        """Yield what the bucket keeps under a prefix, as boto3 gives it, and whether it is the marker of a deletion.
+        """Yield boto3's entries for the versions under a prefix, and whether each is a delete marker.
 
-        That is every version, those of a page with its markers first; where they cannot be listed, every object.
+        The markers of a page come first. Yields the objects if the server cannot list versions.
         """
         operation = "list_objects_v2" if self.without_versions else "list_object_versions"
         try:
-            for page in self.pages(operation, prefix):
+            for page in self._pages(operation, prefix):
                 if time.monotonic() >= deadline:
                     raise self._error("timeout", "list")
                 markers = [(each, True) for each in page.get("DeleteMarkers", ())]
@@ -85,10 +78,10 @@ class Control:
             yield from self.versions(prefix, deadline)
 
     def delete(self, objects: Sequence[Mapping[str, Any]]) -> set[str]:
-        """Delete up to `PAGE_OBJECTS` objects or versions; return S3's words for why any is not gone.
+        """Delete up to `PAGE_OBJECTS` objects or versions; return S3's error codes for those that it did not delete.
 
         Args:
-            objects: For each its "Key", and its "VersionId" if it is one of many, as a listing gives them.
+            objects: For each its "Key", and for a version its "VersionId"; other entries of a listing are ignored.
         """
         named = [{key: each[key] for key in ("Key", "VersionId") if key in each} for each in objects]
         wanted = {"Objects": named, "Quiet": True}
@@ -96,7 +89,7 @@ class Control:
         return {str(each.get("Code", "unknown")) for each in answer.get("Errors", ())}
 
     def renew(self, name: str) -> None:
-        """Make an object as young as one that was just stored, by a copy onto itself on the server."""
+        """Set an object's age to 0, by a copy onto itself on the server."""
         given = {
             "StorageClass": self._settings.storage_class,
             "ServerSideEncryption": self._settings.server_encryption,
@@ -119,20 +112,26 @@ class Control:
             if self._client is not None:
                 self._client.close()
 
+    def _pages(self, operation: str, prefix: str) -> Iterator[Mapping[str, Any]]:
+        parameters = {"Bucket": self._bucket, "Prefix": prefix}
+        pages = self._call("list", lambda client: iter(client.get_paginator(operation).paginate(**parameters)))
+        while (page := self._call("list", lambda _: next(pages, None))) is not None:
+            yield page
+
     def _call(self, operation: str, call: Callable[[Any], Any]) -> Any:
         try:
             return call(self._boto3())
         except library_errors() as error:
             failure = self._error(_code_of(error), operation)
-        raise failure  # out of the handler, so that it names no cause, which may quote what is secret
+        raise failure  # outside the handler: the cause may quote secrets
 
     def _error(self, code: str, operation: str) -> BucketError:
         message = f"bucket '{self._bucket}' refuses or does not answer"
         return BucketError(message, code, tier=self._tier, operation=operation)
 
     def _boto3(self) -> Any:
-        """Return the client; another one with other credentials. No provider is asked under the lock: it may hang."""
-        credentials = self._account.credentials(time.monotonic() + _CREDENTIALS_S)
+        """Return a client with the current credentials."""
+        credentials = self._account.credentials(time.monotonic() + _CREDENTIALS_S)  # not under the lock: it may wait
         with self._lock:
             if self._client is None or self._credentials != credentials:
                 self._client = self._account.client(credentials, min(self._settings.attempts, _ATTEMPTS_MAX))
@@ -141,8 +140,8 @@ class Control:
 
 
 def _code_of(error: Exception) -> str:
-    """Return S3's word for what is wrong, or the kind of failure; no text, which may quote what is secret."""
-    if any(words in str(error) for words in ("CERTIFICATE_VERIFY_FAILED", "doesn't match")):  # urllib3's, of a name
+    """Return S3's error code, or the exception's class; not its text, which may quote secrets."""
+    if any(words in str(error) for words in ("CERTIFICATE_VERIFY_FAILED", "doesn't match")):  # the latter is urllib3's
         return Verdict.UNTRUSTED
     response = getattr(error, "response", None)
     code = response.get("Error", {}).get("Code", "") if isinstance(response, dict) else ""

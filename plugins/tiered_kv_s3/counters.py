@@ -1,4 +1,4 @@
-"""The names of what the tier counts since it was opened: `observe/vocabulary.py` explains them."""
+"""The names of the tier's counters; `observe/vocabulary.py` explains them."""
 
 from __future__ import annotations
 

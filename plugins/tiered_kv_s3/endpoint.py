@@ -1,4 +1,4 @@
-"""Where a bucket is, and the proxy on the way to it."""
+"""The address of a bucket's server, and of the proxy in front of it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """An HTTP proxy on the way to a server."""
-
     host: str
     port: int
     authorization: str = field(default="", repr=False)
 
     @classmethod
     def of_environment(cls, scheme: str, host: str) -> Self | None:
-        """Return the proxy that HTTP_PROXY, HTTPS_PROXY and NO_PROXY name for a server, if any.
+        """Return the proxy that HTTP_PROXY, HTTPS_PROXY and NO_PROXY set for a server, if any.
 
         Raises:
-            ValueError: It is no URL of an HTTP proxy.
+            ValueError: The value is no URL of an HTTP proxy.
         """
         url = getproxies().get(scheme, "")
         if not url or proxy_bypass(host):
@@ -44,16 +42,12 @@ class Endpoint:
     host: str
     port: int
     is_tls: bool
-    base_path: str  # what the path of every object begins with: the bucket, quoted, or nothing
+    base_path: str  # before the name of every object: the quoted bucket, or nothing
     proxy: Proxy | None = None
 
     @classmethod
     def of_url(cls, url: str) -> Self:
-        """Return the endpoint of the bucket that holds an object "x" at `url`.
-
-        Raises:
-            ValueError: The proxy that the environment names for it is no URL.
-        """
+        """Return the endpoint of the bucket that has an object "x" at `url`; raises as `Proxy.of_environment`."""
         parts = urlsplit(url)
         assert parts.hostname, "boto3 gives whole URLs"
         return cls(
@@ -65,11 +59,14 @@ class Endpoint:
         )
 
     @property
+    def address(self) -> str:
+        """Host and port."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
     def authority(self) -> str:
-        """The value of the header `host`."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.port == _PORTS["https" if self.is_tls else "http"] else f"{host}:{self.port}"
+        """The value of the header `host`, without the scheme's own port."""
+        return self.address.removesuffix(":443" if self.is_tls else ":80")
 
     def path_of(self, name: str) -> str:
-        """Return the quoted path of an object."""
         return f"{self.base_path}/{quote(name, safe='/~')}"

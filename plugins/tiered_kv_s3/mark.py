@@ -1,4 +1,4 @@
-"""The store of a namespace's mark: one small object. The rules are in `tiered_kv.toolkit.epoch`."""
+"""The object that keeps a namespace's epoch mark. The rules are in `tiered_kv.toolkit.epoch`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from tiered_kv_s3.verdict import BucketError, Verdict
 
 
 class MarkObject:
-    """Reads and writes the object; an `EpochStore`. Any thread may call.
-
-    Every method raises `BucketError` where the server does not do it by the deadline.
-    """
+    """An `EpochStore`; every method raises `BucketError` if the request fails or its time is over."""
 
     def __init__(self, bucket: Bucket, name: str, tier: str) -> None:
         self._bucket = bucket
@@ -22,12 +19,12 @@ class MarkObject:
         verdict, data = self._bucket.read(self._name, MARK_BYTES_MAX, deadline)
         if verdict is Verdict.ABSENT:
             return None
-        self._check(verdict, "read", Verdict.OVERSIZED)  # what is too long is a damaged mark
+        self._check(verdict, "read", Verdict.OVERSIZED)  # a damaged mark: no bytes
         return data
 
     def create(self, data: bytes, deadline: float) -> None:
         verdict = self._bucket.put(self._name, [data], deadline, only_if_absent=True)
-        if verdict is Verdict.REFUSED:  # a server that knows no conditions
+        if verdict is Verdict.REFUSED:  # a server without conditional writes
             verdict = self._bucket.put(self._name, [data], deadline)
         self._check(verdict, "written", Verdict.PRESENT)
 

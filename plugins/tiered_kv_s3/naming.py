@@ -4,9 +4,8 @@
     PREFIX/NAMESPACE/epoch                      the mark of the epoch that later processes join
     PREFIX/NAMESPACE/blocks/EPOCH/FF/KEY        a block's record; FF is the first byte of KEY
 
-NAMESPACE is the namespace's digest, KEY the digest of the block's key that stands in its record too, EPOCH the
-epoch's value; all in hex. Other objects under `PREFIX/NAMESPACE/` are foreign: never
-deleted.
+NAMESPACE is the namespace's digest, KEY the digest of the block's key (as in its record), EPOCH the epoch's value; all
+in hex. Other objects under `PREFIX/NAMESPACE/` are foreign, and never deleted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.record import digest_of
 
 _BLOCK: Final = re.compile(r"[0-9a-f]{16}/([0-9a-f]{2})/\1[0-9a-f]{30}")
-"""What follows `Naming.blocks` in a block's."""
+"""The part of a block's name after `Naming.blocks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Naming:
         return f"{self.blocks}{epoch}/{digest[:2]}/{digest}"
 
     def is_block(self, name: str) -> bool:
-        """Return whether a name is a block's of this namespace, of whatever epoch."""
+        """Return whether a name is a block's of this namespace, of any epoch."""
         return name.startswith(self.blocks) and _BLOCK.fullmatch(name, len(self.blocks)) is not None
 
     def owns(self, name: str) -> bool:

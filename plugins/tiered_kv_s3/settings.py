@@ -15,9 +15,7 @@ class S3Settings(CodecSettings):
     """Settings of the tier that keeps blocks in a bucket."""
 
     type: str = "s3"
-    bucket: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{1,62}$", description="The bucket; it must be there already."
-    )
+    bucket: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{1,62}$", description="The bucket. It must exist.")
     prefix: str = Field(
         default="tiered-kv",
         max_length=512,
@@ -25,28 +23,26 @@ class S3Settings(CodecSettings):
         description="What every object's name begins with; one or more words between slashes.",
     )
     endpoint_url: str | None = Field(
-        default=None, description="Where the server is, as http(s)://HOST:PORT; by default AWS, by region."
+        default=None, description="The server, as http(s)://HOST:PORT; by default AWS, by region."
     )
     region: str | None = Field(
         default=None,
         pattern=r"^[a-z0-9-]{1,64}$",
-        description="The bucket's region; by default what the environment or the profile says, or us-east-1.",
+        description="The bucket's region; by default that of the environment or profile, else us-east-1.",
     )
     addressing: Literal["auto", "path", "virtual"] = Field(
-        default="auto", description="Whether the bucket stands in the path or in the host's name."
+        default="auto", description="Whether requests name the bucket in the path or in the host's name."
     )
     profile: str | None = Field(default=None, min_length=1, description="A profile of the AWS configuration files.")
     access_key_id: SecretStr | None = Field(
-        default=None, description="Explicit credentials; without them boto3's chain of providers is asked."
+        default=None, description="Explicit credentials; by default those of boto3's chain of providers."
     )
     secret_access_key: SecretStr | None = Field(default=None, description="Goes with access_key_id.")
     session_token: SecretStr | None = Field(default=None, description="Of temporary explicit credentials.")
     ca_file: str | None = Field(
         default=None, min_length=1, description="PEM file of the authorities that may sign the server's certificate."
     )
-    connections: Count = Field(
-        default=16, ge=2, le=256, description="Transfers in flight, each on a connection of its own."
-    )
+    connections: Count = Field(default=16, ge=2, le=256, description="Blocks in flight, each on one connection.")
     request_timeout: Seconds = Field(
         default=5.0,
         gt=0,
@@ -58,15 +54,15 @@ class S3Settings(CodecSettings):
         default=10.0,
         ge=0,
         le=3600,
-        description="How long the bucket's answer that a block is, or is not, there is taken for true.",
+        description="How long the tier keeps the bucket's answer that a block exists or does not.",
     )
     ttl: Seconds | None = Field(
-        default=None, gt=0, description="Blocks that are older are misses, and are deleted; by default none is."
+        default=None, gt=0, description="Older blocks are misses, and a sweep deletes them; by default no limit."
     )
     capacity: Bytes | None = Field(
         default=None,
         ge=1,
-        description="Bytes of this namespace's blocks that a sweep returns to, oldest first. By default without limit.",
+        description="A sweep deletes this namespace's oldest blocks beyond so many bytes; by default no limit.",
     )
     sweep_interval: Seconds = Field(
         default=60.0, gt=0, le=86400, description="How often the bucket is listed to keep ttl and capacity."
@@ -75,7 +71,7 @@ class S3Settings(CodecSettings):
         default=None, pattern=r"^[A-Z_]{1,64}$", description="The storage class of new objects, such as ONEZONE_IA."
     )
     server_encryption: Literal["AES256", "aws:kms"] | None = Field(
-        default=None, description="How the server encrypts new objects; by default as the bucket says."
+        default=None, description="How the server encrypts new objects; by default as the bucket's settings say."
     )
     kms_key_id: str | None = Field(
         default=None,
@@ -83,14 +79,14 @@ class S3Settings(CodecSettings):
         description="The key for server_encryption by aws:kms; by default AWS's own.",
     )
     sign_payload: bool = Field(
-        default=False, description="Hash what is sent into its signature, for buckets whose policy demands that."
+        default=False, description="Hash every body into its signature, for buckets whose policy demands it."
     )
 
     @field_validator("prefix")
     @classmethod
     def _check_prefix(cls, prefix: str) -> str:
         if {".", ".."} & set(prefix.split("/")):
-            raise ValueError("expected no '.' and no '..' between slashes: servers take them out of a path")
+            raise ValueError("expected no '.' and no '..' between slashes: servers remove them from a path")
         return prefix
 
     @field_validator("endpoint_url")

@@ -9,7 +9,7 @@ from tiered_kv_s3.presence import ASKED_AT_ONCE
 
 
 class S3Keys(KeyStore):
-    """A bucket: a sweep takes the oldest objects, and what is used gets a new `ttl` in time."""
+    """A bucket: a sweep deletes the oldest objects, and used ones are renewed before their `ttl` ends."""
 
     evicts_by_use = False
     renews = True

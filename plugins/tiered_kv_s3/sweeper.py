@@ -1,8 +1,7 @@
-"""The tier's background work: sweeps keep `ttl` and `capacity`, and used blocks are renewed.
+"""The tier's background work: sweeps for `ttl` and `capacity`, and the renewal of used blocks.
 
-A sweep lists the namespace's blocks, of every epoch, and deletes those that are older than `ttl`, and the oldest beyond
-`capacity`. Several processes may sweep at once: they find the same blocks the oldest, and a block that is gone already
-is no error.
+A sweep lists the namespace's blocks, of every epoch, and deletes those older than `ttl`, and the oldest beyond
+`capacity`. Several processes may sweep at once: they choose the same blocks, and deleting a deleted one is no error.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import Verdict
 
 CANDIDATES_MAX = 100_000
-"""Blocks that one listing can have deleted; it holds so many names in memory. Where more have to go, it lists again."""
+"""Blocks that a sweep deletes after one listing, to bound its memory; it lists again if there are more."""
 RENEWALS_MAX = 1024
-"""Blocks that may wait to be renewed; further ones are not renewed."""
+"""Blocks that may wait for their renewal; further ones are not renewed."""
 _JITTER = 0.2
 
 
@@ -51,47 +50,42 @@ class Sweeper:
         self._used_bytes = 0
         self._renewals: OrderedDict[str, None] = OrderedDict()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._has_begun = min(self._ttl_s, self._capacity_bytes) == math.inf
+        self._is_started = min(self._ttl_s, self._capacity_bytes) == math.inf  # or needs no thread
 
     @property
     def used_bytes(self) -> int:
-        """What blocks take: by the last sweep, and what this process has stored since."""
+        """Bytes of all blocks: those of the last sweep, and those that this process has stored since."""
         return self._used_bytes
 
     def note_stored(self, size_bytes: int) -> None:
-        """Count a block that was stored."""
+        """Count a block that was stored; the first one starts the sweeps."""
         with self._lock:
             self._used_bytes += size_bytes
-            if self._has_begun or self._stopping.is_set():
+            if self._is_started or self._stopping.is_set():
                 return
-            with contextlib.suppress(RuntimeError):  # no thread to be had; the next store tries again
+            with contextlib.suppress(RuntimeError):  # no thread is available; the next store tries again
                 self._thread.start()
-                self._has_begun = True
+                self._is_started = True
 
     def renew(self, name: str) -> None:
-        """Renew a block soon that was used past half its time."""
+        """Renew a block soon, in the background."""
         with self._lock:
             if len(self._renewals) < RENEWALS_MAX:
                 self._renewals[name] = None
         self._renewing.ask()
 
     def stop(self) -> None:
-        """Let the threads end soon; does not wait."""
+        """Tell the threads to end; does not wait."""
         with self._lock:
             self._stopping.set()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the threads to end."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         self._renewing.join(timeout_s)
 
     def sweep(self) -> None:
-        """Delete blocks that are too old or beyond the capacity.
-
-        Raises:
-            TierError: The server does not list or delete.
-        """
+        """Delete blocks that are too old or beyond the capacity; raises `TierError` if a request fails."""
         while self._sweep_once():
             pass
 
@@ -113,11 +107,11 @@ class Sweeper:
             try:
                 self._control.renew(name)
                 self._counters.add("renewed_blocks_total")
-            except Exception:  # it may be gone meanwhile; the next use asks again
+            except Exception:  # the block may be deleted meanwhile; its next use asks again
                 self._counters.add("failed_renewals_total")
 
     def _sweep_once(self) -> bool:
-        """List and delete once; return whether more has to go than one listing can tell."""
+        """List and delete once; return whether there may be more to delete."""
         listed_bytes = deleted_bytes = 0
 
         def blocks() -> Iterator[Listed]:
@@ -146,7 +140,7 @@ class Sweeper:
 
     def _delete(self, names: list[str]) -> None:
         refusals = self._control.delete([{"Key": name} for name in names])
-        if refusals:  # which of them is not worth asking: the next listing tells
+        if refusals:  # the next listing shows which blocks are left
             raise TierError(f"blocks could not be deleted: {', '.join(sorted(refusals))}", operation="delete")
         self._counters.add("deleted_blocks_total", count=len(names))
         now_s = time.monotonic()

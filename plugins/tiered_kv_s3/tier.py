@@ -1,4 +1,4 @@
-"""The s3 tier: a bucket behind the secondary tier's contract."""
+"""The s3 tier: blocks as objects in a bucket."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tiered_kv.counters import Counters
 from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.blocking import BlockingTier
+from tiered_kv.toolkit.codecs import ThreadBuffer
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
-from tiered_kv.toolkit.room import ThreadRoom
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE
 from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_s3.account import Account
@@ -33,16 +33,16 @@ from tiered_kv_s3.sweeper import Sweeper
 from tiered_kv_s3.verdict import ABSENCE, BucketError, Verdict
 
 _PART_BYTES = 1
-"""One block to a part: what a job takes is mostly the server's time to answer, so its blocks travel side by side."""
+"""One block a part: a job takes mostly the server's time to answer, so its blocks travel in parallel."""
 _SHUTDOWN_S = 2.0
 _PROBE_S = 10.0
 _SAVE_S = 10.0
-"""How long the mark of a reset is tried to be written before the next store does."""
+"""How long a reset tries to write its mark in the background; after that the next store writes it."""
 _JOB_SHARE = 0.9
-"""A part ends a tenth of its time early, so that one block that stalls does not make its job expire."""
+"""A part ends a tenth of its time early, so that one stalled block does not make its job expire."""
 _STAYS = UNREADABLE | {RecordStatus.BAD_VERSION}
-"""What others may be able to read: here it is a miss, which the next store of the block ends. Unlike a directory, a
-bucket has no mark that says of which version everything in it is."""
+"""Records that other processes may read: misses here until the next store of the block, and not deleted. Unlike a
+directory, a bucket has no mark of the format version of its blocks."""
 
 
 class S3Tier(BlockingTier):
@@ -50,7 +50,7 @@ class S3Tier(BlockingTier):
 
     Raises:
         ConfigError: The settings do not go together, boto3 refuses them, or a key file cannot be used. A server that
-            does not answer is no error here: the tier is used when it does.
+            does not answer is no error.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class S3Tier(BlockingTier):
         name = getattr(offloading_spec, "name", None) or tier_type
         self._settings = settings
         self._codecs = settings.open_codecs()
-        self._room = ThreadRoom()  # for payloads that are not the blocks themselves
+        self._room = ThreadBuffer()  # for compressed or encrypted payloads
         record_bytes = HEADER_BYTES + block_bytes_of(primary_kv_view) + self._codecs.overhead_bytes
         if settings.capacity is not None and settings.capacity < record_bytes:
             what = f"{settings.capacity} bytes do not hold one record of {record_bytes} bytes"
@@ -85,10 +85,10 @@ class S3Tier(BlockingTier):
         )
         self._epoch = Epoch(MarkObject(self._bucket, self._naming.epoch, name))
         self._presence = Presence(self._bucket, self._control, self._counters, self._naming, settings)
-        self._loaded_s = -math.inf  # when the bucket answered a load last
-        self._unreadable: Unreadable[str] = Unreadable()  # by their names in the bucket
+        self._loaded_s = -math.inf  # the last answer of the bucket to a load
+        self._unreadable: Unreadable[str] = Unreadable()  # by object names
         self._namespace: Mapping[str, object] = getattr(offloading_spec, "namespace", {})
-        self._is_introduced = False
+        self._is_described = False
         self._saving = BackgroundTask(self._save_epoch, f"tiered-kv-{name}-reset")
         self._sweeper = Sweeper(
             self._control, self._naming, self._presence, self._counters, settings, f"tiered-kv-{name}-sweeper"
@@ -97,10 +97,10 @@ class S3Tier(BlockingTier):
     # Worker threads.
 
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        return self._transferred(self._store, keys, blocks)
+        return self._transfer_one(self._store, keys, blocks)
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        return self._transferred(self._load, keys, blocks)
+        return self._transfer_one(self._load, keys, blocks)
 
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         deadline = time.monotonic() + self._settings.lookup_timeout
@@ -110,8 +110,8 @@ class S3Tier(BlockingTier):
             names = [self._naming.block(epoch, key) for key in keys]
             for req_id, key, name in zip(self.probe_req_ids, keys, names, strict=True):
                 prefixes.setdefault((req_id, key[-4:]), []).append(name)
-            there = self._presence.ask([*prefixes.values()], deadline)
-            return [name in there and name not in self._unreadable for name in names]
+            existing = self._presence.ask([*prefixes.values()], deadline)
+            return [name in existing and name not in self._unreadable for name in names]
         except Exception:
             self._counters.add("unanswered_lookups_total", count=len(keys))
             raise
@@ -127,20 +127,20 @@ class S3Tier(BlockingTier):
 
     def reset_cache(self) -> bool:
         self.begin_epoch()
-        self._epoch.renew()  # after `begin_epoch`: a store that sees this epoch sees that it is too old for it
+        self._epoch.renew()  # after `begin_epoch`: an older store that reads this value finds itself outdated
         self._presence.forget()
         self._saving.ask()
         return True
 
     def stats(self) -> Mapping[str, Any]:
-        counted = {**super().stats(), **self._counters.snapshot(), "epoch_repairs_total": self._epoch.repairs}
-        counted["open_connections"] = self._bucket.pool.open_connections
-        if self._settings.capacity is None:
-            return counted
-        return {**counted, "used_bytes": self._sweeper.used_bytes, "capacity_bytes": self._settings.capacity}
+        stats = {**super().stats(), **self._counters.snapshot(), "epoch_repairs_total": self._epoch.repairs}
+        stats["open_connections"] = self._bucket.pool.open_connections
+        if self._settings.capacity is not None:
+            stats |= {"used_bytes": self._sweeper.used_bytes, "capacity_bytes": self._settings.capacity}
+        return stats
 
     def describe(self) -> Mapping[str, object]:
-        self._epoch.value(time.monotonic() + _PROBE_S)  # which is not read where it is of another format version
+        self._epoch.value(time.monotonic() + _PROBE_S)  # raises if its mark has another format version
         next(self._control.listed(self._naming.blocks))
         return {
             "medium": "s3",
@@ -155,7 +155,7 @@ class S3Tier(BlockingTier):
     def shutdown(self) -> None:
         self._sweeper.stop()
         self._save_epoch(_SHUTDOWN_S / 2)
-        self._bucket.close()  # what is in flight fails now, so that the threads end
+        self._bucket.close()  # makes the requests in flight fail, so that the threads end
         super().shutdown()
         self._saving.join(_SHUTDOWN_S)
         self._presence.join(_SHUTDOWN_S)
@@ -164,7 +164,7 @@ class S3Tier(BlockingTier):
 
     # One block.
 
-    def _transferred(
+    def _transfer_one(
         self,
         transfer: Callable[[OffloadKey, memoryview, float], str],
         keys: Sequence[OffloadKey],
@@ -180,11 +180,11 @@ class S3Tier(BlockingTier):
         return Outcome((), str(reason)) if reason else ALL_DONE
 
     def _store(self, key: OffloadKey, block: memoryview, deadline: float) -> str:
-        """Store one block; return why not, or an empty string."""
+        """Store one block; return the reason of a failure, or an empty string."""
         epoch = self._epoch.saved_value(deadline)
-        if self.part_epoch != self.epoch:  # it may be a new one, in which this block has no place
+        if self.part_epoch != self.epoch:  # a reset came after the block was submitted
             return "reset"
-        self._introduce(deadline)
+        self._describe_namespace(deadline)
         name = self._naming.block(epoch, key)
         if self._presence.known(name) is Verdict.DONE and name not in self._unreadable:
             self._counters.add("present_blocks_total")
@@ -199,7 +199,7 @@ class S3Tier(BlockingTier):
         return ""
 
     def _load(self, key: OffloadKey, block: memoryview, deadline: float) -> str:
-        """Put one block into place; return why not, or an empty string."""
+        """Load one block; return the reason of a failure, or an empty string."""
         name = self._naming.block(self._epoch.value(deadline), key)
         asked_s = time.monotonic()
         header, payload, status = bytearray(HEADER_BYTES), block, RecordStatus.OK
@@ -212,7 +212,7 @@ class S3Tier(BlockingTier):
             payload = block if is_raw else self._room.take(size_bytes - HEADER_BYTES)
             return [memoryview(header), payload]
 
-        for _ in range(2):  # what is damaged may have been damaged on its way
+        for _ in range(2):  # a damaged record may have been damaged on its way
             verdict = self._bucket.get(name, sink, deadline)
             if verdict not in (Verdict.DONE, Verdict.AGED):
                 return self._note_failed_get(name, verdict, asked_s, deadline)
@@ -224,8 +224,6 @@ class S3Tier(BlockingTier):
                 if verdict is Verdict.AGED:
                     self._sweeper.renew(name)
                 return ""
-            if status in UNREADABLE or status in REFUSED:  # its checksum was right: it came as it lies there
-                break
         if status in _STAYS:
             kind = "unreadable_blocks_total" if status in UNREADABLE else "corrupt_blocks_total"
             self._counters.add(kind, status.value)
@@ -239,7 +237,7 @@ class S3Tier(BlockingTier):
             self._remove_damaged(name, RecordStatus.BAD_LENGTH, deadline)
             return "checksum"
         if verdict not in ABSENCE:
-            if self._loaded_s < asked_s:  # the bucket answers no load
+            if self._loaded_s < asked_s:  # the bucket has answered no load since
                 return verdict
             self._counters.add("unanswered_blocks_total")
             self._presence.note(name, Verdict.UNANSWERED, time.monotonic())
@@ -250,28 +248,28 @@ class S3Tier(BlockingTier):
         return "absent"
 
     def _remove_damaged(self, name: str, status: RecordStatus, deadline: float) -> None:
-        """Make an object that is not the block's record a miss, here and for other processes."""
+        """Delete an object that is not the block's record; it is a miss here even if it cannot be deleted."""
         self._counters.add("corrupt_blocks_total", status.value)
-        if self._bucket.delete(name, deadline) is not Verdict.DONE:  # the credentials may not be allowed to
+        if self._bucket.delete(name, deadline) is not Verdict.DONE:  # such as without the right to delete
             self._unreadable.note((name,))
         self._presence.note(name, Verdict.ABSENT, time.monotonic())
 
-    # The tier's life.
+    # The namespace's objects.
 
     def _save_epoch(self, timeout_s: float = _SAVE_S) -> None:
-        """Try to write a reset's mark to the bucket; the next store does if this fails."""
+        """Try to write the mark of a reset to the bucket; if this fails, the next store writes it."""
         if self._epoch.is_saved:
             return
         with suppress(TierError, TimeoutError):
             self._epoch.saved_value(time.monotonic() + timeout_s)
 
-    def _introduce(self, deadline: float) -> None:
-        """Keep the namespace's readable form beside its blocks; one worker does, the others go on."""
-        if self._is_introduced:
+    def _describe_namespace(self, deadline: float) -> None:
+        """Store the namespace's readable form once; workers that come meanwhile do not wait."""
+        if self._is_described:
             return
-        self._is_introduced, verdict = True, Verdict.UNAVAILABLE
+        self._is_described, verdict = True, Verdict.UNAVAILABLE
         text = json.dumps({"format": 1, "namespace": dict(self._namespace)}, indent=1, sort_keys=True, default=str)
         try:
             verdict = self._bucket.put(self._naming.namespace, [text.encode()], deadline)
         finally:
-            self._is_introduced = verdict in (Verdict.DONE, Verdict.DENIED, Verdict.REFUSED)
+            self._is_described = verdict in (Verdict.DONE, Verdict.DENIED, Verdict.REFUSED)

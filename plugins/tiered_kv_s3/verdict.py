@@ -1,4 +1,4 @@
-"""Verdicts on answers: whether they are a success, whether another try may help, and the failure's reason."""
+"""The results of requests: success, or the reason of a failure and whether another attempt may help."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ssl
 from enum import StrEnum
 
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.toolkit.certificates import note_refused
+from tiered_kv.toolkit.resolver import note_refused
 from tiered_kv_s3.connection import Answer, BadAnswerError
 
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,100})</Code>")
@@ -24,20 +24,20 @@ class Verdict(StrEnum):
 
     DONE = "done"
     AGED = "aged"
-    """Done; and the object has passed half of its time."""
+    """Done, and the object is past half of its `ttl`."""
     ABSENT = "absent"
     EXPIRED = "absent_by_age"
-    """The object is older than blocks may be."""
+    """The object is older than `ttl`."""
     PRESENT = "present"
-    """An object of this name exists, and must not be replaced."""
+    """An object of this name exists, and the request was not to replace it."""
     OVERSIZED = "oversized"
     """The object is longer, or shorter, than a record can be."""
     CREDENTIALS_EXPIRED = "credentials_expired"
-    """The server takes them for expired, and there are no others."""
+    """The server says that they have expired, and there are no others."""
     NO_BUCKET = "no_bucket"
     DENIED = "denied"
     UNASKED = "unasked"
-    """The time was over before the request was sent."""
+    """The request was not sent: its time was over."""
     UNANSWERED = "unanswered"
     """The bucket does not answer for this block, while it answers for others."""
     REFUSED = "refused"
@@ -47,14 +47,14 @@ class Verdict(StrEnum):
     MOVED = "moved"
     """The bucket is in another region than the setting `region`."""
 
-    # Another try may help.
+    # Another attempt may help.
     SLOW_DOWN = "slow_down"
     UNAVAILABLE = "unavailable"
     TIMEOUT = "timeout"
     BROKEN = "broken"
-    """The connection was reset, the answer cut off, or no HTTP."""
+    """The connection was reset, or the answer was cut off or not HTTP."""
     CREDENTIALS = "credentials"
-    """They had expired, and there are others."""
+    """The credentials had expired, and there are new ones."""
 
 
 RETRYABLE = frozenset({Verdict.SLOW_DOWN, Verdict.UNAVAILABLE, Verdict.TIMEOUT, Verdict.BROKEN, Verdict.CREDENTIALS})
@@ -62,7 +62,7 @@ ABSENCE = frozenset({Verdict.ABSENT, Verdict.EXPIRED})
 
 
 class BucketError(TierUnavailableError):
-    """The server does not do what was asked; `reason` is a verdict, S3's word for why, or the kind of failure."""
+    """A request failed; `reason` is a verdict, an error code of S3, or the class of an exception."""
 
     def __init__(self, message: str, reason: str, *, tier: str, operation: str) -> None:
         super().__init__(f"{message}: {reason}", tier=tier, operation=operation)
@@ -70,9 +70,9 @@ class BucketError(TierUnavailableError):
 
 
 def verdict_of(answer: Answer, body: bytes) -> Verdict:
-    """Return the verdict on an answer that is no success; `body` is empty if nothing was read."""
-    found = _CODE.search(body)
-    code, status = found[1].decode() if found else "", answer.status
+    """Return the verdict on the answer of a failure; `body` is empty if none was read."""
+    match = _CODE.search(body)
+    code, status = match[1].decode() if match else "", answer.status
     if code in _CREDENTIAL_CODES:
         return Verdict.CREDENTIALS
     if status in (301, 302, 307, 308) or code == "AuthorizationHeaderMalformed":
@@ -81,7 +81,7 @@ def verdict_of(answer: Answer, body: bytes) -> Verdict:
         return Verdict.SLOW_DOWN
     if status == 412:
         return Verdict.PRESENT
-    if status == 501:  # not implemented, nor will it be
+    if status == 501:  # not implemented; another attempt would not help
         return Verdict.REFUSED
     if status >= 500 or status == 408 or code in _UNAVAILABLE_CODES:
         return Verdict.UNAVAILABLE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.config.secret_keys import KEY_FILE_BYTES_MAX, parse_key, read_key_file
+from tiered_kv.config.secret_keys import parse_key, read_key_file
 from tiered_kv.errors import ConfigError
 
 KEY = bytes(range(200, 232))
@@ -19,10 +19,13 @@ FORMS = {
     "base64, not padded": base64.b64encode(KEY).decode().rstrip("="),
     "base64 for URLs": base64.urlsafe_b64encode(KEY).decode(),
 }
-NO_KEYS = ["", " ", "secret-text", KEY.hex()[:-1], KEY.hex() + "0", KEY.hex()[:-1] + "g", "0x" + KEY.hex()[2:] + "é"]
-NO_KEYS += [
+NO_KEYS = [
+    "",
+    "secret-text",
+    KEY.hex()[:-1],
+    KEY.hex() + "0",
+    KEY.hex()[:-1] + "g",
     base64.b64encode(KEY[:31]).decode(),
-    base64.b64encode(KEY + b"x").decode(),
     f"{KEY.hex()[:32]}\n{KEY.hex()[32:]}",
 ]
 
@@ -34,7 +37,7 @@ def test_a_key_is_hexadecimal_or_base64_with_white_space_around_it(form: str) ->
 
 
 @pytest.mark.parametrize("text", NO_KEYS)
-def test_what_is_no_key_is_refused_and_not_shown(text: str) -> None:
+def test_an_invalid_key_is_refused_and_not_shown(text: str) -> None:
     with pytest.raises(ConfigError, match="expected a key: 32 bytes as 64 hexadecimal digits or as base64") as caught:
         parse_key(text)
     assert not text.strip() or text.strip() not in str(caught.value)
@@ -51,12 +54,9 @@ def key_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400])
-def test_a_file_of_ones_own_is_read(key_file: Path, mode: int) -> None:
+def test_a_file_of_the_user_is_read_also_by_a_link(key_file: Path, tmp_path: Path, mode: int) -> None:
     key_file.chmod(mode)
     assert read_key_file(key_file) == KEY
-
-
-def test_a_link_to_such_a_file_is_followed(key_file: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(key_file)
     assert read_key_file(tmp_path / "link") == KEY
 
@@ -86,22 +86,13 @@ def test_a_file_without_a_key_is_refused_and_its_content_not_shown(key_file: Pat
         assert not content or shown not in str(caught.value)
 
 
-def test_a_large_file_is_refused_whatever_it_begins_with(key_file: Path) -> None:
-    key_file.write_text(KEY.hex() + "\n" * KEY_FILE_BYTES_MAX)
-    with pytest.raises(ConfigError, match="larger than 1KiB"):
-        read_key_file(key_file)
-
-
-def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+def test_a_path_of_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path, why in (("pipe", "no regular file"), ("", "no regular file"), ("missing", "cannot be opened: No such")):
         with pytest.raises(ConfigError, match=why):
             read_key_file(tmp_path / path)
     with pytest.raises(ConfigError, match="this is no path"):
         read_key_file("a\0b")
-
-
-def test_a_key_in_place_of_a_path_is_not_shown() -> None:
     with pytest.raises(ConfigError, match="the key file cannot be opened") as caught:
         read_key_file(KEY.hex())
-    assert KEY.hex() not in str(caught.value)
+    assert KEY.hex() not in str(caught.value), "a key in place of a path"

@@ -1,4 +1,4 @@
-"""The code in docs/how-to/writing-a-policy.md works as it stands there."""
+"""The code in docs/how-to/writing-a-policy.md works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiered_kv.workload.replay import replay
 
 @pytest.fixture
 def stack_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Write the files that the page shows, each under the name that stands above it."""
+    """Write the files that the page shows, each with the name above it."""
     assert write_shown("how-to/writing-a-policy.md", tmp_path) == ["deepest_first.py", "stack.yaml"]
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path / "stack.yaml"

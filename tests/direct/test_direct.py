@@ -1,11 +1,13 @@
-"""Tiers over a host's memory: what comes back, what is refused, and how they end."""
+"""Tiers over a host's memory: what they load, what they refuse, and how they end."""
 
 from __future__ import annotations
 
 import mmap
 import random
+import subprocess
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,26 +17,38 @@ import pytest
 
 from tests.direct.conftest import BLOCK_BYTES, MEMORY, WAIT_S, Register, offsets, open_direct
 from tests.support.detectable_lies import DETECTABLE
+from tests.support.pages import write_shown
 from tests.support.redis_servers import redis_server
 from tests.support.s3_entries import s3_entry
+from tests.support.s3_servers import moto_server
 from tests.support.stacks import PATIENT
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.counters import count_of
-from tiered_kv.direct import thread
+from tiered_kv.direct import DirectTiers, thread
 from tiered_kv.errors import ConfigError, ShutdownError
 from tiered_kv.testing.faults import FailingTier, HangingTier, HeldJobsTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.lies import Lie, LyingTier
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.toolkit import Outcome
 from tiered_kv_memory.tier import MemoryTier
 
 __all__ = ["moto_server", "redis_server"]
+
+OpenHeld = Callable[..., DirectTiers]
+TARGET = 1 << 16
+"""Where most tests load blocks."""
+
+
+def test_the_program_in_the_documentation_stores_and_loads(tmp_path: Path) -> None:
+    (name,) = write_shown("how-to/direct.md", tmp_path)
+    command = [sys.executable, str(tmp_path / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.splitlines() == ["stored [True, True, True, True]", "loaded [True, True, True, True]"]
+    assert done.stderr == ""
 
 
 @pytest.fixture(params=["memory", "nvme", "fs", "redis", pytest.param("s3", marks=pytest.mark.slow)])
@@ -50,12 +64,19 @@ def entry(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, object]:
     return {**tier, "capacity": "16 MiB", **place}
 
 
-def note_in(told: list[Any]) -> Any:
-    return told.append
+@pytest.fixture
+def open_held(pool: Any, register: Register, gate: Gate) -> OpenHeld:
+    """Open a tier whose jobs are held while the gate is closed."""
+
+    def open_held(**settings: object) -> DirectTiers:
+        register("held", lambda inner: HeldJobsTier(inner, gate))
+        return open_direct(pool, {"type": "held", **PATIENT, **settings})
+
+    return open_held
 
 
 def loads_late(tier: MemoryTier, gate: Gate) -> MemoryTier:
-    """Let the workers of a tier stand before a gate, and load when it opens, however late that is."""
+    """Let the workers of a tier wait for a gate before they load."""
     load = tier.load_blocks
 
     def load_late(keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
@@ -63,392 +84,384 @@ def loads_late(tier: MemoryTier, gate: Gate) -> MemoryTier:
         return load(keys, blocks)
 
     tier.load_blocks = load_late  # type: ignore[method-assign]
-    tier._shutdown_timeout_s = 0.05  # a load that stands before the gate does not end in two seconds either
+    tier._shutdown_timeout_s = 0.05
     return tier
 
 
-class TestBlocks:
-    @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, 5000], ids=["page", "odd"])
-    @pytest.mark.parametrize("shift", [0, 7], ids=["aligned", "unaligned"])
-    def test_come_back_to_any_place_of_the_memory(
-        self, pool: Any, entry: dict[str, object], block_bytes: int, shift: int
-    ) -> None:
-        keys, before = make_keys(20), pool.copy()
-        sources = offsets(20, shift, 2 * block_bytes)
-        targets = offsets(20, 2 * block_bytes * 20 + shift, block_bytes)
-        with open_direct(pool, entry, block_bytes=block_bytes) as tiers:
-            assert tiers.wait("contains", keys) == [False] * 20
-            assert tiers.wait("store", keys, sources) == [True] * 20
-            assert tiers.wait("contains", [*keys, *make_keys(2, "others")]) == [True] * 20 + [False] * 2
-            assert tiers.wait("load", keys, targets) == [True] * 20
-        for source, target in zip(sources, targets, strict=True):
-            before[target : target + block_bytes] = before[source : source + block_bytes]
-        assert np.array_equal(pool, before), "nothing else was written"
-
-    def test_may_lie_in_memory_that_is_known_by_its_address(self, pool: Any) -> None:
-        with open_direct((pool.ctypes.data, pool.nbytes), MEMORY) as tiers:
-            assert tiers.wait("store", make_keys(1), [0]) == [True]
-            assert tiers.wait("load", make_keys(1), [BLOCK_BYTES]) == [True]
-        assert np.array_equal(pool[:BLOCK_BYTES], pool[BLOCK_BYTES : 2 * BLOCK_BYTES])
-
-    def test_may_have_names_that_only_the_owner_of_a_key_can_compute(self, pool: Any, entry: dict[str, object]) -> None:
-        with open_direct(pool, {**entry, "name_key": "ab" * 32}) as tiers:
-            assert tiers.wait("store", make_keys(3), offsets(3)) == [True] * 3
-            assert tiers.wait("load", make_keys(4), offsets(4, 1 << 16)) == [True] * 3 + [False]
-        assert np.array_equal(pool[: 3 * BLOCK_BYTES], pool[1 << 16 : (1 << 16) + 3 * BLOCK_BYTES])
-
-    def test_are_found_again_in_the_same_namespace_only(self, pool: Any, tmp_path: Path) -> None:
-        keys = make_keys(3)
-        nvme: dict[str, object] = {"type": "nvme", "capacity": "16 MiB", "path": str(tmp_path / "tier")}
-        with open_direct(pool, nvme) as tiers:
-            tiers.wait("store", keys, offsets(3))
-        with open_direct(pool, nvme) as tiers:
-            assert tiers.wait("contains", keys) == [True] * 3
-        with pytest.raises(Exception, match="namespace"):
-            open_direct(pool, nvme, namespace=Namespace(model="another"))
-
-    def test_of_one_key_are_answered_one_by_one(self, pool: Any, register: Register) -> None:
-        calls: list[Sequence[OffloadKey]] = []
-
-        def loads_once(inner: MemoryTier) -> MemoryTier:
-            load = inner.load_blocks
-
-            def load_first(keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-                calls.append(keys)
-                return load(keys, blocks) if len(calls) == 1 else Outcome((), "absent")
-
-            inner.load_blocks = load_first  # type: ignore[method-assign]
-            inner._part_blocks = 1
-            return inner
-
-        register("once", loads_once)
-        (key,) = make_keys(1)
-        with open_direct(pool, {"type": "once", **PATIENT}) as tiers:
-            assert tiers.wait("store", [key, key], [0, 0]) == [True, True]
-            answers = tiers.wait("load", [key] * 3, targets := offsets(3, 1 << 16))
-        assert sorted(answers) == [False, False, True]
-        loaded = targets[answers.index(True)]
-        assert np.array_equal(pool[:BLOCK_BYTES], pool[loaded : loaded + BLOCK_BYTES])
-
-    def test_that_no_tier_takes_are_answered_false(self, pool: Any, register: Register) -> None:
-        register("failing", lambda inner: FailingTier(inner, failing=True))
-        with open_direct(
-            pool, {"type": "failing", **PATIENT, "breaker_failures": 1, "breaker_cooldown": "1h"}
-        ) as tiers:
-            assert tiers.wait("store", make_keys(1), [0]) == [False]
-            assert tiers.status()["failing"]["breaker"] == "open"
-            assert tiers.wait("store", make_keys(2), offsets(2)) == [False] * 2
-            assert tiers.wait("load", make_keys(2), offsets(2)) == [False] * 2
-            assert tiers.counters()["failing"]["skipped_blocks_total"] == {"breaker": 2}
-
-    def test_that_are_not_admitted_yet_are_answered_true(self, pool: Any) -> None:
-        keys = make_keys(2)
-        with open_direct(pool, {**MEMORY, "admit_after": 2}) as tiers:
-            assert tiers.wait("store", keys, offsets(2)) == [True] * 2
-            assert tiers.wait("contains", keys) == [False] * 2
-            assert tiers.wait("store", keys, offsets(2)) == [True] * 2
-            assert tiers.wait("contains", keys) == [True] * 2
-
-    def test_that_a_tier_loses_are_told(self, pool: Any) -> None:
-        removed: list[tuple[str, list[OffloadKey]]] = []
-        keys = make_keys(8)
-        small = {**MEMORY, "capacity": 5 * BLOCK_BYTES}
-        with open_direct(pool, small, on_removed=lambda name, keys: removed.append((name, list(keys)))) as tiers:
-            for number, key in enumerate(keys):
-                assert tiers.wait("store", [key], [number * BLOCK_BYTES]) == [True]
-            there = tiers.wait("contains", keys)
-        lost = [key for key, is_there in zip(keys, there, strict=True) if not is_there]
-        assert lost
-        assert {name for name, _ in removed} == {"memory"}
-        assert [key for _, keys in removed for key in keys] == lost
-
-    def test_are_forgotten_by_a_reset(self, pool: Any, register: Register) -> None:
-        gate, told = Gate(), list[Any]()
-        register("held", lambda inner: HeldJobsTier(inner, gate))
-        keys = make_keys(6)
-        with open_direct(pool, {"type": "held", **PATIENT, "store_budget": 2 * BLOCK_BYTES}) as tiers:
-            assert tiers.wait("store", keys[:2], offsets(2)) == [True] * 2
-            gate.close()
-            tiers.store(keys[2:], offsets(4, 1 << 16), note_in(told))
-            tiers.reset()
-            assert tiers.wait("contains", keys) == [False] * 6
-            gate.open()
-            wait_until(lambda: told, WAIT_S)
-            assert told == [[False] * 4], "what was in flight or waited is void, too"
-            assert tiers.wait("contains", keys) == [False] * 6
-            assert tiers.wait("store", keys, offsets(6)) == [True] * 6
+def content(pool: Any, offset: int, blocks: int = 1) -> bytes:
+    return bytes(pool[offset : offset + blocks * BLOCK_BYTES])
 
 
-class TestThreads:
-    def test_every_task_is_answered_once_whoever_calls(self, pool: Any, entry: dict[str, object]) -> None:
-        """Each thread stores and loads within a part of the memory that is its own."""
-        problems: list[str] = []
-
-        def act(number: int) -> None:
-            chance, start, size = random.Random(number), number << 17, 1 << 16
-            keys, told = make_keys(size // BLOCK_BYTES, f"thread {number}"), list[Any]()
-            content = pool[start : start + size].copy()
-            for _ in range(6):
-                chosen = chance.sample(range(len(keys)), chance.randint(1, len(keys)))
-                mine = [keys[place] for place in chosen]
-                tiers.store(mine, [start + place * BLOCK_BYTES for place in chosen], note_in(told))
-                wait_until(lambda: told, WAIT_S)
-                targets = offsets(len(chosen), start + size)
-                answers = tiers.wait("load", mine, targets)
-                for place, target in zip(chosen, targets, strict=True):
-                    expected = content[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
-                    if not np.array_equal(pool[target : target + BLOCK_BYTES], expected):
-                        problems.append(f"thread {number}: block {place} came back wrong")
-                if told.pop() != [True] * len(mine) or told or not all(answers):
-                    problems.append(f"thread {number}: {told}, {answers}")
-
-        with open_direct(pool, {**entry, "store_budget": 5 * BLOCK_BYTES, "load_budget": 3 * BLOCK_BYTES}) as tiers:
-            with ThreadPoolExecutor(8) as threads:
-                list(threads.map(act, range(8)))
-            assert tiers.counters()[""]["open_tasks"] == 0
-        assert problems == []
-
-    def test_whatever_ends_is_told_without_a_look_at_the_clock(
-        self, pool: Any, entry: dict[str, object], register: Register, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(thread, "TICK_S", 3600.0)
-        monkeypatch.setattr(thread, "IDLE_TICK_S", 3600.0)
-        register("isolated", lambda inner: HangingTier(inner, Gate()))
-        small = {"store_budget": BLOCK_BYTES, "load_budget": BLOCK_BYTES}
-        for tier in ({**entry, **small}, {"type": "isolated", **PATIENT, **small}):
-            with open_direct(pool, tier) as tiers:
-                assert tiers.wait("contains", make_keys(3), timeout_s=WAIT_S) == [False] * 3
-                assert tiers.wait("store", make_keys(3), offsets(3), timeout_s=WAIT_S) == [True] * 3
-                assert tiers.wait("contains", make_keys(3), timeout_s=WAIT_S) == [True] * 3
-                assert tiers.wait("load", make_keys(3), offsets(3), timeout_s=WAIT_S) == [True] * 3
-
-    def test_blocks_over_a_budget_wait_and_are_not_skipped(self, pool: Any, register: Register) -> None:
-        gate, told = Gate(is_open=False), list[Any]()
-        register("held", lambda inner: HeldJobsTier(inner, gate))
-        with open_direct(pool, {"type": "held", **PATIENT, "store_budget": 4 * BLOCK_BYTES}) as tiers:
-            for number in range(5):
-                tiers.store(make_keys(4, str(number)), offsets(4, number << 16), note_in(told))
-            wait_until(lambda: tiers.status()["held"]["waiting_blocks"] == 16, WAIT_S)
-            assert tiers.status()["held"]["jobs_in_flight"] == 1
-            gate.open()
-            wait_until(lambda: len(told) == 5, WAIT_S)
-            assert told == [[True] * 4] * 5
-            counted = tiers.counters()["held"]
-            assert (count_of(counted, "stored_blocks_total"), count_of(counted, "skipped_blocks_total")) == (20, 0)
-
-    def test_a_task_as_large_as_the_memory_is_one_job(self, pool: Any, register: Register) -> None:
-        gate, told = Gate(is_open=False), list[Any]()
-        register("held", lambda inner: HeldJobsTier(inner, gate))
-        number_of_blocks = len(pool) // BLOCK_BYTES
-        with open_direct(pool, {"type": "held", **PATIENT}) as tiers:
-            tiers.store(make_keys(number_of_blocks), offsets(number_of_blocks), note_in(told))
-            wait_until(lambda: tiers.status()["held"]["jobs_in_flight"] == 1, WAIT_S)
-            assert tiers.status()["held"]["waiting_blocks"] == 0
-            gate.open()
-            wait_until(lambda: told, WAIT_S)
-
-    def test_a_callback_that_raises_ends_nothing(self, pool: Any) -> None:
-        def fail(_: list[bool]) -> None:
-            raise SystemExit("a host's mistake")
-
-        with open_direct(pool, MEMORY) as tiers:
-            tiers.store(make_keys(1), [0], fail)
-            tiers.contains([], fail)
-            wait_until(lambda: tiers.counters()[""]["callback_errors_total"] == 2, WAIT_S)
-            assert tiers.wait("contains", make_keys(1)) == [True]
-
-    def test_a_callback_may_call_but_not_wait(self, pool: Any) -> None:
-        told: list[Any] = []
-        with open_direct(pool, MEMORY) as tiers:
-
-            def go_on(answers: list[bool]) -> None:
-                with pytest.raises(RuntimeError, match="cannot wait"):
-                    tiers.wait("contains", [])
-                tiers.load(make_keys(2), offsets(2, 1 << 16), note_in(told))
-
-            tiers.store(make_keys(2), offsets(2), go_on)
-            wait_until(lambda: told, WAIT_S)
-            assert told == [[True] * 2]
-
-    def test_a_task_without_keys_is_answered(self, pool: Any) -> None:
-        with open_direct(pool, MEMORY) as tiers:
-            assert tiers.wait("contains", []) == tiers.wait("store", [], []) == tiers.wait("load", [], []) == []
+# Blocks.
 
 
-class TestTrouble:
-    def test_an_expired_load_is_reported_only_when_its_worker_has_let_go(self, pool: Any, register: Register) -> None:
-        gate, told, key = Gate(), list[Any](), make_keys(1)
-        register("late", lambda inner: loads_late(inner, gate))
-        with open_direct(pool, {"type": "late", "job_timeout": "50 ms"}, MEMORY) as tiers:
-            assert tiers.wait("store", key, [0]) == [True]
-            gate.close()
-            tiers.load(key, [BLOCK_BYTES], note_in(told))
-            wait_until(lambda: tiers.counters()["late"]["expired_jobs_total"] == 1, WAIT_S)
-            assert tiers.wait("contains", key) == [True], "others go on"
-            assert not told, "a worker may still write"
-            gate.open()
-            wait_until(lambda: told, WAIT_S)
-            assert told == [[True]]
-            assert np.array_equal(pool[:BLOCK_BYTES], pool[BLOCK_BYTES : 2 * BLOCK_BYTES])
-            pool[BLOCK_BYTES : 2 * BLOCK_BYTES] = 7
-        assert (pool[BLOCK_BYTES : 2 * BLOCK_BYTES] == 7).all(), "nobody writes after the report"
-
-    def test_a_lookup_that_hangs_is_a_miss_in_time(self, pool: Any, register: Register) -> None:
-        gate = Gate()
-        register("mute", lambda inner: HangingTier(inner, gate, ("lookup",)))
-        with open_direct(pool, {"type": "mute", "lookup_timeout": "50 ms"}, MEMORY) as tiers:
-            assert tiers.wait("store", make_keys(2), offsets(2)) == [True] * 2
-            gate.close()
-            assert tiers.wait("contains", make_keys(3), timeout_s=WAIT_S) == [True, True, False]
-            gate.open()
-
-    def test_a_tier_that_never_knows_is_a_miss_in_time(self, pool: Any, register: Register) -> None:
-        gate = Gate(is_open=False)
-        register("never", lambda inner: HeldJobsTier(inner, gate, hold_lookups=True))
-        with open_direct(pool, {"type": "never", "lookup_timeout": "50 ms"}) as tiers:
-            assert tiers.wait("contains", make_keys(2), timeout_s=WAIT_S) == [False] * 2
-
-    @pytest.mark.parametrize("lie", [lie for lie in DETECTABLE if lie is not Lie.REPORTS_NOTHING])
-    def test_lies_cost_hits_and_no_wrong_bytes(self, pool: Any, register: Register, lie: Lie) -> None:
-        liars: list[LyingTier] = []
-
-        def wrap(inner: Any) -> LyingTier:
-            liars.append(LyingTier(inner, lie))
-            return liars[0]
-
-        register("lying", wrap)
-        keys, content = make_keys(4), pool[: 4 * BLOCK_BYTES].copy()
-        with open_direct(pool, {"type": "lying", **PATIENT}) as tiers:
-            assert len(tiers.wait("contains", keys)) == 4
-            tiers.wait("store", keys, offsets(4))
-            liars[0].lying = False
-            there = tiers.wait("load", keys, offsets(4, 1 << 16))
-            for number in (number for number in range(4) if there[number]):
-                target, source = (1 << 16) + number * BLOCK_BYTES, number * BLOCK_BYTES
-                assert np.array_equal(pool[target : target + BLOCK_BYTES], content[source : source + BLOCK_BYTES])
-
-    def test_a_task_that_does_not_end_in_time_goes_on(self, pool: Any, register: Register) -> None:
-        gate = Gate(is_open=False)
-        register("held", lambda inner: HeldJobsTier(inner, gate))
-        with open_direct(pool, {"type": "held", **PATIENT}) as tiers:
-            with pytest.raises(TimeoutError, match="store of 1 blocks"):
-                tiers.wait("store", make_keys(1), [0], timeout_s=0.01)
-            gate.open()
-            wait_until(lambda: tiers.wait("contains", make_keys(1)) == [True], WAIT_S)
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, 5000], ids=["page", "odd"])
+@pytest.mark.parametrize("shift", [0, 7], ids=["aligned", "unaligned"])
+def test_blocks_come_back_to_any_place_of_the_memory(
+    pool: Any, entry: dict[str, object], block_bytes: int, shift: int
+) -> None:
+    keys, before = make_keys(20), pool.copy()
+    sources = offsets(20, shift, 2 * block_bytes)
+    targets = offsets(20, 2 * block_bytes * 20 + shift, block_bytes)
+    with open_direct(pool, entry, block_bytes=block_bytes) as tiers:
+        assert tiers.wait("contains", keys) == [False] * 20
+        assert tiers.wait("store", keys, sources) == [True] * 20
+        assert tiers.wait("contains", [*keys, *make_keys(2, "others")]) == [True] * 20 + [False] * 2
+        assert tiers.wait("load", keys, targets) == [True] * 20
+    for source, target in zip(sources, targets, strict=True):
+        before[target : target + block_bytes] = before[source : source + block_bytes]
+    assert np.array_equal(pool, before), "nothing else was written"
 
 
-class TestClosing:
-    def test_lets_transfers_end_and_gives_up_what_waits(self, pool: Any, register: Register) -> None:
-        gate, told = Gate(is_open=False), list[Any]()
-        register("held", lambda inner: HeldJobsTier(inner, gate))
-        tiers = open_direct(pool, {"type": "held", **PATIENT, "store_budget": 2 * BLOCK_BYTES})
-        tiers.store(make_keys(4), offsets(4), note_in(told))
-        wait_until(lambda: tiers.status()["held"]["waiting_blocks"] == 2, WAIT_S)
-        threading.Timer(0.05, gate.open).start()
-        assert tiers.close(WAIT_S)
-        assert told == [[True, True, False, False]]
-        with pytest.raises(ShutdownError, match="closed"):
-            tiers.contains(make_keys(1), note_in(told))
-        assert tiers.close()
-
-    def test_does_not_wait_for_a_transfer_that_hangs(self, pool: Any, register: Register) -> None:
-        gate, told, key = Gate(), list[Any](), make_keys(1)
-        register("late", lambda inner: loads_late(inner, gate))
-        tiers = open_direct(pool, {"type": "late", **PATIENT})
-        assert tiers.wait("store", key, [0]) == [True]
-        gate.close()
-        tiers.load(key, [BLOCK_BYTES], note_in(told))
-        wait_until(lambda: gate.waiting, WAIT_S)
-        assert not tiers.close(0.0)
-        assert not told, "the memory is still in use"
-        gate.open()
-        wait_until(lambda: tiers.close(), WAIT_S)
-        assert len(told) == 1
-
-    @pytest.mark.parametrize("is_isolated", [False, True], ids=["workers", "isolated"])
-    def test_answers_what_hung_when_it_ends(self, pool: Any, register: Register, is_isolated: bool) -> None:
-        """Also where the tier below, which has been closed meanwhile, could load it."""
-        gate, told, key = Gate(), list[Any](), make_keys(1)
-
-        def wrap(inner: MemoryTier) -> Any:
-            loads_late(inner, gate)
-            return HangingTier(inner, Gate()) if is_isolated else inner
-
-        register("late", wrap)
-        register("below", lambda inner: HangingTier(inner, Gate()))
-        tiers = open_direct(pool, {"type": "late", **PATIENT}, {"type": "below", **PATIENT})
-        assert tiers.wait("store", key, [0]) == [True]
-        gate.close()
-        tiers.load(key + make_keys(1, "absent"), offsets(2, 1 << 16), note_in(told))
-        wait_until(lambda: gate.waiting, WAIT_S)
-        assert not tiers.close(0.0)
-        assert not told
-        gate.open()
-        wait_until(lambda: tiers.close(), WAIT_S)
-        assert told == [[True, False]]
-
-    def test_lets_the_host_unmap_its_memory(self) -> None:
-        pool = mmap.mmap(-1, 1 << 16)
-        tiers = open_direct(pool, MEMORY)
+def test_memory_may_be_given_by_its_address_and_is_the_hosts_again_after_close(pool: Any) -> None:
+    with mmap.mmap(-1, 1 << 16) as mapped, open_direct(mapped, MEMORY) as tiers:
         assert tiers.wait("store", make_keys(1), [0]) == [True]
         assert tiers.close()
-        pool.close()  # raises BufferError while anybody has a view
+        mapped.close()  # raises BufferError if there is a view
+    with open_direct((pool.ctypes.data, pool.nbytes), MEMORY) as tiers:
+        assert tiers.wait("store", make_keys(1), [0]) == [True]
+        assert tiers.wait("load", make_keys(1), [BLOCK_BYTES]) == [True]
+    assert content(pool, 0) == content(pool, BLOCK_BYTES)
 
 
-class TestArguments:
-    @pytest.mark.parametrize(
-        ("method", "arguments", "message"),
-        [
-            ("contains", ([b"abc"],), "a key is a block hash"),
-            ("contains", (["a text"],), "a key is a block hash"),
-            ("store", (make_keys(2), [0]), "2 keys need as many integer offsets"),
-            ("store", (make_keys(1), [0.5]), "integer offsets"),
-            ("store", (make_keys(1), [-1]), "blocks begin at 0 to 1044480 here; found -1 to -1"),
-            ("load", (make_keys(1), [(1 << 20) - BLOCK_BYTES + 1]), "blocks begin at 0 to"),
-            ("load", (make_keys(2), [0, BLOCK_BYTES - 1]), "must not overlap"),
-        ],
-    )
-    def test_that_do_not_fit_are_refused_in_the_caller_s_thread(
-        self, pool: Any, method: Any, arguments: Any, message: str
-    ) -> None:
-        with open_direct(pool, MEMORY) as tiers, pytest.raises(ValueError, match=message):
-            tiers.wait(method, *arguments)
+def test_names_may_be_keyed(pool: Any, entry: dict[str, object]) -> None:
+    with open_direct(pool, {**entry, "name_key": "ab" * 32}) as tiers:
+        assert tiers.wait("store", make_keys(3), offsets(3)) == [True] * 3
+        assert tiers.wait("load", make_keys(4), offsets(4, TARGET)) == [True] * 3 + [False]
+    assert content(pool, 0, 3) == content(pool, TARGET, 3)
 
-    @pytest.mark.parametrize(
-        ("pool", "message"),
-        [
-            (b"read only" * 1000, "writable"),
-            ("a text", "contiguous buffer"),
-            (np.zeros((100, 100), dtype=np.uint8)[:, :50], "contiguous"),
-            (bytearray(100), "a block of 4096 bytes does not fit into memory of 100 bytes"),
-        ],
-    )
-    def test_memory_that_cannot_be_used_is_refused(self, pool: Any, message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            open_direct(pool, MEMORY)
 
-    def test_tiers_that_cannot_be_used_are_refused(self, pool: Any, register: Register) -> None:
-        register("rows", lambda inner: FourMethodTier(None, inner._primary_kv_view, "rows"))
-        with pytest.raises(ConfigError, match="tier 'rows' cannot be used over a host's memory"):
-            open_direct(pool, MEMORY, {"type": "rows"})
-        with pytest.raises(ValueError, match="each its own name"):
-            open_direct(pool, MEMORY, MEMORY)
-        with pytest.raises(ValueError, match="at least one tier"):
-            open_direct(pool)
-        assert "rows" in SecondaryTierFactory.known()
+def test_blocks_are_found_again_in_the_same_namespace_only(pool: Any, tmp_path: Path) -> None:
+    keys = make_keys(3)
+    nvme: dict[str, object] = {"type": "nvme", "capacity": "16 MiB", "path": str(tmp_path / "tier")}
+    with open_direct(pool, nvme) as tiers:
+        tiers.wait("store", keys, offsets(3))
+    with open_direct(pool, nvme) as tiers:
+        assert tiers.wait("contains", keys) == [True] * 3
+    with pytest.raises(Exception, match="namespace"):
+        open_direct(pool, nvme, namespace=Namespace(model="another"))
+
+
+def test_a_key_that_is_loaded_twice_is_answered_for_each_place(pool: Any, register: Register) -> None:
+    calls: list[Sequence[OffloadKey]] = []
+
+    def loads_once(inner: MemoryTier) -> MemoryTier:
+        load = inner.load_blocks
+
+        def load_first(keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+            calls.append(keys)
+            return load(keys, blocks) if len(calls) == 1 else Outcome((), "absent")
+
+        inner.load_blocks = load_first  # type: ignore[method-assign]
+        inner._part_blocks = 1
+        return inner
+
+    register("once", loads_once)
+    (key,) = make_keys(1)
+    with open_direct(pool, {"type": "once", **PATIENT}) as tiers:
+        assert tiers.wait("store", [key, key], [0, 0]) == [True, True]
+        answers = tiers.wait("load", [key] * 3, targets := offsets(3, TARGET))
+    assert sorted(answers) == [False, False, True]
+    assert content(pool, 0) == content(pool, targets[answers.index(True)])
+
+
+def test_blocks_that_no_tier_takes_are_answered_false(pool: Any, register: Register) -> None:
+    register("failing", lambda inner: FailingTier(inner, failing=True))
+    with open_direct(pool, {"type": "failing", **PATIENT, "breaker_failures": 1, "breaker_cooldown": "1h"}) as tiers:
+        assert tiers.wait("store", make_keys(1), [0]) == [False]
+        assert tiers.status()["failing"]["breaker"] == "open"
+        assert tiers.wait("store", make_keys(2), offsets(2)) == [False] * 2
+        assert tiers.wait("load", make_keys(2), offsets(2)) == [False] * 2
+        assert tiers.counters()["failing"]["skipped_blocks_total"] == {"breaker": 2}
+
+
+def test_blocks_that_are_not_admitted_yet_are_answered_true(pool: Any) -> None:
+    keys = make_keys(2)
+    with open_direct(pool, {**MEMORY, "admit_after": 2}) as tiers:
+        for is_stored in (False, True):
+            assert tiers.wait("store", keys, offsets(2)) == [True] * 2
+            assert tiers.wait("contains", keys) == [is_stored] * 2
+
+
+def test_on_removed_gets_the_blocks_that_a_tier_loses(pool: Any) -> None:
+    removed: list[tuple[str, list[OffloadKey]]] = []
+    keys = make_keys(8)
+    small = {**MEMORY, "capacity": 5 * BLOCK_BYTES}
+    with open_direct(pool, small, on_removed=lambda name, keys: removed.append((name, list(keys)))) as tiers:
+        for number, key in enumerate(keys):
+            assert tiers.wait("store", [key], [number * BLOCK_BYTES]) == [True]
+        stored = tiers.wait("contains", keys)
+    lost = [key for key, is_stored in zip(keys, stored, strict=True) if not is_stored]
+    assert lost
+    assert {name for name, _ in removed} == {"memory"}
+    assert [key for _, keys in removed for key in keys] == lost
+
+
+def test_a_reset_forgets_blocks_that_are_stored_in_flight_or_waiting(open_held: OpenHeld, gate: Gate) -> None:
+    reports: list[Any] = []
+    keys = make_keys(6)
+    with open_held(store_budget=2 * BLOCK_BYTES) as tiers:
+        assert tiers.wait("store", keys[:2], offsets(2)) == [True] * 2
+        gate.close()
+        tiers.store(keys[2:], offsets(4, TARGET), reports.append)
+        tiers.reset()
+        assert tiers.wait("contains", keys) == [False] * 6
+        gate.open()
+        wait_until(lambda: reports, WAIT_S)
+        assert reports == [[False] * 4]
+        assert tiers.wait("contains", keys) == [False] * 6
+        assert tiers.wait("store", keys, offsets(6)) == [True] * 6
+
+
+# Threads and budgets.
+
+
+def test_every_task_of_many_threads_is_answered_once(pool: Any, entry: dict[str, object]) -> None:
+    """Each thread stores and loads within its own part of the memory."""
+    problems: list[str] = []
+
+    def act(number: int) -> None:
+        chance, start, size = random.Random(number), number << 17, 1 << 16
+        keys, reports = make_keys(size // BLOCK_BYTES, f"thread {number}"), list[Any]()
+        for _ in range(6):
+            chosen = chance.sample(range(len(keys)), chance.randint(1, len(keys)))
+            mine = [keys[place] for place in chosen]
+            tiers.store(mine, [start + place * BLOCK_BYTES for place in chosen], reports.append)
+            wait_until(lambda: reports, WAIT_S)
+            targets = offsets(len(chosen), start + size)
+            answers = tiers.wait("load", mine, targets)
+            for place, target in zip(chosen, targets, strict=True):
+                if content(pool, target) != content(pool, start + place * BLOCK_BYTES):
+                    problems.append(f"thread {number}: block {place} came back wrong")
+            if reports.pop() != [True] * len(mine) or reports or not all(answers):
+                problems.append(f"thread {number}: {reports}, {answers}")
+
+    with open_direct(pool, {**entry, "store_budget": 5 * BLOCK_BYTES, "load_budget": 3 * BLOCK_BYTES}) as tiers:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(act, range(8)))
+        assert tiers.counters()[""]["open_tasks"] == 0
+    assert problems == []
+
+
+def test_the_end_of_a_job_or_lookup_wakes_the_thread(
+    pool: Any, entry: dict[str, object], register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread, "TICK_S", 3600.0)
+    monkeypatch.setattr(thread, "IDLE_TICK_S", 3600.0)
+    register("isolated", lambda inner: HangingTier(inner, Gate()))
+    small = {"store_budget": BLOCK_BYTES, "load_budget": BLOCK_BYTES}
+    for tier in ({**entry, **small}, {"type": "isolated", **PATIENT, **small}):
+        with open_direct(pool, tier) as tiers:
+            assert tiers.wait("contains", make_keys(3), timeout_s=WAIT_S) == [False] * 3
+            assert tiers.wait("store", make_keys(3), offsets(3), timeout_s=WAIT_S) == [True] * 3
+            assert tiers.wait("contains", make_keys(3), timeout_s=WAIT_S) == [True] * 3
+            assert tiers.wait("load", make_keys(3), offsets(3), timeout_s=WAIT_S) == [True] * 3
+
+
+def test_blocks_over_a_budget_wait_and_are_not_skipped(open_held: OpenHeld, gate: Gate) -> None:
+    reports: list[Any] = []
+    gate.close()
+    with open_held(store_budget=4 * BLOCK_BYTES) as tiers:
+        for number in range(5):
+            tiers.store(make_keys(4, str(number)), offsets(4, number << 16), reports.append)
+        wait_until(lambda: tiers.status()["held"]["waiting_blocks"] == 16, WAIT_S)
+        assert tiers.status()["held"]["jobs_in_flight"] == 1
+        gate.open()
+        wait_until(lambda: len(reports) == 5, WAIT_S)
+        assert reports == [[True] * 4] * 5
+        counted = tiers.counters()["held"]
+        assert (count_of(counted, "stored_blocks_total"), count_of(counted, "skipped_blocks_total")) == (20, 0)
 
 
 def test_blocks_that_wait_too_long_for_a_budget_fail(pool: Any, register: Register, gate: Gate) -> None:
-    """Two blocks are loaded and one waits: the tier's budget is full for longer than a block may wait."""
     register("late", lambda tier: loads_late(tier, gate))
     entry: dict[str, object] = {"type": "late", "load_budget": 2 * BLOCK_BYTES, **PATIENT}
-    with open_direct(pool, entry, wait_s_max=0.05) as direct:
+    with open_direct(pool, entry, wait_s_max=0.05) as tiers:
         keys = make_keys(3)
-        assert direct.wait("store", keys, offsets(3)) == [True] * 3
+        assert tiers.wait("store", keys, offsets(3)) == [True] * 3
         gate.close()
         loaded: list[bool] = []
-        direct.load(keys[:2], offsets(2), loaded.extend)
+        tiers.load(keys[:2], offsets(2), loaded.extend)
         wait_until(lambda: gate.waiting > 0)
-        assert direct.wait("load", keys[2:], offsets(1, 2 * BLOCK_BYTES)) == [False]
+        assert tiers.wait("load", keys[2:], offsets(1, 2 * BLOCK_BYTES)) == [False]
         gate.open()
     assert loaded == [True, True]
+
+
+def test_a_callback_that_raises_ends_nothing(pool: Any) -> None:
+    def fail(_: list[bool]) -> None:
+        raise SystemExit("a host's mistake")
+
+    with open_direct(pool, MEMORY) as tiers:
+        tiers.store(make_keys(1), [0], fail)
+        tiers.contains([], fail)
+        wait_until(lambda: tiers.counters()[""]["callback_errors_total"] == 2, WAIT_S)
+        assert tiers.wait("contains", make_keys(1)) == [True]
+
+
+def test_a_callback_may_call_but_not_wait(pool: Any) -> None:
+    reports: list[Any] = []
+    with open_direct(pool, MEMORY) as tiers:
+
+        def go_on(answers: list[bool]) -> None:
+            with pytest.raises(RuntimeError, match="cannot wait"):
+                tiers.wait("contains", [])
+            tiers.load(make_keys(2), offsets(2, TARGET), reports.append)
+
+        tiers.store(make_keys(2), offsets(2), go_on)
+        wait_until(lambda: reports, WAIT_S)
+        assert reports == [[True] * 2]
+
+
+def test_a_task_without_keys_is_answered(pool: Any) -> None:
+    with open_direct(pool, MEMORY) as tiers:
+        assert tiers.wait("contains", []) == tiers.wait("store", [], []) == tiers.wait("load", [], []) == []
+
+
+# Faults.
+
+
+def test_an_expired_load_is_reported_only_when_its_worker_has_ended(pool: Any, register: Register, gate: Gate) -> None:
+    reports, key = list[Any](), make_keys(1)
+    register("late", lambda inner: loads_late(inner, gate))
+    with open_direct(pool, {"type": "late", "job_timeout": "50 ms"}, MEMORY) as tiers:
+        assert tiers.wait("store", key, [0]) == [True]
+        gate.close()
+        tiers.load(key, [BLOCK_BYTES], reports.append)
+        wait_until(lambda: tiers.counters()["late"]["expired_jobs_total"] == 1, WAIT_S)
+        assert tiers.wait("contains", key) == [True], "other calls are served"
+        assert not reports, "a worker may still write"
+        gate.open()
+        wait_until(lambda: reports, WAIT_S)
+        assert reports == [[True]]
+        assert content(pool, 0) == content(pool, BLOCK_BYTES)
+        pool[BLOCK_BYTES : 2 * BLOCK_BYTES] = 7
+    assert (pool[BLOCK_BYTES : 2 * BLOCK_BYTES] == 7).all(), "nothing is written after the report"
+
+
+@pytest.mark.parametrize("mute", [HangingTier, HeldJobsTier], ids=["hangs", "never knows"])
+def test_a_lookup_without_an_answer_is_a_miss_there(pool: Any, register: Register, gate: Gate, mute: Any) -> None:
+    how = {"calls": ("lookup",)} if mute is HangingTier else {"hold_lookups": True}
+    register("mute", lambda inner: mute(inner, gate, **how))
+    with open_direct(pool, {"type": "mute", "lookup_timeout": "50 ms"}, MEMORY) as tiers:
+        assert tiers.wait("store", make_keys(2), offsets(2)) == [True] * 2
+        gate.close()
+        assert tiers.wait("contains", make_keys(3), timeout_s=WAIT_S) == [True, True, False]
+        gate.open()
+
+
+@pytest.mark.parametrize("lie", [lie for lie in DETECTABLE if lie is not Lie.REPORTS_NOTHING])
+def test_lies_cost_hits_and_no_wrong_bytes(pool: Any, register: Register, lie: Lie) -> None:
+    liars: list[LyingTier] = []
+
+    def wrap(inner: Any) -> LyingTier:
+        liars.append(LyingTier(inner, lie))
+        return liars[0]
+
+    register("lying", wrap)
+    keys, sources, targets = make_keys(4), offsets(4), offsets(4, TARGET)
+    with open_direct(pool, {"type": "lying", **PATIENT}) as tiers:
+        assert len(tiers.wait("contains", keys)) == 4
+        tiers.wait("store", keys, sources)
+        liars[0].lying = False
+        loaded = tiers.wait("load", keys, targets)
+    for source, target, is_loaded in zip(sources, targets, loaded, strict=True):
+        assert not is_loaded or content(pool, source) == content(pool, target)
+
+
+def test_a_task_that_does_not_end_in_time_continues(pool: Any, open_held: OpenHeld, gate: Gate) -> None:
+    blocks = len(pool) // BLOCK_BYTES  # the whole memory: by default the budget is as large
+    gate.close()
+    with open_held() as tiers:
+        with pytest.raises(TimeoutError, match=f"store of {blocks} blocks"):
+            tiers.wait("store", make_keys(blocks), offsets(blocks), timeout_s=0.01)
+        wait_until(lambda: tiers.status()["held"]["jobs_in_flight"] == 1, WAIT_S)
+        assert tiers.status()["held"]["waiting_blocks"] == 0
+        gate.open()
+        wait_until(lambda: tiers.wait("contains", make_keys(blocks)) == [True] * blocks, WAIT_S)
+
+
+# Closing.
+
+
+def test_close_waits_for_transfers_and_fails_what_waits(open_held: OpenHeld, gate: Gate) -> None:
+    reports: list[Any] = []
+    gate.close()
+    tiers = open_held(store_budget=2 * BLOCK_BYTES)
+    tiers.store(make_keys(4), offsets(4), reports.append)
+    wait_until(lambda: tiers.status()["held"]["waiting_blocks"] == 2, WAIT_S)
+    threading.Timer(0.05, gate.open).start()
+    assert tiers.close(WAIT_S)
+    assert reports == [[True, True, False, False]]
+    with pytest.raises(ShutdownError, match="closed"):
+        tiers.contains(make_keys(1), reports.append)
+    assert tiers.close()
+
+
+@pytest.mark.parametrize("is_isolated", [False, True], ids=["workers", "isolated"])
+def test_a_load_that_hangs_at_close_is_reported_when_it_ends(
+    pool: Any, register: Register, gate: Gate, is_isolated: bool
+) -> None:
+    """Also if the tier below, which has been closed meanwhile, could load it."""
+    reports, key = list[Any](), make_keys(1)
+
+    def wrap(inner: MemoryTier) -> Any:
+        loads_late(inner, gate)
+        return HangingTier(inner, Gate()) if is_isolated else inner
+
+    register("late", wrap)
+    register("below", lambda inner: HangingTier(inner, Gate()))
+    tiers = open_direct(pool, {"type": "late", **PATIENT}, {"type": "below", **PATIENT})
+    assert tiers.wait("store", key, [0]) == [True]
+    gate.close()
+    tiers.load(key + make_keys(1, "absent"), offsets(2, TARGET), reports.append)
+    wait_until(lambda: gate.waiting, WAIT_S)
+    assert not tiers.close(0.0)
+    assert not reports, "the memory is still in use"
+    gate.open()
+    wait_until(lambda: tiers.close(), WAIT_S)
+    assert reports == [[True, False]]
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "message"),
+    [
+        ("contains", ([b"abc"],), "a key is a block hash"),
+        ("contains", (["a text"],), "a key is a block hash"),
+        ("store", (make_keys(2), [0]), "2 keys need as many integer offsets"),
+        ("store", (make_keys(1), [0.5]), "integer offsets"),
+        ("store", (make_keys(1), [-1]), "blocks begin at 0 to 1044480 here; found -1 to -1"),
+        ("load", (make_keys(1), [(1 << 20) - BLOCK_BYTES + 1]), "blocks begin at 0 to"),
+        ("load", (make_keys(2), [0, BLOCK_BYTES - 1]), "must not overlap"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(pool: Any, method: Any, arguments: Any, message: str) -> None:
+    with open_direct(pool, MEMORY) as tiers, pytest.raises(ValueError, match=message):
+        tiers.wait(method, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        (b"read only" * 1000, "writable"),
+        ("a text", "contiguous buffer"),
+        (np.zeros((100, 100), dtype=np.uint8)[:, :50], "contiguous"),
+        (bytearray(100), "a block of 4096 bytes does not fit into memory of 100 bytes"),
+    ],
+)
+def test_memory_that_cannot_be_used_is_refused(pool: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_direct(pool, MEMORY)
+
+
+def test_tiers_that_cannot_be_used_are_refused(pool: Any, register: Register) -> None:
+    register("rows", lambda inner: FourMethodTier(None, inner._primary_kv_view, "rows"))
+    with pytest.raises(ConfigError, match="tier 'rows' cannot be used over a host's memory"):
+        open_direct(pool, MEMORY, {"type": "rows"})
+    with pytest.raises(ValueError, match="each its own name"):
+        open_direct(pool, MEMORY, MEMORY)
+    with pytest.raises(ValueError, match="at least one tier"):
+        open_direct(pool)

@@ -1,4 +1,4 @@
-"""Tiers over a host's memory, whose servers stop: redis-server, and moto's for S3, each a process of its own."""
+"""Tiers over a host's memory whose servers stop: redis-server, and moto's for S3, each in its own process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from tests.direct.conftest import BLOCK_BYTES, offsets, open_direct
 from tests.support.redis_servers import redis_server
 from tests.support.s3_entries import s3_entry
+from tests.support.s3_servers import moto_server
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.testing.waiting import wait_until
 
 __all__ = ["moto_server", "redis_server"]
@@ -32,19 +32,19 @@ def test_tasks_over_a_frozen_server_end_and_let_the_memory_go(
     limits = {"lookup_timeout": "1s", "job_timeout": "3s", "breaker_cooldown": "100ms"}
     keys, cut_off, content = make_keys(COUNT), make_keys(COUNT, "cut off"), pool[:SIZE].copy()
     sources, targets = offsets(COUNT), offsets(COUNT, START)
-    told: list[list[bool]] = []
+    reports: list[list[bool]] = []
     with open_direct(pool, {**place, **limits}) as tiers:
         assert tiers.wait("store", keys, sources) == [True] * COUNT
         server.freeze()
         try:
-            tiers.load(keys, targets, told.append)
-            tiers.store(cut_off, sources, told.append)
-            tiers.contains(make_keys(COUNT, "never asked for"), told.append)
-            wait_until(lambda: len(told) == 3, what="the end of all tasks")
+            tiers.load(keys, targets, reports.append)
+            tiers.store(cut_off, sources, reports.append)
+            tiers.contains(make_keys(COUNT, "never asked for"), reports.append)
+            wait_until(lambda: len(reports) == 3, what="the end of all tasks")
             pool[START : START + SIZE] = 7
         finally:
             server.thaw()
-        assert told == [[False] * COUNT] * 3
+        assert reports == [[False] * COUNT] * 3
         wait_until(lambda: tiers.wait("contains", keys) == [True] * COUNT, what="an answer of the server")
         assert (pool[START : START + SIZE] == 7).all(), "a late answer was written into the host's memory"
         wait_until(lambda: tiers.wait("load", keys, targets) == [True] * COUNT, what="a load")

@@ -34,21 +34,21 @@ _names = itertools.count()
 
 @dataclass(eq=False)
 class Open:
-    """A task that has not been taken back: its keys, where their blocks lie, and the epoch of its call."""
+    """A task whose report has not been processed."""
 
     kind: str
     keys: list[OffloadKey]
     offsets: list[int]
-    epoch: int
+    epoch: int  # of the call
     answers: list[bool] | None = None
 
-    def tell(self, answers: list[bool]) -> None:
-        assert self.answers is None, "told twice"
+    def report(self, answers: list[bool]) -> None:
+        assert self.answers is None, "reported twice"
         self.answers = list(answers)
 
 
 class DirectMachine(RuleBasedStateMachine):
-    """A host over two tiers: one in memory that the test disturbs, and one of the type under test."""
+    """A host with two tiers: a memory tier with faults, and one of the type under test."""
 
     tier_type: ClassVar[str]
 
@@ -59,8 +59,7 @@ class DirectMachine(RuleBasedStateMachine):
         self.gate = Gate()
         self.epoch = 0
         self.open: list[Open] = []
-        self.stored: set[OffloadKey] = set()
-        """What must be found, unless a reset has come since."""
+        self.stored: set[OffloadKey] = set()  # since the last reset
         self.jitter = itertools.cycle([0, 17, 124, 3])
         self.directory = tempfile.mkdtemp()
         self.first = f"disturbed-{next(_names)}"
@@ -101,19 +100,19 @@ class DirectMachine(RuleBasedStateMachine):
         if task is not None:
             for key, offset in zip(task.keys, task.offsets, strict=True):
                 self.block(offset)[:] = np.frombuffer(block_content(key, BLOCK_BYTES, self.epoch), dtype=np.uint8)
-            self.tiers.store(task.keys, task.offsets, task.tell)
+            self.tiers.store(task.keys, task.offsets, task.report)
 
     @rule(numbers=NUMBERS)
     def load(self, numbers: list[int]) -> None:
         task = self.begin("load", numbers)
         if task is not None:
-            self.tiers.load(task.keys, task.offsets, task.tell)
+            self.tiers.load(task.keys, task.offsets, task.report)
 
     @rule(numbers=NUMBERS)
     def contains(self, numbers: list[int]) -> None:
         task = self.begin("contains", numbers)
         assert task is not None
-        self.tiers.contains(task.keys, task.tell)
+        self.tiers.contains(task.keys, task.report)
 
     @rule()
     def reset(self) -> None:
@@ -131,7 +130,7 @@ class DirectMachine(RuleBasedStateMachine):
 
     @invariant()
     def take_back(self) -> None:
-        """Check the tasks that were reported, and use their memory for something else at once."""
+        """Check the reported tasks, and overwrite their memory at once."""
         for task in [task for task in self.open if task.answers is not None]:
             self.open.remove(task)
             self.check(task)
@@ -158,7 +157,7 @@ class DirectMachine(RuleBasedStateMachine):
         self.failing.failing = False
         wait_until(lambda: all(task.answers is not None for task in self.open), WAIT_S)
         self.take_back()
-        assert (self.pool == POISON).all(), "somebody wrote after a report"
+        assert (self.pool == POISON).all(), "a tier wrote after a report"
         keys = list(self.stored)
         assert self.tiers.wait("contains", keys) == [True] * len(keys)
 

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from tests.support.pages import commands
+from tests.support.server_process import free_port
 from tiered_kv import make_offload_key
 from tiered_kv._cli.output import Status
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.server_process import free_port
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
@@ -50,6 +50,6 @@ def test_the_commands_on_the_pages_work(
     assert "checksum" in verified
     assert "checksum" in repaired
     with open_stack(str(tmp_path / "stack.yaml")):
-        once, told = [run(each) for each in commands("how-to/top.md") if "--once" in each or "--json" in each]
+        once, as_json = [run(each) for each in commands("how-to/top.md") if "--once" in each or "--json" in each]
     assert "nvme" in once
-    assert '"tiers"' in told
+    assert '"tiers"' in as_json

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import types
 from collections.abc import Iterator
-from enum import Enum
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
@@ -32,20 +30,10 @@ def test_grafana_s_model_has_every_field_of_the_dashboard() -> None:
     assert list(lost(BOARD, written(read(BOARD)))) == []
 
 
-def test_every_value_has_the_type_that_grafana_s_model_says() -> None:
-    assert list(wrong(read(BOARD), Dashboard)) == []
-
-
-def test_a_field_or_a_value_that_grafana_does_not_know_is_found() -> None:
+def test_a_field_that_grafana_does_not_know_is_found() -> None:
     board = json.loads(TEXT)
-    _, panel, *_ = board["panels"]
-    panel["targets"][0]["expression"] = "up"
-    panel["gridPos"]["h"] = "8"
-    panel["options"]["legend"]["displayMode"] = "lists"
-    board["templating"]["list"][0]["type"] = "source"
+    board["panels"][1]["targets"][0]["expression"] = "up"
     assert list(lost(board, written(read(board)))) == [".panels[1].targets[0].expression"]
-    found = " ".join(wrong(read(board), Dashboard))
-    assert [text in found for text in (".h: '8'", "'lists'", "'source'")] == [True, True, True]
 
 
 def test_every_panel_is_of_a_kind_that_the_model_knows_and_asks_prometheus() -> None:
@@ -83,34 +71,3 @@ def lost(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:  # Any: JSON
             yield from lost(*pair, f"{path}[{index}]")
     elif ours != theirs:
         yield path
-
-
-def wrong(value: object, hint: Any, path: str = "") -> Iterator[str]:  # Any: whatever stands in an annotation
-    """Yield what does not have the type that a model's annotations say: the model itself takes any."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        likeliest = min(inner, key=lambda kind: (not is_of(value, kind), kind is types.NoneType))
-        yield from wrong(value, likeliest, path)
-    elif not is_of(value, hint):
-        yield f"{path}: {value!r} is no {hint}"
-    elif isinstance(value, list):
-        for index, each in enumerate(value):
-            yield from wrong(each, inner[0], f"{path}[{index}]")
-    elif isinstance(value, dict) and inner:
-        for name, each in value.items():
-            yield from wrong(each, inner[1], f"{path}.{name}")
-    elif type(value).__module__.startswith("grafana_foundation_sdk.models") and not isinstance(value, Enum):
-        for name, each in get_type_hints(type(value)).items():
-            yield from wrong(getattr(value, name), each, f"{path}.{name}")
-
-
-def is_of(value: object, hint: Any) -> bool:  # Any: as above
-    """Return whether a value is of a type, whatever it holds."""
-    kind = get_origin(hint) or hint
-    if kind is Literal:
-        return value in get_args(hint)
-    if kind is float:
-        return type(value) in (int, float)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return value in [each.value for each in kind]
-    return isinstance(kind, type) and isinstance(value, kind)

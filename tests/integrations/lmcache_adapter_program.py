@@ -11,7 +11,6 @@ import itertools
 import sys
 import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,11 +35,6 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.lmcache import LMCACHE_VERSION, TieredKVL2Adapter, tier_set
 from tiered_kv.integrations.lmcache.keys import in_prefix_order, object_key, offload_key
 from tiered_kv.testing.waiting import wait_until
-
-
-def _retried_at_once() -> AbstractContextManager[object]:
-    """Tiers that could not be opened are tried again by the next task, and not after some seconds."""
-    return mock.patch.object(tier_set, "RETRY_S", 0.0)
 
 
 class Checks:
@@ -155,14 +149,6 @@ class Checks:
             shown = [each["counters"]["nvme"]["tier"] for each in rig.adapter.report_status()["sets"]]
             assert sum(each["capacity_bytes"] for each in shown) == 64 << 20
 
-    def no_more_sets_are_open_than_said(self) -> None:
-        for entry in (self._tier("memory"), self._tier("fs"), self._tier("nvme")):
-            with host(entry) as rig:
-                keys = [*keys_of(1), *keys_of(1, object_group_id=1)]
-                assert not rig.store(keys, [*rig.objects(1), *rig.objects(1, ODD)]).is_successful()  # both at once
-                opened = [each for each in rig.adapter.report_status()["sets"] if "tiers" in each]
-                assert len(opened) == 1
-
     def a_lookup_of_what_was_never_stored_takes_no_place(self) -> None:
         for entry in (self._tier("fs"), self._tier("memory"), self._tier("nvme")):
             for_lookups = tier_set.LOOKUP_SETS_MAX if entry["type"] == "fs" else 0
@@ -178,22 +164,6 @@ class Checks:
                 assert rig.lookup(keys_of(1)) == [True]
                 assert not rig.store(keys_of(1, model_name="stranger 0"), rig.objects(1)).is_successful()
                 assert "raise adapter_params.sets" in rig.adapter.report_status()["sets"][0]["error"]
-
-    def a_store_that_comes_during_a_lookup_opens_the_tiers(self) -> None:
-        asked, gate = threading.Event(), threading.Event()
-
-        def after_the_decision(_: threading.Timer) -> None:
-            asked.set()
-            gate.wait(WAIT_S)
-
-        with mock.patch.object(threading.Timer, "cancel", after_the_decision), host(self._tier()) as rig:
-            rig.adapter.submit_lookup_and_lock_task(keys_of(1), {0: FULL.layout})
-            assert asked.wait(WAIT_S)
-            task = rig.adapter.submit_store_task(keys_of(1), rig.objects(1))
-            gate.set()
-            done: dict[int, Any] = {}
-            wait_until(lambda: done.update(rig.adapter.pop_completed_store_tasks()) or task in done)
-            assert done[task].is_successful()
 
     def tiers_that_open_slowly_hold_no_task_up(self) -> None:
         gate = threading.Event()
@@ -261,20 +231,12 @@ class Checks:
 
     def a_tier_that_cannot_be_opened_costs_hits_and_is_tried_again(self) -> None:
         tier = self._tier()
-        with _retried_at_once(), host(tier) as first, host(tier) as second:
+        with mock.patch.object(tier_set, "RETRY_S", 0.0), host(tier) as first, host(tier) as second:
             assert first.store(keys_of(1), first.objects(1)).is_successful()
             assert not second.store(keys_of(1), second.objects(1)).is_successful()
             assert second.lookup(keys_of(1)) == [False]
             first.adapter.close()
             assert second.lookup(keys_of(1)) == [True]
-
-    def without_a_thread_to_open_them_the_tiers_are_opened_later(self) -> None:
-        with host(self._tier()) as rig:
-            for name in ("Thread.start", "Timer.start"):
-                refuses = mock.patch(f"threading.{name}", side_effect=RuntimeError("can't start new thread"))
-                with _retried_at_once(), refuses:
-                    assert rig.lookup(keys_of(1)) == [False]
-            assert rig.store(keys_of(1), rig.objects(1)).is_successful()
 
     def an_error_has_no_text_of_a_client_library(self) -> None:
         with (
@@ -293,31 +255,10 @@ class Checks:
             rig.adapter.close()
             rig.adapter.submit_store_task(keys_of(1), rig.objects(1))
             rig.adapter.submit_lookup_and_lock_task(keys_of(1), {})
+            rig.adapter.submit_store_task(keys_of(1, model_name="another"), rig.objects(1))
+            assert [each["model"] for each in rig.adapter.report_status()["sets"]] == ["m"]
             assert rig.adapter.pop_completed_store_tasks() == {}
             assert not rig.adapter.report_status()["is_healthy"]
-
-    def a_new_layout_opens_nothing_during_the_close_or_later(self) -> None:
-        closing, gate, before = threading.Event(), threading.Event(), threading.active_count()
-        close_tiers = DirectTiers.close
-
-        def closes_late(tiers: DirectTiers, timeout_s: float) -> bool:
-            closing.set()
-            gate.wait(WAIT_S)
-            return close_tiers(tiers, timeout_s)
-
-        with mock.patch.object(DirectTiers, "close", closes_late), host(self._tier(), sets=3) as rig:
-            assert rig.store(keys_of(1), rig.objects(1)).is_successful()
-            closer = threading.Thread(target=rig.adapter.close)
-            closer.start()
-            try:
-                assert closing.wait(WAIT_S)
-                assert not rig.store(keys_of(1, model_name="during"), rig.objects(1)).is_successful()
-            finally:
-                gate.set()
-            closer.join()
-            rig.adapter.submit_store_task(keys_of(1, model_name="after"), rig.objects(1))
-            wait_until(lambda: threading.active_count() <= before)
-            assert [each["model"] for each in rig.adapter.report_status()["sets"]] == ["m"]
 
     def memory_that_is_not_there_is_refused(self) -> None:
         try:
@@ -366,7 +307,7 @@ class Namespaces:
         told = {"namespace": {"revision": "1", **changes.get("namespace", {})}, **changes.get("params", {})}
         version = changes.get("version", LMCACHE_VERSION)
         with (
-            mock.patch.object(tier_set, "LMCACHE_VERSION", version),
+            mock.patch("lmcache.__version__", version),
             host({**self._tier, **changes.get("tier", {})}, **told) as rig,
         ):
             group = keys[0].object_group_id

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+os.environ["LMCACHE_TRACK_USAGE"] = "false"
 
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey

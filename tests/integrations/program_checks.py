@@ -6,6 +6,7 @@ import json
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def run_checks(checks: object, names: Sequence[str]) -> None:
@@ -17,3 +18,14 @@ def run_checks(checks: object, names: Sequence[str]) -> None:
         except Exception:
             error = traceback.format_exc()
         print(json.dumps({"check": name, "error": error, "seconds": round(time.monotonic() - began_s, 2)}), flush=True)
+
+
+def damage(directory: Path, payload: bytes) -> None:
+    """Flip a bit of a stored payload, which is in one file of a directory."""
+    found = [(path, path.read_bytes().find(payload)) for path in directory.rglob("*") if path.is_file()]
+    ((path, at),) = [(path, at + 100) for path, at in found if at >= 0]
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))

@@ -59,7 +59,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
             "adapter_params.tiers.0.job_timeout: expected at most 120s, found 300s",
         ),
         ({"tiers": [NVME], "namespace": NAMESPACE | {"model": "m"}}, "adapter_params.namespace.model: unknown key"),
-        ({"tiers": [NVME], "namespace": NAMESPACE | {"model": "m"}}, "LMCache tells it"),
+        ({"tiers": [NVME], "namespace": NAMESPACE | {"model": "m"}}, "LMCache sets it"),
         ({"tiers": [NVME | {"path": "${NOT_SET}"}], "namespace": NAMESPACE}, "NOT_SET"),
         ({"tiers": [NVME], "namespace": NAMESPACE, "set": 2}, "did you mean 'sets'?"),
     ]

@@ -15,7 +15,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
 torch = pytest.importorskip("torch", reason="the extra 'transformers'")
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers'")
 
-from tiered_kv.counters import count_of  # noqa: E402 - after what it needs
+from tests.integrations.program_checks import damage  # noqa: E402 - after what it needs
+from tiered_kv.counters import count_of  # noqa: E402
 from tiered_kv.errors import ConfigError, ShutdownError  # noqa: E402
 from tiered_kv.integrations.transformers import PrefixCache, PrefixCacheStats  # noqa: E402
 from tiered_kv.testing.gate import Gate  # noqa: E402
@@ -244,18 +245,6 @@ def block_of(prefixes: PrefixCache, cache: Any, number: int) -> bytes:
     return rows.tobytes()
 
 
-def damage(directory: Path, block: bytes) -> None:
-    """Flip a bit of `block` where it lies in a file of the directory."""
-    for path in directory.rglob("*"):
-        content = path.read_bytes() if path.is_file() else b""
-        if (at := content.find(block)) >= 0:
-            with path.open("r+b") as file:
-                file.seek(at + 100)
-                file.write(bytes([content[at + 100] ^ 1]))
-            return
-    raise AssertionError("the block is in no file")
-
-
 class TestThreads:
     def test_what_is_saved_is_what_the_cache_was(self, model: Any, monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
         ids = prompt(40)
@@ -281,7 +270,8 @@ class TestThreads:
             call.add_done_callback(lambda _: done.set())
             rounds = 0
             while not done.wait(0.001) or rounds == 0:  # which leaves the interpreter to the model for a moment
-                if cache.get_seq_length(2):  # the first step gives every layer its first keys
+                # The first step gives each layer its keys, and then its values.
+                if cache.get_seq_length(2) and cache.layers[2].values.numel():
                     prefixes.save(plain.sequences, cache)
                     rounds += 1
             assert torch.equal(call.result(60).sequences, plain.sequences)

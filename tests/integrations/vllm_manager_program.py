@@ -23,14 +23,15 @@ import numpy as np
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
     CHUNK_BYTES,
+    OUR_TIER,
     WAIT_S,
     Scheduler,
     all_stats,
     config_with,
+    damage,
     keys_of,
     run_checks,
     small_engine,
-    tells_of,
     wait_for,
 )
 
@@ -74,9 +75,7 @@ class Engine(Scheduler):  # type: ignore[misc]  # found beside this program when
 
     def __init__(self, entries: Sequence[Entry], *, model: str = "m", enable_events: bool = False) -> None:
         super().__init__()
-        tiers = [
-            {"type": "TieredKVTier", "module_path": "tiered_kv.integrations.vllm", "tier": entry} for entry in entries
-        ]
+        tiers = [{**OUR_TIER, "tier": entry} for entry in entries]
         extra = {"cpu_bytes_to_use": PRIMARY_CHUNKS * CHUNK_BYTES, "secondary_tiers": tiers}
         self.spec = TieringOffloadingSpec(config_with(extra, model, enable_events))
         self.manager = self.spec.get_manager()
@@ -92,6 +91,12 @@ class Engine(Scheduler):  # type: ignore[misc]  # found beside this program when
         if output.keys_to_store:
             self.manager.complete_store(set(output.keys_to_store), context)
         self.finish(context)
+
+    def fill(self, name: str, requests: int, blocks: int) -> None:
+        """Serve requests of other blocks, which take the place of earlier ones in the primary tier."""
+        for number in range(requests):
+            self.store(keys_of(f"{name}-{number}", blocks))
+            self.settle()
 
     def load(self, keys: Sequence[bytes], **said: object) -> int:
         """A request that loads what it can of `keys`; returns how many, after it has compared their bytes."""
@@ -177,9 +182,7 @@ class Checks:
         with engine_on([self._nvme("partial")]) as engine:
             engine.store(keys)
             engine.settle()
-            for number in range(3):
-                engine.store(keys_of(f"others-{number}", 8))
-                engine.settle()
+            engine.fill("others", 3, 8)
             damage(self.directory / "partial", content_of(keys[5]).tobytes())
             assert engine.load(keys) == 5, engine.counted()
             assert count_of(engine.counted(), "tier", "corrupt_blocks_total") == 1
@@ -207,9 +210,7 @@ class Checks:
         GatedTier.lookups.set()
         with engine_on([{"type": f"{__name__}:GatedTier"}]) as engine:
             engine.store(keys)
-            for number in range(5):
-                engine.store(keys_of(f"drain-{number}", 4))
-                engine.settle()
+            engine.fill("drain", 5, 4)
             context = engine.begin(keys)
             while engine.lookup(keys, context) is None and not engine.manager._jobs:
                 engine.step()
@@ -235,9 +236,7 @@ class Checks:
         with engine_on([entry]) as engine, mock.patch.object(tier_module, "ROOM_WAIT_S", 0.05):
             engine.store(keys)
             engine.settle()
-            for number in range(5):
-                engine.store(keys_of(f"room-{number}", 4))
-                engine.settle()
+            engine.fill("room", 5, 4)
             hoarder, late = engine.begin(keys[:2]), engine.begin(keys[2:])
             HoldingTier.holds = True
             assert engine.lookup(keys[:2], hoarder) is None
@@ -259,9 +258,7 @@ class Checks:
 
         globals()["Raising"] = Raising
         with engine_on([{"type": f"{__name__}:Raising", "breaker_failures": 3, "breaker_cooldown": "60s"}]) as engine:
-            for number in range(6):
-                engine.store(keys_of(f"broken-{number}", 2))
-                engine.settle()
+            engine.fill("broken", 6, 2)
             assert engine.counted()["breaker_opened_total"] == 1
             assert count_of(engine.counted(), "skipped_blocks_total", "breaker") > 0
             assert engine.load(keys_of("broken-unknown", 2)) == 0
@@ -296,9 +293,7 @@ class Checks:
             engine.store(skipped, skip="store")
             engine.settle()
             assert count_of(engine.counted(), "skipped_blocks_total", "by_request") == 4
-            for number in range(3):
-                engine.store(keys_of(f"skip-{number}", 8))
-                engine.settle()
+            engine.fill("skip", 3, 8)
             assert engine.load(kept, skip="load") == 0
             assert engine.counted()["loaded_blocks_total"] == 0
             assert (engine.load(kept), engine.load(skipped)) == (4, 0)
@@ -318,16 +313,6 @@ class Checks:
             if hasattr(engine.manager, "config_info"):
                 assert engine.manager.config_info()[1]["tiered_kv_type"] == "memory"
 
-    def a_name_key_hides_the_keys_of_what_is_stored(self) -> None:
-        for name, more in (("plain", {}), ("keyed", {"name_key": "5a" * 32})):
-            keys = keys_of(name, 4)
-            with engine_on([self._nvme(name, **more)]) as engine:
-                engine.store(keys)
-                engine.settle()
-            with engine_on([self._nvme(name, **more)]) as engine:
-                assert engine.load(keys) == 4
-            assert tells_of(self.directory / name, keys) is (name == "plain")
-
     def shutdown_gives_everything_back(self) -> None:
         engine = Engine([self._nvme("shutdown")])
         path = Path(engine.manager.primary_tier._mmap_region.mmap_path)
@@ -340,20 +325,6 @@ class Checks:
         assert left == [], left
         with engine_on([self._nvme("shutdown")]) as again:  # the directory's lock is free
             assert again.load(keys_of("shutdown-0", 4)) == 4
-
-
-def damage(directory: Path, payload: bytes) -> None:
-    """Flip a byte of a payload wherever it stands in the files of a directory."""
-    found = 0
-    for path in (path for path in directory.rglob("*") if path.is_file()):
-        data = path.read_bytes()
-        at = data.find(payload)
-        if at >= 0:
-            with path.open("r+b") as file:
-                file.seek(at + 100)
-                file.write(bytes([data[at + 100] ^ 1]))
-            found += 1
-    assert found == 1, f"the block stands in {found} files"
 
 
 def main() -> None:

@@ -29,6 +29,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVQuantMode
 from vllm_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
+    OUR_SPEC,
+    OUR_TIER,
     stand_in_for_a_device,
     vllm_config_of,
 )
@@ -354,12 +356,11 @@ def namespaces_of(directory: Path, engine: Engine) -> dict[str, str]:
 
 def our_spec(said: Mapping[str, object]) -> dict[str, object]:
     stack = {"primary": {"capacity": "1MiB"}, "secondary": [], **said}
-    return {"spec_name": "TieredKVOffloadingSpec", "spec_module_path": "tiered_kv.integrations.vllm", "stack": stack}
+    return {**OUR_SPEC, "stack": stack}
 
 
 def our_tier(said: Mapping[str, object]) -> dict[str, object]:
-    entry = {"type": "memory", "capacity": "1MiB"}
-    tier = {"type": "TieredKVTier", "module_path": "tiered_kv.integrations.vllm", "tier": entry, **said}
+    tier = {**OUR_TIER, "tier": {"type": "memory", "capacity": "1MiB"}, **said}
     return {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]}
 
 

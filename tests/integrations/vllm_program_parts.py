@@ -13,8 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from program_checks import run_checks  # type: ignore[import-not-found]  # found beside the program when it runs
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from program_checks import damage, run_checks  # type: ignore[import-not-found]  # found beside the program
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -24,13 +32,14 @@ from vllm.v1.kv_offload.config import (
 )
 
 from tests.support.tiny_llama import TINY_LLAMA
-from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.record import digest_of
 
-__all__ = ["run_checks"]
+__all__ = ["damage", "run_checks"]
 
 CHUNK_BYTES = 16 << 10
 WAIT_S = 20.0
+OUR_MODULE = "tiered_kv.integrations.vllm"
+OUR_SPEC = {"spec_name": "TieredKVOffloadingSpec", "spec_module_path": OUR_MODULE}
+OUR_TIER = {"type": "TieredKVTier", "module_path": OUR_MODULE}
 
 
 def config_with(extra: Mapping[str, object], model: str = "m", enable_events: bool = False) -> OffloadingConfig:
@@ -73,6 +82,16 @@ def refusal_of(attempt: Callable[[], object], kind: type[Exception]) -> str:
     except kind as error:
         return str(error)
     raise AssertionError("nothing was refused")
+
+
+def canonical(groups: Sequence[Sequence[Any]], page_bytes: int) -> CanonicalKVCaches:
+    """Return the KV caches of a worker, by the layers of each group."""
+    layers = [layer for group in groups for layer in group]
+    numbers = itertools.count()
+    return CanonicalKVCaches(
+        tensors=[CanonicalKVCacheTensor(layer, page_bytes) for layer in layers],
+        group_data_refs=[[CanonicalKVCacheRef(next(numbers), page_bytes) for _ in group] for group in groups],
+    )
 
 
 class Scheduler:
@@ -134,19 +153,13 @@ class Scheduler:
             time.sleep(0.0005)
 
 
-def tells_of(directory: Path, keys: Sequence[bytes]) -> bool:
-    """Return whether the files of a directory hold a key, its hash, or a digest of it that needs no secret."""
-    storage = b"".join(path.read_bytes() for path in directory.rglob("*") if path.is_file())
-    return any(trace in storage for key in keys for trace in (key[:16], digest_of(OffloadKey(key))))
-
-
 def vllm_config_of(model: Path, connector_extra: Mapping[str, object], **options: Any) -> Any:
     """Return vLLM's whole configuration, made as `vllm serve` makes it from its arguments."""
     from vllm.engine.arg_utils import EngineArgs
 
     transfer = {
         "kv_connector": "TieredKVConnector",
-        "kv_connector_module_path": "tiered_kv.integrations.vllm",
+        "kv_connector_module_path": OUR_MODULE,
         "kv_role": "kv_both",
         "engine_id": f"test-{uuid.uuid4().hex}",
         "kv_connector_extra_config": dict(connector_extra),
@@ -180,6 +193,14 @@ def stand_in_for_a_device() -> None:
     registry._LazyRegisteredModel.inspect_model_cls = lambda _: info
 
 
+def described_model(directory: Path) -> Path:
+    """Return a directory with the configuration of a model, and no weights."""
+    model = directory / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(TINY_LLAMA))
+    return model
+
+
 @contextmanager
 def small_engine(directory: Path) -> Iterator[None]:
     """Let specs and tiers see the configuration of a small engine, as our connector does."""
@@ -188,9 +209,6 @@ def small_engine(directory: Path) -> Iterator[None]:
     from tiered_kv.integrations.vllm.engine import configured
 
     stand_in_for_a_device()
-    model = directory / "configured-model"
-    model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(TINY_LLAMA))
-    config = vllm_config_of(model, {}, load_format="dummy")
+    config = vllm_config_of(described_model(directory), {}, load_format="dummy")
     with configured(config, KVCacheConfig(num_blocks=0, kv_cache_tensors=[], kv_cache_groups=[])):
         yield

@@ -9,7 +9,6 @@ its name, and an error or nothing.
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,13 +17,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
+    OUR_SPEC,
+    canonical,
+    described_model,
     run_checks,
     stand_in_for_a_device,
     vllm_config_of,
     wait_for,
 )
 
-from tests.support.tiny_llama import TINY_LLAMA
 from tiered_kv.base import ReqContext, make_offload_key
 
 stand_in_for_a_device()
@@ -39,11 +40,6 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     KVCacheConfig,
     KVCacheGroupSpec,
     SlidingWindowSpec,
-)
-from vllm.v1.kv_offload.base import (  # noqa: E402
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
 )
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
@@ -60,26 +56,16 @@ class Queue:
     """A scheduler's connector, and the requests that wait before it."""
 
     def __init__(self, directory: Path, specs: Sequence[Any], **stack: object) -> None:
-        model = directory / "model"
-        model.mkdir(parents=True, exist_ok=True)
-        (model / "config.json").write_text(json.dumps(TINY_LLAMA))
         nvme = {"type": "nvme", "path": str(directory / "kv"), "capacity": "64MiB"}
-        extra = {
-            "spec_name": "TieredKVOffloadingSpec",
-            "spec_module_path": "tiered_kv.integrations.vllm",
-            "stack": {"primary": {"capacity": "4MiB"}, "secondary": [nvme], **stack},
-        }
-        config = vllm_config_of(model, extra, load_format="dummy", block_size=TOKENS)
+        extra = {**OUR_SPEC, "stack": {"primary": {"capacity": "4MiB"}, "secondary": [nvme], **stack}}
+        config = vllm_config_of(described_model(directory), extra, load_format="dummy", block_size=TOKENS)
         groups = [KVCacheGroupSpec([f"layer.{at}"], spec) for at, spec in enumerate(specs)]
         layers = [torch.zeros((8, FULL.page_size_bytes), dtype=torch.int8) for _ in specs]
         cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
         self.connector = TieredKVConnector(config, KVConnectorRole.SCHEDULER, cache)
         with configured(config, cache):
             spec = OffloadingSpecFactory.create_spec(build_offloading_config(config, cache))
-        caches = CanonicalKVCaches(
-            tensors=[CanonicalKVCacheTensor(layer, FULL.page_size_bytes) for layer in layers],
-            group_data_refs=[[CanonicalKVCacheRef(at, FULL.page_size_bytes)] for at in range(len(specs))],
-        )
+        caches = canonical([[layer] for layer in layers], FULL.page_size_bytes)
         self.worker = spec.get_worker(caches)  # without which nothing is promoted
         self.on_gpu: set[bytes] = set()
         pool = SimpleNamespace(get_cached_block=lambda block_hash, _: [0] if block_hash in self.on_gpu else None)
@@ -130,6 +116,15 @@ def queue_of(directory: Path, specs: Sequence[Any] = (FULL,), **stack: object) -
         queue.connector.shutdown()
 
 
+@contextmanager
+def restarted_queue_of(directory: Path, stored: Sequence[bytes], specs: Sequence[Any] = (FULL,)) -> Iterator[Queue]:
+    """Yield a queue whose tier has some blocks, and whose primary tier has none."""
+    with queue_of(directory, specs) as queue:
+        queue.store(stored)
+    with queue_of(directory, specs) as queue:
+        yield queue
+
+
 def hashes_of(name: str, count: int) -> list[bytes]:
     return [hashlib.sha256(f"{name}-{index}".encode()).digest() for index in range(count)]
 
@@ -143,9 +138,7 @@ class Checks:
     def what_a_request_lacks_is_promoted_while_it_waits(self) -> None:
         hashes = hashes_of("waits", 6)
         keys = [make_offload_key(each, 0) for each in hashes]
-        with queue_of(self.directory / "waits") as queue:
-            queue.store(keys[:5])
-        with queue_of(self.directory / "waits") as queue:
+        with restarted_queue_of(self.directory / "waits", keys[:5]) as queue:
             queue.on_gpu = set(hashes[:2])
             request = queue.come("a", hashes)
             queue.step()
@@ -158,9 +151,7 @@ class Checks:
     def a_request_that_is_scheduled_asks_for_itself(self) -> None:
         hashes = hashes_of("asks", 4)
         keys = [make_offload_key(each, 0) for each in hashes]
-        with queue_of(self.directory / "asks") as queue:
-            queue.store(keys)
-        with queue_of(self.directory / "asks") as queue:
+        with restarted_queue_of(self.directory / "asks", keys) as queue:
             request = queue.come("a", hashes)
             assert queue.connector.get_num_new_matched_tokens(request, 2 * TOKENS) == (None, False)
             queue.step()
@@ -171,9 +162,7 @@ class Checks:
     def requests_that_choose_their_tiers_or_want_none_are_left_alone(self) -> None:
         hashes = hashes_of("chooses", 4)
         keys = [make_offload_key(each, 0) for each in hashes]
-        with queue_of(self.directory / "chooses") as queue:
-            queue.store(keys)
-        with queue_of(self.directory / "chooses") as queue:
+        with restarted_queue_of(self.directory / "chooses", keys) as queue:
             queue.come("a", hashes, kv_transfer_params={"kv_load_tiers": [{"medium": "CPU"}]})
             queue.come("b", hashes, skip_reading_prefix_cache=True)
             queue.step()
@@ -184,9 +173,7 @@ class Checks:
         hashes = hashes_of("groups", 3)
         specs = (FULL, SlidingWindowSpec(**SHAPE, sliding_window=TOKENS), FULL)
         keys = [make_offload_key(each, group) for each in hashes for group in range(3)]
-        with queue_of(self.directory / "groups", specs) as queue:
-            queue.store([key for key in keys if key != keys[8]])
-        with queue_of(self.directory / "groups", specs) as queue:
+        with restarted_queue_of(self.directory / "groups", keys[:8], specs) as queue:
             queue.come("a", hashes)
             queue.step()
             wait_for(queue.settled)

@@ -26,9 +26,6 @@ from unittest import mock
 import torch
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.kv_offload.base import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
     GPULoadStoreSpec,
     Medium,
     OffloadingManager,
@@ -39,8 +36,10 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
+    OUR_SPEC,
     Scheduler,
     all_stats,
+    canonical,
     config_with,
     keys_of,
     refusal_of,
@@ -64,8 +63,7 @@ DEVICE_BLOCKS = 64
 
 
 def config_of(stack: object, rank: int = 0, *, engine_id: str, replica: int = 0, enable_events: bool = False) -> Any:
-    extra = {"spec_name": "TieredKVOffloadingSpec", "spec_module_path": "tiered_kv.integrations.vllm", "stack": stack}
-    config = config_with(extra, enable_events=enable_events)
+    config = config_with({**OUR_SPEC, "stack": stack}, enable_events=enable_events)
     parallel = dataclasses.replace(
         config.parallel, rank=rank, world_size=WORKERS, tp_size=WORKERS, data_parallel_index=replica
     )
@@ -119,7 +117,9 @@ class Engine(Scheduler):  # type: ignore[misc]  # found beside this program when
         # As in vLLM: the workers come first, and at the same time.
         with ThreadPoolExecutor(len(self.caches)) as pool:
             self.workers = list(
-                pool.map(lambda spec, layers: spec.get_worker(canonical(layers)), self.specs[1:], self.caches)
+                pool.map(
+                    lambda spec, layers: spec.get_worker(canonical([layers], PAGE_BYTES)), self.specs[1:], self.caches
+                )
             )
         self.spec = self.specs[0]
         self.manager = self.spec.get_manager()
@@ -166,13 +166,6 @@ class Engine(Scheduler):  # type: ignore[misc]  # found beside this program when
         for worker in self.workers:
             worker.shutdown()
         self.manager.shutdown()
-
-
-def canonical(layers: list[torch.Tensor]) -> CanonicalKVCaches:
-    return CanonicalKVCaches(
-        tensors=[CanonicalKVCacheTensor(layer, PAGE_BYTES) for layer in layers],
-        group_data_refs=[[CanonicalKVCacheRef(index, PAGE_BYTES) for index in range(len(layers))]],
-    )
 
 
 @contextlib.contextmanager
@@ -278,23 +271,6 @@ class Checks:
             assert engine.manager.get_load_source(keys[0], context) is CacheHitSource.DISK
             engine.finish(context)
 
-    def a_request_that_wants_no_storage_waits_no_longer_than_others_and_is_audited_as_they_are(self) -> None:
-        keys = keys_of("bounded", 4)
-        only_memory = TierFilter((TierMatcher(medium=Medium.CPU),))
-        stack = self._stack("bounded")
-        with engine_with({**stack, "primary": {**stack["primary"], "request_wait": 0.05}}) as engine:
-            storing, context = engine.begin(keys), engine.begin(keys, load_tier_filter=only_memory)
-            output = engine.prepare_store(keys, storing)
-            assert engine.find(keys, context) == 0
-            engine.manager.complete_store(set(output.keys_to_store), storing)
-            engine.finish(storing)
-            engine.finish(context)
-        with engine_with({**stack, "audit": 1}) as engine:
-            engine.store(keys, 0)
-            context = engine.begin(keys, load_tier_filter=only_memory)
-            assert engine.find(keys, context) == 0
-            engine.finish(context)
-
     def a_copy_that_fails_ends_the_engine_and_nothing_is_stored(self) -> None:
         stack, keys = self._stack("failing"), keys_of("failing", 4)
         with engine_with(stack) as engine:
@@ -367,7 +343,7 @@ class Checks:
         )
         spec = OffloadingSpecFactory.create_spec(config)
         layers = [torch.zeros(DEVICE_BLOCKS, PAGE_BYTES, dtype=torch.int8) for _ in range(LAYERS)]
-        worker, manager = spec.get_worker(canonical(layers)), spec.get_manager()
+        worker, manager = spec.get_worker(canonical([layers], PAGE_BYTES)), spec.get_manager()
         try:
             # As vLLM's connector does where a window has passed the first block of a chunk.
             device, row = GPULoadStoreSpec([5], [1], [1]), CPULoadStoreSpec([0])
@@ -444,9 +420,9 @@ class Checks:
         assert config.namespace.dtype == "bfloat16"
         assert config.block.bytes == WORKERS * LAYERS * PAGE_BYTES
         path.write_text(text.replace("tenant: a", "dtype: float16"))
-        assert "'dtype' cannot be set here" in self._refusal_of(str(path))
+        assert "namespace.dtype: unknown key" in self._refusal_of(str(path))
         path.write_text(text.replace("primary:", "block: {bytes: 4KiB}\n            primary:"))
-        assert "vLLM tells the size of a block" in self._refusal_of(str(path))
+        assert "vLLM sets the size of a block" in self._refusal_of(str(path))
         path.write_text(text.replace("capacity: 64MiB", "capacty: 64MiB"))
         assert "capacty" in self._refusal_of(str(path))
         assert str(path) in self._refusal_of(str(path))

@@ -1,4 +1,4 @@
-"""What the tests of this room share."""
+"""The plugin of these tests."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from tests.support.stacks import plugged
 
 @pytest.fixture(autouse=True)
 def _plugin() -> Iterator[None]:
-    """The tier that does as it is told, for every test here."""
+    """Register the obedient tier for every test here."""
     with plugged(OBEDIENT_TYPE):
         yield

@@ -1,4 +1,4 @@
-"""What the tests of the history share: stacks, a tier that does as it is told, and an engine that asks."""
+"""Stacks, a tier that a test controls, and an engine."""
 
 from __future__ import annotations
 
@@ -40,16 +40,13 @@ class ObedientTier(SecondaryTierManager):
         super().__init__(spec, view, tier_type)
         self.present: set[OffloadKey] = set()
         self.answers_nothing = False
+        self.store_error: Exception | None = None
         self.store_reason = ""
         self.load_reason = ""
         self.holds_jobs = False
-        self.lookup_failures_told = 0
+        self.own_counters: Mapping[Any, Any] = {}
         self._results: list[JobResult] = []
         self._held: list[JobMetadata] = []
-
-    @property
-    def lookup_failures(self) -> int:
-        return self.lookup_failures_told
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return None if self.answers_nothing else key in self.present
@@ -58,6 +55,8 @@ class ObedientTier(SecondaryTierManager):
         if self.holds_jobs:
             self._held.append(job_metadata)
             return
+        if self.store_error is not None:
+            raise self.store_error
         if not self.store_reason:
             self.present.update(job_metadata.keys)
         self._results.append(JobResult(job_metadata.job_id, not self.store_reason, reason=self.store_reason))
@@ -71,6 +70,9 @@ class ObedientTier(SecondaryTierManager):
     def get_finished(self) -> Iterable[JobResult]:
         results, self._results = self._results, []
         return results
+
+    def stats(self) -> Mapping[str, Any]:
+        return self.own_counters
 
     def reset_cache(self) -> bool:
         self.present.clear()
@@ -86,7 +88,7 @@ OBEDIENT_TYPE = TierType("obedient", ObedientSettings, lambda: ObedientTier)
 
 
 def stack_of(*secondary: Mapping[str, object], **settings: Any) -> dict[str, object]:
-    """Return the configuration of a stack whose tiers have time."""
+    """Return the configuration of a stack with long timeouts."""
     return stacks.stack_of(*({**PATIENT, **entry} for entry in secondary), **settings)
 
 
@@ -97,18 +99,18 @@ def obedient(stack: Stack, index: int = 0) -> ObedientTier:
 
 
 def put(stack: Stack, keys: Sequence[OffloadKey]) -> None:
-    """Store blocks, until the tiers have them."""
+    """Store blocks in all tiers."""
     assert stack.put(keys, np.zeros((len(keys), BLOCK_BYTES), np.uint8), timeout=WAIT_S) == len(keys)
     assert stack.flush(WAIT_S)
 
 
 def get(stack: Stack, keys: Sequence[OffloadKey], timeout: float = WAIT_S) -> int:
-    """Load blocks; return how many were there."""
+    """Load blocks; return how many were found."""
     return stack.get(keys, np.zeros((len(keys), BLOCK_BYTES), np.uint8), timeout=timeout)
 
 
 def evict_all(stack: Stack) -> None:
-    """Make the primary tier evict all that it had."""
+    """Make the primary tier evict all earlier blocks."""
     put(stack, OTHERS[: stack.region.num_blocks])
 
 
@@ -119,7 +121,7 @@ def put_below(stack: Stack, keys: Sequence[OffloadKey]) -> None:
 
 
 class Engine:
-    """Asks as a scheduler does: key by key, in steps, until the first miss."""
+    """Calls the manager as a scheduler does: key by key, in steps, until the first miss."""
 
     def __init__(self, manager: TieringOffloadingManager) -> None:
         self.manager = manager
@@ -130,7 +132,7 @@ class Engine:
         return context
 
     def look_up(self, keys: Sequence[OffloadKey], context: ReqContext) -> int:
-        """Return how many blocks precede the first miss, once it is known; they are promoted then."""
+        """Return how many blocks precede the first miss, once they are promoted."""
         deadline = time.monotonic() + WAIT_S
         while True:
             found = 0
@@ -154,7 +156,7 @@ class Engine:
         self.manager.on_schedule_end()
 
     def request(self, keys: Sequence[OffloadKey], req_id: str) -> int:
-        """Ask for blocks, load those before the first miss, and end; return how many those were."""
+        """Look blocks up, load those before the first miss, and end; return how many those were."""
         context = self.begin(req_id)
         found = self.look_up(keys, context)
         if found:

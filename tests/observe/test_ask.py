@@ -1,4 +1,4 @@
-"""Asking a process for its status: where, for how long, and how much is read."""
+"""Addresses of processes, and requests to them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_stack_s_file_without_the_setting_says_which_line_to_add(tmp_path: Pat
     ["ftp://host", "http://", "http://host:99999", "http://[::1", "http://user:secret@host", "http://host/?a=secret",
      "http://host/a b\r\nX: y", "127.0.0.1:0", "127.0.0.1:99999", "/does/not/exist.yaml"],
 )  # fmt: skip
-def test_what_cannot_be_asked_is_an_error_that_repeats_no_secret(text: str) -> None:
+def test_an_invalid_address_is_an_error_that_repeats_no_secret(text: str) -> None:
     with pytest.raises(ConfigError) as error:
         address_of(text)
     assert "secret" not in str(error.value)
@@ -99,7 +99,7 @@ def test_a_bad_answer_is_an_error_for_a_terminal(answer: bytes, expected: str) -
     assert str(error.value).isprintable()
 
 
-def test_an_answer_that_does_not_come_is_given_up() -> None:
+def test_an_answer_that_does_not_come_times_out() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,
         pytest.raises(TierUnavailableError, match=r"no answer within 0\.2 s"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,12 +12,13 @@ from tiered_kv.base import ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.observe.history import BlockHistory
-from tiered_kv.observe.pages import PAGE_KEYS
+from tiered_kv.observe.history import PAGE_KEYS, BlockHistory
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.requests import ManagerLimits
+from tiered_kv.workload.generator import ChatWorkload
+from tiered_kv.workload.replay import replay
 
 KEYS = make_keys(6)
 OBEDIENT: dict[str, object] = {"type": "obedient", "name": "disk"}
@@ -74,22 +76,6 @@ def test_a_block_that_was_missed_first_and_loaded_then_is_a_hit(stack: Stack) ->
     assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((6, 0), (0, 0))
 
 
-def test_the_reason_is_that_of_the_miss_although_the_request_stores_the_block_then(stack: Stack) -> None:
-    put_below(stack, KEYS)
-    obedient(stack).present.clear()
-    engine = Engine(stack.manager)
-    context = engine.begin("r")
-    assert stack.manager.lookup_many(KEYS, context) == [False] * 6
-    stack.manager.on_schedule_end()
-    output = stack.manager.prepare_store(KEYS, context)
-    assert output is not None
-    stack.manager.complete_store(output.keys_to_store, context)
-    stack.manager.on_schedule_end()
-    engine.end(context)
-    assert misses(stack, "cpu") == misses(stack, "disk") == {"evicted": 6}
-    assert [each.fate for each in stack.explain(KEYS)[0].tiers] == ["present", "stored"]
-
-
 @pytest.mark.parametrize(("admit_after", "fate"), [(1, "stored"), (2, "admission")])
 def test_the_reason_is_that_of_the_miss_although_the_block_is_stored_in_the_same_step(
     admit_after: int, fate: str
@@ -140,13 +126,6 @@ def test_prefetch_asks_for_nothing(stack: Stack) -> None:
         stack.manager.on_schedule_end()
     engine.end(context)
     assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 0), (0, 0))
-    context = engine.begin("s")
-    assert engine.look_up(KEYS[3:4], context) == 0
-    stack.manager.prefetch(KEYS, context)
-    assert engine.look_up(KEYS[:3], context) == 2
-    engine.load(KEYS[:2], context)
-    engine.end(context)
-    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 2), (0, 2))
 
 
 def test_keys_that_were_noted_are_not_kept_for_ever(stack: Stack) -> None:
@@ -187,19 +166,6 @@ def test_a_request_that_is_forgotten_counts_too() -> None:
     history.close()
 
 
-def test_a_request_goes_on_after_a_reset_and_counts_what_it_had(stack: Stack) -> None:
-    put_below(stack, KEYS[:4])
-    engine = Engine(stack.manager)
-    context = engine.begin("r")
-    assert engine.look_up(KEYS[:2], context) == 2
-    engine.load(KEYS[:2], context)
-    stack.manager.reset_cache()
-    assert engine.look_up(KEYS[2:], context) == 0
-    engine.end(context)
-    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 3), (2, 1))
-    assert misses(stack, "disk") == {"reset": 1}
-
-
 def test_the_facade_asks_once_however_long_it_waits(stack: Stack) -> None:
     put_below(stack, KEYS[:4])
     assert get(stack, KEYS) == 4
@@ -208,16 +174,20 @@ def test_the_facade_asks_once_however_long_it_waits(stack: Stack) -> None:
     assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((4, 8), (4, 4))
 
 
-def test_hits_and_misses_of_a_tier_add_up_with_its_reasons() -> None:
-    with open_stack(stack_of({"type": "memory", "capacity": "64KiB"}, OBEDIENT)) as stack:
-        for first in range(0, 48, 8):
-            put(stack, OTHERS[first : first + 16])
-            get(stack, OTHERS[first // 2 : first // 2 + 16])
-        for tier in ("cpu", "memory", "disk"):
+def test_a_replay_counts_the_same_hits_as_the_counters_and_misses_add_up_with_reasons(tmp_path: Path) -> None:
+    nvme = {"type": "nvme", "path": str(tmp_path), "capacity": "16MiB"}
+    with open_stack(stack_of({"type": "memory", "capacity": "256KiB"}, nvme, blocks=48)) as stack:
+        chats = ChatWorkload(chats=20, turns=4, active_chats=8, turn_blocks=3).requests()
+        report = replay(stack.manager, stack.kv_view, chats)
+        assert stack.history is not None
+        stack.history.settle()
+        for tier, traffic in report.tiers.items():
+            assert traffic.hits == blocks(stack, tier)[0] > 0
             assert sum(misses(stack, tier).values()) == blocks(stack, tier)[1]
-        # What one tier misses is asked of the next.
+        # A miss in one tier is a lookup in the next, unless a tier that has the block cannot promote it.
         assert blocks(stack, "cpu")[1] == sum(blocks(stack, "memory"))
-        assert blocks(stack, "memory")[1] == sum(blocks(stack, "disk"))
+        assert blocks(stack, "memory")[1] - misses(stack, "memory").get("refused", 0) == sum(blocks(stack, "nvme"))
+        assert stack.counters()["cpu"]["unexplained_blocks_total"] == 0
 
 
 def test_without_a_history_nothing_is_counted_or_kept() -> None:

@@ -1,4 +1,4 @@
-"""What a stack publishes of its blocks, and that publishing costs nobody anything."""
+"""Published events: content, form, replays and limits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ import zmq
 
 from tests.observe.rig import BLOCK_BYTES, put, stack_of
 from tests.support.event_subscriber import Index, Message, Subscriber, index_of
-from tests.support.redis_servers import PATIENT, RedisServer, redis_server
-from tests.support.s3_entries import s3_entry
 from tests.support.stacks import ReplaceModule
-from tiered_kv.base import OffloadingEvent, OffloadKey, make_offload_key
+from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, make_offload_key
 from tiered_kv.config.stack_config import EventSettings
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.observe.events import (
@@ -37,10 +35,7 @@ from tiered_kv.observe.events import (
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.waiting import wait_until
-
-__all__ = ["moto_bucket", "moto_server", "redis_server"]  # fixtures
 
 ANY_PORT = "tcp://127.0.0.1:*"
 SETTINGS = EventSettings(publish=ANY_PORT, replay=ANY_PORT)
@@ -76,7 +71,7 @@ def stored(*keys: OffloadKey, medium: str = "CPU") -> OffloadingEvent:
 
 
 def settled(stack: Stack, subscriber: Subscriber, is_right: Callable[[Index], bool]) -> Index:
-    """Return what the events add up to, once it is right; `flush` makes steps until then."""
+    """Return the sum of all events, once it is right; `flush` makes steps until then."""
 
     def is_enough(messages: list[Message]) -> bool:
         stack.flush(60.0)
@@ -85,68 +80,35 @@ def settled(stack: Stack, subscriber: Subscriber, is_right: Callable[[Index], bo
     return index_of(subscriber.replay_until(is_enough))
 
 
-# What is told.
+# Content.
 
 
-@pytest.mark.parametrize(
-    ("tier_type", "medium"),
-    [
-        ("memory", "MEMORY"),
-        ("nvme", "NVME"),
-        ("fs", "FS"),
-        ("redis", "REDIS"),
-        pytest.param("s3", "S3", marks=pytest.mark.slow),
-    ],
-)
-def test_stored_blocks_of_every_tier_are_published(
-    tier_type: str, medium: str, open_with_events: OpenStack, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    entry: dict[str, Any] = {"type": tier_type, "name": "mine"}
-    if tier_type == "redis":
-        server: RedisServer = request.getfixturevalue("redis_server")
-        entry |= {**PATIENT, "url": server.url}
-    elif tier_type == "s3":
-        s3: S3Server = request.getfixturevalue("moto_server")
-        entry |= s3_entry(s3, request.getfixturevalue("moto_bucket")) | {"name": "mine"}
-    else:
-        entry |= {"capacity": "16MiB"} | ({} if tier_type == "memory" else {"path": str(tmp_path / "kv")})
-    stack = open_with_events(entry)
+def test_stored_blocks_of_a_tier_without_events_are_published(open_with_events: OpenStack, tmp_path: Path) -> None:
+    stack = open_with_events({"type": "fs", "name": "mine", "path": str(tmp_path / "kv"), "capacity": "16MiB"})
     keys = make_keys(6)
     with Subscriber(publisher_of(stack)) as subscriber:
         put(stack, keys)
-        expected = {"CPU": hashes(keys), medium: hashes(keys)}
+        expected = {"CPU": hashes(keys), "FS": hashes(keys)}
         settled(stack, subscriber, lambda index: index == expected)
         owners = {event.get("ownership") for message in subscriber.replay() for event in message.events}
         assert owners == {None, "mine"}
 
 
-def test_the_events_of_the_primary_and_the_memory_tier_add_up_to_what_they_hold(open_with_events: OpenStack) -> None:
-    stack = open_with_events({"type": "memory", "capacity": 20 * 2 * BLOCK_BYTES}, blocks=16)
-    keys = make_keys(100)
-    with Subscriber(publisher_of(stack)) as subscriber:
-        for start in (0, 40, 20, 70):
-            put(stack, keys[start : start + 30])
-            stack.get(keys[start : start + 10], np.empty((10, BLOCK_BYTES), np.uint8))
-        (tier,) = stack.secondary_tiers
-        held = {key for key in keys if tier.lookup(key, None)}  # type: ignore[arg-type]  # it asks for no request
-        expected = {"CPU": hashes(stack.primary.blocks), "MEMORY": hashes(held)}
-        assert 0 < len(held) < len(keys)
-        settled(stack, subscriber, lambda index: index == expected)
-
-
-def test_the_events_of_nvme_add_up_to_what_it_holds(open_with_events: OpenStack, tmp_path: Path) -> None:
-    entry = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "2MiB", "segment": "256KiB"}
-    stack = open_with_events(entry, blocks=64)
+def test_the_events_of_tiers_that_evict_add_up_to_their_blocks(open_with_events: OpenStack, tmp_path: Path) -> None:
+    nvme = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "2MiB", "segment": "256KiB"}
+    stack = open_with_events({"type": "memory", "capacity": 40 * BLOCK_BYTES}, nvme, blocks=64)
     keys = make_keys(1200)
-    (tier,) = stack.secondary_tiers
     with Subscriber(publisher_of(stack)) as subscriber:
         for start in range(0, len(keys), 60):
             put(stack, keys[start : start + 60])
-        assert tier.stats()["evicted_blocks_total"] > 0
+            stack.get(keys[start : start + 10], np.empty((10, BLOCK_BYTES), np.uint8))
 
         def is_right(index: Index) -> bool:
-            held = {key for key in keys if tier.lookup(key, None)}  # type: ignore[arg-type]  # it asks for no request
-            return 0 < len(held) < len(keys) and index.get("NVME") == hashes(held)
+            held = {"CPU": set(stack.primary.blocks)}
+            for medium, tier in zip(("MEMORY", "NVME"), stack.secondary_tiers, strict=True):
+                held[medium] = {key for key in keys if tier.lookup(key, ReqContext())}
+                assert 0 < len(held[medium]) < len(keys)
+            return index == {medium: hashes(of_tier) for medium, of_tier in held.items()}
 
         settled(stack, subscriber, is_right)
 
@@ -171,20 +133,20 @@ def test_what_happened_before_the_stack_closes_is_published(open_with_events: Op
         subscriber.connect(lambda: publisher_of(stack).publish([stored(*make_keys(1, "probe"))]))
         stack.put(make_keys(2), np.zeros((2, BLOCK_BYTES), np.uint8))
         stack.close()
-        told: list[Message] = []
+        received: list[Message] = []
         while message := subscriber.receive(0.2):
-            told.append(message)
-        assert index_of(told)["MEMORY"] == hashes(make_keys(2))
+            received.append(message)
+        assert index_of(received)["MEMORY"] == hashes(make_keys(2))
 
 
 def test_a_stack_without_events_has_no_publisher() -> None:
     with open_stack(stack_of()) as stack:
         assert stack.events is None
-        assert not stack.primary.tells_events
+        assert not stack.primary.reports_events
         assert not [name for name in stack.counters()["cpu"] if name.startswith("event")]
 
 
-# How it is told.
+# Form.
 
 
 def test_a_message_has_topic_number_and_a_batch_in_vllm_s_form(publisher: EventPublisher) -> None:
@@ -227,17 +189,6 @@ def test_subscribers_choose_by_topic() -> None:
         assert other.receive(0.05) is None
 
 
-def test_blocks_of_several_groups_are_told_apart(publisher: EventPublisher) -> None:
-    keys = [make_offload_key(bytes([number]), number % 2) for number in range(6)]
-    publisher.publish([stored(*keys)])
-    with Subscriber(publisher) as subscriber:
-        (message,) = subscriber.replay_until(lambda messages: bool(messages))
-    assert [(event["group_idx"], event["block_hashes"]) for event in message.events] == [
-        (0, [0, 2, 4]),
-        (1, [1, 3, 5]),
-    ]
-
-
 @pytest.mark.parametrize("lengths", [(32, 32, 32), (8, 8, 8), (7, 7, 7), (32, 16, 20)])
 def test_a_block_is_known_by_the_last_64_bits_of_its_hash(lengths: tuple[int, ...]) -> None:
     parts = [bytes(range(number, number + length)) for number, length in enumerate(lengths, 200)]
@@ -261,7 +212,7 @@ def test_no_message_is_large(publisher: EventPublisher) -> None:
     assert index_of(messages) == {"CPU": hashes(keys), "NVME": hashes(keys)}
 
 
-# Subscribers that are late, or slow.
+# Late and slow subscribers.
 
 
 def test_a_subscriber_gets_what_it_missed_from_the_replay_socket(publisher: EventPublisher) -> None:
@@ -295,12 +246,12 @@ def test_the_replay_has_a_limit(publisher: EventPublisher) -> None:
 
 
 def test_a_request_for_a_replay_that_is_none_is_ignored(publisher: EventPublisher) -> None:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
-        stranger.connect(publisher.replay_address)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        peer.connect(publisher.replay_address)
         for frames in ([b"x"], [b"", b"short"], [b"", bytes(8), b"more"]):
-            stranger.send_multipart(frames)
-        assert not stranger.poll(100)
+            peer.send_multipart(frames)
+        assert not peer.poll(100)
     publisher.publish([stored(*make_keys(1))])
     with Subscriber(publisher) as subscriber:
         assert len(subscriber.replay_until(lambda messages: bool(messages))) == 1
@@ -348,7 +299,7 @@ def test_where_too_much_waits_the_oldest_is_dropped_and_the_numbers_show_it(publ
 
 
 @pytest.mark.slow
-def test_a_slow_subscriber_loses_messages_and_slows_nobody(publisher: EventPublisher) -> None:
+def test_a_slow_subscriber_loses_messages_and_slows_no_other(publisher: EventPublisher) -> None:
     with Subscriber(publisher, queue=1) as slow, Subscriber(publisher) as subscriber:
         slow.connect(lambda: publisher.publish([stored(*make_keys(1))]))
         sent = publisher.counted()["event_messages_total"]
@@ -366,7 +317,7 @@ def test_a_slow_subscriber_loses_messages_and_slows_nobody(publisher: EventPubli
         assert got == sorted(got)
 
 
-# What cannot be.
+# Errors.
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:5557", "tcp://127.0.0.1", "udp://127.0.0.1:1", "tcp://a b:1", 5557])
@@ -405,7 +356,7 @@ def test_events_may_be_published_at_a_socket_in_a_directory_and_by_ipv6(tmp_path
 def test_events_of_keys_that_are_none_are_dropped_and_the_others_are_published(
     key: Any, publisher: EventPublisher
 ) -> None:
-    """A stranger's tier may say anything."""
+    """As a third-party tier may publish."""
     keys = make_keys(2 * MESSAGE_KEYS_MAX)
     publisher.publish([stored(keys[0]), stored(*[key] * len(keys), medium="disk"), stored(*keys[1:])])
     with Subscriber(publisher) as subscriber:

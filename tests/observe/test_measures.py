@@ -1,21 +1,21 @@
-"""Histograms, notices and the measures of a manager: what they count, and that they cost nothing between samples."""
+"""Histograms, and the measures of managers and tiers."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.observe.rig import Engine
+from tests.observe.rig import BLOCK_BYTES, Engine, get, put, stack_of
 from tests.performance.bench import InstantTier, block_key
 from tiered_kv.counters import LABELS_MAX, OTHER, Counters, flat_counts
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.observe.histogram import INFINITY, Histogram, quantile
-from tiered_kv.observe.notices import NOTICES_MAX, Notices
 from tiered_kv.observe.step_timer import EVERY_STEPS, StepTimer
-from tiered_kv.testing.clock import ManualClock
+from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
@@ -24,10 +24,10 @@ def test_a_value_is_counted_in_the_first_bucket_that_holds_it() -> None:
     histogram = Histogram((1.0, 2.0, 5.0))
     for value in (0.0, 1.0, 1.5, 5.0, 5.1, 80.0):
         histogram.add(value)
-    told = histogram.snapshot()
-    assert told["buckets"] == {"1.0": 2, "2.0": 1, "5.0": 1, INFINITY: 2}
-    assert told["count"] == 6
-    assert told["sum"] == pytest.approx(92.6)
+    snapshot = histogram.snapshot()
+    assert snapshot["buckets"] == {"1.0": 2, "2.0": 1, "5.0": 1, INFINITY: 2}
+    assert snapshot["count"] == 6
+    assert snapshot["sum"] == pytest.approx(92.6)
 
 
 def test_a_quantile_lies_in_the_bucket_of_its_value() -> None:
@@ -35,13 +35,13 @@ def test_a_quantile_lies_in_the_bucket_of_its_value() -> None:
     assert quantile(histogram.snapshot(), 0.5) is None
     for value in (1.5,) * 98 + (3.0, 100.0):
         histogram.add(value)
-    told = histogram.snapshot()
-    median, high = quantile(told, 0.5), quantile(told, 0.99)
+    snapshot = histogram.snapshot()
+    median, high = quantile(snapshot, 0.5), quantile(snapshot, 0.99)
     assert median is not None
     assert 1.0 < median <= 2.0
     assert high is not None
     assert 2.0 < high <= 5.0
-    assert quantile(told, 1.0) == 5.0, "no more is known of the last bucket"
+    assert quantile(snapshot, 1.0) == 5.0, "no more is known of the last bucket"
 
 
 def test_histograms_are_no_counts() -> None:
@@ -59,39 +59,11 @@ def test_labels_from_elsewhere_are_bounded() -> None:
     assert failed[OTHER] == 9 * LABELS_MAX
 
 
-def test_a_breaker_that_flips_takes_no_room_from_other_notices() -> None:
-    clock = ManualClock()
-    began_s = clock()
-    notices = Notices(clock)
-    notices.add("disk", "damaged blocks", 3)
-    for _ in range(2 * NOTICES_MAX):
-        clock.advance(2.0)
-        notices.add("other", "breaker open")
-        notices.add("other", "breaker half open")
-    notices.add("disk", "damaged blocks", 2)
-    told = [(notice["tier"], notice["what"], notice["count"]) for notice in notices.snapshot()]
-    assert told == [
-        ("other", "breaker open", 2 * NOTICES_MAX),
-        ("other", "breaker half open", 2 * NOTICES_MAX),
-        ("disk", "damaged blocks", 5),
-    ]
-    assert {notice["time"] for notice in notices.snapshot()} == {began_s + 4.0 * NOTICES_MAX}
-
-
-def test_of_too_many_notices_the_latest_are_kept() -> None:
-    notices = Notices(ManualClock())
-    for number in range(2 * NOTICES_MAX):
-        notices.add("disk", f"change {number}")
-    notices.add("disk", f"change {NOTICES_MAX}")
-    told = [notice["what"] for notice in notices.snapshot()]
-    assert told == [f"change {number}" for number in (*range(NOTICES_MAX + 1, 2 * NOTICES_MAX), NOTICES_MAX)]
-
-
 class Calls:
     """An object whose methods are called in steps."""
 
     def __init__(self) -> None:
-        self.timer = StepTimer(self, time.monotonic, every=3)
+        self.timer = StepTimer(self, time.monotonic)
 
     def lookup(self) -> bool:
         return True
@@ -107,17 +79,18 @@ class Calls:
 def test_one_step_of_several_is_timed_and_the_others_run_as_they_are() -> None:
     calls = Calls()
     timed = []
-    for _ in range(9):
+    for step in range(3 * EVERY_STEPS):
         calls.lookup()
-        timed.append("lookup" in vars(calls))
+        if "lookup" in vars(calls):
+            timed.append(step)
         calls.on_schedule_end()
-    assert timed == [False, False, False, True, False, False, True, False, False]
+    assert timed == [EVERY_STEPS, 2 * EVERY_STEPS]
     assert calls.timer.seconds.snapshot()["count"] == 2
 
 
 def test_a_wrapper_that_was_replaced_meanwhile_is_left_alone() -> None:
     calls = Calls()
-    for _ in range(3):
+    for _ in range(EVERY_STEPS):
         calls.on_schedule_end()
     replaced = vars(calls)["lookup"] = lambda: False
     calls.on_schedule_end()
@@ -132,8 +105,8 @@ def test_restored_tokens_are_those_of_the_group_that_loads_most() -> None:
     context = engine.begin("request")
     engine.write(keys, context)
     engine.load(keys, context)
-    told = engine.manager.counters()["cpu"]
-    assert (told["loaded_blocks_total"], told["restored_tokens_total"]) == (11, 8 * 16)
+    snapshot = engine.manager.counters()["cpu"]
+    assert (snapshot["loaded_blocks_total"], snapshot["restored_tokens_total"]) == (11, 8 * 16)
     engine.manager.shutdown()
 
 
@@ -147,12 +120,30 @@ def test_a_manager_measures_its_steps_jobs_and_lookups() -> None:
         assert engine.look_up([*stored, block_key(10**6 + number)], context) == 1
         engine.load(stored, context)
         engine.end(context)
-    told = engine.manager.counters()
-    (name,) = told.keys() - {"cpu"}
-    assert told["cpu"]["step_seconds"]["count"] == 2
-    assert 0 < told["cpu"]["step_seconds"]["sum"] < 60
-    assert told["cpu"]["restored_tokens_total"] == 16 * told["cpu"]["loaded_blocks_total"] > 0
-    assert told[name]["job_seconds"]["store"]["count"] == told[name]["submitted_jobs_total"]["store"]
-    assert told[name]["job_bytes"]["store"]["sum"] == 4096 * (2 * EVERY_STEPS + 1)
-    assert told[name]["store_budget_bytes"] == told[name]["load_budget_bytes"] == 16 * 4096
+    snapshot = engine.manager.counters()
+    (name,) = snapshot.keys() - {"cpu"}
+    assert snapshot["cpu"]["step_seconds"]["count"] == 2
+    assert 0 < snapshot["cpu"]["step_seconds"]["sum"] < 60
+    assert snapshot["cpu"]["restored_tokens_total"] == 16 * snapshot["cpu"]["loaded_blocks_total"] > 0
+    assert snapshot[name]["job_seconds"]["store"]["count"] == snapshot[name]["submitted_jobs_total"]["store"]
+    assert snapshot[name]["job_bytes"]["store"]["sum"] == 4096 * (2 * EVERY_STEPS + 1)
+    assert snapshot[name]["store_budget_bytes"] == snapshot[name]["load_budget_bytes"] == 16 * 4096
     engine.manager.shutdown()
+
+
+@pytest.mark.parametrize("tier_type", ["memory", "nvme"])
+def test_bytes_that_are_evicted_without_a_read_are_wasted(tier_type: str, tmp_path: Path) -> None:
+    place = {"path": str(tmp_path / "kv")} if tier_type == "nvme" else {}
+    with open_stack(stack_of({"type": tier_type, "capacity": "1MiB", **place})) as stack:
+        put(stack, make_keys(600))
+        own = stack.counters()[tier_type]["tier"]
+        assert own["evicted_blocks_total"] > 0
+        assert own["wasted_bytes_total"] // own["evicted_blocks_total"] in range(BLOCK_BYTES, BLOCK_BYTES + 256)
+        for number in range(30):
+            keys = make_keys(32, f"batch-{number}")
+            put(stack, keys)
+            assert get(stack, keys) == 32  # 16 and more of them from the tier
+        now = stack.counters()[tier_type]["tier"]
+        evicted_bytes = (now["evicted_blocks_total"] - own["evicted_blocks_total"]) * BLOCK_BYTES
+        wasted_bytes = now["wasted_bytes_total"] - own["wasted_bytes_total"]
+        assert 0 < wasted_bytes <= 0.95 * evicted_bytes, "of half of them, and of moved ones, nothing was read"

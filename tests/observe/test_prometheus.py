@@ -1,7 +1,8 @@
-"""Metrics of real stacks, as Prometheus reads them; and of strangers' tiers, whatever these say."""
+"""Metrics of stacks as Prometheus reads them, and of third-party tiers, whatever these count."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import secrets
@@ -9,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
@@ -17,7 +17,7 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from tests.support.stacks import Register, stack_of
+from tests.observe.rig import BLOCK_BYTES, get, obedient, put, stack_of
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.counters import count_of
 from tiered_kv.errors import ConfigError
@@ -26,12 +26,9 @@ from tiered_kv.observe.series import STRANGE_SERIES_MAX
 from tiered_kv.observe.status import status
 from tiered_kv.observe.vocabulary import MANAGER, TIER
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.tiering.base import JobMetadata, JobResult
 
-BLOCK_BYTES = 4096
-WAIT_S = 60.0
+KEYS = make_keys(64)
 
 
 @pytest.fixture
@@ -40,13 +37,6 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
     memory = {"type": "memory", "capacity": "256KiB", "write_budget": "1PiB/day"}
     with open_stack(stack_of(memory, nvme)) as stack:
         yield stack
-
-
-def work(stack: Stack, count: int = 64) -> None:
-    keys, blocks = make_keys(count), np.zeros((count, BLOCK_BYTES), np.uint8)
-    assert stack.put(keys, blocks, timeout=WAIT_S) == count
-    assert stack.flush(WAIT_S)
-    assert stack.get(keys, blocks, timeout=WAIT_S) == count
 
 
 def samples(stack: Stack) -> list[Sample]:
@@ -60,9 +50,10 @@ def openmetrics_of(registry: CollectorRegistry) -> list[Metric]:
 
 
 def test_every_metric_of_the_vocabulary_appears(stack: Stack) -> None:
-    work(stack)
-    told = samples(stack)
-    names = {sample.name for sample in told}
+    put(stack, KEYS)
+    assert get(stack, KEYS) == 64
+    exposed = samples(stack)
+    names = {sample.name for sample in exposed}
     for name, metric in MANAGER.items():
         if "audit" in name or "reason" in metric.labels:  # there is none, and nothing went wrong
             continue
@@ -74,12 +65,13 @@ def test_every_metric_of_the_vocabulary_appears(stack: Stack) -> None:
     for tier in ("memory", "nvme"):
         for name, value in counters[tier]["tier"].items():
             assert name in TIER
-            own = [sample for sample in told if sample.name == f"tiered_kv_tier_{name}"]
+            own = [sample for sample in exposed if sample.name == f"tiered_kv_tier_{name}"]
             assert [sample.value for sample in own if sample.labels == {"tier": tier}] == [value]
 
 
 def test_the_values_are_those_of_the_counters(stack: Stack) -> None:
-    work(stack)
+    put(stack, KEYS)
+    assert get(stack, KEYS) == 64
     values = {(sample.name, *sorted(sample.labels.items())): sample.value for sample in samples(stack)}
     counters = stack.counters()
     for tier in ("cpu", "memory", "nvme"):
@@ -92,20 +84,12 @@ def test_the_values_are_those_of_the_counters(stack: Stack) -> None:
     assert values["tiered_kv_used_bytes", ("tier", "cpu")] == 16 * BLOCK_BYTES
 
 
-def test_openmetrics_reads_it_too(stack: Stack) -> None:
-    work(stack)
-    registry = CollectorRegistry()
-    registry.register(StackCollector(stack.counters))
-    families = openmetrics_of(registry)
-    assert len({family.name for family in families}) == len(families) > 40
-
-
 def test_labels_of_an_engine_are_on_every_metric_and_a_closed_stack_has_none(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     with open_stack(stack_of({"type": "memory", "capacity": "256KiB"})) as stack:
         registry.register(StackCollector(stack.counters, labels={"engine": "3"}))
-        told = list(text_string_to_metric_families(generate_latest(registry).decode()))
-        assert {sample.labels.get("engine") for family in told for sample in family.samples} == {"3"}
+        exposed = list(text_string_to_metric_families(generate_latest(registry).decode()))
+        assert {sample.labels.get("engine") for family in exposed for sample in family.samples} == {"3"}
     assert generate_latest(registry) == b""
 
 
@@ -128,53 +112,27 @@ def test_a_tier_s_name_is_a_plain_word_or_refused(name: str) -> None:
 def test_no_name_of_a_model_and_no_key_is_shown(name: str) -> None:
     namespace = {"model": f"tulip {name}", "tenant": f"tulip {name}"}
     with open_stack(stack_of({"type": "memory", "capacity": "256KiB"}, namespace=namespace)) as stack:
-        work(stack)
-        told = samples(stack)
-        shown = f"{told} {status(stack)}"
-    assert all(PLAIN.fullmatch(label) for sample in told for label in sample.labels.values())
-    assert len(told) < SERIES_MAX
+        put(stack, KEYS)
+        exposed = samples(stack)
+        shown = f"{exposed} {status(stack)}"
+    assert all(PLAIN.fullmatch(label) for sample in exposed for label in sample.labels.values())
+    assert len(exposed) < SERIES_MAX
     assert "tulip" not in shown
-    assert not any(key.hex() in shown or repr(bytes(key)) in shown for key in make_keys(64))
+    assert not any(key.hex() in shown or repr(bytes(key)) in shown for key in KEYS)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_label_of_an_engine_is_read_as_it_was_whatever_it_is(stack: Stack, name: str) -> None:
-    work(stack)
+    put(stack, KEYS)
     registry = CollectorRegistry()
     registry.register(StackCollector(stack.counters, labels={"model_name": name}))
-    told = list(text_string_to_metric_families(generate_latest(registry).decode()))
-    found = [sample for family in told for sample in family.samples]
+    exposed = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    found = [sample for family in exposed for sample in family.samples]
     assert {sample.labels["model_name"] for sample in found} == {name}
     assert len(found) == len(samples(stack)) < SERIES_MAX
 
 
-# Strangers.
-
-
-class Stranger(FourMethodTier):
-    """Counts what `said` has, and fails its jobs with the reasons of `reasons`."""
-
-    is_nonblocking = True
-    said: Mapping[Any, Any] = {}
-    reasons: Iterator[str] | None = None
-
-    def submit_store(self, job_metadata: JobMetadata) -> None:
-        if self.reasons is None:
-            super().submit_store(job_metadata)
-        else:
-            self._finished.append(JobResult(job_metadata.job_id, False, reason=next(self.reasons)))
-
-    def stats(self) -> Mapping[str, Any]:
-        return self.said
-
-
-@pytest.fixture
-def stranger(register: Register) -> type[Stranger]:
-    class Mine(Stranger):
-        pass
-
-    register("stranger", Mine)
-    return Mine
+# Third-party tiers.
 
 
 HOSTILE: Mapping[Any, Any] = {
@@ -203,20 +161,23 @@ HOSTILE: Mapping[Any, Any] = {
 }
 
 
-def test_a_stranger_s_counters_are_bounded_and_readable_whatever_they_are(stranger: type[Stranger]) -> None:
-    stranger.said = HOSTILE
-    tiers = [{"type": "stranger", "name": f"odd.name_{number}-"} for number in range(2)]
+def test_a_third_party_tier_s_counters_are_bounded_and_readable_whatever_they_are() -> None:
+    tiers = [{"type": "obedient", "name": f"odd.name_{number}-"} for number in range(2)]
     with open_stack(stack_of(*tiers, {"type": "memory", "capacity": "256KiB"})) as stack:
-        told = samples(stack)
-        status(stack)  # it is JSON's
-        own = [sample for sample in told if sample.labels.get("tier") == "odd.name_0-"]
+        for number in range(2):
+            obedient(stack, number).own_counters = HOSTILE
+        exposed = samples(stack)
+        json.dumps(status(stack), allow_nan=False)
+        own = [sample for sample in exposed if sample.labels.get("tier") == "odd.name_0-"]
         strange = [sample for sample in own if "labels" in sample.labels]
         assert 0 < len(strange) <= STRANGE_SERIES_MAX
         assert len(own) < 400
-        assert not [sample for sample in told if "fake" in sample.name or "\n" in str(sample.labels)]
-        identities = [(sample.name, *sorted(sample.labels.items())) for sample in told]
+        assert not [sample for sample in exposed if "fake" in sample.name or "\n" in str(sample.labels)]
+        identities = [(sample.name, *sorted(sample.labels.items())) for sample in exposed]
         assert len(set(identities)) == len(identities)
-        dropped = {sample.labels["tier"]: sample.value for sample in told if sample.name == "tiered_kv_dropped_series"}
+        dropped = {
+            sample.labels["tier"]: sample.value for sample in exposed if sample.name == "tiered_kv_dropped_series"
+        }
         assert dropped["odd.name_0-"] > 1000
         assert dropped["memory"] == 0
         registry = CollectorRegistry()
@@ -224,39 +185,37 @@ def test_a_stranger_s_counters_are_bounded_and_readable_whatever_they_are(strang
         assert openmetrics_of(registry)
 
 
-def test_a_number_that_no_float_can_be_does_not_take_the_status_away(stranger: type[Stranger]) -> None:
-    stranger.said = {"huge": 10**400, "used_bytes": -(10**400), "own": 1}
-    with open_stack(stack_of({"type": "stranger"})) as stack:
-        told = status(stack)["tiers"][1]
-        assert told["counters"]["tier"] == {"huge": None, "used_bytes": None, "own": 1}
+def test_a_number_that_no_float_can_hold_is_null_in_the_status() -> None:
+    with open_stack(stack_of({"type": "obedient"})) as stack:
+        obedient(stack).own_counters = {"huge": 10**400, "used_bytes": -(10**400), "own": 1}
+        assert status(stack)["tiers"][1]["counters"]["tier"] == {"huge": None, "used_bytes": None, "own": 1}
 
 
-def test_a_stranger_cannot_hide_what_others_count(stranger: type[Stranger], tmp_path: Path) -> None:
-    stranger.said = {"segments_total": 1, "blocks": 5, "stored_batches": 3, "own_total": 2, "own_bytes": 4}
+def test_a_third_party_tier_cannot_hide_the_counters_of_others(tmp_path: Path) -> None:
     nvme = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
-    with open_stack(stack_of({"type": "stranger"}, nvme)) as stack:
-        told = {(sample.name, sample.labels["tier"]): sample for sample in samples(stack)}
-    assert ("tiered_kv_tier_segments", "nvme") in told
-    assert ("tiered_kv_tier_segments_total", "stranger") not in told
-    assert told["tiered_kv_tier_blocks", "stranger"].value == 5
-    assert told["tiered_kv_tier_own_total", "stranger"].value == 2
+    with open_stack(stack_of({"type": "obedient"}, nvme)) as stack:
+        obedient(stack).own_counters = {"segments_total": 1, "blocks": 5, "stored_batches": 3, "own_total": 2}
+        exposed = {(sample.name, sample.labels["tier"]): sample for sample in samples(stack)}
+    assert ("tiered_kv_tier_segments", "nvme") in exposed
+    assert ("tiered_kv_tier_segments_total", "obedient") not in exposed
+    assert exposed["tiered_kv_tier_blocks", "obedient"].value == 5
+    assert exposed["tiered_kv_tier_own_total", "obedient"].value == 2
 
 
-def test_reasons_of_a_stranger_are_words_and_few(stranger: type[Stranger]) -> None:
-    stranger.reasons = iter([f"cannot reach host-{number} as user:password" for number in range(50)])
-    breaker = {"breaker_failures": 1_000_000}
-    with open_stack(stack_of({"type": "stranger", **breaker})) as stack:
-        keys, blocks = make_keys(16), np.zeros((16, BLOCK_BYTES), np.uint8)
-        stack.put(keys, blocks)
-        stack.flush()
+def test_reasons_of_a_third_party_tier_are_words() -> None:
+    with open_stack(stack_of({"type": "obedient", "breaker_failures": 1000})) as stack:
+        obedient(stack).store_reason = "cannot reach host-1 as user:password"
+        put(stack, KEYS)
         failed = [sample for sample in samples(stack) if sample.name == "tiered_kv_failed_blocks_total"]
     assert {sample.labels["reason"] for sample in failed} == {"error"}
 
 
-def test_no_secret_is_a_name_or_a_label(stranger: type[Stranger], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secret_is_a_name_or_a_label() -> None:
     secret = secrets.token_hex(32)
-    stranger.said = {secret: 1, f"a_{secret}_total": 2, "requests_total": {secret: 3}, "other": {f"x{secret}": 4}}
-    with open_stack(stack_of({"type": "stranger", "name_key": secret})) as stack:
+    own = {secret: 1, f"a_{secret}_total": 2, "requests_total": {secret: 3}, "other": {f"x{secret}": 4}}
+    memory = {"type": "memory", "capacity": "1MiB", "codec": "aes-256-gcm", "encryption": {"keys": {1: secret}}}
+    with open_stack(stack_of({"type": "obedient"}, memory)) as stack:
+        obedient(stack).own_counters = own
         text = exposition(StackCollector(stack.counters, secrets=stack.config.secret_texts())).decode()
         shown = str(status(stack))
     assert secret not in text

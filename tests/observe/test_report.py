@@ -1,4 +1,4 @@
-"""The page that `--report` writes: it says what was measured, escapes all that others name, and has no secret."""
+"""The page of `--report`: its numbers, its escapes, and no secret."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PLOTS = [
 
 
 class HostileTier(FourMethodTier):
-    """Has markup in everything that a tier can say."""
+    """Has markup in all texts of a tier."""
 
     def describe(self) -> dict[str, object]:
         return {HOSTILE: HOSTILE}
@@ -57,8 +57,8 @@ class HostileTier(FourMethodTier):
         raise ValueError(HOSTILE)
 
 
-class Looked(HTMLParser):
-    """What is in a page: its elements, their attributes, and the text of each."""
+class Parsed(HTMLParser):
+    """The elements of a page, their attributes and texts."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -84,8 +84,13 @@ class Looked(HTMLParser):
             self.texts[tag][-1] += data
 
     def values(self, *names: str) -> list[str]:
-        """Return the values of all attributes that are called so."""
+        """Return the values of all attributes with one of these names."""
         return [value or "" for name, value in self.attributes if name in names]
+
+    @property
+    def main(self) -> str:
+        """The text of the whole page, without line breaks."""
+        return " ".join(self.texts["main"][0].split())
 
 
 @pytest.fixture
@@ -93,22 +98,22 @@ def hostile(register: Register) -> None:
     register("hostile", HostileTier)
 
 
-def looked_at(page: Path) -> Looked:
-    """Return what is in a page that stands by itself."""
+def parsed(page: Path) -> Parsed:
+    """Return a page, which must fetch nothing and be valid."""
     text = page.read_text("utf-8")
     assert "://" not in text, "nothing is fetched, and nothing is named that could be"
-    looked = Looked(text)
-    assert not {"script", "iframe", "object", "embed", "img", "base", "form"} & set(looked.tags)
-    assert not [name for name, _ in looked.attributes if name.startswith("on")]
-    assert looked.values("src", "action", "srcset") == []
-    assert looked.values("href") == ["data:,"], "an icon that is none"
-    identities = looked.values("id")
+    found = Parsed(text)
+    assert not {"script", "iframe", "object", "embed", "img", "base", "form"} & set(found.tags)
+    assert not [name for name, _ in found.attributes if name.startswith("on")]
+    assert found.values("src", "action", "srcset") == []
+    assert found.values("href") == ["data:,"], "an icon that is none"
+    identities = found.values("id")
     assert len(identities) == len(set(identities)), "no two figures share a mark"
-    used = {value.lstrip("#") for value in looked.values("xlink:href")}
+    used = {value.lstrip("#") for value in found.values("xlink:href")}
     assert used | set(re.findall(r"url\(#(\w+)\)", text)) <= set(identities)
     assert "#f1e2" not in text, "every colour is the page's"
     assert text.count("default-src 'none'") == 1
-    return looked
+    return found
 
 
 def test_a_simulation_of_policies_writes_a_page_with_their_curves(
@@ -117,12 +122,11 @@ def test_a_simulation_of_policies_writes_a_page_with_their_curves(
     page = tmp_path / "page.html"
     assert main(["simulate", "--policy", "lru,arc", "--capacity", "20,30,40,50,60", "--report", str(page), *CHATS]) == 0
     capsys.readouterr()
-    looked = looked_at(page)
-    assert looked.tags.count("svg") == 1
-    everything = " ".join(looked.texts["main"][0].split())
+    found = parsed(page)
+    assert found.tags.count("svg") == 1
     for said in ("Hit rate by size", "36 requests asked for", "lru", "arc", "tiered-kv simulate"):
-        assert said in everything
-    assert "Configuration" not in everything
+        assert said in found.main
+    assert "Configuration" not in found.main
     strokes = re.findall(r'<path d="([^"]*)"[^>]*stroke: var\(--tier-(\d)\)', page.read_text())
     assert [tier for path, tier in strokes if path.count("L") > 2] == ["0"], "no line between the sizes that were run"
 
@@ -136,11 +140,10 @@ def test_a_simulation_of_stacks_writes_a_page_with_their_tiers_and_costs(
     priced = ["simulate", stack, "--capacity", "32,64", "--servers", "2", "--prices", str(prices)]
     assert main([*priced, "--report", str(page), *CHATS]) == 0
     capsys.readouterr()
-    looked = looked_at(page)
-    assert looked.tags.count("svg") == 1
-    everything = " ".join(looked.texts["main"][0].split())
+    found = parsed(page)
+    assert found.tags.count("svg") == 1
     for said in ("Hits by tier with lru", "EUR a month", "2 servers", "capacity: 256KiB"):
-        assert said in everything
+        assert said in found.main
 
 
 def test_a_replay_writes_a_page_that_says_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,18 +153,17 @@ def test_a_replay_writes_a_page_that_says_what_was_measured(tmp_path: Path, caps
     )
     assert main(["replay", stack, "--json", "--report", str(page), *CHATS]) == 0
     result = json.loads(capsys.readouterr().out)
-    looked = looked_at(page)
-    assert looked.tags.count("svg") == len(PLOTS)
-    assert [title for title in looked.texts["h3"] if title in PLOTS] == PLOTS
-    assert looked.texts["h1"] == ["12 built-in chats of 3 turns, seed 0 through stack.yaml"]
-    everything = " ".join(looked.texts["main"][0].split())
-    assert f"36 requests asked for {result['blocks']:,} blocks of 4KiB" in everything
-    assert f"{result['verified_blocks']:,} were right, 0 were wrong" in everything
-    assert f"{result['misses']:,}" in everything
+    found = parsed(page)
+    assert found.tags.count("svg") == len(PLOTS)
+    assert [title for title in found.texts["h3"] if title in PLOTS] == PLOTS
+    assert found.texts["h1"] == ["12 built-in chats of 3 turns, seed 0 through stack.yaml"]
+    assert f"36 requests asked for {result['blocks']:,} blocks of 4KiB" in found.main
+    assert f"{result['verified_blocks']:,} were right, 0 were wrong" in found.main
+    assert f"{result['misses']:,}" in found.main
     for said in ("Python", "kernel", "cores", "tiered-kv replay", "capacity: 256KiB", "admit_after: 2", "admission"):
-        assert said in everything
-    assert "requests answered" in looked.texts["svg"][0]
-    assert re.search("[GM]B/s", looked.texts["svg"][1])
+        assert said in found.main
+    assert "requests answered" in found.texts["svg"][0]
+    assert re.search("[GM]B/s", found.texts["svg"][1])
 
 
 def test_a_bench_writes_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,13 +173,12 @@ def test_a_bench_writes_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture
     words = r"second: 0 blocks not stored, \d+ not loaded \(jobs by reason: absent \d\)"
     failed = re.search(words, capsys.readouterr().out)
     assert failed is not None
-    looked = looked_at(page)
-    assert looked.tags.count("svg") == 2
-    everything = " ".join(looked.texts["main"][0].split())
-    assert "2 tiers stored, found and loaded 64 new blocks of 4KiB in each of 2 rounds" in everything
-    assert "tiered-kv bench" in everything
-    assert failed[0] in everything
-    assert "second" in looked.texts["svg"][0]
+    found = parsed(page)
+    assert found.tags.count("svg") == 2
+    assert "2 tiers stored, found and loaded 64 new blocks of 4KiB in each of 2 rounds" in found.main
+    assert "tiered-kv bench" in found.main
+    assert failed[0] in found.main
+    assert "second" in found.texts["svg"][0]
 
 
 def test_a_page_shows_hostile_names_as_text(tmp_path: Path, hostile: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,9 +189,9 @@ def test_a_page_shows_hostile_names_as_text(tmp_path: Path, hostile: None, capsy
     assert main(["replay", stack, "--report", str(page), *CHATS]) == 0
     text = page.read_text("utf-8").replace("://", "")
     assert "&lt;script&gt;" in text
-    looked = Looked(text)
-    assert not {"script", "img"} & set(looked.tags)
-    assert "alert('x')" in looked.texts["dl"][-1]
+    found = Parsed(text)
+    assert not {"script", "img"} & set(found.tags)
+    assert "alert('x')" in found.texts["dl"][-1]
     assert capsys.readouterr().err == ""
 
 
@@ -244,7 +245,7 @@ def test_a_replay_that_was_ended_at_once_has_a_page(tmp_path: Path) -> None:
     run = Run("stack.yaml", ["replay", "stack.yaml"], config, datetime.now(UTC))
     page = tmp_path / "page.html"
     page.write_text(replayed(run, config, "interrupted", is_ended=True))
-    assert looked_at(page).tags.count("svg") == len(PLOTS)
+    assert parsed(page).tags.count("svg") == len(PLOTS)
 
 
 @pytest.mark.parametrize("verb", ["replay", "bench"])

@@ -1,4 +1,4 @@
-"""The server of a stack: what it answers, and that nobody can make it do more than it should."""
+"""The server of a stack: its answers and its limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.threads import meanwhile, no_threads
 from tiered_kv.config.stack_config import MetricsSettings
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.observe import server as server_module
-from tiered_kv.observe.server import CONNECTIONS_MAX, LINE_BYTES_MAX, Answer, QueryError, StatusServer
+from tiered_kv.observe.server import CONNECTIONS_MAX, LINE_BYTES_MAX, Answer, StatusServer
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
@@ -70,16 +70,16 @@ def test_a_stack_shows_its_metrics_and_its_status(stack: Stack) -> None:
     assert list(text_string_to_metric_families(body.decode()))
     status, headers, body = ask(stack.server, "/status?anything=else")
     assert (status, headers["content-type"]) == (200, "application/json")
-    told = json.loads(body)
-    assert told["namespace"] == stack.config.identity.digest.hex()
-    cpu, memory = told["tiers"]
+    shown = json.loads(body)
+    assert shown["namespace"] == stack.config.identity.digest.hex()
+    cpu, memory = shown["tiers"]
     assert (cpu["name"], cpu["used_bytes"], cpu["capacity_bytes"]) == ("cpu", 8 * BLOCK_BYTES, 16 * BLOCK_BYTES)
     assert (memory["type"], memory["breaker"], memory["is_disabled"]) == ("memory", "closed", False)
     assert memory["budgets"]["store"] == {"used_bytes": 0, "limit_bytes": 4 * BLOCK_BYTES}
     assert memory["p99_seconds"]["store"] > 0
     assert memory["p99_seconds"]["load"] is None
     assert memory["counters"]["stored_blocks_total"] == memory["counters"]["tier"]["blocks"] == 8
-    assert told["notices"] == []
+    assert shown["notices"] == []
     assert ask(stack.server, "/healthz")[::2] == (200, b"ok\n")
 
 
@@ -214,7 +214,7 @@ def test_a_connection_that_has_lasted_too_long_makes_room(
         assert first.recv(1) == b""
 
 
-def test_a_request_that_never_ends_and_an_answer_that_nobody_reads_are_given_up(
+def test_a_request_that_never_ends_and_an_answer_that_the_client_does_not_read_time_out(
     server: StatusServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module._Handler, "timeout", 0.05)
@@ -230,7 +230,7 @@ def test_a_route_that_fails_says_nothing_of_why(server: StatusServer, caplog: py
         raise RuntimeError("the password is tulip")
 
     def picky(query: Any) -> Answer:
-        raise QueryError("expected key=HEX")
+        raise ConfigError("expected key=HEX")
 
     server.start({"/failing": failing, "/picky": picky})
     for _ in range(2):

@@ -17,11 +17,10 @@ from tiered_kv.cli import main
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError
-from tiered_kv.observe.explain import KEYS_MAX, SENTENCES, explain_query
-from tiered_kv.observe.fates import Fate
+from tiered_kv.observe.explain import KEYS_MAX, explain_query
+from tiered_kv.observe.fates import SENTENCES, Fate
 from tiered_kv.observe.namespaces import tier_namespaces
-from tiered_kv.observe.routes import routes_of
-from tiered_kv.observe.server import Answer, StatusServer
+from tiered_kv.observe.server import Answer, StatusServer, routes_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
 
@@ -189,7 +188,7 @@ def test_what_why_cannot_do(arguments: list[str], message: str, capsys: pytest.C
     assert message in capsys.readouterr().err
 
 
-def test_what_the_process_refuses_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_process_refuses_is_shown(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why", url, "no-key"]) == 2
     assert "hexadecimal" in capsys.readouterr().err
 
@@ -198,11 +197,11 @@ def test_what_the_process_refuses_is_told(url: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    "told", [{"keys": [], "requests": [{}]}, {"keys": 1, "requests": 5}, {"keys": [None], "requests": []}]
+    "wrong", [{"keys": [], "requests": [{}]}, {"keys": 1, "requests": 5}, {"keys": [None], "requests": []}]
 )
-def test_an_answer_that_is_none_of_a_stack_s_is_an_error(told: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_of_another_server_is_an_error(wrong: object, capsys: pytest.CaptureFixture[str]) -> None:
     server = StatusServer("127.0.0.1", 0)
-    server.start({"/explain": lambda query: Answer(json.dumps(told).encode(), "application/json")})
+    server.start({"/explain": lambda query: Answer(json.dumps(wrong).encode(), "application/json")})
     try:
         assert main(["why", f"http://127.0.0.1:{server.port}", "--last"]) == 2
     finally:
@@ -250,8 +249,8 @@ def test_the_fields_in_which_another_namespace_differs_are_named(
     file.write_text(yaml.safe_dump(stack_of(entry)))
     assert main(["why", str(file), "--namespaces"]) == 0
     assert "namespace.revision is 'main' here and 'v2' there" in capsys.readouterr().out
-    (told,) = answer(capsys, str(file), "--namespaces")["namespaces"]
-    assert told["others"][0]["differences"] == {"namespace.revision": ["main", "v2"]}
+    (shown,) = answer(capsys, str(file), "--namespaces")["namespaces"]
+    assert shown["others"][0]["differences"] == {"namespace.revision": ["main", "v2"]}
 
 
 def test_a_tier_without_an_administration_says_so() -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong under the fs tier costs blocks, is counted, and ends."""
+"""Faults of the file system under the fs tier: misses and failed stores, counted by reason."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.disk_use import fs_blocks, occupied_bytes
 from tests.support.entries import OpenRig
+from tiered_kv.counters import count_of
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
@@ -90,39 +91,45 @@ def test_a_damaged_file_that_was_replaced_meanwhile_stays(
     assert rig.load(keys) == set(keys)
 
 
-def test_a_directory_that_somebody_deletes_is_made_again(rig: TierRig, path: Path) -> None:
+@pytest.mark.parametrize("holds_ledger", [False, True], ids=["deleted", "emptied while the ledger is used"])
+def test_a_directory_that_somebody_deletes_is_made_again(rig: TierRig, path: Path, holds_ledger: bool) -> None:
     keys = make_keys(8)
-    rig.store(keys)
+    assert rig.store(keys).success
 
     def is_deleted() -> bool:
         with contextlib.suppress(OSError):  # the tier writes its ledger meanwhile
             shutil.rmtree(path)
         return not path.exists()
 
-    wait_until(is_deleted)
+    if holds_ledger:
+        with Ledger(str(path)).locked():  # which writes the ledger anew at the end
+            for entry in path.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    else:
+        wait_until(is_deleted)
     assert not any(rig.lookup(key) for key in keys)
-    assert rig.load(keys) == set()
-    wait_until(lambda: rig.store(keys).success)
-    assert rig.load(keys) == set(keys)
-    assert (path / "tiered-kv-fs.json").exists()
-
-
-def test_a_directory_that_somebody_empties_is_furnished_again_though_a_keeper_writes_meanwhile(
-    rig: TierRig, path: Path
-) -> None:
-    keys = make_keys(8)
-    assert rig.store(keys).success
-    with Ledger(str(path)).locked():  # as a keeper, which writes it anew at the end
-        for entry in path.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     wait_until(lambda: rig.store(keys).success)
     assert rig.load(keys) == set(keys)
     rig.reopen()
     assert rig.load(keys) == set(keys)
 
 
-@pytest.mark.parametrize("text", [b"", b"garbage", b"[]", b'{"total_bytes": -1, "holders": {}}'])
-def test_a_ledger_that_is_damaged_or_lost_is_counted_anew(rig: TierRig, path: Path, text: bytes) -> None:
+def test_another_file_system_in_place_of_the_directory_gets_no_blocks(
+    rig: TierRig, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(8)
+    assert rig.store(keys).success
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.tier._directory, "_device", -1)  # type: ignore[attr-defined]  # as after a mount
+        shutil.move(path, path.with_name("unmounted"))
+        wait_until(lambda: not rig.store(keys).success and count_of(rig.tier.stats(), "failed_calls_total", "io_error"))
+        assert not list(path.rglob("namespace.json"))
+    wait_until(lambda: rig.store(keys).success)
+    assert rig.load(keys) == set(keys)
+
+
+@pytest.mark.parametrize("text", [b"garbage", b'{"total_bytes": -1, "holders": {}}'])
+def test_a_damaged_ledger_is_replaced_by_a_survey(rig: TierRig, path: Path, text: bytes) -> None:
     keys = make_keys(64)
     rig.store(keys)
     rig.tier.shutdown()
@@ -196,9 +203,8 @@ def test_a_capacity_that_was_lowered_holds_before_anything_is_added(
 
 
 def test_a_reset_that_could_not_be_written_at_once_is_written_before_the_tier_is_closed(
-    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
+    rig: TierRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = open_rig()
     keys = make_keys(4)
     assert rig.store(keys).success
     tried = threading.Event()
@@ -220,7 +226,7 @@ def test_a_reset_that_could_not_be_written_at_once_is_written_before_the_tier_is
 def test_after_its_deadline_a_job_takes_no_block_from_its_memory_and_puts_none_there(
     rig: TierRig, monkeypatch: pytest.MonkeyPatch, gate: Gate, operation: str
 ) -> None:
-    """The memory may be another's by then."""
+    """The memory may be reused by then."""
     keys = make_keys(3)
     if operation == "load":
         assert rig.store(keys).success

@@ -1,4 +1,4 @@
-"""Whose directory it is: one owner, one format, one namespace, and nobody else's files."""
+"""The directory of an nvme tier: one owner, one namespace, and foreign files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.plugins.conftest import StoreBench
 
 
-def test_a_second_process_is_refused_and_told_who_owns_it(bench: StoreBench) -> None:
+def test_a_second_process_is_refused_with_the_id_of_the_owner(bench: StoreBench) -> None:
     bench.open()
     program = (
         "import sys\n"
@@ -36,7 +36,7 @@ def test_a_second_process_is_refused_and_told_who_owns_it(bench: StoreBench) -> 
     assert f"tier 'second' cannot be opened: {bench.path} is in use by process {os.getpid()}" in result.stderr
 
 
-def test_of_two_nested_namespaces_only_what_differs_is_shown(tmp_path: Path) -> None:
+def test_an_error_shows_only_the_differences_of_namespaces(tmp_path: Path) -> None:
     def identity(tenant: str, rank: int) -> Identity:
         inner = {"model": "m", "tenant": tenant, "parallel": {"tensor": 2, "rank": rank}}
         return Identity(tenant.encode().ljust(16), {"namespace": inner, "format": 1}, 4096)
@@ -58,8 +58,7 @@ def test_foreign_files_are_left_alone_and_count_against_the_capacity(bench: Stor
     (nested / "old.kv").write_bytes(bytes(1 << 20))
     store = bench.open()
     assert store.describe()["foreign_files"] == 3
-    for number in range(12):
-        bench.put(store, make_keys(50, f"batch {number}"))
+    bench.fill(store, range(15))
     assert store.stats()["reclaimed_segments_total"] > 0
     occupied = bench.occupied_bytes() + (nested / "old.kv").stat().st_blocks * 512
     assert occupied <= bench.capacity_bytes
@@ -69,7 +68,7 @@ def test_foreign_files_are_left_alone_and_count_against_the_capacity(bench: Stor
     assert other.exists()
 
 
-def test_a_capacity_that_the_disk_cannot_give_is_told(bench: StoreBench) -> None:
+def test_a_capacity_beyond_the_free_space_of_the_disk_is_a_warning(bench: StoreBench) -> None:
     store = bench.open()
     described = store.describe()
     assert isinstance(described["free_bytes"], int)
@@ -94,12 +93,12 @@ def test_segments_that_cannot_be_opened_are_not_deleted(bench: StoreBench, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(SegmentFiles, "open", too_many)
-        with pytest.raises(TierUnavailableError, match="cannot be opened: Too many open files"):
+        with pytest.raises(TierUnavailableError, match="cannot be used: Too many open files"):
             bench.open()
     assert bench.get(bench.open(), keys) == set(keys)
 
 
-def test_what_a_crash_left_while_the_directory_was_made_is_removed(bench: StoreBench) -> None:
+def test_temporary_files_of_a_crash_while_opening_are_removed(bench: StoreBench) -> None:
     bench.path.mkdir(mode=0o700)
     (bench.path / "lock").write_text("1\n")
     leftovers = [bench.path / name for name in ("probe.tmp", f".tiered-kv-nvme.json.{'0' * 16}.tmp")]

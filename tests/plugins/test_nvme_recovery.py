@@ -1,17 +1,15 @@
-"""What a restart finds is what can be loaded, however the process ended, and nothing that was reset."""
+"""A restart finds the blocks that can be loaded, however the process ended, and none from before a reset."""
 
 from __future__ import annotations
 
 import errno
 import os
-import shutil
 import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.disks import FaultyDisk, fail, hold, in_peace
-from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
@@ -38,32 +36,19 @@ def test_a_reset_does_not_wait_for_a_file_system_that_hangs(bench: StoreBench, m
         store.reset()
         store.reset()
         assert not any(store.contains(old))
-        assert not store.close(timeout_s=0.0)  # the directory is not given up under it
+        assert not store.close(timeout_s=0.0)  # the directory stays locked
         goes_on.set()
         bench.wait_until(lambda: store.close(timeout_s=0.0))
     assert bench.get(bench.open(), old) == set()
 
 
-def copy_as_a_crash(bench: StoreBench) -> None:
-    """Have the bench go on with a copy of its directory, as it is before anything is closed."""
-    bench.path = shutil.copytree(bench.path, bench.path.with_name("crashed"))
-
-
 def test_a_store_that_was_offered_before_a_reset_stores_nothing(bench: StoreBench, gate: Gate) -> None:
-    disk = FaultyDisk()
-    store = bench.open(disk)
-    bench.wait_until_ready(store)
-    disk.on_write = hold(gate, "writer")
+    store = bench.open_ready()
+    bench.disk.on_write = hold(gate, "held")
     written, late = make_keys(5, "in flight"), make_keys(5, "late")
-    reasons: list[str] = []
-    gate.close()
-    writer = threading.Thread(target=lambda: reasons.append(bench.put(store, written).reason), name="writer")
-    writer.start()
-    bench.wait_until(lambda: gate.waiting)
-    store.reset()
-    gate.open()
-    writer.join()
-    reasons.append(bench.put(store, late, resets=0).reason)  # it waited in a queue
+    with bench.held(gate, lambda: bench.put(store, written).reason) as reasons:
+        store.reset()
+    reasons.append(bench.put(store, late, epoch=0).reason)  # it waited in a queue
     assert reasons == ["reset", "reset"]
     assert store.contains(written + late) == [False] * 10
     bench.put(store, late)
@@ -72,19 +57,12 @@ def test_a_store_that_was_offered_before_a_reset_stores_nothing(bench: StoreBenc
 
 
 def test_a_load_that_a_reset_overtakes_fails(bench: StoreBench, gate: Gate) -> None:
-    disk = FaultyDisk()
-    disk.on_read = hold(gate, "reader")
-    store = bench.open(disk)
+    store = bench.open()
+    bench.disk.on_read = hold(gate, "held")
     keys = make_keys(5)
     bench.put(store, keys)
-    loaded: list[set[OffloadKey]] = []
-    gate.close()
-    reader = threading.Thread(target=lambda: loaded.append(bench.get(store, keys)), name="reader")
-    reader.start()
-    bench.wait_until(lambda: gate.waiting)
-    store.reset()
-    gate.open()
-    reader.join()
+    with bench.held(gate, lambda: bench.get(store, keys)) as loaded:
+        store.reset()
     assert loaded == [set()]
 
 
@@ -116,13 +94,13 @@ def test_a_reset_that_cannot_be_written_holds_at_once_and_after_closing(
     assert bench.get(bench.open(), old) == set(old)
 
 
-def test_what_was_read_before_a_read_error_stays_and_the_rest_is_found_later(bench: StoreBench) -> None:
+def test_blocks_before_a_read_error_stay_and_the_rest_is_found_later(bench: StoreBench) -> None:
     store = bench.open()
     keys = make_keys(20)
     for start in range(0, 20, 5):
         bench.put(store, keys[start : start + 5])
     bench.wait_until_ready(store)  # no segment is being made
-    copy_as_a_crash(bench)  # there is no summary
+    bench.crash()  # there is no summary
     store.close()
     disk = FaultyDisk()
     disk.on_read = fail(errno.EIO, offsets=[13 * PAGE_BYTES])  # the third batch
@@ -136,11 +114,11 @@ def test_what_was_read_before_a_read_error_stays_and_the_rest_is_found_later(ben
 
 
 @pytest.mark.parametrize("offset", [0, PAGE_BYTES])
-def test_want_of_memory_while_opening_deletes_nothing(bench: StoreBench, offset: int) -> None:
+def test_an_opening_without_memory_deletes_nothing(bench: StoreBench, offset: int) -> None:
     store = bench.open()
     keys = make_keys(20)
     bench.put(store, keys)
-    copy_as_a_crash(bench)
+    bench.crash()
     store.close()
     descriptors = len(os.listdir("/proc/self/fd"))
     disk = FaultyDisk()

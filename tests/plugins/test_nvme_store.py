@@ -1,4 +1,4 @@
-"""Blocks go into segments and come back the same, across closing, and in every form they can be stored in."""
+"""Blocks of any alignment and key length are stored, and found again after closing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.support.disks import FaultyDisk, fail, in_peace
+from tests.support.disks import FaultyDisk, Interfere, fail, in_peace
 from tests.support.segment_map import SegmentMap
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.testing.rig import block_content, make_keys
+from tiered_kv_nvme.disk import Scratch
 from tiered_kv_nvme.index import Index, place_of
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, Entry, EntryTable
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from tests.plugins.conftest import StoreBench
 
 
-def test_blocks_that_a_direct_transfer_does_not_take_where_they_lie_go_through_a_buffer(bench: StoreBench) -> None:
+def test_unaligned_blocks_go_through_a_buffer(bench: StoreBench) -> None:
     refused: list[int] = []
 
     def refuse(buffers: Sequence[memoryview], offset: int) -> None:
@@ -31,9 +32,8 @@ def test_blocks_that_a_direct_transfer_does_not_take_where_they_lie_go_through_a
             refused.append(offset)
             raise OSError(errno.EINVAL, "not aligned")
 
-    disk, keys, size = FaultyDisk(), make_keys(20), bench.block_bytes
-    disk.on_write = disk.on_read = refuse
-    store = bench.open(disk)
+    store, keys, size = bench.open_ready(), make_keys(20), bench.block_bytes
+    bench.disk.on_write = bench.disk.on_read = refuse
     memory = memoryview(mmap.mmap(-1, 41 * size))[7:]
     blocks = [memory[at : at + size] for at in range(0, 40 * size, size)]
     for key, block in zip(keys, blocks[:20], strict=True):
@@ -58,6 +58,32 @@ def test_keys_of_any_length_are_found_again_and_one_that_is_too_long_fails_alone
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("transfer", "interfere", "reason"),
+    [
+        ("on_write", fail(errno.EINVAL), "a test write with O_DIRECT failed"),
+        ("on_read", lambda buffers, offset: 0, "cannot be read back"),
+    ],
+)
+def test_without_direct_transfers_blocks_go_through_the_page_cache(
+    bench: StoreBench, transfer: str, interfere: Interfere, reason: str
+) -> None:
+    disk, keys = FaultyDisk(), make_keys(5)
+    setattr(disk, transfer, interfere)
+    store = bench.open(disk)
+    setattr(disk, transfer, in_peace)
+    assert reason in str(store.describe()["direct_io"])
+    bench.put(store, keys)
+    assert bench.get(store, keys) == set(keys)
+
+
+def test_a_large_buffer_begins_on_a_huge_page() -> None:
+    for size in (2 << 20, (2 << 20) + PAGE_BYTES):
+        buffer = Scratch().take(size)
+        assert len(buffer) == size
+        assert np.frombuffer(buffer, np.uint8).ctypes.data % (2 << 20) == 0
+
+
 @pytest.mark.full
 def test_the_index_takes_at_most_150_bytes_a_block_beyond_its_key() -> None:
     # Sizes just before and just after the dictionary grows: the worst is right after.
@@ -82,7 +108,7 @@ def test_the_index_takes_at_most_150_bytes_a_block_beyond_its_key() -> None:
         del tables
 
 
-def test_what_follows_a_clean_close_goes_on_in_the_same_segment(bench: StoreBench) -> None:
+def test_after_a_clean_close_stores_continue_in_the_same_segment(bench: StoreBench) -> None:
     batches = [make_keys(5, f"batch {number}") for number in range(6)]
     for number, keys in enumerate(batches):
         store = bench.open()
@@ -93,16 +119,15 @@ def test_what_follows_a_clean_close_goes_on_in_the_same_segment(bench: StoreBenc
     assert {key for batch in first.batches for key, _, _ in batch.entries} == {*chain(*batches)}
 
 
-def test_a_key_that_is_asked_for_twice_is_loaded_only_if_both_blocks_are(bench: StoreBench) -> None:
-    disk = FaultyDisk()
-    store = bench.open(disk)
+def test_a_key_that_is_requested_twice_is_loaded_only_if_both_blocks_are(bench: StoreBench) -> None:
+    store = bench.open()
     keys = make_keys(1)
     bench.put(store, keys)
     failures = iter([None, fail(errno.EIO)])
-    disk.on_read = lambda buffers, offset: (interfere := next(failures)) and interfere(buffers, offset)
+    bench.disk.on_read = lambda buffers, offset: (interfere := next(failures)) and interfere(buffers, offset)
     outcome = store.load(keys * 2, bench.memory(2))
     assert outcome.reason == "io_error"
     assert outcome.successful_keys is not None
     assert not outcome.successful_keys
-    disk.on_read = in_peace
+    bench.disk.on_read = in_peace
     assert store.load(keys * 2, bench.memory(2)).successful_keys is None

@@ -1,4 +1,4 @@
-"""What the nvme tier accepts, and what it says of itself."""
+"""The sizes that the nvme tier accepts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.patient_nvme import opening_nvme, patient_nvme
+from tests.support.patient_nvme import patient_nvme
 from tiered_kv.errors import ConfigError
-from tiered_kv.testing.rig import OpenTier
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.tier import NvmeTier
@@ -17,10 +16,6 @@ from tiered_kv_nvme.tier import NvmeTier
 __all__ = ["patient_nvme"]
 
 pytestmark = pytest.mark.usefixtures("patient_nvme")
-
-
-def open_with(path: Path, **settings: object) -> OpenTier:
-    return opening_nvme({"path": str(path), "capacity": "64MiB", **settings})
 
 
 def test_an_engine_that_passes_no_spec_is_served(tmp_path: Path) -> None:

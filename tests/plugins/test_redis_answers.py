@@ -1,4 +1,4 @@
-"""Replies of every kind, whole and broken: no byte is ever taken for another reply's, and each block has its own."""
+"""Replies of every kind, whole and broken: each block gets the bytes of its own reply, or none."""
 
 from __future__ import annotations
 
@@ -26,20 +26,13 @@ NIL = b"$-1\r\n"
 
 @dataclass
 class Liar:
-    """A server that answers for some blocks as a test wants it to, and honestly otherwise.
-
-    Args:
-        verb: The command that is lied about.
-        replies: By a block's key; None to send nothing and hang up, as after a reply that is in `cut`.
-        piece_bytes: How much of a reply is sent at once.
-        hold: Replies to `verb` that are sent together.
-    """
+    """A server with wrong replies to one command on some blocks, and correct replies otherwise."""
 
     verb: bytes = b"GET"
-    replies: dict[OffloadKey, bytes] = field(default_factory=dict)
+    replies: dict[OffloadKey, bytes] = field(default_factory=dict)  # wrong replies to `verb`
     hangs_up_after: OffloadKey | None = None
-    piece_bytes: int = 1 << 20
-    hold: int = 1
+    piece_bytes: int = 1 << 20  # of a reply, sent at once
+    hold: int = 1  # replies to `verb` that are sent together
     storage: Storage = field(default_factory=Storage)
     _held: list[bytes] = field(default_factory=list)
 
@@ -146,7 +139,7 @@ def test_what_is_no_reply_to_a_load_ends_the_connection(open_rig: OpenRedis, lia
     keys = make_keys(4)
     rig.store(keys)
     liar.replies = {keys[1]: reply}
-    is_long = reply == b"$99999999999\r\n"  # the others are asked for again
+    is_long = reply == b"$99999999999\r\n"  # the other blocks are requested again
     assert rig.load(keys) == ({keys[0], *keys[2:]} if is_long else {keys[0]})
     assert set(failures(rig)) <= {"protocol", "too_long"}
     liar.be_honest()
@@ -216,8 +209,8 @@ def test_bytes_under_way_are_bounded(open_rig: OpenRedis, liar: Liar, pipeline: 
     rig = open_rig(pipeline=pipeline)
     keys = make_keys(6)
     assert rig.store(keys).success
-    liar.hold = blocks  # as many are asked for before the first is answered
+    liar.hold = blocks  # so many are requested before the first reply
     assert rig.load(keys) == set(keys)
-    liar.hold = blocks + 1  # and no more ever are
+    liar.hold = blocks + 1  # and never more
     (result,) = rig.wait([rig.submit_load(keys, deadline=time.monotonic() + 0.3)])
     assert not result.successful_keys

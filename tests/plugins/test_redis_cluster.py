@@ -1,4 +1,4 @@
-"""A redis tier past one server: a cluster that loses a master, and a master that sentinels watch."""
+"""A redis tier over several servers: a cluster that loses a master, and a master that sentinels watch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def size_of(server: RedisServer) -> int:
 def test_a_killed_master_costs_misses_until_a_replica_leads(
     redis_cluster: RedisClusterServers, open_rig: OpenRedis
 ) -> None:
-    redis_cluster.keep_masters()  # the members have to notice only after we have: then they serve nobody for a while
+    redis_cluster.keep_masters()  # no failover until the test allows it
     rig = open_rig(mode="cluster", nodes=redis_cluster.addresses)
     keys = make_keys(300)
     assert rig.store(keys).success
@@ -52,7 +52,7 @@ def test_a_killed_master_costs_misses_until_a_replica_leads(
     masters = redis_cluster.masters()
     sizes = [size_of(master) for master in masters]
     assert all(size > 50 for size in sizes), "the blocks are not spread over the masters"
-    until(lambda: is_replicated(redis_cluster.servers, masters))  # what replicas have not got is lost with a master
+    until(lambda: is_replicated(redis_cluster.servers, masters))  # or blocks are lost with the master
     masters[0].kill()
     survivors = [server for server in redis_cluster.servers if server is not masters[0]]
     partly = rig.load(keys)
@@ -90,7 +90,7 @@ def test_a_tier_may_be_opened_before_its_servers(
 ) -> None:
     with contextlib.ExitStack() as held:
         members = [held.enter_context(socket.socket()) for _ in range(3)]
-        for member in members:  # where nobody else listens either
+        for member in members:  # reserved, and not listened on
             member.bind(("127.0.0.1", 0))
         nodes = [f"127.0.0.1:{member.getsockname()[1]}" for member in members]
         rig = open_rig(**(entry | {"nodes": nodes} if entry else {"url": f"redis://{nodes[0]}"}))
@@ -100,14 +100,14 @@ def test_a_tier_may_be_opened_before_its_servers(
         assert (result.success, result.reason) == (False, "unavailable")
         before = rig.tier.lookup_failures
         assert not rig.lookup(make_keys(1)[0])
-        assert rig.tier.lookup_failures > before, "the breaker is not told"
+        assert rig.tier.lookup_failures > before, "no failure for the breaker"
         with pytest.raises(TierUnavailableError, match="cannot be used now: unavailable"):
             rig.tier.describe()
 
 
 @pytest.mark.parametrize("mode", [{"mode": "cluster"}, {"mode": "sentinel", "service": "blocks"}])
 def test_members_that_do_not_answer_hold_nobody_beyond_a_deadline(mode: dict[str, object], open_rig: OpenRedis) -> None:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]  # which take connections and say nothing
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]  # which accept connections and send nothing
     nodes = [f"127.0.0.1:{each.getsockname()[1]}" for each in listeners]
     begin = time.monotonic()
     rig = open_rig(**mode, nodes=nodes, timeout="300ms", connect_timeout="40s", lookup_timeout="200ms")
@@ -125,7 +125,7 @@ def test_members_that_do_not_answer_hold_nobody_beyond_a_deadline(mode: dict[str
 
 @pytest.mark.slow
 def test_slots_that_move_are_followed(redis_cluster: RedisClusterServers, open_rig: OpenRedis) -> None:
-    redis_cluster.keep_masters()  # only the one that we say takes its master's place
+    redis_cluster.keep_masters()  # only the chosen replica takes its master's place
     rig = open_rig(mode="cluster", nodes=redis_cluster.addresses[:1])
     keys = make_keys(200)
     rig.store(keys)

@@ -1,4 +1,4 @@
-"""What a redis tier makes of servers that are full, read-only, gone, frozen or lied to."""
+"""A redis tier over a server that is full, read-only, frozen or slow, or has other values."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def test_a_full_server_refuses_blocks_and_gives_those_it_has(redis_server: Redis
     statistics = redis_server.call("INFO", "commandstats")
     assert re.search(rb"cmdstat_set:.*rejected_calls=8,", statistics), "a block that is refused is sent once"
     assert b"cmdstat_strlen" not in statistics, "and nothing else is asked"
-    assert not result.success
-    assert result.reason == "no_space"
-    assert not result.successful_keys
+    assert (result.success, result.reason, result.successful_keys or ()) == (False, "no_space", ())
     assert rig.load(kept) == set(kept)
     assert not rig.lookup(refused[0])
     redis_server.call("CONFIG", "SET", "maxmemory", "0")
@@ -57,19 +55,13 @@ def test_a_read_only_replica_gives_blocks_and_takes_none(
     rig = open_redis(url=redis_server.url)
     keys = make_keys(4)
     rig.store(keys)
-    other = tmp_path / "replica"
-    other.mkdir()
-    replica = RedisServer(other)
-    replica.start()
-    try:
+    with RedisServer(tmp_path) as replica:
         replica.call("REPLICAOF", "127.0.0.1", str(redis_server.port))
         wait_until(lambda: b"master_link_status:up" in replica.call("INFO", "replication"))
         reader = open_redis(url=replica.url)
         assert reader.load(keys) == set(keys)
         result = reader.store(make_keys(4, "new"))
         assert (result.success, result.reason) == (False, "readonly")
-    finally:
-        replica.kill()
 
 
 def test_a_frozen_server_holds_no_job_longer_than_its_timeout(redis_server: RedisServer, open_redis: OpenRedis) -> None:
@@ -78,7 +70,7 @@ def test_a_frozen_server_holds_no_job_longer_than_its_timeout(redis_server: Redi
     rig = open_redis(url=redis_server.url, timeout="600ms", connect_timeout="300ms", lookup_timeout="300ms")
     wait_until(lambda: rig.load(keys) == set(keys))
     redis_server.freeze()
-    far = time.monotonic() + 3600.0  # nobody waits for the deadlines of jobs, the rig for a minute
+    far = time.monotonic() + 3600.0  # the test does not reach the deadlines
     jobs = [rig.submit_load(keys, deadline=far), rig.submit_store(make_keys(8, "new"), deadline=far)]
     assert not rig.lookup(keys[0])
     results = rig.wait(jobs)

@@ -1,8 +1,7 @@
-"""One dead node is one dead node: it costs its own blocks, and nobody's time."""
+"""A server that is down costs its own blocks, and delays no other."""
 
 from __future__ import annotations
 
-import re
 import socket
 import threading
 import time
@@ -11,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 from tests.plugins.conftest import OpenRedis
-from tests.support.loopback import LoopbackServer
 from tests.support.lying_redis import LyingRedis, Slots, Storage, slots_reply
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
@@ -23,15 +21,20 @@ pytest.importorskip("redis", reason="redis-py is not installed")
 
 from redis.crc import key_slot
 
+from tiered_kv_redis.node import Node
+from tiered_kv_redis.reasons import reason_of_error
+from tiered_kv_redis.settings import Address, RedisSettings
+from tiered_kv_redis.topology import Topology
+
 SLOTS = 16_384
 PROBE = [b"STRLEN", b"tkv1:probe"]
 
 
 class Member:
-    """A server that answers honestly, or everything about values with one error.
+    """A server that answers correctly, or with one error to all commands on values.
 
     Args:
-        ranges: What it says of its cluster: the first and last slot of each master, and its address.
+        ranges: The map that it reports: first and last slot of each master, and its address.
     """
 
     def __init__(self, ranges: Callable[[], list[Slots]] = list) -> None:
@@ -46,9 +49,6 @@ class Member:
     def has(self, key: OffloadKey) -> bool:
         """Return whether it has a block."""
         return any(name.endswith(key) for name in self._storage.values)
-
-    def heard_since(self, start: int, verb: bytes) -> list[list[bytes]]:
-        return [command for command in self.heard[start:] if command[0] == verb]
 
     def _answer(self, command: list[bytes]) -> Iterable[bytes]:
         self.heard.append(command)
@@ -87,20 +87,19 @@ def test_a_server_that_can_be_used_for_nothing_is_not_asked_until_it_answers(
     error: bytes, open_redis: OpenRedis
 ) -> None:
     member = Member()
-    try:
+    with member.server:
         rig = open_redis(url=f"redis://{member.server.address}")
         keys = make_keys(4)
         assert rig.store(keys).success
         member.error = error
         assert rig.load(keys) == set()
         start = len(member.heard)
-        wait_until(lambda: len([each for each in member.heard[start:] if each == PROBE]) >= 3)
+        wait_until(lambda: member.heard[start:].count(PROBE) >= 3)
         assert rig.load(keys) == set()
-        assert not member.heard_since(start, b"GET"), "a server that cannot be used was asked for blocks"
+        assert not [command for command in member.heard[start:] if command[0] == b"GET"], "it was asked for blocks"
         member.error = b""
         wait_until(lambda: rig.load(keys) == set(keys))
-    finally:
-        member.server.close()
+        rig.close()
 
 
 def test_a_cluster_that_is_down_is_a_failure_of_the_tier_and_stays_one(
@@ -111,19 +110,19 @@ def test_a_cluster_that_is_down_is_a_failure_of_the_tier_and_stays_one(
     assert rig.store(keys).success
     for member in two_masters:
         member.error = b"-CLUSTERDOWN The cluster is down\r\n"
-    assert reason_of_load(rig, keys) == "cluster_down", "the breaker is not told"
+    assert reason_of_load(rig, keys) == "cluster_down", "no failure for the breaker"
     starts = [len(member.heard) for member in two_masters]
     wait_until(lambda: all(PROBE in each.heard[start:] for each, start in zip(two_masters, starts, strict=True)))
     assert reason_of_load(rig, keys) == "cluster_down"
     assert rig.tier.lookup_failures == 0
     assert not rig.lookup(keys[0])
-    assert rig.tier.lookup_failures == 1, "the breaker is not told"
+    assert rig.tier.lookup_failures == 1, "no failure for the breaker"
     for member in two_masters:
         member.error = b""
     wait_until(lambda: rig.load(keys) == set(keys))
 
 
-def test_a_slot_that_nobody_serves_is_no_failure_of_the_server_that_says_so(
+def test_a_slot_without_a_server_is_no_failure_of_the_server_that_reports_it(
     two_masters: list[Member], open_redis: OpenRedis
 ) -> None:
     rig = open_redis(mode="cluster", nodes=[two_masters[0].server.address])
@@ -132,19 +131,15 @@ def test_a_slot_that_nobody_serves_is_no_failure_of_the_server_that_says_so(
     two_masters[0].error = b"-CLUSTERDOWN Hash slot not served\r\n"
     assert 0 < len(rig.load(keys)) < len(keys)
     two_masters[0].error = b""
-    assert rig.load(keys) == set(keys), "a server that answered was taken for one that is down"
-
-
-def digest_with_epoch_from(slot: int) -> bytes:
-    """Return a namespace whose epoch's mark is in a slot from this one on."""
-    digests = (bytes([number]) * 16 for number in range(64))
-    return next(each for each in digests if key_slot(f"tkv1:{each.hex()}:epoch".encode()) >= slot)
+    assert rig.load(keys) == set(keys), "a server that answered counts as down"
 
 
 def test_slots_without_a_master_are_misses_and_the_others_are_used(open_redis: OpenRedis) -> None:
     member = Member(lambda: [(SLOTS // 2, SLOTS - 1, "127.0.0.1", member.server.port)])
     with member.server:
-        rig = open_redis(digest=digest_with_epoch_from(SLOTS // 2), mode="cluster", nodes=[member.server.address])
+        digests = (bytes([number]) * 16 for number in range(64))
+        digest = next(each for each in digests if key_slot(f"tkv1:{each.hex()}:epoch".encode()) >= SLOTS // 2)
+        rig = open_redis(digest=digest, mode="cluster", nodes=[member.server.address])
         keys = make_keys(64)
         stored = set(rig.store(keys).successful_keys or ())
         assert 8 < len(stored) < 56
@@ -152,43 +147,6 @@ def test_slots_without_a_master_are_misses_and_the_others_are_used(open_redis: O
         assert rig.lookup_all(keys) == [key in stored for key in keys]
         assert count_of(rig.tier.stats(), "failed_blocks_total", "load", "cluster_down") == 64 - len(stored)
         rig.close()
-
-
-class TurningMute(LoopbackServer):
-    """Hangs up at once, until it is told to take connections and say nothing."""
-
-    def __init__(self) -> None:
-        self.is_mute = False
-        self.holds = threading.Event()
-        super().__init__()
-
-    def serve(self, sock: socket.socket) -> None:
-        if self.is_mute:
-            self.holds.set()
-            while sock.recv(1 << 16):
-                pass
-        sock.shutdown(socket.SHUT_RDWR)
-
-
-def test_closing_waits_for_all_threads_that_dead_servers_keep_together(open_redis: OpenRedis) -> None:
-    mutes = [TurningMute() for _ in range(24)]
-    ranges = [(500 * at, 500 * at + 499, "127.0.0.1", mute.port) for at, mute in enumerate(mutes)]
-    member = Member(lambda: [(0, SLOTS - 1, "127.0.0.1", member.server.port), *ranges])
-    try:
-        rig = open_redis(digest=digest_with_epoch_from(12_000), mode="cluster", nodes=[member.server.address])
-        rig.store(make_keys(400))
-        for mute in mutes:
-            mute.is_mute = True
-        for mute in mutes:
-            assert mute.holds.wait(60.0)
-        begin = time.monotonic()
-        rig.tier.shutdown()
-        wait_until(lambda: not any(re.fullmatch(r"tiered-kv-redis-\d+", each.name) for each in threading.enumerate()))
-        assert time.monotonic() - begin < 8.0, "they were waited for one after the other"
-    finally:
-        for mute in mutes:
-            mute.close()
-        member.server.close()
 
 
 def test_the_look_up_of_a_name_is_bounded(open_redis: OpenRedis, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +169,27 @@ def test_the_look_up_of_a_name_is_bounded(open_redis: OpenRedis, monkeypatch: py
     wait_until(lambda: not any("lookup" in thread.name for thread in threading.enumerate()))
 
 
+def test_closing_waits_for_all_servers_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited_s: list[float] = []
+
+    def join(self: Node, timeout_s: float) -> None:
+        waited_s.append(timeout_s)
+        time.sleep(timeout_s)
+
+    monkeypatch.setattr(Node, "join", join)
+    topology = Topology(RedisSettings(mode="cluster", nodes=["127.0.0.1:7000"]))
+    topology._use({slot: Address("127.0.0.1", 7000 + slot) for slot in range(24)})
+    topology.close()
+    assert len(waited_s) == 24
+    assert sum(waited_s) < 1.0
+
+
+def test_a_cycle_of_causes_has_a_reason() -> None:
+    first, second = OSError("first"), TimeoutError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert reason_of_error(first) == "timeout"
+
+
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_a_dead_master_costs_its_own_blocks_and_opens_no_breaker(
     how: str, two_masters: list[Member], open_redis: OpenRedis
@@ -229,7 +208,7 @@ def test_a_dead_master_costs_its_own_blocks_and_opens_no_breaker(
     assert rig.load(keys) == set(there)
     wait_until(lambda: rig.lookup_all(keys) == [living.has(key) for key in keys])
     failures = rig.tier.lookup_failures
-    for key in keys:  # many in a row of which nothing can be found
+    for key in keys:  # many jobs in a row that load nothing
         (result,) = rig.wait([rig.submit_load([key])])
         assert result.success if living.has(key) else result.reason in HARMLESS_REASONS
     assert rig.lookup_all(keys) == [living.has(key) for key in keys]

@@ -1,4 +1,4 @@
-"""The YAML entry of a redis tier: what it accepts, what it says, and what it never shows."""
+"""The YAML entry of a redis tier: accepted values, error messages, and secrets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.redis_servers import PASSWORD, RedisServer, redis_server, tls
 from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.toolkit import certificates
+from tiered_kv.toolkit import resolver
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
@@ -44,9 +44,6 @@ def test_a_url_says_host_port_database_tls_user_and_password() -> None:
     assert settings.password is not None
     assert settings.password.get_secret_value() == "p:w"
     assert settings.url == "rediss://example.org:7000/3"
-
-
-def test_a_url_may_name_a_unix_socket_or_an_ipv6_host() -> None:
     assert read(url="unix:///run/redis.sock").socket == "/run/redis.sock"
     assert read(url="redis://[::1]:7000").addresses == (Address("::1", 7000),)
     assert read(mode="cluster", nodes=["[::1]:7000", "b:1"]).addresses == (Address("::1", 7000), Address("b", 1))
@@ -70,9 +67,7 @@ def test_a_url_may_name_a_unix_socket_or_an_ipv6_host() -> None:
         ({"mode": "sentinel", "nodes": ["b:1"]}, "belong together"),
         ({"host": "a", "tls_ca": "ca.pem"}, "need 'tls: true'"),
         ({"host": "a", "tls": True, "tls_key": "key.pem"}, "without 'tls_cert'"),
-        ({"host": "a..b"}, "'host' is a name or an address"),
         ({"socket": "unix:///run/redis.sock"}, "'socket' is a path"),
-        ({"mode": "cluster", "nodes": ["a..b:1"]}, "host:port"),
         ({"host": "a", "connections": 0}, "greater than or equal to 1"),
     ],
 )
@@ -100,10 +95,9 @@ def test_a_user_that_may_not_do_what_is_needed_is_an_error(redis_server: RedisSe
         open_redis(url=redis_server.url, username="reader", password=SECRET)
 
 
-@pytest.mark.parametrize("name", ["capacity", "quota"])
-def test_a_limit_of_its_own_is_an_unknown_key_and_the_message_names_the_server_s(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}: unknown key, .*; the limit is the server's 'maxmemory'"):
-        validate(RedisSettings, {"type": "redis", "url": "redis://localhost", name: "8GiB"})
+def test_a_capacity_is_an_unknown_key_and_the_message_names_the_server_s_limit() -> None:
+    with pytest.raises(ConfigError, match=r"capacity: unknown key, .*; the limit is the server's 'maxmemory'"):
+        validate(RedisSettings, {"type": "redis", "url": "redis://localhost", "capacity": "8GiB"})
 
 
 @pytest.mark.parametrize(
@@ -115,10 +109,10 @@ def test_describe_shows_the_server_s_limit_and_warns_where_there_is_none(
 ) -> None:
     redis_server.call("CONFIG", "SET", "maxmemory", memory, "maxmemory-policy", policy)
     rig = open_redis(url=redis_server.url)
-    told = rig.tier.describe()
-    assert (told["maxmemory"], told["maxmemory_policy"]) == ("64MiB" if memory == "64mb" else "0B", policy)
-    assert (warning is None) == ("warning" not in told)
-    assert str(warning or "") in str(told.get("warning", ""))
+    described = rig.tier.describe()
+    assert (described["maxmemory"], described["maxmemory_policy"]) == ("64MiB" if memory == "64mb" else "0B", policy)
+    assert (warning is None) == ("warning" not in described)
+    assert str(warning or "") in str(described.get("warning", ""))
 
 
 def test_the_commands_that_the_page_names_are_enough(redis_server: RedisServer, open_redis: OpenRedis) -> None:
@@ -136,7 +130,7 @@ def test_the_commands_that_the_page_names_are_enough(redis_server: RedisServer, 
 def test_why_a_certificate_is_refused_is_logged_once(
     tls_redis_server: RedisServer, open_redis: OpenRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    certificates._warn_once.cache_clear()  # what an earlier test has logged
+    resolver._warn_once.cache_clear()  # what an earlier test has logged
     with pytest.raises(TierUnavailableError, match=r"certificate.*the log says more"):
         open_redis(url=tls_redis_server.url, password=PASSWORD)
     (refused,) = [text for text in caplog.messages if "certificate was refused" in text]
@@ -152,16 +146,14 @@ def test_a_certificate_or_key_that_cannot_be_used_is_said_when_it_is_opened(
     garbage = tmp_path / "garbage.pem"
     garbage.write_text("no PEM")
     for name in good:
-        for wrong, why in ((tmp_path / "absent.pem", "No such file"), (garbage, "not usable"), (tmp_path, "directory")):
-            if name != "tls_key" and wrong is tmp_path:
-                why = ""  # what OpenSSL says of a directory differs between versions
+        for wrong, why in ((tmp_path / "absent.pem", "No such file"), (garbage, "not usable")):
             with pytest.raises(ConfigError, match=f"'{name}': expected .*{wrong}.*{why}"):
                 open_redis(url=tls_redis_server.url, password=PASSWORD, **{**good, name: str(wrong)})
     with pytest.raises(ConfigError, match="'tls_key': expected"):  # a key, but another one's
         open_redis(url=tls_redis_server.url, password=PASSWORD, **{**good, "tls_key": str(tls.ca.with_suffix(".key"))})
 
 
-def test_an_encrypted_key_needs_its_password_and_asks_nobody(
+def test_an_encrypted_key_needs_its_password_and_no_terminal_is_asked(
     tls_redis_server: RedisServer, tmp_path: Path, open_redis: OpenRedis
 ) -> None:
     tls = tls_redis_server.tls

@@ -1,4 +1,4 @@
-"""Which blocks a store sends to a real server, and what it leaves there."""
+"""The blocks that a store sends to a server, and the values that it keeps."""
 
 from __future__ import annotations
 
@@ -17,35 +17,29 @@ def values(server: RedisServer) -> dict[bytes, bytes]:
     return {name: server.get(name) for name in block_names(server)}
 
 
-def test_new_blocks_cost_no_question(redis_server: RedisServer, open_redis: OpenRedis) -> None:
-    rig = open_redis(url=redis_server.url)
-    before = calls(redis_server, "strlen")
-    for batch in range(4):
-        assert rig.store(make_keys(8, f"batch-{batch}")).success
-    assert calls(redis_server, "strlen") == before
-
-
-def test_blocks_that_are_there_are_left_and_asked_about_from_then_on(
+def test_present_blocks_are_kept_and_the_next_store_asks_first(
     redis_server: RedisServer, open_redis: OpenRedis
 ) -> None:
     rig = open_redis(url=redis_server.url)
     keys = make_keys(8)
-    rig.store(keys)
+    asked = calls(redis_server, "strlen")
+    assert rig.store(keys).success
+    assert calls(redis_server, "strlen") == asked, "new blocks cost a question"
     marked = {name: value[:-1] + b"\x00" for name, value in values(redis_server).items()}
     for name, value in marked.items():
         redis_server.set(name, value)
     assert rig.store(keys).success
     sent = calls(redis_server, "set")
     assert rig.store(keys).success
-    assert calls(redis_server, "set") == sent, "what is there was sent again"
-    assert values(redis_server) == marked, "what was there was replaced"
+    assert calls(redis_server, "set") == sent, "present blocks were sent again"
+    assert values(redis_server) == marked, "present blocks were replaced"
     assert rig.tier.stats()["present_blocks_total"] == 16
     fresh = make_keys(8, "fresh")
     asked = calls(redis_server, "strlen")
     assert rig.store(fresh).success
     assert calls(redis_server, "strlen") == asked + 8
     assert rig.store(make_keys(8, "fresher")).success
-    assert calls(redis_server, "strlen") == asked + 8, "it goes on asking though nothing is there"
+    assert calls(redis_server, "strlen") == asked + 8, "it still asks after a store of new blocks"
     assert rig.load(fresh) == set(fresh)
 
 

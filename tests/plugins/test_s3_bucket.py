@@ -1,21 +1,23 @@
-"""The s3 tier on moto's server: requests, limits, and what an operator sees of it."""
+"""The s3 tier on moto's server: requests, limits and settings."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from tests.support.entries import rig_of
 from tests.support.s3_entries import s3_entry
+from tests.support.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv_s3.account import Account
+from tiered_kv_s3.administration import S3Administration
 from tiered_kv_s3.control import Control
 from tiered_kv_s3.settings import S3Settings
 
@@ -29,7 +31,7 @@ BLOCK_BYTES = 4096
 RECORD_BYTES = HEADER_BYTES + BLOCK_BYTES
 WAIT_S = 60.0
 PATIENCE = {"job_timeout": WAIT_S, "request_timeout": WAIT_S, "lookup_timeout": WAIT_S}
-"""So much that a slow machine makes no answer of a tier another."""
+"""Timeouts that a slow machine does not reach."""
 
 MakeRig = Callable[..., TierRig]
 
@@ -55,7 +57,7 @@ def blocks_in(client: Any, bucket: str) -> list[dict[str, Any]]:
     return [entry for entry in found if "/blocks/" in entry["Key"]]
 
 
-def test_a_block_that_is_renewed_stays_what_it_is(
+def test_a_renewed_block_keeps_its_bytes_and_storage_class(
     client: Any, moto_server: S3Server, moto_bucket: str, make_rig: MakeRig
 ) -> None:
     rig = make_rig(storage_class="ONEZONE_IA")
@@ -83,7 +85,7 @@ def test_blocks_past_their_time_are_misses_and_are_deleted(client: Any, moto_buc
     wait_until(lambda: not blocks_in(client, moto_bucket), WAIT_S, what="their deletion")
 
 
-def test_objects_get_the_storage_class_and_encryption_that_were_asked_for(
+def test_objects_get_the_storage_class_and_encryption_of_the_settings(
     client: Any, moto_bucket: str, make_rig: MakeRig
 ) -> None:
     rig = make_rig(
@@ -96,7 +98,35 @@ def test_objects_get_the_storage_class_and_encryption_that_were_asked_for(
     assert head["SSEKMSKeyId"].endswith("alias/kv")
 
 
-def test_a_bucket_that_is_not_there_is_described_as_such(make_rig: MakeRig) -> None:
+@pytest.mark.parametrize("deletes", [2, 0], ids=["slowed down", "refused"])
+def test_a_purge_continues_as_long_as_the_server_deletes_something(
+    client: Any,
+    moto_server: S3Server,
+    moto_bucket: str,
+    make_rig: MakeRig,
+    monkeypatch: pytest.MonkeyPatch,
+    deletes: int,
+) -> None:
+    rig = make_rig()
+    assert rig.store(make_keys(4)).success
+    requests = 0
+    delete = Control.delete
+
+    def delete_some(self: Control, objects: Sequence[Mapping[str, Any]]) -> set[str]:
+        nonlocal requests
+        requests += 1
+        refusals = {"SlowDown"} if len(objects) > deletes else set[str]()
+        return refusals | (delete(self, objects[:deletes]) if deletes else set())
+
+    monkeypatch.setattr(Control, "delete", delete_some)
+    settings = S3Settings.model_validate(s3_entry(moto_server, moto_bucket))
+    with contextlib.closing(S3Administration(settings)) as administration:
+        purged = administration.purge(rig.spec.namespace_digest.hex(), time.monotonic() + WAIT_S)
+    assert (bool(purged.left), len(blocks_in(client, moto_bucket))) == ((False, 0) if deletes else (True, 4))
+    assert requests == (4 if deletes else 3)  # the first is for the epoch's mark
+
+
+def test_a_missing_bucket_is_reported(make_rig: MakeRig) -> None:
     rig = make_rig(bucket="no-such-bucket")
     with pytest.raises(TierUnavailableError, match="no_bucket"):
         rig.tier.describe()

@@ -1,4 +1,4 @@
-"""HTTP as the s3 tier reads it: in whatever pieces it comes, within limits, and by a deadline."""
+"""The s3 tier reads HTTP in any pieces, within limits, and by a deadline."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from tiered_kv.counters import Counters
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv_s3.connection import HEAD_BYTES_MAX, BadAnswerError, Connection, Patience
+from tiered_kv_s3.connection import HEAD_BYTES_MAX, BadAnswerError, Connection, ConnectionPool, Patience
+from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
 from tiered_kv_s3.endpoint import Endpoint
 
 STALL_S = 120.0
-"""How long a connection may go without a byte: far longer than a thread is ever held up."""
-
-
-def patience() -> Patience:
-    return Patience(time.monotonic() + STALL_S, STALL_S)
+"""How long a connection may go without a byte: longer than any delay of a busy machine."""
 
 
 @pytest.fixture
@@ -26,14 +24,14 @@ def answers() -> Iterator[tuple[Connection, socket.socket]]:
     """A connection, and the server's end of it."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         endpoint = Endpoint("127.0.0.1", listening.getsockname()[1], False, "/b")
-        connection = Connection(endpoint, None, patience())
+        connection = Connection(endpoint, None, Patience(time.monotonic() + STALL_S, STALL_S))
         server, _ = listening.accept()
     with server:
         yield connection, server
         connection.close()
 
 
-def test_an_answer_is_read_whatever_pieces_it_comes_in(answers: tuple[Connection, socket.socket]) -> None:
+def test_an_answer_may_come_in_any_pieces(answers: tuple[Connection, socket.socket]) -> None:
     connection, server = answers
     text = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 10\r\nX-A:  b \r\n\r\n0123456789"
 
@@ -44,22 +42,22 @@ def test_an_answer_is_read_whatever_pieces_it_comes_in(answers: tuple[Connection
 
     thread = threading.Thread(target=drip)
     thread.start()
-    answer = connection.receive_head(patience())
+    answer = connection.receive_head()
     assert (answer.status, answer.headers["x-a"], answer.body_bytes) == (200, "b", 10)
     parts = [bytearray(4), bytearray(6)]
-    connection.receive_body([memoryview(part) for part in parts], patience())
+    connection.receive_body([memoryview(part) for part in parts])
     thread.join()
     assert b"".join(parts) == b"0123456789"
     assert connection.is_reusable
     assert connection.is_usable()
-    server.sendall(b"what nobody asked for")
+    server.sendall(b"unexpected")
     wait_until(lambda: not connection.is_usable(), STALL_S)
 
 
-def test_a_body_where_none_may_be_is_not_taken_for_the_next_answer(answers: tuple[Connection, socket.socket]) -> None:
+def test_an_unexpected_body_is_not_read_as_the_next_answer(answers: tuple[Connection, socket.socket]) -> None:
     connection, server = answers
     server.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 9\r\n\r\nNoSuchKey")
-    assert connection.receive_head(patience(), has_body=False).status == 404
+    assert connection.receive_head(has_body=False).status == 404
     wait_until(lambda: not (connection.is_reusable and connection.is_usable()), STALL_S)  # it may come in two pieces
 
 
@@ -76,19 +74,35 @@ def test_a_body_where_none_may_be_is_not_taken_for_the_next_answer(answers: tupl
     ],
     ids=["version", "status", "negative", "huge", "colon", "interim", "endless"],
 )
-def test_what_is_no_answer_is_refused(answers: tuple[Connection, socket.socket], head: bytes) -> None:
+def test_an_invalid_answer_is_refused(answers: tuple[Connection, socket.socket], head: bytes) -> None:
     connection, server = answers
     server.sendall(head)
     server.shutdown(socket.SHUT_WR)
     with pytest.raises(BadAnswerError):
-        connection.receive_head(patience())
+        connection.receive_head()
     assert not connection.is_reusable
 
 
-def test_a_server_that_trickles_is_given_up_at_the_deadline(answers: tuple[Connection, socket.socket]) -> None:
+def test_the_deadline_ends_a_trickling_answer(answers: tuple[Connection, socket.socket]) -> None:
     connection, server = answers
     server.sendall(b"HTTP/1.1 200 OK\r\n")
     begin = time.monotonic()
+    connection.patience = Patience(begin + 0.1, STALL_S)
     with pytest.raises(TimeoutError):
-        connection.receive_head(Patience(begin + 0.1, STALL_S))
+        connection.receive_head()
     assert time.monotonic() - begin < STALL_S / 2
+
+
+def test_a_reused_connection_has_the_limits_of_its_next_request() -> None:
+    first, second = (Patience(time.monotonic() + STALL_S, STALL_S) for _ in range(2))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        endpoint = Endpoint("127.0.0.1", listening.getsockname()[1], False, "/b")
+        pool = ConnectionPool(endpoint, None, Counters(COUNTERS, COUNTERS_BY_LABEL))
+        connection = pool.take(first)
+        with listening.accept()[0] as server:
+            server.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
+            connection.receive_head()
+            pool.give_back(connection)
+            assert pool.take(second) is connection
+            assert connection.patience is second
+            connection.close()

@@ -1,4 +1,4 @@
-"""The s3 tier's parts by themselves: settings, names, and what is asked and how often."""
+"""Parts of the s3 tier: settings, names, and the requests of lookups."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import cast
 import pytest
 from pydantic import ValidationError
 
-from tests.support.threads import no_threads
 from tiered_kv.counters import Counters
-from tiered_kv.errors import TierError, TierUnavailableError
+from tiered_kv.errors import TierError
 from tiered_kv.testing.rig import make_keys
-from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control, Listed
 from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
@@ -30,22 +28,13 @@ def soon() -> float:
     return time.monotonic() + 10.0
 
 
-def test_credentials_that_no_thread_can_ask_for_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "key")
-    account = Account(S3Settings(type="s3", bucket="kv"), "s3")
-    with no_threads(), pytest.raises(TierUnavailableError, match="no thread"):
-        account.credentials(soon())
-    assert account.credentials(soon()).access_key_id == "id"
-
-
-def test_names_are_ours_only_if_all_of_them_is() -> None:
+def test_names_that_are_only_similar_are_foreign() -> None:
     block = NAMING.block(FIRST_EPOCH, make_keys(1)[0])
-    ours = [NAMING.namespace, NAMING.epoch, block]
-    assert [name for name in ours if not NAMING.owns(name)] == []
-    assert [name for name in ours if NAMING.is_block(name)] == [block]
-    foreign = [f"{name}{more}" for name in ours for more in ("x", "/x", "\n", ".bak")]
-    foreign += [f"x{name}" for name in ours] + [NAMING.root, NAMING.blocks, block.upper()]
+    own = [NAMING.namespace, NAMING.epoch, block]
+    assert [name for name in own if not NAMING.owns(name)] == []
+    assert [name for name in own if NAMING.is_block(name)] == [block]
+    foreign = [f"{name}{more}" for name in own for more in ("x", "/x", "\n", ".bak")]
+    foreign += [f"x{name}" for name in own] + [NAMING.root, NAMING.blocks, block.upper()]
     foreign.append(block.replace(block[-32:-30], "zz"))
     assert [name for name in foreign if NAMING.owns(name) or NAMING.is_block(name)] == []
 
@@ -77,7 +66,7 @@ def test_settings_are_strict(wrong: dict[str, object]) -> None:
 
 
 class FakeBucket:
-    """Names of objects; counts requests. It lists a page at most, and nothing unless `lists` is set."""
+    """Names of objects; counts requests."""
 
     def __init__(self) -> None:
         self.objects: set[str] = set()
@@ -86,19 +75,15 @@ class FakeBucket:
         self.answers: dict[str, Verdict] = {}
         self.meanwhile: Callable[[], None] = lambda: None
         self.pages = 0
-        """Pages that a listing has."""
+        """Pages of a listing; 0 if it fails."""
 
-    @property
-    def heads(self) -> int:
-        return len(self.asked)
-
-    def are_there(self, names: Sequence[str], deadline: float) -> list[Verdict]:
+    def head_all(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         self.rounds += 1
         self.asked += names
-        there = {True: Verdict.DONE, False: Verdict.ABSENT}
-        told = [self.answers.get(name) or there[name in self.objects] for name in names]
+        verdicts = {True: Verdict.DONE, False: Verdict.ABSENT}
+        answers = [self.answers.get(name) or verdicts[name in self.objects] for name in names]
         self.meanwhile()
-        return told
+        return answers
 
     def listed(self, prefix: str) -> Iterator[list[Listed]]:
         if not self.pages:
@@ -119,18 +104,18 @@ def names_of(label: str, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("pages", [0, 2], ids=["unlisted", "large"])
-@pytest.mark.parametrize("there", [0, 1, 15, 16, 17, 64, 499, 500, 983, 984, 998, 999, 1000])
+@pytest.mark.parametrize("existing", [0, 1, 15, 16, 17, 64, 499, 500, 983, 984, 998, 999, 1000])
 def test_a_prompt_of_a_thousand_blocks_is_located_with_48_requests_and_three_round_trips(
-    there: int, pages: int
+    existing: int, pages: int
 ) -> None:
     bucket = FakeBucket()
     bucket.pages = pages
     names = names_of("prompt", 1000)
-    bucket.objects = set(names[:there])
+    bucket.objects = set(names[:existing])
     presence, _ = presence_of(bucket)
-    assert presence.ask([names], soon()) == set(names[:there])
+    assert presence.ask([names], soon()) == set(names[:existing])
     presence.join(10.0)
-    assert bucket.heads <= 48 - pages
+    assert len(bucket.asked) <= 48 - pages
     assert bucket.rounds <= 3
     assert bucket.asked[0] == names[0], "the first block is always asked for"
 
@@ -149,7 +134,7 @@ def test_a_small_namespace_is_listed_once_and_answers_come_from_that() -> None:
             *bucket.objects,
             late,
         }
-    assert bucket.heads == 1
+    assert len(bucket.asked) == 1
     presence.forget()
     bucket.objects.add(new)
     assert presence.ask([[new]], soon()) == {new}, "the listing was of before a reset"
@@ -163,7 +148,7 @@ def test_prompts_are_located_side_by_side() -> None:
     assert bucket.rounds <= 3
 
 
-def test_a_hole_is_answered_as_there_until_its_load_has_found_it() -> None:
+def test_a_hole_counts_as_present_until_its_load_finds_it() -> None:
     bucket = FakeBucket()
     names = names_of("prompt", 1000)
     bucket.objects = {*names[:5], *names[6:700]}
@@ -174,21 +159,21 @@ def test_a_hole_is_answered_as_there_until_its_load_has_found_it() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 16, 40, 300])
-def test_blocks_that_are_asked_for_in_another_order_are_found_all_the_same(count: int) -> None:
+def test_blocks_in_another_order_are_found_too(count: int) -> None:
     bucket = FakeBucket()
     names = names_of("window", count)[::-1]  # as for sliding windows: the last first
     bucket.objects = set(names[1:])
     assert presence_of(bucket)[0].ask([names], soon()) == bucket.objects
 
 
-def test_a_first_block_that_is_gone_is_found_although_later_ones_are_remembered() -> None:
+def test_a_missing_first_block_is_found_although_later_ones_are_remembered() -> None:
     names = names_of("prompt", 100)
     presence, _ = presence_of(FakeBucket())
     presence.note(names[60], Verdict.DONE, time.monotonic())
     assert names[0] not in presence.ask([names], soon())
 
 
-def test_a_block_that_the_bucket_does_not_answer_for_does_not_make_it_ask_for_each_of_a_prompt() -> None:
+def test_an_unanswered_block_does_not_cost_a_request_for_each_of_its_prompt() -> None:
     bucket = FakeBucket()
     names = names_of("prompt", 1000)
     bucket.objects = set(names)
@@ -198,11 +183,11 @@ def test_a_block_that_the_bucket_does_not_answer_for_does_not_make_it_ask_for_ea
         found = presence.ask([names], soon())
         assert [name in found for name in names[:67]] == [True] * 66 + [False]
     assert bucket.asked.count(names[66]) == 1, "it is a miss for a while"
-    assert bucket.heads <= 48
+    assert len(bucket.asked) <= 48
     assert (counters["unanswered_blocks_total"], counters["unanswered_lookups_total"]) == (1, 0)
 
 
-def test_a_block_that_there_was_no_time_to_ask_for_is_asked_for_by_the_next_lookup() -> None:
+def test_the_next_lookup_asks_for_blocks_that_there_was_no_time_for() -> None:
     bucket = FakeBucket()
     names = names_of("prompt", 4)
     bucket.objects = set(names)
@@ -214,7 +199,7 @@ def test_a_block_that_there_was_no_time_to_ask_for_is_asked_for_by_the_next_look
     assert presence.ask([names], soon()) == set(names)
 
 
-def test_a_store_while_a_lookup_travels_overrules_its_answer() -> None:
+def test_a_store_during_a_lookup_overrules_its_answer() -> None:
     bucket = FakeBucket()
     (name,) = names_of("block", 1)
     presence, _ = presence_of(bucket)
@@ -223,7 +208,7 @@ def test_a_store_while_a_lookup_travels_overrules_its_answer() -> None:
     assert presence.known(name) is Verdict.DONE
 
 
-def test_answers_are_remembered_and_asked_for_again_when_they_are_too_old() -> None:
+def test_answers_are_kept_for_presence_ttl() -> None:
     names = names_of("block", 10)
     for answer_ttl_s, heads in ((60.0, 10), (0.0, 20)):
         bucket = FakeBucket()
@@ -231,10 +216,10 @@ def test_answers_are_remembered_and_asked_for_again_when_they_are_too_old() -> N
         presence, _ = presence_of(bucket, answer_ttl_s)
         for _ in range(2):
             assert presence.ask([names], soon()) == bucket.objects
-        assert bucket.heads == heads
+        assert len(bucket.asked) == heads
 
 
-def test_answers_that_cannot_be_had_are_misses_that_are_counted_and_not_kept() -> None:
+def test_missing_answers_are_counted_misses_that_are_not_kept() -> None:
     bucket = FakeBucket()
     presence, counters = presence_of(bucket)
     names = names_of("block", 3)

@@ -1,4 +1,4 @@
-"""Our signatures are botocore's, byte for byte."""
+"""The tier's signatures equal botocore's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def botocore_signature(
         ("http://127.0.0.1:9000/bucket", "it's (prod)!_~x.y/00ff/epoch"),
     ],
 )
-def test_signatures_are_botocore_s(method: str, headers: dict[str, str], base: str, name: str, token: str) -> None:
+def test_signatures_equal_botocore_s(method: str, headers: dict[str, str], base: str, name: str, token: str) -> None:
     credentials = Credentials("AKIDEXAMPLE", "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY", token)
     endpoint = Endpoint.of_url(f"{base}/x")
     payload_hash = UNSIGNED_PAYLOAD if method == "PUT" else EMPTY_PAYLOAD
@@ -84,6 +84,6 @@ def test_another_secret_signs_with_another_key() -> None:
         ("http://[::1]:9000/b/x", "[::1]:9000", "/b/a/b"),
     ],
 )
-def test_an_endpoint_knows_its_host_header_and_paths(url: str, authority: str, path: str) -> None:
+def test_an_endpoint_has_a_host_header_and_paths(url: str, authority: str, path: str) -> None:
     endpoint = Endpoint.of_url(url)
     assert (endpoint.authority, endpoint.path_of("a/b")) == (authority, path)

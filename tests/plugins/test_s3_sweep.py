@@ -1,4 +1,4 @@
-"""A sweep restores age and capacity, oldest first, whoever sweeps at the same time; and blocks in use are renewed."""
+"""A sweep restores `ttl` and `capacity`, oldest first, also beside other sweeps; and blocks in use are renewed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tiered_kv.counters import Counters
 from tiered_kv.errors import TierError, TierUnavailableError
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv_s3 import sweeper as sweeper_module
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control, Listed
 from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
@@ -29,7 +28,7 @@ RECORD_BYTES = 10
 
 
 class SharedBucket:
-    """What a sweep asks of a bucket: block 0 is the oldest. What others do meanwhile happens at every request."""
+    """The control plane of a bucket in which block 0 is the oldest; `meanwhile` is called at every request."""
 
     def __init__(self, count: int) -> None:
         self.written_s = {NAMES[age]: 100.0 + age for age in range(count)}
@@ -45,8 +44,8 @@ class SharedBucket:
     def listed(self, prefix: str) -> Iterator[list[Listed]]:
         names = sorted(self.written_s)
         for start in range(0, len(names), 3):
-            there = [name for name in names[start : start + 3] if name in self.written_s]
-            yield [Listed(self.now_s - self.written_s[name], name, RECORD_BYTES) for name in there]
+            existing = [name for name in names[start : start + 3] if name in self.written_s]
+            yield [Listed(self.now_s - self.written_s[name], name, RECORD_BYTES) for name in existing]
             self.meanwhile()
 
     def delete(self, objects: Sequence[Mapping[str, str]]) -> set[str]:
@@ -78,13 +77,15 @@ def sweeper_of(
 
 @contextmanager
 def running(sweeper: Sweeper) -> Iterator[None]:
-    """Have a sweeper's threads end in the end."""
+    """End a sweeper's threads after a `with` statement."""
     yield
     sweeper.stop()
     sweeper.join(60.0)
 
 
-def test_one_sweep_restores_the_capacity_oldest_first() -> None:
+@pytest.mark.parametrize("candidates_max", [20, 5], ids=["at once", "in several listings"])
+def test_one_sweep_restores_the_capacity_oldest_first(monkeypatch: pytest.MonkeyPatch, candidates_max: int) -> None:
+    monkeypatch.setattr("tiered_kv_s3.sweeper.CANDIDATES_MAX", candidates_max)
     bucket = SharedBucket(20)
     sweeper, presence, counters = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)
     sweeper.sweep()
@@ -93,18 +94,12 @@ def test_one_sweep_restores_the_capacity_oldest_first() -> None:
     assert sweeper.used_bytes == 8 * RECORD_BYTES
     assert presence.known(NAMES[0]) is Verdict.ABSENT
     assert presence.known(NAMES[12]) is None
+    with running(sweeper):
+        sweeper.note_stored(RECORD_BYTES)
+        assert sweeper.used_bytes == 9 * RECORD_BYTES, "between two sweeps the blocks can exceed the capacity"
 
 
-def test_one_sweep_restores_the_capacity_where_more_has_to_go_than_it_can_note(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sweeper_module, "CANDIDATES_MAX", 5)
-    bucket = SharedBucket(20)
-    sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)[0].sweep()
-    assert sorted(bucket.written_s) == sorted(NAMES[12:])
-
-
-def test_blocks_past_their_time_go_whatever_room_there_is_and_foreign_objects_stay() -> None:
+def test_a_sweep_deletes_blocks_past_their_ttl_and_no_foreign_objects() -> None:
     bucket = SharedBucket(20)
     foreign = f"{NAMING.blocks}notes.txt"
     bucket.written_s[foreign] = 0.0
@@ -125,15 +120,7 @@ def test_processes_that_sweep_at_the_same_time_delete_no_more_than_one_would() -
     assert sorted(bucket.written_s) == sorted(NAMES[12:])
 
 
-def test_what_is_stored_between_two_sweeps_can_exceed_the_capacity_and_is_counted() -> None:
-    sweeper, _, _ = sweeper_of(SharedBucket(8), capacity_bytes=8 * RECORD_BYTES)
-    with running(sweeper):
-        sweeper.sweep()
-        sweeper.note_stored(RECORD_BYTES)
-        assert sweeper.used_bytes == 9 * RECORD_BYTES
-
-
-def test_the_thread_sweeps_again_and_again_and_lives_through_failures() -> None:
+def test_the_thread_continues_after_failed_sweeps() -> None:
     bucket = SharedBucket(20)
     bucket.refusals = {"AccessDenied"}
     sweeper, _, counters = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES, interval_s=0.01)
@@ -154,18 +141,8 @@ def test_a_block_that_is_used_late_is_renewed_and_survives_the_sweep() -> None:
         wait_until(lambda: bucket.renewed == [NAMES[0]], what="its renewal")
         bucket.written_s.pop(NAMES[1])
         sweeper.renew(NAMES[1])
-        wait_until(lambda: counters["failed_renewals_total"] == 1, what="the failure of what is gone")
+        wait_until(lambda: counters["failed_renewals_total"] == 1, what="the failure for a deleted block")
         sweeper.renew(NAMES[2])
         wait_until(lambda: len(bucket.renewed) == 2, what="another renewal after it")
     sweeper_of(bucket, ttl_s=90.0)[0].sweep()
     assert sorted(bucket.written_s) == sorted([NAMES[0], NAMES[2], *NAMES[10:]])
-
-
-def test_renewals_without_end_put_no_sweep_off() -> None:
-    bucket = SharedBucket(20)
-    sweeper, _, _ = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES, interval_s=0.01)
-    bucket.renew = sweeper.renew  # type: ignore[method-assign]  # every block is used again at once
-    with running(sweeper):
-        sweeper.renew(NAMES[19])
-        sweeper.note_stored(RECORD_BYTES)
-        wait_until(lambda: bucket.used_bytes == 8 * RECORD_BYTES, what="a sweep")

@@ -77,6 +77,7 @@ FAULTS: dict[str, Callable[[bytes], Reply]] = {  # by name, from the object's by
     "denied": lambda _: error(403, "AccessDenied"),
     "no_bucket": lambda _: error(404, "NoSuchBucket"),
     "expired": lambda _: error(400, "ExpiredToken"),
+    "moved": lambda _: answer(301, x_amz_bucket_region="eu-west-1"),
     "truncate": lambda data: Then(_cut_off(data), "close"),
     "stall": lambda data: Then(_cut_off(data) if data else b"", "stall"),
     "flip": lambda data: answer(200, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]),
@@ -111,10 +112,6 @@ class FakeS3(LoopbackServer):
         secrets = {"access_key_id": "id", "secret_access_key": "secret"}
         bucket = {"type": "s3", "bucket": "bucket", "endpoint_url": self.url, "connections": 4}
         return {**bucket, **secrets, "presence_ttl": 0}
-
-    @property
-    def blocks(self) -> list[str]:
-        return [target for target in self.objects if "/blocks/" in target]
 
     def count(self, method: str) -> int:
         """Return the number of requests for blocks."""
@@ -162,7 +159,7 @@ class FakeS3(LoopbackServer):
         return bad or (waiting.popleft() if waiting else self.always.get(request.method, ""))
 
     def _served(self, request: Request) -> bytes:
-        if "list-type" in request.target:  # this server does not list
+        if "list-type" in request.target:
             return error(501, "NotImplemented")
         if request.method == "PUT":
             self.objects[request.target] = request.body

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
-from tiered_kv.testing.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 MONITORING = Path(__file__).parents[2] / "examples" / "monitoring"
 LISTEN = "127.0.0.1:9464"
@@ -62,8 +62,8 @@ class Prometheus(ServerProcess):
 
     def history(self, expression: str, begin: float, end: float) -> dict[Labels, list[tuple[float, float]]]:
         """Return times, in seconds since 1970, and values of each series, one each second."""
-        asked = self._ask("query_range", query=expression, start=begin, end=end, step=1)
-        return {_labels(each): [(float(at), float(value)) for at, value in each["values"]] for each in asked}
+        series = self._ask("query_range", query=expression, start=begin, end=end, step=1)
+        return {_labels(each): [(float(at), float(value)) for at, value in each["values"]] for each in series}
 
     def firing(self) -> set[str]:
         """Return the names of firing alerts."""

@@ -1,10 +1,10 @@
-"""The s3 tier on an S3 server: its entry in a stack's file, and damage to its objects."""
+"""The YAML entry of an s3 tier on a test's server, and damage to its objects."""
 
 from __future__ import annotations
 
 from contextlib import closing
 
-from tiered_kv.testing.s3_servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
+from tests.support.s3_servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
 
 
 def s3_entry(server: S3Server, bucket: str, **changes: object) -> dict[str, object]:

@@ -135,6 +135,14 @@ def running(version: str, path: Path, *arguments: str) -> Program:
     return Program([interpreter(version), str(path), *arguments], log, environment_of_programs(log.parent))
 
 
+def passed_checks(version: str, path: Path, directory: Path, *arguments: str) -> list[str]:
+    """Run a program of checks in `directory`, and return their names; none may fail."""
+    with running(version, path, str(directory), *arguments) as program:
+        errors = {result["check"]: result["error"] for result in program.messages()}
+    assert {name: error for name, error in errors.items() if error} == {}
+    return list(errors)
+
+
 def our_spec(primary_bytes: int, tiers: Sequence[Mapping[str, object]]) -> Message:
     """Return vLLM's configuration of our connector with these secondary tiers."""
     stack = {"primary": {"capacity": primary_bytes}, "secondary": list(tiers)}

@@ -122,7 +122,7 @@ def finish_early(
 
 def release_at_once(promotions: Promotions, job: SubmittedJob) -> None:
     for block in job.blocks:
-        promotions._drop(block.key, block)
+        promotions._drop(block, "")
         promotions._primary.forget(block)
         promotions._primary.backend.free(block)
 

@@ -1,4 +1,4 @@
-"""The conformance suite fails for tiers that break the contract, for the reason that it names, and only for those."""
+"""The conformance suite fails for tiers that break the contract, with the message that names the reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OverwritingTier(SmallTier):
 
 
 class GrouplessTier(WrapperTier):
-    """Takes the hash for the whole key."""
+    """Ignores the group of a key."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         assert isinstance(self.inner, FourMethodTier)
@@ -38,14 +38,14 @@ class GrouplessTier(WrapperTier):
 
 
 class ForgetfulResetTier(SmallTier):
-    """Says that it has forgotten everything, and has not."""
+    """Reports a reset that it does not perform."""
 
     def reset_cache(self) -> bool:
         return True
 
 
 class PhantomTier(SmallTier):
-    """Has a block, in its own eyes, before it is written."""
+    """Answers True for a block before it is written."""
 
     def __init__(self, view: memoryview) -> None:
         super().__init__(view)
@@ -82,11 +82,11 @@ FAULTS: dict[str, tuple[MakeTier, str, str]] = {
     "stores nothing": (liar(Lie.STORES_NOTHING), BYTES, "assert"),
     "loads nothing": (liar(Lie.LOADS_NOTHING), BYTES, "wrong bytes"),
     "flips bytes": (liar(Lie.FLIPS_BYTES), BYTES, "wrong bytes"),
-    "writes elsewhere": (liar(Lie.WRITES_ELSEWHERE), BYTES, "nobody's job"),
+    "writes elsewhere": (liar(Lie.WRITES_ELSEWHERE), BYTES, "outside a job"),
     "changes sources": (liar(Lie.CHANGES_SOURCES), BYTES, "changed by their own store"),
     "reports twice": (liar(Lie.REPORTS_TWICE), BYTES, "reported twice"),
     "reports nothing": (liar(Lie.REPORTS_NOTHING), BYTES, "were not reported"),
-    "reports unknown jobs": (liar(Lie.REPORTS_UNKNOWN_JOBS), BYTES, "nobody submitted"),
+    "reports unknown jobs": (liar(Lie.REPORTS_UNKNOWN_JOBS), BYTES, "never submitted"),
     "names unasked keys": (liar(Lie.NAMES_UNASKED_KEYS), BYTES, "not in its job"),
     "fails": (wrapped(lambda tier: FailingTier(tier, failing=True)), BYTES, "assert"),
     "never begins": (wrapped(lambda tier: HeldJobsTier(tier, Gate(is_open=False))), BYTES, "were not reported"),

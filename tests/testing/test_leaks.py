@@ -1,4 +1,4 @@
-"""What a test leaves behind is found, and what it does not is not."""
+"""A footprint finds the resources that a test leaves behind, and no others."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def shared_memory() -> tuple[str, Callable[[], None]]:
 
 
 @pytest.mark.parametrize("leave", [descriptor, temporary_file, shared_memory])
-def test_what_is_left_is_named(temporary_directory: Path, leave: Callable[[], tuple[str, Callable[[], None]]]) -> None:
+def test_a_resource_that_is_left_is_named(
+    temporary_directory: Path, leave: Callable[[], tuple[str, Callable[[], None]]]
+) -> None:
     before = Footprint.take(temporary_directory)
     name, remove = leave()
     left = left_behind(before, temporary_directory, grace_s=0)

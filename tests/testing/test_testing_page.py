@@ -1,4 +1,4 @@
-"""The code in docs/how-to/testing.md works as it stands there."""
+"""The code in docs/how-to/testing.md works."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.pages import write_shown
 def test_the_tests_on_the_page_pass(tmp_path: Path) -> None:
     names = write_shown("how-to/testing.md", tmp_path)
     assert names == ["test_my_tier.py", "test_my_network_tier.py", "test_my_stack.py"]
-    # Neither a configuration above the directory counts, nor is anything left behind.
+    # Without configurations of parent directories, and without a cache.
     options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "--basetemp", "temporary"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *options],

@@ -1,6 +1,6 @@
-"""The suite for bad networks fails for tiers that break its promises, and for the reason that it names.
+"""The suite for bad networks fails for tiers that break its promises, with the message that names the reason.
 
-That it passes for the good tier that these are made from is tested with the page that shows it, docs/how-to/testing.md.
+The test of docs/how-to/testing.md shows that it passes for `KeyValueTier`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tiered_kv.testing.proxy import Direction, FaultProxy
 from tiered_kv.testing.rig import TierRig
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.testing.wire_faults import (
-    Blow,
     ByteFault,
+    ConnectionEnd,
     LastingFault,
     TierUnderWireFaults,
     WireBench,
@@ -39,9 +39,6 @@ def server() -> Iterator[KeyValueServer]:
     server.stop()
 
 
-# Tiers of which each breaks one promise.
-
-
 class TrustingTier(KeyValueTier):
     """Skips the checksum."""
 
@@ -53,14 +50,14 @@ class TrustingTier(KeyValueTier):
 
 
 class KeepingTier(KeyValueTier):
-    """Leaves damaged blocks where they are, and goes on to say that it has them."""
+    """Does not delete damaged blocks."""
 
     def drop(self, connection: Connection, key: OffloadKey, deadline: float) -> None:
         return
 
 
 class RememberingTier(KeepingTier):
-    """Answers from an index of what it has stored, whatever its loads find."""
+    """Answers lookups from an index of stored blocks, even after their loads have failed."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return True if key in self._stored else super().lookup(key, req_context)
@@ -74,7 +71,7 @@ class RememberingTier(KeepingTier):
 
 
 class ReusingTier(KeyValueTier):
-    """Goes on using a connection on which something went wrong."""
+    """Reuses connections after errors."""
 
     @contextlib.contextmanager
     def connection(self, deadline: float) -> Iterator[Connection]:
@@ -86,14 +83,14 @@ class ReusingTier(KeyValueTier):
 
 
 class PatientTier(KeyValueTier):
-    """Waits for its server longer than the job may take."""
+    """Waits for its server beyond the job's deadline."""
 
     def deadline(self) -> float:
         return time.monotonic() + 600.0
 
 
 class RaisingTier(KeyValueTier):
-    """Lets a network's error out of its methods."""
+    """Raises errors of the network from its methods."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         with self.connection(time.monotonic() + LOOKUP_S) as connection:
@@ -101,14 +98,14 @@ class RaisingTier(KeyValueTier):
 
 
 class UnforgettingTier(KeyValueTier):
-    """Says that it has forgotten everything, and has not."""
+    """Reports a reset that it does not perform."""
 
     def reset_cache(self) -> bool:
         return True
 
 
 class LeavingTier(KeyValueTier):
-    """Leaves its connections open."""
+    """Does not close its connections."""
 
     left: ClassVar[list[Connection]] = []
 
@@ -117,7 +114,7 @@ class LeavingTier(KeyValueTier):
 
 
 class SulkingTier(KeyValueTier):
-    """Never tries again after a failure."""
+    """Fails all stores after the first failure."""
 
     has_failed = False
 
@@ -133,17 +130,12 @@ class SulkingTier(KeyValueTier):
 
 WAIT_S = 30.0
 RECOVERY_S, RECOVERY_BRIEF_S = 30.0, 3.0
-"""How long a tier may take for what it does, and for what it never does, which is its fault."""
+"""How long a check waits for a faultless step, and for the step that the tier never performs."""
 FOUND_BY_WAITING = ("stay answered True", "does not work again", "were not reported", "open after shutdown")
 
 
 class FaultBench(WireBench):
-    """Waits briefly for what its tier is known never to do, and long for all the rest, preparations included.
-
-    Args:
-        rig, proxy: As in `WireBench`.
-        says: What the check is to say of the tier.
-    """
+    """Waits briefly for the step that fails with the message `says`, and long for all others."""
 
     def __init__(self, rig: TierRig, proxy: FaultProxy, says: str) -> None:
         self._says = says
@@ -194,7 +186,7 @@ FAULTS: list[tuple[str, MakeTier, Check, str]] = [
     (
         "reuses a connection that was cut",
         ReusingTier,
-        lambda suite, bench: suite.test_connections_may_end_between_transfers(bench, Blow.RESET),
+        lambda suite, bench: suite.test_connections_may_end_between_transfers(bench, ConnectionEnd.RESET),
         "does not work again",
     ),
     ("waits beyond the deadline", PatientTier, stall, "were not reported"),

@@ -1,4 +1,4 @@
-"""The tiering manager on a bench: tiers whose jobs end when the test says so, and a clock that it moves."""
+"""The tiering manager over tiers whose jobs the test ends, with a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.tiering.events import EventSink
 from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.tiering.observer import EventSink
 from tiered_kv.tiering.requests import ManagerLimits
 
 BLOCK_BYTES = 64
@@ -77,7 +77,7 @@ class ManualTier(SecondaryTierManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         taken, self.events = self.events, []
-        return taken  # type: ignore[return-value]  # also what no event is
+        return taken  # type: ignore[return-value]  # also invalid events
 
     def has(self, *numbers: int, answer: bool | None = True) -> None:
         """Have the tier answer for these blocks, and for no others."""
@@ -108,12 +108,12 @@ class Bench:
 
     Args:
         tiers: The settings of each tier.
-        num_blocks: Of the primary tier.
-        limits: The manager's.
-        policy: What the tiers say of each request.
-        tells_stored: Whether the tiers' own events tell what they stored.
-        compute_block_s: What computing a block takes.
-        event_sink: Gets the events.
+        num_blocks: Blocks of the primary tier.
+        limits: As the manager's.
+        policy: The tiers' policy for each request.
+        tells_stored: As the tiers' property.
+        compute_block_s: As the manager's.
+        event_sink: As the manager's.
     """
 
     def __init__(
@@ -129,6 +129,7 @@ class Bench:
         self.num_blocks = num_blocks
         self.limits = limits or ManagerLimits(promotion_blocks_max=6)
         self.clock = ManualClock()
+        self.clock.advance(-self.clock() % 1.0)  # from a whole second on, sums of half seconds are exact
         self.region = PrimaryRegion(num_blocks, BLOCK_BYTES)
         self.primary = CPUOffloadingManager(CPUBackend(self.region), enable_events=True)
         settings = [TierSettings.model_validate({"type": f"tier{at}", **each}) for at, each in enumerate(tiers)]
@@ -187,7 +188,7 @@ class Bench:
         self.manager.on_schedule_end()
 
     def promote(self, *numbers: int, tier: int = 0) -> ReqContext:
-        """Return a request that waits for blocks which a tier has been told to load."""
+        """Return a request that waits for blocks which a tier is loading."""
         self.tiers[tier].has(*numbers)
         context = self.request("a")
         self.lookup(keys(*numbers), context)

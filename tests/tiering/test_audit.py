@@ -14,10 +14,11 @@ import pytest
 
 import tiered_kv
 from tests.support.stacks import stack_of
-from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.counters import count_of
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.stack import Stack
+from tiered_kv.testing.rig import make_keys as keys
 from tiered_kv.tiering.audit import is_chosen
 from tiered_kv.tiering.spare_rows import BLOCKS_MAX
 
@@ -27,10 +28,6 @@ NUM_BLOCKS = 256
 Rows = np.ndarray[Any, np.dtype[np.uint8]]
 Config = dict[str, object]
 OpenStack = Callable[[Config], Stack]
-
-
-def keys(count: int, label: str = "prompt", group: int = 0) -> list[OffloadKey]:
-    return [make_offload_key(f"{label}/{number}".encode(), group) for number in range(count)]
 
 
 class Engine:
@@ -134,7 +131,7 @@ def test_an_engine_that_computes_the_same_is_quiet(engine: Engine, caplog: pytes
     assert not caplog.records
 
 
-def test_what_is_prefetched_is_not_what_a_request_asks_for(engine: Engine) -> None:
+def test_a_prefetch_is_not_audited(engine: Engine) -> None:
     manager, context = engine.stack.manager, ReqContext("aborted while it waits")
     manager.on_new_request(context)
     manager.prefetch(keys(4), context)
@@ -198,7 +195,7 @@ def test_small_differences_are_close_within_the_tolerance_and_where_the_type_is_
         assert found["audit_largest_difference_ratio"] == pytest.approx(0.02, rel=0.1)
 
 
-def test_what_no_tier_had_is_not_compared(engine: Engine) -> None:
+def test_blocks_that_no_tier_had_are_not_compared(engine: Engine) -> None:
     engine.serve(keys(4))
     engine.serve(keys(8))
     assert count_of(counted(engine.stack, "cpu"), "audited_blocks_total") == 4
@@ -206,9 +203,9 @@ def test_what_no_tier_had_is_not_compared(engine: Engine) -> None:
     assert counted(engine.stack, "cpu")["audited_requests_total"] == 1
 
 
-def test_only_what_comes_after_the_first_lookup_is_compared(engine: Engine) -> None:
+def test_only_blocks_from_the_first_lookup_on_are_compared(engine: Engine) -> None:
     """An engine asks for nothing that it has itself; what it has may have come from the tier."""
-    names, others = keys(8), keys(8, group=1)
+    names, others = keys(8), keys(8, group_idx=1)
     engine.serve(names + others)
     engine.weights = 1
     context, _ = engine.begin(names[5:])
@@ -316,7 +313,7 @@ def test_a_reset_while_the_engine_writes_leaves_no_row_behind(engine: Engine) ->
 
 
 def evict_all(stack: Stack) -> None:
-    """Fill the primary tier with blocks that nobody asks for."""
+    """Fill the primary tier with other blocks."""
     context = ReqContext()
     for number in range(4):
         others = keys(NUM_BLOCKS // 4, f"others-{number}")
@@ -347,7 +344,7 @@ def test_a_tier_that_differs_is_stopped_until_it_is_opened_again(open_stack: Ope
     assert Engine(open_stack(settings)).serve(keys(4), plain) == 4
 
 
-def test_no_block_is_found_any_more_where_the_engine_differs_from_what_it_stored_itself(
+def test_every_lookup_is_a_miss_once_the_engine_differs_from_its_own_blocks(
     open_stack: OpenStack,
 ) -> None:
     plain, audited = ids_by_choice(0.5)

@@ -1,16 +1,14 @@
-"""The two small judges: may this tier be used, and is this block worth storing."""
+"""The breaker, and admission by number of offers."""
 
 from __future__ import annotations
 
-from tiered_kv.base import ReqContext, make_offload_key
-from tiered_kv.config.settings import TierSettings
-from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.rig import make_keys
+import pytest
+
+from tests.tiering.conftest import LARGE_BUDGETS, MakeBench
+from tiered_kv.base import make_offload_key
+from tiered_kv.tiering import admission as admission_module
 from tiered_kv.tiering.admission import Admission
-from tiered_kv.tiering.base import JobMetadata, JobResult, TierSpec
-from tiered_kv.tiering.breaker import Breaker, BreakerState
-from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.breaker import Breaker
 from tiered_kv.toolkit.status import RecordStatus
 
 
@@ -47,7 +45,7 @@ def test_an_open_breaker_half_opens_after_its_cooldown_and_reopens_on_the_first_
     assert breaker.times_opened == 2
 
 
-def test_failures_of_what_was_begun_before_it_opened_do_not_put_off_the_probe() -> None:
+def test_late_failures_do_not_delay_the_probe() -> None:
     breaker = Breaker(failures_max=1, cooldown_s=5)
     breaker.fail(100)
     for straggler_s in (101, 103, 104.9):
@@ -75,8 +73,9 @@ def test_admission_counts_offers_and_starts_over_once_admitted() -> None:
     assert Admission(1).is_open()
 
 
-def test_admission_remembers_two_generations_and_no_more() -> None:
-    admission = Admission(admit_after=2, tracked_keys_max=10)
+def test_admission_remembers_two_generations_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_module, "TRACKED_KEYS_MAX", 10)
+    admission = Admission(admit_after=2)
     keys = [make_offload_key(b"%d" % i, 0) for i in range(40)]
     for key in keys[:15]:
         assert not admission.admit(key)
@@ -86,35 +85,19 @@ def test_admission_remembers_two_generations_and_no_more() -> None:
     assert not admission.admit(keys[1]), "forgotten"
 
 
-def test_no_record_that_is_read_opens_the_breaker() -> None:
-    """After a key was dropped a tier works as before: it misses, and takes stores. So it does beside damaged blocks."""
-    for status in RecordStatus:
-        if status is not RecordStatus.OK:
-            assert state_after_failures(status.value) is BreakerState.CLOSED, status
-    for reason in ("absent", "missing", "no_space", "reset", "unanswered"):
-        assert state_after_failures(reason) is BreakerState.CLOSED, reason
-    for reason in ("unavailable", "timeout", "exception", "failed"):
-        assert state_after_failures(reason) is BreakerState.OPEN, reason
+HARMLESS = {status.value for status in RecordStatus if status is not RecordStatus.OK} | {
+    *("absent", "missing", "no_space", "reset", "unanswered")
+}
 
 
-class LosingTier(FourMethodTier):
-    """Every load fails for one reason."""
-
-    is_nonblocking = True
-    reason = ""
-
-    def submit_load(self, job_metadata: JobMetadata) -> None:
-        self._finished.append(JobResult(job_metadata.job_id, False, reason=self.reason))
-
-
-def state_after_failures(reason: str) -> BreakerState:
-    """Return what becomes of a tier's breaker when all blocks of a hundred loads fail for a reason."""
-    tier = LosingTier(TierSpec("t", 16, bytes(16)), memoryview(bytearray(64)).cast("B", (4, 16)), "losing")
-    tier.reason = reason
-    guarded = GuardedTier(tier, TierSettings(type="tier"), 16, 16, lambda: 0.0)
-    for _ in range(100):
-        if guarded.refusal():
-            break
-        assert guarded.submit(make_keys(1), [CPUBlock(0)], ReqContext("r"), is_promotion=True)
-        assert len(guarded.collect()) == 1
-    return guarded.breaker.state
+@pytest.mark.parametrize(
+    ("reasons", "times_opened"), [(HARMLESS, 0), ({"unavailable", "timeout", "exception", "failed"}, 1)]
+)
+def test_lost_and_damaged_blocks_do_not_open_the_breaker(
+    make_bench: MakeBench, reasons: set[str], times_opened: int
+) -> None:
+    for reason in reasons:
+        bench = make_bench({**LARGE_BUDGETS, "breaker_failures": 1})
+        bench.promote(1)
+        bench.end(success=False, reason=reason)
+        assert bench.counter("breaker_opened_total") == times_opened, reason

@@ -1,4 +1,4 @@
-"""The tiers of this machine keep the contract of a secondary tier, whatever their blocks are stored as."""
+"""The memory, fs and nvme tiers keep the contract of a secondary tier, with each kind of stored blocks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import pytest
 
+from tests.support.disk_use import fs_blocks
 from tests.support.patient_nvme import PATIENCE_S, opening_nvme, patient_nvme
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.rig import OpenTier
 from tiered_kv.tiering.base import SecondaryTierManager
-from tiered_kv_fs.layout import BLOCK
 from tiered_kv_fs.settings import FsSettings
 from tiered_kv_fs.tier import FsTier
 from tiered_kv_memory.settings import MemorySettings
@@ -75,9 +75,8 @@ class TestFsTier(TierConformance):
 
     def corrupt(self, tier: SecondaryTierManager) -> bool:
         """Flip a bit of the last byte of every block."""
-        for path in self.directory.rglob("*"):
-            if BLOCK.fullmatch(path.name) and path.is_file():
-                damage(path, lambda data: data.append(data.pop() ^ 0x01))
+        for path in fs_blocks(self.directory):
+            damage(path, lambda data: data.append(data.pop() ^ 0x01))
         return True
 
 

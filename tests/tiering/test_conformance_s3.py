@@ -1,4 +1,4 @@
-"""The s3 tier keeps the contract of a secondary tier: on moto's server, plainly and on a slow wire."""
+"""The s3 tier keeps the contract of a secondary tier, on moto's server and on a slow wire."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from typing import ClassVar
 import pytest
 
 from tests.support.s3_entries import damage_objects, s3_entry
+from tests.support.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.proxy import FaultProxy, Faults
 from tiered_kv.testing.rig import OpenTier
-from tiered_kv.testing.s3_servers import (
-    S3Server,
-    moto_bucket,
-    moto_server,
-)
 from tiered_kv.tiering.base import SecondaryTierManager
 
 pytest.importorskip("boto3", reason="boto3 is not installed")
@@ -26,10 +22,10 @@ from tiered_kv_s3.tier import S3Tier
 __all__ = ["moto_bucket", "moto_server"]
 
 SLOW_WIRE = Faults(latency_s=0.002, bytes_per_s=20e6)
-"""Of a datacenter next door; 20 MB/s for each connection."""
+"""Another datacenter: 20 MB/s for each connection."""
 
 PATIENT = {"request_timeout": "60s", "lookup_timeout": "60s"}
-"""A server that a busy machine holds up is no fault, and what it holds no miss."""
+"""Timeouts that a busy machine does not reach."""
 
 
 def opener(entry: dict[str, object]) -> OpenTier:

@@ -1,4 +1,4 @@
-"""The factory: classes by name, built with the arguments that they take, whatever they raise."""
+"""The factory: constructs classes by name with their arguments, and reports their errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def view() -> memoryview:
 
 
 class SizedTier(FourMethodTier):
-    """A tier with an argument of its own."""
+    """A tier with one more argument."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, *, size: int = 1) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
@@ -75,7 +75,7 @@ def test_a_plugin_s_class_gets_its_settings(view: memoryview) -> None:
         assert again.settings is tier.settings
 
 
-def test_what_a_stranger_raises_becomes_a_tier_error_without_secrets(view: memoryview) -> None:
+def test_exceptions_of_a_constructor_become_a_tier_error_without_secrets(view: memoryview) -> None:
     class Failing(VaultTier):
         def __init__(self, spec: Any, view: memoryview, tier_type: str, settings: VaultSettings) -> None:
             raise OSError(f"cannot log in with {settings.password.get_secret_value()} at vault://me:pw@host")
@@ -104,7 +104,7 @@ def test_this_project_s_own_errors_stay_as_they_are(view: memoryview, register: 
 
 
 @pytest.mark.parametrize("loaded", [dict, 1, None])
-def test_what_is_no_tier_class_is_refused(view: memoryview, loaded: Any, register: Register) -> None:
+def test_a_class_that_is_not_a_tier_is_refused(view: memoryview, loaded: Any, register: Register) -> None:
     register("odd", lambda: loaded)
     with pytest.raises(ConfigError, match="no subclass of SecondaryTierManager"):
         SecondaryTierFactory.create(SPEC, view, {"type": "odd"})

@@ -96,7 +96,7 @@ class Watcher:
 
 @pytest.mark.slow
 @pytest.mark.trust("frozen-servers")
-def test_frozen_servers_hold_up_nobody_and_are_used_again(tmp_path: Path) -> None:
+def test_frozen_servers_do_not_delay_the_scheduler_and_are_used_again(tmp_path: Path) -> None:
     pytest.importorskip("redis", reason="redis-py is not installed")
     pytest.importorskip("boto3", reason="boto3 is not installed")
     with Grounds(tmp_path) as grounds, open_stack(grounds.config(0)) as stack, no_full_collections():

@@ -1,4 +1,4 @@
-"""A tier whose methods block, on a thread of its own."""
+"""A tier whose methods block, on a separate thread."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ OpenTier = Callable[..., IsolatedTier]
 
 
 class HeldTier(FourMethodTier):
-    """Methods wait until the test lets them through, and raise once what the test says."""
+    """Methods wait until the test opens them, and raise the exceptions of the test once."""
+
+    failures = 0
 
     def __init__(self, view: memoryview) -> None:
         super().__init__(None, view, "blocking")
         self.open = threading.Event()
         self.open.set()
         self.calls: list[str] = []
+        self.threads: set[threading.Thread] = set()
         self.raises: dict[str, type[BaseException]] = {}
         self.can_reset = False
         self.before_lookup: Callable[[OffloadKey], object] = lambda key: None
@@ -64,6 +67,11 @@ class HeldTier(FourMethodTier):
     def on_schedule_end(self) -> None:
         self._raise("on_schedule_end")
 
+    @property
+    def lookup_failures(self) -> int:
+        self._raise("lookup_failures")
+        return self.failures
+
     def stats(self) -> dict[str, int]:
         self._raise("stats")
         return {"blocks": len(self.blocks)}
@@ -82,6 +90,7 @@ class HeldTier(FourMethodTier):
         self._raise(call)
 
     def _raise(self, call: str) -> None:
+        self.threads.add(threading.current_thread())
         if call in self.raises:
             raise self.raises.pop(call)
 
@@ -122,6 +131,13 @@ def job(job_id: int, wanted: list[OffloadKey], *, is_promotion: bool = False) ->
     return JobMetadata(job_id, wanted, np.arange(len(wanted), dtype=np.int64), is_promotion, ReqContext("a"))
 
 
+def hang_in_store(tier: IsolatedTier, inner: HeldTier) -> None:
+    """Submit job 1, and wait until its call hangs."""
+    inner.open.clear()
+    tier.submit_store(job(1, keys(1)))
+    wait_until(lambda: "submit_store" in inner.calls)
+
+
 def answer(tier: IsolatedTier, key: OffloadKey, context: ReqContext) -> bool | None:
     wait_until(lambda: tier.lookup(key, context) is not None)
     return tier.lookup(key, context)
@@ -139,9 +155,7 @@ def finished(tier: IsolatedTier, count: int) -> list[JobResult]:
 
 
 def test_no_call_waits_for_a_tier_that_hangs_and_memory_stays_bounded(tier: IsolatedTier, inner: HeldTier) -> None:
-    inner.open.clear()
-    tier.submit_store(job(1, keys(1)))
-    wait_until(lambda: "submit_store" in inner.calls)
+    hang_in_store(tier, inner)
     end_s = time.monotonic() + WAIT_S / 3  # less than one call that waits for the tier
     for number in range(HINTS_MAX):
         context = ReqContext(f"r{number}")
@@ -179,9 +193,7 @@ def test_an_answer_does_not_wait_for_a_later_lookup_that_hangs(
     inner.blocks[first] = bytes(64)
     has_ended: list[bool] = []
     inner.before_lookup = lambda key: key == second and has_ended.append(may_end.wait(WAIT_S / 3))  # type: ignore[func-returns-value]  # append returns None
-    inner.open.clear()
-    tier.submit_store(job(1, keys(3)))
-    wait_until(lambda: "submit_store" in inner.calls)
+    hang_in_store(tier, inner)
     assert tier.lookup_many([first, second], ReqContext("a")) == [None, None]
     inner.open.set()
     try:
@@ -216,7 +228,7 @@ def test_jobs_are_reported_while_one_lookup_follows_the_other(
     "method",
     ["submit_store", "get_finished", "take_events", "touch", "lookup", "on_schedule_end", "reset_cache", "stats"],
 )
-def test_whatever_a_method_raises_what_comes_after_it_is_done(
+def test_an_exception_of_any_method_does_not_stop_later_calls(
     tier: IsolatedTier, inner: HeldTier, method: str, error: type[BaseException]
 ) -> None:
     inner.can_reset = True
@@ -239,7 +251,7 @@ def test_whatever_a_method_raises_what_comes_after_it_is_done(
     assert finished(tier, 1) == [JobResult(2, method != "reset_cache", reason="disabled" * (method == "reset_cache"))]
 
 
-def test_what_is_reported_beside_nonsense_and_exceptions_counts(region: PrimaryRegion) -> None:
+def test_valid_results_count_beside_invalid_ones_and_exceptions(region: PrimaryRegion) -> None:
     class Breaking(HeldTier):
         def get_finished(self) -> Iterator[Any]:  # a tier that breaks the contract
             yield from [None, JobResult([1], True), 7]  # type: ignore[arg-type]
@@ -255,30 +267,16 @@ def test_what_is_reported_beside_nonsense_and_exceptions_counts(region: PrimaryR
     inner._region.release()
 
 
-def test_no_figure_of_the_tier_is_asked_for_on_the_scheduler_s_thread(region: PrimaryRegion) -> None:
-    asked_by: list[threading.Thread] = []
-
-    class Watched(HeldTier):
-        @property
-        def lookup_failures(self) -> int:
-            asked_by.append(threading.current_thread())
-            return 7
-
-        def stats(self) -> dict[str, int]:
-            asked_by.append(threading.current_thread())
-            return super().stats()
-
-    inner = Watched(region.kv_view)
-    tier = IsolatedTier(inner)
+def test_no_method_is_called_on_the_scheduler_s_thread(tier: IsolatedTier, inner: HeldTier) -> None:
+    inner.failures = 7
     answer(tier, keys(1)[0], ReqContext("a"))
     wait_until(lambda: tier.lookup_failures == 7)
     tier.submit_store(job(1, keys(1)))
     assert finished(tier, 1) == [JobResult(1, True)]
     wait_until(lambda: tier.stats() == {"blocks": 1})
     tier.shutdown()
-    inner._region.release()
-    assert len(set(asked_by)) == 1
-    assert threading.current_thread() not in asked_by
+    assert len(inner.threads) == 1
+    assert threading.current_thread() not in inner.threads
 
 
 def test_a_job_that_expired_while_it_waited_is_not_begun(tier: IsolatedTier, inner: HeldTier) -> None:
@@ -290,9 +288,7 @@ def test_a_job_that_expired_while_it_waited_is_not_begun(tier: IsolatedTier, inn
 
 
 def test_loads_go_before_stores(tier: IsolatedTier, inner: HeldTier) -> None:
-    inner.open.clear()
-    tier.submit_store(job(1, keys(1)))
-    wait_until(lambda: "submit_store" in inner.calls)
+    hang_in_store(tier, inner)
     tier.submit_store(job(2, keys(2)))
     tier.submit_load(job(3, keys(1), is_promotion=True))
     inner.open.set()
@@ -311,9 +307,7 @@ def test_a_tier_that_cannot_forget_is_silent_after_a_reset(tier: IsolatedTier, i
 
 def test_stores_that_wait_when_the_cache_is_reset_never_reach_the_tier(tier: IsolatedTier, inner: HeldTier) -> None:
     inner.can_reset = True
-    inner.open.clear()
-    tier.submit_store(job(1, keys(1)))
-    wait_until(lambda: "submit_store" in inner.calls)
+    hang_in_store(tier, inner)
     tier.submit_store(job(2, keys(2)))
     tier.reset_cache()
     inner.open.set()
@@ -326,9 +320,7 @@ def test_shutdown_does_not_wait_for_a_tier_that_hangs(
     tier: IsolatedTier, inner: HeldTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(isolation, "CLOSE_TIMEOUT_S", 0.05)
-    inner.open.clear()
-    tier.submit_store(job(1, keys(1)))
-    wait_until(lambda: "submit_store" in inner.calls)
+    hang_in_store(tier, inner)
     start = time.perf_counter()
     tier.shutdown()
     assert time.perf_counter() - start < 10

@@ -1,8 +1,9 @@
-"""A tier that is told names instead of keys is the same tier to its callers."""
+"""A tier that gets names instead of keys behaves in the same way for its callers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,24 +32,29 @@ SPEC = TierSpec("kept", BLOCK_BYTES, bytes(range(16)))
 FOUR = "tiered_kv.testing.four_methods:FourMethodTier"
 
 
-def view_of(num_blocks: int = 16) -> memoryview:
-    return memoryview(bytearray(num_blocks * BLOCK_BYTES)).cast("B", (num_blocks, BLOCK_BYTES))
+def new_view() -> memoryview:
+    return memoryview(bytearray(16 * BLOCK_BYTES)).cast("B", (16, BLOCK_BYTES))
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> str:
+    file = tmp_path / "name.key"
+    file.touch(mode=0o600)
+    file.write_text(NAME_KEY.hex())
+    return str(file)
 
 
 class TestKeyedNvmeTier(TierConformance):
     survives_reopen: ClassVar[bool] = True
 
     @pytest.fixture
-    def open_tier(self, tmp_path: Path) -> OpenTier:
-        file = tmp_path / "name.key"
-        file.touch(mode=0o600)
-        file.write_text(NAME_KEY.hex())
+    def open_tier(self, tmp_path: Path, key_file: str) -> OpenTier:
         path = str(tmp_path / "kv")
-        entry = {"type": "nvme", "path": path, "capacity": "64MiB", "segment": "1MiB", "name_key_file": str(file)}
+        entry = {"type": "nvme", "path": path, "capacity": "64MiB", "segment": "1MiB", "name_key_file": key_file}
         return lambda spec, view: SecondaryTierFactory.create(spec, view, entry)
 
 
-# -- names ---------------------------------------------------------------------------------------------
+# Names.
 
 
 def test_a_name_is_the_same_in_every_process_and_release() -> None:
@@ -80,7 +86,7 @@ def test_names_depend_on_the_name_key_the_namespace_and_where_one_ends_and_the_o
     assert len(set(names)) == len(names)
 
 
-def test_what_is_remembered_is_bounded_and_not_printed() -> None:
+def test_the_cache_is_bounded_and_not_printed() -> None:
     names, keys = NameMap(NAME_KEY, bytes(16)), make_keys(NAMES_MAX + 2)
     expected = NameMap(NAME_KEY, bytes(16)).of(keys)
     assert [names[key] for key in keys] == expected
@@ -90,18 +96,18 @@ def test_what_is_remembered_is_bounded_and_not_printed() -> None:
     assert len(names) <= NAMES_MAX
 
 
-# -- the wrapper ---------------------------------------------------------------------------------------
+# The wrapper.
 
 
 class Recorder(FourMethodTier):
-    """Notes what it is told, and reports and tells what a test wants."""
+    """Keeps the jobs and touches that it gets, and reports the results and events of a test."""
 
     is_nonblocking = True
 
     def __init__(self) -> None:
-        super().__init__(SPEC, view_of(), "recorder")
-        self.told: list[tuple[str, list[OffloadKey]]] = []
-        self.loads: list[JobMetadata] = []
+        super().__init__(SPEC, new_view(), "recorder")
+        self.jobs: list[JobMetadata] = []
+        self.touched: list[OffloadKey] = []
         self.results: list[JobResult] = []
         self.events: list[OffloadingEvent] = []
         self.refuses = False
@@ -109,13 +115,10 @@ class Recorder(FourMethodTier):
     def submit_store(self, job_metadata: JobMetadata) -> None:
         if self.refuses:
             raise OSError("no")
-        self.told.append(("store", list(job_metadata.keys)))
-
-    def submit_load(self, job_metadata: JobMetadata) -> None:
-        self.loads.append(job_metadata)
+        self.jobs.append(job_metadata)
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        self.told.append(("touch", list(keys)))
+        self.touched += keys
 
     def get_finished(self) -> Iterable[JobResult]:
         results, self.results = self.results, []
@@ -150,13 +153,16 @@ def job_of(job_id: int, keys: list[OffloadKey]) -> JobMetadata:
     return JobMetadata(job_id, keys, np.arange(len(keys), dtype=np.int64), False, ReqContext("r"), deadline=1.5)
 
 
-def test_a_tier_is_told_one_name_a_key_whatever_it_is_told_by(recorder: Recorder, keyed: KeyedNames) -> None:
+def test_every_call_passes_the_same_name_for_a_key(recorder: Recorder, keyed: KeyedNames) -> None:
     keys = make_keys(3)
-    keyed.submit_store(job_of(1, keys))
+    job = job_of(5, keys)
+    keyed.submit_store(job)
     keyed.touch(keys, ReqContext("r"))
-    (_, stored), (_, touched) = recorder.told
-    assert stored == touched == NameMap(NAME_KEY, SPEC.namespace_digest).of(keys)
-    recorder.blocks[stored[1]] = b""
+    names = NameMap(NAME_KEY, SPEC.namespace_digest).of(keys)
+    assert recorder.touched == names
+    assert recorder.jobs == [replace(job, keys=names)]
+    assert job.keys == keys, "the caller's job is not changed"
+    recorder.blocks[names[1]] = b""
     assert [keyed.lookup(key, ReqContext("r")) for key in keys] == [False, True, False]
     assert keyed.lookup_many(keys, ReqContext("r")) == [False, True, False]
 
@@ -165,7 +171,7 @@ def test_results_name_keys_and_nothing_is_kept_of_jobs_that_ended(recorder: Reco
     keys = make_keys(4)
     for number in range(3):
         keyed.submit_store(job_of(number, keys))
-    (_, names), *_ = recorder.told
+    names = list(recorder.jobs[0].keys)
     strange = OffloadKey(b"nobody asked")
     recorder.results = [
         JobResult(0, True),
@@ -182,7 +188,7 @@ def test_results_name_keys_and_nothing_is_kept_of_jobs_that_ended(recorder: Reco
     assert next(iter(keyed.get_finished())).successful_keys == [names[2]], "the job is not known any more"
 
 
-def test_nonsense_hides_no_result(recorder: Recorder, keyed: KeyedNames) -> None:
+def test_invalid_results_do_not_hide_valid_ones(recorder: Recorder, keyed: KeyedNames) -> None:
     keys = make_keys(2)
     for number in (1, 2):
         keyed.submit_store(job_of(number, keys))
@@ -201,25 +207,15 @@ def test_a_refused_job_is_not_kept(recorder: Recorder, keyed: KeyedNames) -> Non
     assert next(iter(keyed.get_finished())).successful_keys == names
 
 
-def test_the_job_is_otherwise_the_same_and_the_caller_s_is_not_changed(recorder: Recorder, keyed: KeyedNames) -> None:
-    keys = make_keys(2)
-    job = job_of(5, keys)
-    keyed.submit_load(job)
-    assert job.keys == keys
-    (told,) = recorder.loads
-    assert (told.job_id, told.block_ids.tolist(), told.is_promotion, told.deadline) == (5, [0, 1], False, 1.5)
-    assert told.req_context is job.req_context
-
-
 def test_events_that_name_blocks_by_names_are_dropped(recorder: Recorder, keyed: KeyedNames) -> None:
     recorder.events = [OffloadingEvent([OffloadKey(b"a name")], BLOCK_BYTES, "here", removed=True)]
     assert list(keyed.take_events()) == []
     assert not recorder.events, "they pile up"
 
 
-def test_what_has_no_keys_is_passed_on(recorder: Recorder, keyed: KeyedNames) -> None:
+def test_methods_without_keys_are_passed_on(recorder: Recorder, keyed: KeyedNames) -> None:
     assert keyed.is_nonblocking
-    assert not KeyedNames(FourMethodTier(SPEC, view_of(), "four"), NAME_KEY).is_nonblocking
+    assert not KeyedNames(FourMethodTier(SPEC, new_view(), "four"), NAME_KEY).is_nonblocking
     assert keyed.tier_type == "recorder"
     assert keyed.lookup_failures == 11
     assert keyed.describe() == {"medium": "paper", "names": "keyed"}
@@ -232,15 +228,12 @@ def test_every_method_of_the_interface_is_passed_on() -> None:
     assert public <= {"is_nonblocking", "takes_offsets", *vars(WrapperTier)}
 
 
-# -- settings ------------------------------------------------------------------------------------------
+# Settings.
 
 
-def test_any_tier_of_a_stack_is_keyed_by_a_variable_or_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "name.key"
-    file.touch(mode=0o600)
-    file.write_text(NAME_KEY.hex())
+def test_any_tier_of_a_stack_is_keyed_by_a_variable_or_a_file(key_file: str) -> None:
     keys = make_keys(3)
-    for given in ({"name_key": "${NAME_KEY}"}, {"name_key_file": str(file)}):
+    for given in ({"name_key": "${NAME_KEY}"}, {"name_key_file": key_file}):
         entry = {"type": FOUR, **given}
         config = load_config(stack_of(entry, block_bytes=BLOCK_BYTES), environ={"NAME_KEY": NAME_KEY.hex()})
         with open_stack(config) as stack:

@@ -64,7 +64,7 @@ def test_a_request_level_tier_gets_the_whole_request_at_its_end(make_bench: Make
     assert bench.jobs == [keys(0, 1, 2, 3)]
 
 
-def test_completing_a_store_names_each_key_once_and_what_failed_does_not_cascade(bench: Bench) -> None:
+def test_a_completed_store_cascades_each_key_once_and_a_failed_one_does_not(bench: Bench) -> None:
     context = bench.request("a")
     bench.manager.prepare_store(keys(1, 2), context)
     bench.manager.complete_store(keys(1, 1), context)
@@ -126,7 +126,7 @@ def test_a_promoted_block_is_kept_for_the_request_that_waits_for_it(bench: Bench
 
 
 @pytest.mark.parametrize("how", ["finished", "time"])
-def test_a_promoted_block_that_nobody_loads_is_let_go(bench: Bench, how: str) -> None:
+def test_a_promoted_block_that_is_not_loaded_is_released(bench: Bench, how: str) -> None:
     context = bench.promote(1)
     bench.end()
     if how == "finished":
@@ -188,19 +188,6 @@ def test_promoted_blocks_fill_the_tiers_above_that_want_them(make_bench: MakeBen
     bench.end()
     assert bench.jobs == [keys(1)]
     assert not bench.tiers[0].jobs[0].is_promotion
-
-
-def test_prefetch_follows_up_answers_that_come_late(bench: Bench) -> None:
-    bench.tier.present = {keys(1)[0]: True, keys(2)[0]: None}
-    context = bench.request("a")
-    bench.manager.prefetch(keys(1, 2, 3), context)
-    bench.step()
-    bench.tier.has(1, 2)
-    bench.step()
-    assert bench.jobs == [keys(1), keys(2)]
-    bench.tier.end()
-    bench.end()
-    assert bench.lookup(keys(1, 2, 3), context) == [True, True, False]
 
 
 @pytest.mark.parametrize("tier_raises", [False, True])

@@ -1,4 +1,4 @@
-"""What the tiering manager makes of tiers that fail, are late, raise or report nonsense."""
+"""Tiers that fail, are late, raise exceptions or report invalid results, below the tiering manager."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_tier_that_raises_costs_hits_and_nothing_else(
 
 
 @pytest.mark.parametrize("job_id", [12345, [1], "the job itself"])
-def test_a_result_that_nobody_waits_for_is_counted_and_hides_none(bench: Bench, job_id: Any) -> None:
+def test_an_unknown_result_is_counted_and_hides_no_other(bench: Bench, job_id: Any) -> None:
     bench.store(keys(1), bench.request("a"))
     bench.tier.results.append(JobResult(job_id, True))
     job = bench.tier.end()
@@ -160,7 +160,7 @@ def test_a_result_that_nobody_waits_for_is_counted_and_hides_none(bench: Bench, 
 
 
 @pytest.mark.parametrize("nonsense", [{"successful_keys": 5}, {"successful_keys": [[1]]}, {"success": np.zeros(2)}])
-def test_nonsense_about_a_job_is_its_failure_and_hides_none(bench: Bench, nonsense: Any) -> None:
+def test_an_invalid_result_fails_its_job_and_hides_no_other(bench: Bench, nonsense: Any) -> None:
     bench.tier.has(1, 2)
     for number, key in enumerate(keys(1, 2)):
         bench.lookup([key], bench.request(f"r{number}"))

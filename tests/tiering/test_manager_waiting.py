@@ -1,4 +1,4 @@
-"""How long the tiering manager lets a request wait: one bound on all that it waits for."""
+"""The bound on the time that a request waits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def patient(make_bench: MakeBench) -> Bench:
 
 
 def ask_on(bench: Bench, wanted: list[OffloadKey], context: ReqContext, seconds: float) -> list[object]:
-    """Ask twice a second, each time in a step of its own; return the answers without repetitions."""
+    """Look up twice a second, each time in a separate step; return the answers without repetitions."""
     told: list[object] = []
     for _ in range(int(2 * seconds)):
         answers = bench.lookup(wanted, context)
@@ -91,7 +91,7 @@ def test_a_request_that_has_waited_takes_no_room_any_more(patient: Bench) -> Non
     assert not patient.jobs
 
 
-def test_a_request_that_loads_what_it_waited_for_may_wait_anew(patient: Bench) -> None:
+def test_a_request_that_loads_its_promoted_blocks_may_wait_again(patient: Bench) -> None:
     context = patient.request("a")
     for number in range(4):
         patient.tier.has(number)
@@ -101,7 +101,7 @@ def test_a_request_that_loads_what_it_waited_for_may_wait_anew(patient: Bench) -
         patient.load(keys(number), context)
 
 
-def test_loading_what_was_ready_anyway_does_not_lengthen_the_wait(patient: Bench) -> None:
+def test_loading_blocks_that_were_ready_does_not_lengthen_the_wait(patient: Bench) -> None:
     patient.store(keys(1), patient.request("other"))
     is_on_its_way(patient)
     context = patient.request("a")

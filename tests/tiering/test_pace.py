@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, keys
-from tiered_kv.base import make_offload_key
+from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.tiering.pace import LOADS_MIN, RETRY_MAX_S, RETRY_S, Pace
 from tiered_kv.tiering.requests import ManagerLimits
 
@@ -22,18 +22,28 @@ def bench(make_bench: MakeBench) -> Bench:
     return make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
 
 
-def ask(bench: Bench, size: int, load_s: float, tier: int = 0) -> list[bool | None]:
-    """Ask for blocks that a tier has and takes so long to load; return the last answers."""
-    numbers = [next(NUMBERS) for _ in range(size)]
-    bench.tiers[tier].has(*numbers)
-    context = bench.request(str(numbers))
-    bench.lookup(keys(*numbers), context)
+def new_keys(size: int) -> list[OffloadKey]:
+    return keys(*(next(NUMBERS) for _ in range(size)))
+
+
+def begin(bench: Bench, size: int, tier: int = 0) -> tuple[list[OffloadKey], ReqContext]:
+    """Look up new blocks that a tier has, for a new request, and end the step."""
+    wanted = new_keys(size)
+    bench.tiers[tier].present = dict.fromkeys(wanted, True)
+    context = bench.request(str(wanted))
+    bench.lookup(wanted, context)
     bench.step()
+    return wanted, context
+
+
+def ask(bench: Bench, size: int, load_s: float, tier: int = 0) -> list[bool | None]:
+    """Look up blocks that a tier has and loads in `load_s`; return the answers after that."""
+    wanted, context = begin(bench, size, tier)
     bench.clock.advance(load_s)
     if bench.tiers[tier].jobs:
         bench.tiers[tier].end()
     bench.step()
-    answers = bench.lookup(keys(*numbers), context)
+    answers = bench.lookup(wanted, context)
     bench.manager.on_request_finished(context)
     return answers
 
@@ -42,19 +52,19 @@ def test_a_tier_that_is_slower_than_computing_is_asked_no_more(make_bench: MakeB
     bench = make_bench(PATIENT, PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
     for size in (4, 8, 4):
         assert ask(bench, size, load_s=1.0 * size) == [True] * size, "nothing is known yet"
-    numbers = [next(NUMBERS) for _ in range(4)]
-    bench.tier.has(*numbers)
+    wanted = new_keys(4)
+    bench.tier.present = dict.fromkeys(wanted, True)
     bench.manager.expect(4, context := bench.request("x"))
-    assert bench.lookup(keys(*numbers), context) == [False] * 4, "at once, without a step"
+    assert bench.lookup(wanted, context) == [False] * 4, "at once, without a step"
     assert bench.counter("too_slow_blocks_total") == 4
-    bench.tiers[1].has(*numbers)
+    bench.tiers[1].present = bench.tier.present
     bench.manager.expect(4, context := bench.request("y"))
-    assert bench.lookup(keys(*numbers), context) == [None] * 4
+    assert bench.lookup(wanted, context) == [None] * 4
     bench.step()
     assert (len(bench.tiers[0].jobs), len(bench.tiers[1].jobs)) == (0, 1), "a faster tier below loads them"
 
 
-def test_a_distant_tier_loads_what_is_long_enough_to_be_worth_the_way(bench: Bench) -> None:
+def test_a_distant_tier_loads_only_prefixes_that_are_long_enough(bench: Bench) -> None:
     for size in (30, 10, 20, 25):
         assert ask(bench, size, load_s=1.0 + 0.01 * size) == [True] * size
     assert ask(bench, 5, load_s=1.05) == [False] * 5, "1.05 s, and computed in 0.5"
@@ -70,59 +80,51 @@ def test_loads_of_one_size_tell_nothing_of_larger_ones(bench: Bench) -> None:
     assert ask(bench, 30, load_s=1.3) == [True] * 30, "1.3 s, and computed in 3"
 
 
-def test_what_is_ahead_in_the_tier_counts(make_bench: MakeBench) -> None:
+def test_loads_in_flight_count(make_bench: MakeBench) -> None:
     bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.11)
     for size in (10, 5, 10):
         assert ask(bench, size, load_s=0.05 * size) == [True] * size
     for _ in range(2):
-        numbers = [next(NUMBERS) for _ in range(10)]
-        bench.tier.has(*numbers)
-        bench.lookup(keys(*numbers), bench.request(str(numbers)))
-        bench.step()
+        begin(bench, 10)
     assert len(bench.jobs) == 2, "0.5 and 1 s, and computed in 1.1"
     assert ask(bench, 10, load_s=0.0) == [False] * 10, "behind 20 others"
 
 
-def test_a_tier_that_was_slow_is_tried_again_by_one_load_for_which_nobody_waits(bench: Bench) -> None:
+def test_a_slow_tier_is_tried_again_by_one_load_without_waiting_requests(bench: Bench) -> None:
     for _ in range(LOADS_MIN):
         ask(bench, 4, load_s=4.0)
     assert ask(bench, 4, load_s=0.0) == [False] * 4
     bench.clock.advance(RETRY_S)
     bench.step()
-    numbers = [[next(NUMBERS) for _ in range(4)] for _ in range(2)]
-    bench.tier.has(*numbers[0], *numbers[1])
-    contexts = [bench.request(str(each)) for each in numbers]
-    for each, context in zip(numbers, contexts, strict=True):
-        bench.lookup(keys(*each), context)
+    requests = [(new_keys(4), bench.request(name)) for name in "ab"]
+    bench.tier.present = dict.fromkeys(requests[0][0] + requests[1][0], True)
+    for wanted, context in requests:
+        bench.lookup(wanted, context)
     bench.step()
     assert len(bench.jobs) == 1
-    for each, context in zip(numbers, contexts, strict=True):
-        assert bench.lookup(keys(*each), context) == [False] * 4, "they compute it"
+    for wanted, context in requests:
+        assert bench.lookup(wanted, context) == [False] * 4, "they compute it"
     bench.clock.advance(1.0)  # of which the job takes the least part
     bench.tier.end(ended_s=bench.clock() - 0.99)
     bench.step()
     assert ask(bench, 4, load_s=0.01) == [True] * 4, "it is fast again, and used as before"
-    assert bench.lookup(keys(*numbers[0]), bench.request("later")) == [True] * 4
+    assert bench.lookup(requests[0][0], bench.request("later")) == [True] * 4
 
 
-def test_nobody_waits_for_a_try_that_another_request_began(bench: Bench) -> None:
+def test_no_request_waits_for_the_try_of_another(bench: Bench) -> None:
     for _ in range(LOADS_MIN):
         ask(bench, 4, load_s=4.0)
     bench.clock.advance(RETRY_S)
     bench.step()
-    numbers = [next(NUMBERS) for _ in range(4)]
-    bench.tier.has(*numbers)
-    bench.lookup(keys(*numbers), first := bench.request("first"))
-    bench.step()
-    assert bench.lookup(keys(*numbers), first) == [False] * 4
+    wanted, first = begin(bench, 4)
+    assert bench.lookup(wanted, first) == [False] * 4
     counted = bench.counter("too_slow_blocks_total")
     second = bench.request("second")
-    assert bench.lookup(keys(*numbers), second) == [False] * 4, "the load takes 4 s, and computing 0.4"
-    assert bench.lookup(keys(*numbers), second) == [False] * 4
+    assert bench.lookup(wanted, second) == [False] * 4, "the load takes 4 s, and computing 0.4"
+    assert bench.lookup(wanted, second) == [False] * 4
     assert bench.counter("too_slow_blocks_total") == counted + 4, "once a request"
-    bench.tier.end()
-    bench.step()
-    assert bench.lookup(keys(*numbers), second) == [True] * 4
+    bench.end()
+    assert bench.lookup(wanted, second) == [True] * 4
 
 
 @pytest.mark.parametrize("ended_s", [float("nan"), float("inf"), 0.0, -1e300])
@@ -130,9 +132,7 @@ def test_a_tier_of_another_clock_is_timed_by_its_report(bench: Bench, ended_s: f
     bench.clock.advance(1000.0)
     bench.step()
     for _ in range(LOADS_MIN):
-        bench.tier.has(number := next(NUMBERS))
-        bench.lookup(keys(number), bench.request(str(number)))
-        bench.step()
+        begin(bench, 1)
         bench.clock.advance(4.0)
         bench.tier.end(ended_s=ended_s)
         bench.step()
@@ -145,8 +145,8 @@ def test_a_request_that_asks_for_no_block_is_not_judged(bench: Bench) -> None:
     for blocks in (0, -1):  # the engine has the rest of the prefix
         bench.manager.expect(blocks, context := bench.request("x"))
     assert bench.counter("too_slow_blocks_total") == 0
-    bench.tier.has(*(numbers := [next(NUMBERS) for _ in range(20)]))
-    assert bench.lookup(keys(*numbers), context) == [None] * 20, "1.2 s, and computed in 2"
+    bench.tier.has(*range(20))
+    assert bench.lookup(keys(*range(20)), context) == [None] * 20, "1.2 s, and computed in 2"
 
 
 def test_each_try_that_takes_as_long_as_before_doubles_the_time_to_the_next() -> None:
@@ -173,10 +173,7 @@ def test_a_load_that_expires_counts_as_slow(make_bench: MakeBench) -> None:
         {**LARGE_BUDGETS, "job_timeout": 2, "breaker_failures": 100}, num_blocks=128, compute_block_s=0.1
     )
     for _ in range(LOADS_MIN):
-        numbers = [next(NUMBERS) for _ in range(2)]
-        bench.tier.has(*numbers)
-        bench.lookup(keys(*numbers), bench.request(str(numbers)))
-        bench.step()
+        begin(bench, 2)
         bench.clock.advance(2.5)
         bench.step()
     assert ask(bench, 2, load_s=0.0) == [False] * 2
@@ -207,15 +204,14 @@ def test_the_rest_of_a_prefix_on_its_way_comes_with_it(bench: Bench) -> None:
 
 @pytest.mark.parametrize("is_front", [False, True], ids=["behind", "in front"])
 @pytest.mark.parametrize("asks_many", [False, True], ids=["lookup", "lookup_many"])
-def test_a_slow_block_is_worth_what_is_lost_without_it(make_bench: MakeBench, asks_many: bool, is_front: bool) -> None:
+def test_a_slow_block_is_worth_the_blocks_behind_it(make_bench: MakeBench, asks_many: bool, is_front: bool) -> None:
     bench = make_bench(PATIENT, PATIENT, num_blocks=256, limits=LIMITS, compute_block_s=0.02)
     for size in (30, 10, 20, 25):
         assert ask(bench, size, load_s=0.001 * size) == [True] * size
         assert ask(bench, size, load_s=0.5, tier=1)
-    fast, slow = [next(NUMBERS) for _ in range(60)], next(NUMBERS)
-    bench.tiers[0].has(*fast)
-    bench.tiers[1].has(slow)
-    wanted, context = keys(slow, *fast) if is_front else keys(*fast, slow), bench.request("mixed")
+    bench.tiers[0].has(*range(60))
+    bench.tiers[1].has(99)
+    wanted, context = keys(99, *range(60)) if is_front else keys(*range(60), 99), bench.request("mixed")
     assert (bench.manager.lookup_many if asks_many else bench.lookup)(wanted, context) == [None] * 61
     bench.step()
     assert len(bench.tiers[0].jobs) == 1
@@ -225,34 +221,33 @@ def test_a_slow_block_is_worth_what_is_lost_without_it(make_bench: MakeBench, as
 def test_a_part_ahead_that_is_too_short_for_the_way_does_not_cost_the_whole(bench: Bench) -> None:
     for size in (30, 10, 20, 25):
         ask(bench, size, load_s=1.0 + 0.01 * size)
-    first, second = ([next(NUMBERS) for _ in range(size)] for size in (28, 30))
-    bench.tier.has(*first, *second)
-    context = bench.request("second")
-    bench.manager.prefetch(keys(*first), bench.request("first"))
-    bench.manager.prefetch(keys(*second), context)
+    bench.tier.has(*range(58))
+    second, context = keys(*range(28, 58)), bench.request("second")
+    bench.manager.prefetch(keys(*range(28)), bench.request("first"))
+    bench.manager.prefetch(second, context)
     bench.step()
     assert [len(job) for job in bench.jobs] == [28], "there is room for four more, which are computed sooner"
     bench.clock.advance(1.28)
     bench.end()
     bench.manager.end_prefetch(context)
-    assert bench.lookup(keys(*second), context) == [None] * 30
+    assert bench.lookup(second, context) == [None] * 30
     bench.step()
     assert [len(job) for job in bench.jobs] == [30]
     assert bench.counter("too_slow_blocks_total") == 0
 
 
 def wait_for_answer(bench: Bench, size: int, lookup_s: float) -> list[bool | None]:
-    """Ask for blocks of which a tier tells after so long that it lacks them; return what is told a step before."""
-    numbers = [next(NUMBERS) for _ in range(size)]
-    bench.tier.has(*numbers, answer=None)
-    context = bench.request(str(numbers))
-    assert bench.lookup(keys(*numbers), context) == [None] * size
+    """Look up blocks that a tier lacks, which it answers after `lookup_s`; return the answers of the step before."""
+    wanted = new_keys(size)
+    bench.tier.present = dict.fromkeys(wanted, None)
+    context = bench.request(str(wanted))
+    assert bench.lookup(wanted, context) == [None] * size
     for seconds in (0.0, lookup_s):
         bench.clock.advance(seconds)
         bench.step()
-        answers = bench.lookup(keys(*numbers), context)
+        answers = bench.lookup(wanted, context)
     bench.tier.has()
-    bench.lookup(keys(*numbers), context)
+    bench.lookup(wanted, context)
     bench.manager.on_request_finished(context)
     return answers
 
@@ -267,10 +262,9 @@ def test_a_short_prompt_does_not_wait_for_answers_that_take_longer_than_computin
 def test_a_tier_whose_answer_would_come_too_late_is_not_asked(bench: Bench) -> None:
     wait_for_answer(bench, 10, lookup_s=0.5)
     for blocks, answer in ((3, False), (6, None)):
-        numbers = [next(NUMBERS) for _ in range(blocks)]
-        bench.tier.has(*numbers, answer=None)
-        bench.manager.expect(blocks, context := bench.request(str(numbers)))
-        assert bench.lookup(keys(*numbers), context) == [answer] * blocks
+        bench.tier.has(*range(blocks), answer=None)
+        bench.manager.expect(blocks, context := bench.request(str(blocks)))
+        assert bench.lookup(keys(*range(blocks)), context) == [answer] * blocks
         bench.manager.expect(blocks, context)  # as in each step
     assert bench.counter("too_slow_blocks_total") == 3
     bench.manager.set_compute_block_s(0.1, growth_s=0.01)
@@ -279,7 +273,7 @@ def test_a_tier_whose_answer_would_come_too_late_is_not_asked(bench: Bench) -> N
     assert bench.lookup(keys(1, 2, 3), context) == [None] * 3, "which take 0.3 s more behind these"
 
 
-def test_nobody_waits_longer_for_an_answer_than_for_computing(bench: Bench) -> None:
+def test_no_request_waits_longer_for_an_answer_than_for_computing(bench: Bench) -> None:
     assert wait_for_answer(bench, 10, lookup_s=0.9) == [None] * 10
     assert wait_for_answer(bench, 10, lookup_s=1.1) == [False] * 10
     assert wait_for_answer(bench, 10, lookup_s=0.0) == [False] * 10, "as long as the last one"
@@ -292,7 +286,7 @@ def test_nobody_waits_longer_for_an_answer_than_for_computing(bench: Bench) -> N
     assert wait_for_answer(bench, 3, lookup_s=0.1) == [None] * 3, "it answers sooner now"
 
 
-def test_where_nobody_says_what_computing_costs_every_block_is_promoted(make_bench: MakeBench) -> None:
+def test_every_block_is_promoted_if_the_compute_time_is_unknown(make_bench: MakeBench) -> None:
     bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS)
     for _ in range(3 * LOADS_MIN):
         assert ask(bench, 2, load_s=100.0) == [True] * 2

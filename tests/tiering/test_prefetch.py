@@ -36,7 +36,7 @@ def test_a_prefetch_ends_at_the_first_miss(bench: Bench) -> None:
     assert bench.lookup(keys(1, 2, 3), context) == [True, True, False]
 
 
-def test_what_waiting_requests_get_ahead_is_bounded_until_one_loads_it(bench: Bench) -> None:
+def test_prefetched_blocks_are_bounded_until_a_request_loads_them(bench: Bench) -> None:
     bench.tier.has(*range(1, 13))
     first, _ = expect(bench, "a", 1, 2, 3, 4, 5, 6), expect(bench, "b", 7, 8, 9)
     assert bench.jobs == [keys(1, 2, 3, 4)]
@@ -83,7 +83,7 @@ def test_the_room_of_a_request_that_leaves_the_queue_is_another_s(make_bench: Ma
     assert bench.has_room_for(*range(100, 116)), "nothing is held for requests that ended"
 
 
-def test_blocks_that_are_there_are_kept_for_a_request_that_waits(bench: Bench) -> None:
+def test_ready_blocks_are_held_for_a_queued_request(bench: Bench) -> None:
     bench.store(keys(1, 2), bench.request("before"))
     bench.tier.end()
     bench.step()
@@ -139,7 +139,7 @@ def test_a_reset_ends_prefetches(bench: Bench) -> None:
     bench.manager.on_request_finished(context)
 
 
-def test_the_time_in_the_queue_is_no_time_that_a_request_waits(make_bench: MakeBench) -> None:
+def test_time_in_the_queue_does_not_count_as_waiting(make_bench: MakeBench) -> None:
     bench = make_bench({**LARGE_BUDGETS, "lookup_timeout": 60}, limits=ManagerLimits(wait_max_s=2.0))
     bench.tier.has(1, answer=None)
     context = expect(bench, "a", 1)
@@ -150,7 +150,7 @@ def test_the_time_in_the_queue_is_no_time_that_a_request_waits(make_bench: MakeB
     assert bench.lookup(keys(1), context) == [None], "its promotion begins"
 
 
-def test_a_tier_that_fails_ends_nothing_but_what_it_would_have_brought(make_bench: MakeBench) -> None:
+def test_a_failing_tier_does_not_stop_prefetches_from_others(make_bench: MakeBench) -> None:
     bench = make_bench(LARGE_BUDGETS, LARGE_BUDGETS, num_blocks=16, limits=LIMITS)
     bench.tiers[0].raises = "lookup"
     bench.tiers[1].has(1, 2)
@@ -159,7 +159,7 @@ def test_a_tier_that_fails_ends_nothing_but_what_it_would_have_brought(make_benc
 
 
 @pytest.mark.parametrize("how", ["behind a miss", "without a step", "compared with computing"])
-def test_the_time_in_the_queue_is_none_that_a_tier_takes_to_answer(make_bench: MakeBench, how: str) -> None:
+def test_time_in_the_queue_does_not_count_as_a_tier_s_time_to_answer(make_bench: MakeBench, how: str) -> None:
     bench = make_bench(
         {**LARGE_BUDGETS, "lookup_timeout": 5 if how != "compared with computing" else 60},
         num_blocks=16,
@@ -181,7 +181,7 @@ def test_the_time_in_the_queue_is_none_that_a_tier_takes_to_answer(make_bench: M
     assert bench.counter("lookup_timeouts_total") == bench.counter("too_slow_blocks_total") == 0
 
 
-def test_what_is_prefetched_waits_for_room_that_others_have(bench: Bench) -> None:
+def test_a_prefetch_waits_for_room(bench: Bench) -> None:
     bench.tier.has(*range(1, 13))
     other = bench.request("other")
     bench.lookup(keys(*range(1, 8)), other)

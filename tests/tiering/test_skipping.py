@@ -21,7 +21,7 @@ def hinted(bench: Bench, req_id: str, **hints: object) -> ReqContext:
     return context
 
 
-def test_what_a_request_skips_to_store_is_nowhere(bench: Bench) -> None:
+def test_skipped_stores_reach_no_tier(bench: Bench) -> None:
     bench.store(keys(0), bench.request("before"))
     context = hinted(bench, "a", skip="store")
     output = bench.manager.prepare_store(keys(0, 1, 2), context)
@@ -36,7 +36,7 @@ def test_what_a_request_skips_to_store_is_nowhere(bench: Bench) -> None:
     assert bench.counter("hinted_requests_total", tier="cpu") == 1
 
 
-def test_a_request_that_skips_the_store_loads_and_gives_no_tier_what_it_loads(make_bench: MakeBench) -> None:
+def test_a_request_that_skips_the_store_loads_without_offering_blocks(make_bench: MakeBench) -> None:
     bench = make_bench({"admit_after": 2})
     bench.store(keys(0), bench.request("before"))
     context = hinted(bench, "a", skip="store")
@@ -47,7 +47,7 @@ def test_a_request_that_skips_the_store_loads_and_gives_no_tier_what_it_loads(ma
     assert bench.jobs == [keys(0)]
 
 
-def test_what_is_promoted_for_a_request_that_skips_the_store_fills_no_tier_above(make_bench: MakeBench) -> None:
+def test_promotions_of_a_request_that_skips_the_store_fill_no_tier_above(make_bench: MakeBench) -> None:
     bench = make_bench({"fill_on_promotion": True}, {})
     for number, skip in enumerate((["store"], [])):
         bench.tiers[1].has(number)

@@ -13,8 +13,10 @@ import hypothesis
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.support.disk_use import fs_blocks
 from tests.support.redis_servers import RedisServer, redis_server
 from tests.support.s3_entries import damage_objects, s3_entry
+from tests.support.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -26,7 +28,6 @@ from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.model import StackUnderTest
 from tiered_kv.testing.prompt import PromptTier
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
-from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.state_machine import OpenStack, make_state_machine
 from tiered_kv.testing.watch import RowLedger, WatchedTier
 from tiered_kv.tiering.audit import AuditRules
@@ -43,8 +44,6 @@ from tiered_kv_nvme.tier import NvmeTier
 
 __all__ = ["moto_bucket", "moto_server", "redis_server"]
 
-BLOCK_NAME_LETTERS = 32
-"""Length of the name of a block's file of the fs tier: its digest in hexadecimal."""
 NUM_BLOCKS = 16
 BLOCK_BYTES = 512
 AUDIT = AuditRules(share=0.5, tolerance=0.0)
@@ -141,7 +140,7 @@ def open_stack_over(
 
 
 def open_stack_over_blocking_tier(directory: Path) -> StackUnderTest:
-    """Open a stack with a tier whose methods block and raise, so that the manager gives it a thread of its own."""
+    """Open a stack with a tier whose methods block and raise, so that it runs on a separate thread."""
     clock, gate = ManualClock(), Gate()
     region = PrimaryRegion(NUM_BLOCKS, BLOCK_BYTES)
     raising = RaisingTier(smallest_with_reset(TierSpec("blocking", BLOCK_BYTES), region.kv_view, directory))
@@ -166,13 +165,11 @@ def switch_wire(wire: FaultProxy, direction: Direction, faults: Faults, on: bool
 
 def corrupt_files(directory: Path) -> None:
     """Flip a byte in every stretch of nvme's segments, and of fs's block files, that holds anything."""
-    block_files = (path for path in directory.rglob("*") if len(path.name) == BLOCK_NAME_LETTERS and path.is_file())
-    for segment in (*directory.rglob("segment-*.kv"), *block_files):
-        damaged = bytearray(segment.read_bytes())
+    for path in (*directory.rglob("segment-*.kv"), *fs_blocks(directory)):
+        damaged = bytearray(path.read_bytes())
         for at in range(0, len(damaged), 256):
-            if any(damaged[at : at + 256]):
-                damaged[at] ^= 0x01
-        with segment.open("r+b") as file:
+            damaged[at] ^= any(damaged[at : at + 256])
+        with path.open("r+b") as file:
             file.write(damaged)
 
 

@@ -41,7 +41,7 @@ def test_a_step_is_marked_until_it_ends(stack: Stack, first_call: str) -> None:
     assert STEP.pauses_left == 0
 
 
-def test_a_step_that_nobody_ends_delays_workers_a_limited_number_of_times(stack: Stack) -> None:
+def test_a_step_without_an_end_delays_workers_a_limited_number_of_times(stack: Stack) -> None:
     stack.manager.lookup(KEYS[0], CONTEXT)
     for _ in range(PAUSES_MAX + 10):
         give_way()

@@ -43,7 +43,7 @@ Wrap = Callable[[SecondaryTierManager], SecondaryTierManager]
 
 
 class Engine(StackModel):
-    """An engine over one tier, which compares whatever it loads."""
+    """An engine over one tier, which compares all bytes that it loads."""
 
     def __init__(self, wrap: Wrap, gate: Gate, clock: ManualClock) -> None:
         region = PrimaryRegion(NUM_BLOCKS, BLOCK_BYTES)

@@ -22,6 +22,7 @@ from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.write_budget import OFFERS_MAX, REQUESTS_MAX, WINDOW_MINUTES, WriteBudget
 
 HOUR_S = 3600.0
+A_BLOCK_A_MINUTE = {**LARGE_BUDGETS, "write_budget": 24 * WINDOW_MINUTES * BLOCK_BYTES}
 
 
 class Clock:
@@ -63,18 +64,18 @@ def test_no_hour_has_more_than_its_share(offers: list[tuple[float, int]], hour_b
         assert sum(count for _, count in stored) <= hour_blocks
 
 
-def test_it_begins_as_if_it_had_been_used_up_and_what_is_left_over_adds_up_to_an_hour() -> None:
+def test_it_begins_used_up_and_unused_budget_adds_up_to_an_hour() -> None:
     for pause_s, stored in ((0, 1), (59, 1), (60, 2), (600, 11), (HOUR_S, WINDOW_MINUTES), (1e6, WINDOW_MINUTES)):
         clock = Clock()
         budget = budget_of(WINDOW_MINUTES, clock)
         clock.now_s += pause_s
         assert len(budget.select(blocks("a", 100), 100, "a").stored) == stored
-    assert budget.counted() == dict.fromkeys(
+    assert budget.snapshot() == dict.fromkeys(
         ("write_budget_bytes", "write_budget_used_bytes"), WINDOW_MINUTES * BLOCK_BYTES
     )
 
 
-def test_what_the_tier_moves_counts_from_the_next_minute_on_and_is_never_taken_back() -> None:
+def test_moved_blocks_count_from_the_next_minute_on() -> None:
     clock, moved = Clock(), iter((0, 5000, 7000, 0))
     budget = WriteBudget(100 * WINDOW_MINUTES * BLOCK_BYTES, BLOCK_BYTES, None, clock, lambda: next(moved))
     stored = []
@@ -96,17 +97,17 @@ def test_a_request_is_stored_without_a_hole() -> None:
     assert len(budget.select(blocks("c", 8), 100, "c").stored) == 8
 
 
-def test_what_a_tier_says_of_its_moves_is_read_and_need_not_be_a_number(make_bench: MakeBench) -> None:
+def test_the_count_of_moved_blocks_is_read_and_need_not_be_a_number(make_bench: MakeBench) -> None:
     for said, used in (({"relocated_blocks_total": 7}, 7), ({"relocated_blocks_total": "many"}, 0), (None, 0)):
-        bench = make_bench({**LARGE_BUDGETS, "write_budget": 24 * WINDOW_MINUTES * BLOCK_BYTES})
-        bench.tier.stats = lambda said=said: said  # type: ignore[method-assign, misc]  # a stranger's
+        bench = make_bench(A_BLOCK_A_MINUTE)
+        bench.tier.stats = lambda said=said: said  # type: ignore[method-assign, misc]  # of a third-party tier
         bench.clock.advance(2 * HOUR_S)
         bench.step()
         assert bench.counter("write_budget_used_bytes") == used * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("is_down", [True, False])
-def test_what_a_tier_had_no_room_for_is_offered_again_before_what_follows(make_bench: MakeBench, is_down: bool) -> None:
+def test_blocks_over_the_store_budget_are_offered_again_before_later_ones(make_bench: MakeBench, is_down: bool) -> None:
     budget = 24 * WINDOW_MINUTES * 8 * BLOCK_BYTES
     bench = make_bench({"store_budget": 2 * BLOCK_BYTES, "write_budget": budget, "breaker_failures": 1})
     bench.clock.advance(HOUR_S)
@@ -131,16 +132,13 @@ def test_what_a_tier_had_no_room_for_is_offered_again_before_what_follows(make_b
 
 
 def test_another_request_of_the_same_name_is_decided_anew(make_bench: MakeBench) -> None:
-    bench = make_bench({**LARGE_BUDGETS, "write_budget": 24 * WINDOW_MINUTES * BLOCK_BYTES})
+    bench = make_bench(A_BLOCK_A_MINUTE)
     for number in (0, 2):
         context = bench.request("a")
         bench.store(keys(number, number + 1), context)
         bench.manager.on_request_finished(context)
         bench.clock.advance(600)
     assert bench.jobs == [keys(0), keys(2, 3)]
-
-
-A_BLOCK_A_MINUTE = {**LARGE_BUDGETS, "write_budget": 24 * WINDOW_MINUTES * BLOCK_BYTES}
 
 
 def test_behind_a_refused_block_nothing_is_stored_after_a_load_without_refused_ones(make_bench: MakeBench) -> None:
@@ -202,7 +200,7 @@ def test_it_goes_to_the_requests_that_return(capacity_blocks: int | None) -> Non
     assert sum(stored.values()) * 3 <= 1200 * 12_000 / HOUR_S * 3
 
 
-def test_a_refused_prefix_that_is_used_is_offered_again_with_what_follows(make_bench: MakeBench) -> None:
+def test_a_refused_prefix_that_is_used_is_offered_again_with_later_blocks(make_bench: MakeBench) -> None:
     bench = make_bench({**LARGE_BUDGETS, "write_budget": 24 * WINDOW_MINUTES * 4 * BLOCK_BYTES})
     bench.store(keys(0, 1, 2, 3), bench.request("a"))
     assert bench.jobs == [keys(0, 1, 2, 3)]
@@ -221,7 +219,7 @@ def test_a_refused_prefix_that_is_used_is_offered_again_with_what_follows(make_b
     assert bench.jobs == [keys(4, 5), keys(6)], "what is stored is not offered again"
 
 
-def test_a_stack_stores_the_head_of_what_its_budget_does_not_hold_and_says_so(tmp_path: Path) -> None:
+def test_a_stack_stores_the_head_of_a_prompt_over_its_budget(tmp_path: Path) -> None:
     a_minute, block_bytes = 4, 4096
     budget = f"{WINDOW_MINUTES * a_minute * block_bytes}B/h"
     tier = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB", "write_budget": budget}
@@ -238,7 +236,7 @@ def test_a_stack_stores_the_head_of_what_its_budget_does_not_hold_and_says_so(tm
     assert fates == ["stored"] * stored + ["admission"] * (30 - stored)
 
 
-def test_what_it_remembers_is_bounded() -> None:
+def test_its_memory_is_bounded() -> None:
     budget = budget_of(1, Clock())
     for number in range(OFFERS_MAX + 100):
         budget.select(blocks(str(number), 1), 100, str(number))

@@ -1,4 +1,4 @@
-"""Tiers of both kinds of the toolkit over a dictionary, whose author does what the test says."""
+"""A blocking and an asyncio tier over a dictionary, with methods that a test controls."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tiered_kv.toolkit.aio import AsyncTier
 
 BLOCK_BYTES = 256
 PATIENCE_S = 60.0
-"""How long what must happen may take. It is there to end a test that fails, and so generous."""
+"""A generous limit, which only a test that fails reaches."""
 
 Before = Callable[[str, Sequence[OffloadKey]], object]
-"""Is called with the operation and its keys at the start of every author's method; awaited if that is possible."""
+"""Called with the operation and its keys at the start of every author's method; awaited if it returns an awaitable."""
 
 
 class Author:
-    """What both tiers have in common: blocks in a dictionary, and what a test may change."""
+    """What both tiers share."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.before: Before = lambda operation, keys: None
-        self.returned: object = self  # what loads and lookups return, unless it is this
+        self.returned: object = self  # what loads and lookups return; the tier itself: the right answer
         self.kept: dict[OffloadKey, bytes] = {}
         self.parts: list[tuple[str, int]] = []
         self.closed = threading.Event()
@@ -68,11 +68,11 @@ class DictTier(Author, BlockingTier):
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
         self.enter("load", keys)
-        return self.get(keys, blocks)  # type: ignore[no-any-return]  # what a test wants
+        return self.get(keys, blocks)  # type: ignore[no-any-return]  # what the test set
 
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         self.enter("lookup", keys)
-        return self.find(keys)  # type: ignore[no-any-return]  # what a test wants
+        return self.find(keys)  # type: ignore[no-any-return]  # what the test set
 
     def close(self) -> None:
         self.closed.set()
@@ -95,11 +95,11 @@ class AsyncDictTier(Author, AsyncTier):
 
     async def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
         await self._entered("load", keys)
-        return self.get(keys, blocks)  # type: ignore[no-any-return]  # what a test wants
+        return self.get(keys, blocks)  # type: ignore[no-any-return]  # what the test set
 
     async def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         await self._entered("lookup", keys)
-        return self.find(keys)  # type: ignore[no-any-return]  # what a test wants
+        return self.find(keys)  # type: ignore[no-any-return]  # what the test set
 
     async def close(self) -> None:
         self.closed.set()
@@ -111,7 +111,7 @@ class AsyncDictTier(Author, AsyncTier):
 
 
 class Stage:
-    """One tier on a rig, and a gate at which its author's methods can be held."""
+    """A tier on a rig, and a gate that its author's methods can wait for."""
 
     def __init__(self, kind: Callable[..., Any], part_blocks: int = 2, **settings: float) -> None:
         chosen = {"lookup_timeout_s": PATIENCE_S, "shutdown_timeout_s": PATIENCE_S, **settings}
@@ -124,7 +124,7 @@ class Stage:
         self.gate = threading.Event()
 
     def hold(self, *operations: str) -> None:
-        """Hold the author's methods, or only some of them, until the gate opens."""
+        """Hold the author's methods, all or those named, until the gate opens."""
 
         def before(operation: str, keys: Sequence[OffloadKey]) -> object:
             return self.wait() if not operations or operation in operations else None
@@ -132,28 +132,25 @@ class Stage:
         self.tier.before = before
 
     def wait(self) -> bool | Awaitable[None]:
-        """Wait for the gate; without blocking the event loop, where there is one."""
         return self._wait_on_loop() if isinstance(self.tier, AsyncTier) else self.gate.wait(PATIENCE_S)
 
     async def _wait_on_loop(self) -> None:
         while not self.gate.is_set():
             await asyncio.sleep(0.001)
 
-    def submit_load_that_begins(self, keys: Sequence[OffloadKey], has_begun: threading.Event) -> JobId:
-        """Return once the deadline of a load has passed whose author's method has begun before.
-
-        On a machine that is too slow for one deadline the next is later.
-        """
+    def submit_load_that_begins(self, keys: Sequence[OffloadKey], has_begun: threading.Event | None = None) -> JobId:
+        """Return after the deadline of a load that has begun before it: with longer deadlines on a slow machine."""
+        loads = self.tier.started.count("load")
         for deadline_s in (0.05, 0.5, 5.0, PATIENCE_S):
             deadline = time.monotonic() + deadline_s
             job = self.rig.submit_load(keys, deadline=deadline)
-            while not has_begun.wait(0.001):
+            while not (has_begun.wait(0.001) if has_begun else self.tier.started.count("load") > loads):
                 if not self.rig.poll():
                     break
             else:
                 time.sleep(max(0.0, deadline - time.monotonic()))
                 return job
-        raise AssertionError("no coroutine begins")
+        raise AssertionError("no load begins")
 
     def close(self) -> None:
         self.gate.set()

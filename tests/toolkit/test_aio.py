@@ -1,4 +1,4 @@
-"""Tiers made of coroutines: one event loop, on which coroutines can be cancelled, and may defy that."""
+"""Tiers that use asyncio: the event loop, and coroutines that are cancelled."""
 
 from __future__ import annotations
 
@@ -45,10 +45,9 @@ def test_a_coroutine_that_hangs_is_cancelled_at_its_jobs_deadline(stage: Stage) 
 
 
 def test_a_job_whose_coroutine_ignores_being_cancelled_is_reported_when_it_ends(stage: Stage) -> None:
-    has_begun, was_cancelled = threading.Event(), threading.Event()
+    was_cancelled = threading.Event()
 
     async def defy(operation: str, keys: Sequence[OffloadKey]) -> None:
-        has_begun.set()
         while not stage.gate.is_set():
             try:
                 await asyncio.sleep(0.001)
@@ -57,7 +56,7 @@ def test_a_job_whose_coroutine_ignores_being_cancelled_is_reported_when_it_ends(
 
     stage.rig.store(make_keys(1))
     stage.tier.before = defy
-    job = stage.submit_load_that_begins(make_keys(1), has_begun)
+    job = stage.submit_load_that_begins(make_keys(1))
     assert was_cancelled.wait(PATIENCE_S)
     assert list(stage.tier.get_finished()) == []
     stage.gate.set()
@@ -70,7 +69,7 @@ def test_work_on_a_thread_is_waited_for_though_its_coroutine_is_cancelled(stage:
     def wait_on_thread() -> None:
         is_waiting.set()
         stage.gate.wait(PATIENCE_S)
-        raise ValueError("nobody hears of it")
+        raise ValueError("lost, because the coroutine is cancelled")
 
     async def work_on_thread(operation: str, keys: Sequence[OffloadKey]) -> None:
         work = asyncio.ensure_future(uninterrupted(asyncio.to_thread(wait_on_thread)))

@@ -1,4 +1,4 @@
-"""A piece of work that is done soon: after every asking, on one thread, whatever it runs into."""
+"""A background task runs after every request, on one thread, whatever it raises."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.threads import no_threads
 from tiered_kv.toolkit.background import BackgroundTask
 
 
-def test_who_asks_while_it_runs_has_it_run_again() -> None:
+def test_a_request_while_it_runs_makes_it_run_again() -> None:
     begun, goes_on = threading.Semaphore(0), threading.Semaphore(0)
     threads: list[threading.Thread] = []
 
@@ -31,7 +31,7 @@ def test_who_asks_while_it_runs_has_it_run_again() -> None:
     assert threads[0] is threads[1] is not threading.current_thread()
 
 
-def test_it_is_done_after_every_asking() -> None:
+def test_no_request_is_lost_while_the_thread_ends() -> None:
     asked: list[int] = []
     done: list[int] = []
     task = BackgroundTask(lambda: done.append(len(asked)), "a task")
@@ -42,7 +42,7 @@ def test_it_is_done_after_every_asking() -> None:
     assert done[-1] == 2000
 
 
-def test_without_a_thread_it_is_left_to_the_next_who_asks() -> None:
+def test_without_a_thread_it_is_left_to_the_next_request() -> None:
     done = threading.Event()
     task = BackgroundTask(done.set, "a task")
     with no_threads():
@@ -54,7 +54,7 @@ def test_without_a_thread_it_is_left_to_the_next_who_asks() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError, SystemExit])
-def test_what_it_raises_is_logged_and_keeps_it_from_nothing(
+def test_an_exception_is_logged_and_the_next_request_is_served(
     error: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
     begun, goes_on = threading.Semaphore(0), threading.Semaphore(0)
@@ -69,6 +69,6 @@ def test_what_it_raises_is_logged_and_keeps_it_from_nothing(
     assert begun.acquire(timeout=60.0)
     task.ask()
     goes_on.release(2)
-    assert begun.acquire(timeout=60.0), "who asked while it failed has nothing done"
+    assert begun.acquire(timeout=60.0), "the request while it failed is lost"
     assert task.join(60.0)
     assert [record.getMessage() for record in caplog.records] == ["a task failed"] * 2

@@ -1,4 +1,4 @@
-"""Tiers made of blocking calls: their threads, whose work nothing can end from outside."""
+"""Tiers that use blocking calls: threads, parts and deadlines."""
 
 from __future__ import annotations
 
@@ -101,37 +101,15 @@ def test_a_store_cannot_write_into_the_primary_blocks(make_stage: MakeStage) -> 
 
 def test_queued_jobs_expire_though_every_thread_hangs(make_stage: MakeStage) -> None:
     stage = make_stage(DictTier, threads=2, part_blocks=1)
-    has_begun = threading.Event()
-
-    def hang(operation: str, keys: Sequence[OffloadKey]) -> None:
-        has_begun.set()
-        stage.gate.wait(PATIENCE_S)
-
-    stage.tier.before = hang
-    hanging = stage.submit_load_that_begins(make_keys(4), has_begun)
+    stage.hold()
+    hanging = stage.submit_load_that_begins(make_keys(4))
     queued = stage.rig.submit_load(make_keys(1), deadline=0.0)
     assert stage.rig.wait([queued])[0].reason == "expired"
-    assert stage.rig.poll() == 1, "it was reported while a thread may still write into its blocks"
+    assert stage.rig.poll() == 1, "the hanging job is reported while a thread may write into its blocks"
     stage.gate.set()
     (result,) = stage.rig.wait([hanging])
     assert (result.success, result.reason) == (False, "expired")
     assert len(stage.tier.parts) <= 2
-
-
-def test_a_job_that_ends_late_is_reported_when_it_ends_and_as_it_ended(make_stage: MakeStage) -> None:
-    stage = make_stage(DictTier)
-    stage.rig.store(make_keys(1))
-    has_begun = threading.Event()
-
-    def be_late(operation: str, keys: Sequence[OffloadKey]) -> None:
-        has_begun.set()
-        stage.gate.wait(PATIENCE_S)
-
-    stage.tier.before = be_late
-    job = stage.submit_load_that_begins(make_keys(1), has_begun)
-    assert stage.tier.get_finished() == ()
-    stage.gate.set()
-    assert stage.rig.wait([job])[0].success
 
 
 def test_a_lookup_that_hangs_is_a_miss_and_the_next_is_served(make_stage: MakeStage) -> None:

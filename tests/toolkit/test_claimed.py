@@ -1,4 +1,4 @@
-"""Whose directory it is: a tier takes an empty one or its own, and touches nobody else's."""
+"""A tier takes an empty directory or its own, and leaves any other directory untouched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def path(tmp_path: Path) -> Path:
 
 
 def claim(path: Path) -> None:
-    """Open a directory as a tier does."""
     directory = ClaimedDirectory(str(path), MARKER, 1, frozenset({"lock"}))
     path.mkdir(mode=0o700, exist_ok=True)
     with directory.opened("open") as fd:
@@ -37,7 +36,7 @@ def test_a_directory_is_claimed_once_and_found_again(path: Path) -> None:
     assert os.listdir(path) == [MARKER]
 
 
-def test_what_a_crash_left_before_the_marker_was_written_is_tolerated(path: Path) -> None:
+def test_files_that_a_crash_left_before_the_marker_are_tolerated(path: Path) -> None:
     path.mkdir(mode=0o700)
     (path / "lock").write_text("1")
     (path / f".{MARKER}.{'0' * 16}.tmp").write_text("{")
@@ -45,7 +44,7 @@ def test_what_a_crash_left_before_the_marker_was_written_is_tolerated(path: Path
     claim(path)
 
 
-def test_somebody_elses_directory_is_refused_untouched(path: Path) -> None:
+def test_a_foreign_directory_is_refused_and_left_untouched(path: Path) -> None:
     path.mkdir()
     (path / "thesis.tex").write_text("ten years")
     with pytest.raises(FormatError, match=r"not empty and not a directory of this tier \(it holds 'thesis.tex'\)"):

@@ -1,4 +1,4 @@
-"""The settings of codecs and keys: what is refused says why, what is taken works, and no key is shown."""
+"""The settings of codecs and keys: valid ones work, errors say why, and no key is shown."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_encryption_is_turned_off_by_the_codec_and_its_keys_stay(codec: str) -> 
         ({"key_files": [HEX]}, "expected a mapping"),
     ],
 )
-def test_what_cannot_be_used_is_told_without_the_key(encryption: dict[str, object], message: str) -> None:
+def test_the_error_for_wrong_settings_does_not_show_the_key(encryption: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         settings_of(**encryption)
     said = str(raised.value)

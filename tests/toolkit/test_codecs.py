@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tests.support.stacks import ReplaceModule
 from tiered_kv.errors import MissingExtraError
-from tiered_kv.toolkit.codecs import PLAIN, RAW_ID, ZSTD_ID, CodecSet, Zstd, payload_bytes_range
+from tiered_kv.toolkit.codecs import AES_ID, PLAIN, RAW_ID, ZSTD_AES_ID, ZSTD_ID, CodecSet, Zstd, payload_bytes_range
+from tiered_kv.toolkit.encryption import Cipher
 from tiered_kv.toolkit.status import RecordStatus
 
 OK, BAD_PAYLOAD = RecordStatus.OK, RecordStatus.BAD_PAYLOAD
@@ -37,7 +38,7 @@ def test_every_codec_gives_back_the_bytes_it_was_given(block: bytes, repeats: in
         assert out == block
 
 
-def test_byte_planes_are_worth_their_name() -> None:
+def test_byte_planes_compress_better_than_one_frame() -> None:
     block = bfloat16_block(1 << 16)
     payload = Zstd().compress(memoryview(block))
     assert len(payload) < 0.9 * len(zstandard.ZstdCompressor(level=1).compress(block))
@@ -57,12 +58,17 @@ def test_a_frame_of_another_size_or_with_a_tail_is_refused() -> None:
     assert Zstd().decompress(memoryview(payload + b"x"), memoryview(bytearray(64))) is BAD_PAYLOAD
 
 
-def test_without_its_library_zstd_names_the_extra(replace_module: ReplaceModule) -> None:
+def test_without_zstandard_zstd_names_the_extra_and_only_compressed_blocks_are_not_read(
+    replace_module: ReplaceModule,
+) -> None:
     replace_module("zstandard")
     with pytest.raises(MissingExtraError, match=r"\.\[zstd\]"):
         CodecSet("zstd")
     assert CodecSet().refusal(ZSTD_ID) is RecordStatus.UNKNOWN_CODEC
     assert CodecSet().refusal(RAW_ID) is OK
+    encrypting = CodecSet("aes-256-gcm", Cipher({1: bytes(32)}, 1))
+    assert encrypting.refusal(AES_ID) is OK
+    assert encrypting.refusal(ZSTD_AES_ID) is RecordStatus.UNKNOWN_CODEC
 
 
 def test_the_toolkit_loads_neither_zstandard_nor_asyncio() -> None:

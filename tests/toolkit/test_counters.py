@@ -1,4 +1,4 @@
-"""Counters count from any thread, and know what they count."""
+"""Counters count from any thread, and only declared names."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_names_are_shown_from_the_start_and_labels_once_they_are_counted() -> No
     counters.add("failed_blocks_total", "load", "absent", count=3)
     counters.add("failed_blocks_total", "load", "timeout")
     counters.add("failed_blocks_total", "store", "timeout", count=5)
-    told = counters.snapshot()
+    snapshot = counters.snapshot()
     failed = {"load": {"absent": 3, "timeout": 1}, "store": {"timeout": 5}}
-    assert told == {"stores_total": 0, "failed_blocks_total": failed}
-    told["failed_blocks_total"].clear()
+    assert snapshot == {"stores_total": 0, "failed_blocks_total": failed}
+    snapshot["failed_blocks_total"].clear()
     assert count_of(counters.snapshot(), "failed_blocks_total", "load", "absent") == 3, "a snapshot is the caller's"
 
 
@@ -46,7 +46,7 @@ def test_what_was_not_counted_is_0_and_what_has_labels_is_their_sum() -> None:
     assert dict(flat_counts(counters))["failed_blocks_total", "store", "timeout"] == 5
 
 
-def test_a_name_that_nobody_has_declared_is_a_mistake() -> None:
+def test_an_undeclared_name_is_an_error() -> None:
     counters = Counters(("stores_total",), ("failed_blocks_total",))
     for path in (("store",), ("stores_total", "slow"), ("failed_blocks_total",)):
         with pytest.raises(KeyError):

@@ -7,7 +7,7 @@ import pytest
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.administration import Verification
 from tiered_kv.toolkit.codecs import PLAIN
-from tiered_kv.toolkit.inspection import AGAIN_S, NAMESPACES_MAX, AgeCounts, Census, RecordCheck, block_bytes_in
+from tiered_kv.toolkit.inspection import NAMESPACES_MAX, REUSE_AFTER_S, Census, RecordCheck, block_bytes_in
 from tiered_kv.toolkit.record import digest_of, encode_record
 from tiered_kv.toolkit.status import RecordStatus
 
@@ -18,20 +18,20 @@ DIGEST = bytes(range(16))
     "ages_s", [[7.0], [-3.0], [5.0, 1.0, 0.0, 9.0, 2.0], [float(age_s) for age_s in range(100_000)]]
 )
 def test_of_many_ages_oldest_and_newest_are_exact_and_the_median_nearly(ages_s: list[float]) -> None:
-    counts = AgeCounts()
-    assert counts.ages() is None
+    census = Census()
     for age_s in ages_s:
-        counts.add(age_s)
-    ages = counts.ages()
+        census.add("ab" * 16, 1, written_s=age_s)
+    (found,) = census.survey(lambda digest: {}, "why").namespaces
     clipped = sorted(max(0.0, age_s) for age_s in ages_s)
-    assert ages is not None
-    assert (ages.oldest_s, ages.newest_s) == (clipped[-1], clipped[0])
-    assert ages.median_s == pytest.approx(clipped[len(clipped) // 2], rel=0.02)
+    assert found.written is not None
+    assert (found.written.oldest_s, found.written.newest_s) == (clipped[-1], clipped[0])
+    assert found.written.median_s == pytest.approx(clipped[len(clipped) // 2], rel=0.02)
+    assert found.used is None
 
 
 def test_blocks_that_were_used_after_they_were_written_are_told_from_those_that_were_not() -> None:
     census = Census()
-    census.add("ab" * 16, 1, blocks=3, written_s=100.0, used_s=100.0 - AGAIN_S)
+    census.add("ab" * 16, 1, blocks=3, written_s=100.0, used_s=100.0 - REUSE_AFTER_S)
     census.add("ab" * 16, 1, written_s=100.0, used_s=50.0)
     census.add("ab" * 16, 1, blocks=0, written_s=100.0, used_s=50.0)
     census.add("ab" * 16, 1, written_s=100.0)

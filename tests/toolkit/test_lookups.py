@@ -1,4 +1,4 @@
-"""Batched lookups: answered by themselves, by their deadline, and kept for the request that asked."""
+"""Batched lookups: deadlines, limits, and answers that are kept for the request that asked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def key_of(number: int) -> OffloadKey:
 
 
 class Desk:
-    """Lookups with a runner that the test plays itself."""
+    """Lookups whose runner is the test."""
 
     def __init__(self, clock: ManualClock) -> None:
         self.clock = clock
@@ -65,19 +65,16 @@ def test_the_first_unanswered_key_starts_a_probe_and_later_ones_form_the_next(de
     assert desk.starts == 2
 
 
-def test_an_answer_is_forgotten_with_its_request(desk: Desk) -> None:
-    desk.ask(1)
-    desk.lookups.answer(desk.take(), [True])
+def test_an_answer_is_forgotten_with_its_request_also_if_it_comes_later(desk: Desk) -> None:
+    desk.ask(1, 2)
+    first = desk.take()
+    desk.lookups.answer(first, [True, True])
     assert desk.ask(1) == [True]
     desk.lookups.forget_request("a")
     assert desk.ask(1) == [None]
-
-
-def test_an_answer_for_a_finished_request_is_dropped(desk: Desk) -> None:
-    desk.ask(1)
-    probe = desk.take()
+    second = desk.take()
     desk.lookups.forget_request("a")
-    desk.lookups.answer(probe, [True])
+    desk.lookups.answer(second, [True])
     assert desk.ask(1) == [None]
 
 
@@ -93,7 +90,7 @@ def test_a_key_without_an_answer_at_its_deadline_is_a_miss_for_good(desk: Desk) 
     assert desk.lookups.timeouts == 1
 
 
-def test_a_runner_that_does_not_come_back_is_replaced(desk: Desk) -> None:
+def test_a_runner_that_hangs_is_replaced(desk: Desk) -> None:
     desk.ask(1)
     desk.take()
     desk.clock.advance(1.0)
@@ -103,7 +100,7 @@ def test_a_runner_that_does_not_come_back_is_replaced(desk: Desk) -> None:
     assert numbers_of(desk.take()) == [2]
 
 
-def test_keys_that_nobody_waits_for_any_more_do_not_travel(desk: Desk) -> None:
+def test_late_keys_are_not_probed(desk: Desk) -> None:
     desk.ask(1)
     desk.clock.advance(2.0)
     desk.ask(2)
@@ -164,7 +161,6 @@ def test_more_requests_than_are_kept_forget_the_oldest(desk: Desk) -> None:
 
 
 def test_no_key_is_lost_between_the_scheduler_and_its_runners() -> None:
-    """Two runners take while the scheduler asks; every key is answered, though starts and ends cross."""
     wanted = threading.Semaphore(0)
     done = threading.Event()
     batched = BatchedLookups(wanted.release, timeout_s=60.0)

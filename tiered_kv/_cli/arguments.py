@@ -1,21 +1,19 @@
-"""Types of command-line arguments, each error of which says what would be accepted; and the form of the help."""
+"""Types of command-line arguments, whose errors say what is accepted; and the end of the help."""
 
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections.abc import Callable
 from typing import Final, TypeVar
 
 from tiered_kv.config.units import parse_bytes, parse_seconds
 
 Number = TypeVar("Number", int, float)
-INTERVAL_MIN_S: Final = 0.1
-INTERVAL_MAX_S: Final = 86_400.0
+_INTERVAL_MIN_S: Final = 0.1
+_INTERVAL_MAX_S: Final = 86_400.0
 
 
 def positive_int(text: str) -> int:
-    """Return a whole number of at least 1."""
     try:
         value = int(text)
     except ValueError:
@@ -26,12 +24,12 @@ def positive_int(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Return a duration in seconds, from text such as "250ms"."""
+    """Return the seconds of a duration such as "250ms"."""
     return _parsed(parse_seconds, text, text)
 
 
 def rate(text: str) -> int:
-    """Return bytes a second, at least 1, from text such as "100MiB/s" or "100MiB"."""
+    """Return the bytes a second of a rate such as "100MiB/s" or "100MiB"."""
     value = _parsed(parse_bytes, text.removesuffix("/s"), text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1 byte a second, found {text!r}")
@@ -39,9 +37,8 @@ def rate(text: str) -> int:
 
 
 def interval(text: str) -> float:
-    """Return the time from one look to the next, in seconds."""
     value = seconds(text)
-    if not INTERVAL_MIN_S <= value <= INTERVAL_MAX_S:
+    if not _INTERVAL_MIN_S <= value <= _INTERVAL_MAX_S:
         raise argparse.ArgumentTypeError(f"expected a duration from 100ms to 1d, found {text!r}")
     return value
 
@@ -53,26 +50,8 @@ def _parsed(parse: Callable[[object], Number], text: str, given: str) -> Number:
         raise argparse.ArgumentTypeError(f"{error}, found {given!r}") from None
 
 
-class HelpFormatter(argparse.HelpFormatter):
-    """Fills paragraphs one by one, and leaves those alone that have indented lines."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = [
-            textwrap.indent(part, indent)
-            if "\n  " in part
-            else super(HelpFormatter, self)._fill_text(part, width, indent)
-            for part in text.split("\n\n")
-        ]
-        return "\n\n".join(paragraphs)
-
-
 def describe_use(parser: argparse.ArgumentParser, *examples: tuple[str, str], found: str = "") -> None:
-    """End a verb's help with examples and its exit statuses.
-
-    Args:
-        examples: Command lines, and what each does.
-        found: What status 1 means, if the verb has it.
-    """
+    """End a verb's help with examples, each a command and its purpose, and exit statuses; `found` explains status 1."""
     lines = [line for command, about in examples for line in (f"  {command}", f"      {about}")]
     statuses = [
         "  0    all is well",

@@ -1,14 +1,15 @@
-"""`tiered-kv bench`: store and load throughput and lookup latency of the secondary tiers, one after the other."""
+"""`tiered-kv bench`: throughput and lookup latency of each secondary tier."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 
 from tiered_kv._cli.arguments import describe_use, positive_int
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
-from tiered_kv._cli.reporting import add_report_argument, begun_report, write_report
+from tiered_kv._cli.reporting import add_report_argument, start_report, write_report
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes, rounded_bytes
@@ -20,7 +21,7 @@ from tiered_kv.stack import open_tier
 from tiered_kv.workload.bench import BenchSettings, TierBench, bench_tier
 
 _ROUND_BYTES = 256 << 20
-"""What a round stores unless the number of blocks is given."""
+"""Default size of a round."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> Status:
     tiers = _chosen(config, args.tier)
     blocks = args.blocks or max(args.batch, _ROUND_BYTES // config.block.bytes)
     settings = BenchSettings(blocks=blocks, batch=args.batch, rounds=args.rounds)
-    reported = begun_report(args, config)
+    reported = start_report(args, config)
     results: list[TierBench] = []
     with progress("rounds", len(tiers) * settings.rounds) as advance:
 
@@ -91,8 +92,7 @@ def _bench(
     reported: Run | None,
     on_round: Callable[[int], None],
 ) -> TierBench:
-    region = PrimaryRegion(bench.blocks, config.block.bytes)
-    try:
+    with closing(PrimaryRegion(bench.blocks, config.block.bytes)) as region:
         tier = open_tier(config, settings, region.kv_view)
         try:
             if reported is not None:
@@ -100,8 +100,6 @@ def _bench(
             return bench_tier(tier, settings.name, region.kv_view, bench, on_round=on_round)
         finally:
             tier.shutdown()
-    finally:
-        region.close()
 
 
 def _show(stack: str, results: list[TierBench], settings: BenchSettings) -> None:

@@ -1,4 +1,4 @@
-"""`tiered-kv check`: is the stack's file valid, does every tier open here, and what can each tier do."""
+"""`tiered-kv check`: validates a stack's file, and opens every tier."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.stack import open_region, open_tier
 
 _PROBE_BLOCKS = 2
-"""Size of the region that tiers are opened over where the primary tier's own cannot be had."""
+"""Size of a region for the secondary tiers, if the primary tier cannot be opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierCheck:
-    """What was found of one tier: why it could not be opened, or what it says of itself."""
+    """Why a tier cannot be opened, or how it describes itself."""
 
     name: str
     type: str
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> Status:
 
 
 def _check_all(config: StackConfig) -> list[TierCheck]:
-    """Open all tiers at once, as the stack would, so that two that exclude each other are found."""
+    """Open all tiers together, as a stack does: two of them may exclude each other."""
     with progress("opening cpu", 1 + len(config.secondary)) as advance, ExitStack() as opened:
         primary, region = _check_primary(config)
         opened.callback(region.close)
@@ -83,7 +83,7 @@ def _check_primary(config: StackConfig) -> tuple[TierCheck, PrimaryRegion]:
     try:
         make_policy(settings.policy, config.primary_blocks)
         region = open_region(config)
-    except Exception as error:  # whatever a stranger's policy raises
+    except Exception as error:  # a third-party policy may raise anything
         reason = told(error, config.secret_texts())
         return TierCheck("cpu", "cpu", False, reason), PrimaryRegion(_PROBE_BLOCKS, config.block.bytes)
     details: dict[str, object] = {
@@ -102,7 +102,7 @@ def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegi
         opened.callback(tier.shutdown)
         details = {name: _scrubbed(each, secrets) for name, each in tier.describe().items()}
         return TierCheck(settings.name, settings.type, True, details=details)
-    except Exception as error:  # whatever a stranger's tier raises
+    except Exception as error:  # a third-party tier may raise anything
         return TierCheck(settings.name, settings.type, False, told(error, secrets))
 
 

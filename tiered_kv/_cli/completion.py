@@ -1,7 +1,4 @@
-"""Completion of the command's words by bash, zsh and fish, with argcomplete (extra: completion).
-
-The shell runs the command itself to complete a word. So options come from the same parser that will read them.
-"""
+"""Completion of the command line in bash, zsh and fish, by argcomplete (extra: completion)."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from tiered_kv.errors import MissingExtraError
 
 SHELLS: Final = ("bash", "zsh", "fish")
 COMPLETING: Final = "_ARGCOMPLETE"
-"""What argcomplete's part of a shell sets in the environment where it wants words."""
+"""The environment variable with which argcomplete's shell code asks for words."""
 
 
 class PrintCompletion(argparse.Action):
-    """Prints a shell's part of the completion, and ends."""
+    """Prints the code that a shell needs for completion, and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, dest, choices=SHELLS, help=help, default=argparse.SUPPRESS)
@@ -40,12 +37,12 @@ class PrintCompletion(argparse.Action):
 
 
 def words_so_far() -> list[str]:
-    """Return the words of the line that the shell completes; they choose the verb whose options are offered."""
+    """Return the words of the command line that the shell completes."""
     return os.environ.get("COMP_LINE", "").split()
 
 
 def answer_shell(parser: argparse.ArgumentParser) -> None:
-    """Tell the shell the words that fit, and end the process. Without argcomplete there are none."""
+    """Print the words that fit, and exit. Without argcomplete there are none."""
     try:
         import argcomplete
         from argcomplete.completers import FilesCompleter, SuppressCompleter

@@ -1,4 +1,4 @@
-"""`tiered-kv inspect`: what each tier of a stack stores, by namespace; and whether its blocks are sound."""
+"""`tiered-kv inspect`: what each tier of a stack stores, by namespace, and whether its blocks are sound."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ from tiered_kv.toolkit.inspection import block_bytes_in
 _TIMEOUT_S = 600.0
 _RATE_BYTES = 100 << 20
 """A few percent of an SSD, and less than a tenth of a network of 10 Gbit/s."""
-_PATIENCE = 4
-"""How much longer than its rate demands a check may take."""
+_TIMEOUT_FACTOR = 4
+"""A check may take this many times as long as its rate needs."""
 _SHOW_INTERVAL_S = 0.1
 _SLEEP_MIN_S = 0.01
-_LAG_MAX_S = 1.0
-"""What a check may catch up on: sleep takes longer than it was told to on a busy machine."""
 _CHECKED = ("ok", "blocks", "size_bytes", "damaged", "unreadable", "repaired", "checks_tags", "notes", "error")
 
 
 @dataclass(slots=True)
 class TierInspection:
-    """What was found in one tier."""
+    """The result for one tier."""
 
     name: str
     type: str
@@ -95,7 +93,6 @@ def run(args: argparse.Namespace) -> Status:
 
 
 def _inspect(config: StackConfig, settings: TierSettings, args: argparse.Namespace) -> TierInspection:
-    """Look at one tier; what goes wrong is noted as the tier's error."""
     tier = TierInspection(settings.name, settings.type)
     try:
         load = tier_plugins().resolve(settings.type).administration
@@ -107,7 +104,7 @@ def _inspect(config: StackConfig, settings: TierSettings, args: argparse.Namespa
                 tier.survey = administration.survey(time.monotonic() + (args.timeout or _TIMEOUT_S))
             if args.verify:
                 _verify(administration, config, settings, tier, args)
-    except Exception as error:  # whatever a stranger's administration raises
+    except Exception as error:  # a third-party administration may raise anything
         tier.error = told(error, settings.secret_texts())
     return tier
 
@@ -123,7 +120,7 @@ def _verify(
     chosen = [each for each in tier.survey.namespaces if not args.own or each.digest == own]
     rate_bytes = args.rate or _RATE_BYTES
     total_bytes = sum(_size_bytes(each) for each in chosen)
-    deadline = time.monotonic() + (args.timeout or _TIMEOUT_S + _PATIENCE * total_bytes / rate_bytes)
+    deadline = time.monotonic() + (args.timeout or _TIMEOUT_S + _TIMEOUT_FACTOR * total_bytes / rate_bytes)
     with progress(f"verifying {tier.name}", total_bytes, in_bytes=True) as show:
         on_block = _paced(rate_bytes, show, deadline)
         for each in chosen:
@@ -134,14 +131,14 @@ def _verify(
                 administration.verify(digest, found, deadline)
             except NotImplementedError:
                 found.error = f"tiers of type '{settings.type}' cannot be verified"
-            except Exception as problem:  # whatever a stranger's administration raises
+            except Exception as problem:  # a third-party administration may raise anything
                 found.error = told(problem, settings.secret_texts())
 
 
 def _paced(rate_bytes: int, show: Callable[[int], None], deadline: float) -> Callable[[int], None]:
-    """Return a function that is told of each block's bytes, and sleeps where they come faster than `rate_bytes`.
+    """Return a callback for each block's bytes, which sleeps to keep to the rate.
 
-    It sleeps and shows for many blocks at once: for each small block either would take longer than its check.
+    It sleeps and shows progress for many blocks at once: for a small block either takes longer than its check.
     """
     done_bytes = 0
     due_s = shown_s = time.monotonic()
@@ -150,7 +147,7 @@ def _paced(rate_bytes: int, show: Callable[[int], None], deadline: float) -> Cal
         nonlocal done_bytes, due_s, shown_s
         now_s = time.monotonic()
         done_bytes += size_bytes
-        due_s = max(due_s, now_s - _LAG_MAX_S) + size_bytes / rate_bytes
+        due_s = max(due_s, now_s) + size_bytes / rate_bytes
         if now_s - shown_s >= _SHOW_INTERVAL_S:
             show(done_bytes)
             shown_s = now_s
@@ -161,7 +158,7 @@ def _paced(rate_bytes: int, show: Callable[[int], None], deadline: float) -> Cal
 
 
 def _size_bytes(found: StoredNamespace) -> int:
-    """Return about how many bytes a check will read."""
+    """Return an estimate of the bytes that a check reads."""
     block_bytes = block_bytes_in(found.described)
     if found.blocks is not None and block_bytes is not None:
         return found.blocks * block_bytes

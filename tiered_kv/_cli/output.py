@@ -1,7 +1,6 @@
-"""How the command answers: exit statuses, JSON for machines, tables for people, progress where somebody watches.
+"""Output of the command: exit statuses, JSON, tables, progress.
 
-Results go to standard output; errors and progress to standard error. rich is imported only when a table, a progress
-bar or the screen of `top` is really drawn.
+Results go to standard output, errors and progress to standard error. rich is imported only when it draws.
 """
 
 from __future__ import annotations
@@ -19,48 +18,47 @@ from tiered_kv.observe.answer import printable
 
 
 class Status(IntEnum):
-    """How the command ended."""
+    """Exit statuses."""
 
     OK = 0
     FOUND = 1
     """The verb did its work and found something wrong: a tier that does not open, a corrupt block, a broken plugin."""
     ERROR = 2
-    """The verb could not do its work; standard error says why. argparse uses the same for wrong usage."""
+    """The verb could not do its work, or wrong usage; standard error says why."""
     INTERRUPTED = 130
     """Ctrl-C, as shells number it: 128 and the signal."""
 
 
 _PLAIN_WIDTH = 120
-"""Columns of a table that goes to a file or a pipe."""
+"""Width of a table in a file or a pipe, in columns."""
 _WIDTH_MAX = 10_000
 _FOLDED_WIDTH_MIN = 24
-"""Columns that a folded text has at least."""
+"""Minimum width of a folded text, in columns."""
 
 
 class Advance(Protocol):
-    """Says how far something is; see `progress`."""
+    """Reports the steps done, and what is done now if that has changed; see `progress`."""
 
     def __call__(self, done: int, doing: str | None = None) -> None: ...
 
 
 def print_json(result: Mapping[str, object]) -> None:
-    """Print one JSON object; what JSON has no form for, such as a tier's path, is printed as text."""
+    """Print one JSON object; a value of another type, such as a path, is printed as text."""
     _write(json.dumps(result, indent=2, default=str) + "\n")
 
 
 def print_text(text: str) -> None:
-    """Print text for people. What a terminal would obey in it is shown as an escape."""
+    """Print a text for people, with control characters escaped."""
     _write(_shown(text) + "\n")
 
 
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", numbers: bool = True
 ) -> None:
-    """Print a table for people. Where it is wider than the terminal, only a last column of text is folded.
+    """Print a table for people, with control characters escaped.
 
-    Args:
-        rows: The cells, in the order of `columns`. What a terminal would obey in them is shown as an escape.
-        numbers: Whether all columns but the first hold numbers, which are aligned to the right.
+    All columns but the first hold `numbers`, aligned to the right, or texts. In a narrow terminal the last column of
+    texts is folded.
     """
     from rich import box
     from rich.console import Console
@@ -82,7 +80,7 @@ def print_table(
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
-    # A narrow terminal breaks lines; rich would leave numbers out.
+    # A narrow terminal breaks lines; rich would cut off numbers.
     console.width = max(
         console.width, Measurement.get(console, console.options.update(width=_WIDTH_MAX), table).minimum
     )
@@ -95,30 +93,27 @@ def print_table(
 
 
 def one_line(text: str) -> str:
-    """Return text that may hold a stranger's words, so that none of them looks like a line of this command."""
+    """Return a text from outside, such as a file's name, so that it cannot add a line to the output."""
     return text.replace("\n", "\\n")
 
 
 def _shown(text: str) -> str:
-    """Return `text` without what a terminal obeys: names in it may be those of a stranger's files or requests."""
+    """Return `text` with control characters escaped: it may have names of files or requests from outside."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def _write(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # names of files may be any bytes
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # file names may have any bytes
 
 
 @contextmanager
 def progress(title: str, total: int | None, *, in_bytes: bool = False) -> Iterator[Advance]:
-    """Show how far something is, if standard error is a terminal. The time that has passed is always seen to go on.
+    """Show progress if standard error is a terminal, and yield the function that reports it.
 
     Args:
-        total: Steps in all; None where that is not known.
+        total: The number of steps; None if unknown.
         in_bytes: Whether a step is a byte; then the rate and an estimate of the time left are shown.
-
-    Yields:
-        A function to call with the number of steps done, and with what is being done now if that has changed.
     """
     if not sys.stderr.isatty():
         yield lambda done, doing=None: None
@@ -149,11 +144,7 @@ def progress(title: str, total: int | None, *, in_bytes: bool = False) -> Iterat
 
 @contextmanager
 def interrupt_flag() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C into a flag, so that work in progress can end in good order; the second one raises.
-
-    Yields:
-        A function that tells whether Ctrl-C was pressed.
-    """
+    """Yield a function that returns whether Ctrl-C was pressed; the second Ctrl-C raises KeyboardInterrupt."""
     pressed = False
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json, print_table, print_text
-from tiered_kv.config.units import format_bytes, format_bytes_per_day, format_seconds
+from tiered_kv.config.units import formatted_setting
 from tiered_kv.hooks import PluginReport, TierType, tier_plugins
 
 Schema = dict[str, Any]  # Any: JSON
@@ -72,7 +72,7 @@ def _settings(tier: TierType) -> list[dict[str, object]]:
 
 
 def _accepts(field: Schema) -> str:
-    """Return in a word or two what a setting's JSON schema accepts."""
+    """Return the types that a setting's JSON schema accepts."""
     if "anyOf" in field and "format" not in field:
         return " | ".join(_accepts(choice) for choice in field["anyOf"] if choice != {"type": "null"})
     words = [field["const"]] if "const" in field else field.get("enum")
@@ -84,7 +84,7 @@ def _show(tier: TierType, report: PluginReport) -> None:
         [
             str(setting["name"]),
             str(setting["accepts"]),
-            "required" if setting["required"] else _default(setting["default"], setting["accepts"]),
+            "required" if setting["required"] else _default(tier, setting),
             str(setting["description"]),
         ]
         for setting in _settings(tier)
@@ -94,13 +94,10 @@ def _show(tier: TierType, report: PluginReport) -> None:
     print_table(["setting", "accepts", "default", "what it is for"], rows, title=title, numbers=False)
 
 
-def _default(value: object, accepts: object) -> str:
+def _default(tier: TierType, setting: dict[str, object]) -> str:
+    value = setting["default"]
     if value is None or value == "":
         return "-"
     if isinstance(value, bool):
         return str(value).lower()
-    if accepts == "duration" and isinstance(value, float):
-        return format_seconds(value)
-    if accepts == "rate" and isinstance(value, int):
-        return format_bytes_per_day(value)
-    return format_bytes(value) if accepts == "size" and isinstance(value, int) else str(value)
+    return str(formatted_setting(value, tier.settings.model_fields[str(setting["name"])]))

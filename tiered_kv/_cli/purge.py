@@ -37,7 +37,7 @@ class NamespacePurge:
 
 @dataclass(slots=True)
 class TierPurge:
-    """What was found in one tier, and what became of it; `docs/reference/command.md` describes each field."""
+    """The result for one tier; `docs/reference/command.md` describes each field."""
 
     name: str
     type: str
@@ -105,7 +105,7 @@ def _digest(text: str) -> str:
 
 
 def _look(settings: TierSettings, digest: str | None, tenant: str | None, timeout_s: float) -> TierPurge:
-    """Find the namespace with this digest in one tier, or those of the tenant."""
+    """Find the namespace with this digest, or the namespaces of the tenant, in one tier."""
     tier = TierPurge(settings.name, settings.type)
 
     def look(administration: TierAdministration) -> None:
@@ -121,7 +121,7 @@ def _look(settings: TierSettings, digest: str | None, tenant: str | None, timeou
 
 def _purge(settings: TierSettings, tier: TierPurge, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    for found in tier.namespaces:  # what is stored is not what has been removed, should something fail on the way
+    for found in tier.namespaces:  # if the removal fails, the numbers are unknown
         found.blocks = found.size_bytes = None
 
     def purge(administration: TierAdministration) -> None:
@@ -136,7 +136,7 @@ def _purge(settings: TierSettings, tier: TierPurge, timeout_s: float) -> None:
 
 
 def _administer(settings: TierSettings, tier: TierPurge, work: Callable[[TierAdministration], None]) -> None:
-    """Do something with a tier's administration; what goes wrong is noted as the tier's error."""
+    """Call `work` with the tier's administration; an exception becomes the tier's error."""
     try:
         load = tier_plugins().resolve(settings.type).administration
         if load is None:
@@ -144,16 +144,12 @@ def _administer(settings: TierSettings, tier: TierPurge, work: Callable[[TierAdm
             return
         with closing(load()(settings)) as administration:
             work(administration)
-    except Exception as error:  # whatever a stranger's administration raises
+    except Exception as error:  # a third-party administration may raise anything
         tier.error = told(error, settings.secret_texts())
 
 
 def _ask(tiers: Sequence[TierPurge]) -> None:
-    """Have somebody at the terminal say yes.
-
-    Raises:
-        ConfigError: Nobody does.
-    """
+    """Ask at the terminal whether to go on; raise ConfigError unless the answer is yes."""
     if not sys.stdin.isatty():
         raise ConfigError("this removes what is listed for good; give --yes, since nobody can be asked here")
     count = sum(len(tier.namespaces) for tier in tiers)

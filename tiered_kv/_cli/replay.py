@@ -1,4 +1,4 @@
-"""`tiered-kv replay`: drive real bytes through a stack by a sequence of requests, and check all that comes back."""
+"""`tiered-kv replay`: drives real bytes through a stack by a sequence of requests, and checks all loaded bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from tiered_kv._cli.arguments import describe_use, positive_int, seconds
 from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
-from tiered_kv._cli.reporting import add_report_argument, begun_report, write_report
+from tiered_kv._cli.reporting import add_report_argument, start_report, write_report
 from tiered_kv._cli.workload import Workload, add_workload_arguments, chosen_workload
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.config.units import format_bytes
@@ -22,7 +22,7 @@ from tiered_kv.stack import Stack, open_stack
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.tally import ReplayReport, Tally
 
-_TROUBLE = re.compile(
+_PROBLEM_COUNTERS = re.compile(
     "^(skipped|failed|expired|corrupt|quarantined|refused|late|breaker)_|^exceptions_|_(errors|timeouts)_total$"
 )
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> Status:
     workload = chosen_workload(args)
     settings = ReplaySettings(concurrency=args.concurrency, request_timeout_s=args.request_timeout)
     config = load_config(args.stack)
-    reported = begun_report(args, config)
+    reported = start_report(args, config)
     with progress("opening the tiers", None):
         stack = open_stack(config)
     with stack, interrupt_flag() as interrupted:
@@ -124,16 +124,15 @@ def _show(report: ReplayReport, title: str) -> None:
 
 
 def _remarks(report: ReplayReport) -> Iterator[str]:
-    """Yield what a person should notice, one line each."""
     for name, tier in report.tiers.items():
-        troubles = _troubles(tier.counters)
-        if troubles:
-            yield f"{name}: {troubles}"
+        problems = _problems(tier.counters)
+        if problems:
+            yield f"{name}: {problems}"
     yield from _notes(report)
 
 
 def _notes(report: ReplayReport) -> Iterator[str]:
-    """Yield what ended otherwise than it should, a sentence each."""
+    """Yield a sentence for each unexpected end of a request, a block or the replay."""
     if report.timed_out_requests:
         yield f"{report.timed_out_requests:,} requests did not wait for the rest of their prefix"
     for block in report.corrupt:
@@ -144,10 +143,10 @@ def _notes(report: ReplayReport) -> Iterator[str]:
         yield "some stores had not ended when the time for them was over"
 
 
-def _troubles(counters: Mapping[str, Any]) -> str:  # Any: as `Counters.snapshot`
+def _problems(counters: Mapping[str, Any]) -> str:  # Any: as `Counters.snapshot`
     shown = []
     for path, value in flat_counts(counters):
         family, (name, *labels) = ("tier ", path[1:]) if path[0] == "tier" else ("", path)
-        if value and _TROUBLE.search(name):
+        if value and _PROBLEM_COUNTERS.search(name):
             shown.append(f"{family}{name}{{{', '.join(labels)}}} {value:,}".replace("{}", ""))
     return ", ".join(shown)

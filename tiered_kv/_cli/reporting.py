@@ -21,11 +21,11 @@ def add_report_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def begun_report(args: argparse.Namespace, config: StackConfig | None) -> Run | None:
-    """Return what a page will say of the run that begins now, of a stack or of none; None where no page is wanted.
+def start_report(args: argparse.Namespace, config: StackConfig | None) -> Run | None:
+    """Return the run that begins now, for its page; None without `--report`.
 
     Raises:
-        ConfigError: The page cannot be made or written; better known before the run than after it.
+        ConfigError: The page cannot be drawn or written. The user learns this before the run, not after it.
     """
     path = args.report
     if path is None:
@@ -37,15 +37,11 @@ def begun_report(args: argparse.Namespace, config: StackConfig | None) -> Run | 
 
 
 def write_report(args: argparse.Namespace, draw: Callable[[], str]) -> None:
-    """Draw the page, write it in place of what was there, and say so to people.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
+    """Draw the page and write it to the file of `--report`."""
     with progress("drawing the page", None):
         page = draw()
     try:
-        args.report.write_text(page, encoding="utf-8", errors="backslashreplace")  # names of files may be any bytes
+        args.report.write_text(page, encoding="utf-8", errors="backslashreplace")  # file names may have any bytes
     except OSError as error:
         raise ConfigError(
             f"the page cannot be written to '{args.report}': {error.strerror}", location="--report"

@@ -1,4 +1,4 @@
-"""`tiered-kv schema`: the JSON schema of a stack's file, with the settings of every tier type that was found."""
+"""`tiered-kv schema`: the JSON schema of a stack's file."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Status:
-    print_json(stack_schema())  # with --json or without: a schema is JSON
+    print_json(stack_schema())  # also without --json
     return Status.OK

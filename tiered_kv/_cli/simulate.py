@@ -1,4 +1,4 @@
-"""`tiered-kv simulate`: what policies, sizes and stacks would hit, write and cost, without moving a byte."""
+"""`tiered-kv simulate`: hit rates of policies and sizes, and traffic and costs of stacks, without moving a byte."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tiered_kv._cli.arguments import describe_use, positive_int
 from tiered_kv._cli.output import Status, print_json, print_table, progress
-from tiered_kv._cli.reporting import add_report_argument, begun_report, write_report
+from tiered_kv._cli.reporting import add_report_argument, start_report, write_report
 from tiered_kv._cli.workload import add_workload_arguments, chosen_workload
 from tiered_kv.config.stack_config import PRIMARY_BLOCKS_MIN, PRIMARY_TIER_NAME, StackConfig, load_config
 from tiered_kv.config.units import parse_bytes, rounded_bytes
@@ -22,15 +22,14 @@ from tiered_kv.observe.report.page import Run
 from tiered_kv.workload.hit_rates import default_sizes, hit_rate
 from tiered_kv.workload.prices import Prices, costs, load_prices, times_a_month
 from tiered_kv.workload.request import Request
-from tiered_kv.workload.routing import ROUTERS
 from tiered_kv.workload.sampling import draw
-from tiered_kv.workload.simulation import Fleet, simulate, with_tier
+from tiered_kv.workload.simulation import ROUTERS, Fleet, simulate, with_tier
 from tiered_kv.workload.stack_distance import hit_curve
 
-_OF_A_STACK = ("servers", "router", "concurrency", "limit", "prices")
+_STACK_OPTIONS = ("servers", "router", "concurrency", "limit", "prices")
 
 Answer = tuple[dict[str, object], list[tuple[str, pages.Table]], Callable[[Run], str]]
-"""For machines the fields, for people the tables with their titles, and what writes the page."""
+"""The fields of the JSON object, the tables with their titles, and the function that draws the page."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Status:
     config = None if args.stack is None else load_config(args.stack)
-    given = [name for name in _OF_A_STACK if getattr(args, name) is not None]
+    given = [name for name in _STACK_OPTIONS if getattr(args, name) is not None]
     if config is None and given:
         raise ConfigError(f"--{given[0]} needs a STACK")
     if config is not None and args.sample is not None:
@@ -91,7 +90,7 @@ def run(args: argparse.Namespace) -> Status:
             raise ConfigError("the primary tier has --capacity", location="--limit")
         config = with_tier(config, name, capacity=capacity)
     policies, sizes, workload = _policies(args.policy), _sizes(args.capacity, config), chosen_workload(args)
-    reported = begun_report(args, config)
+    reported = start_report(args, config)
     with progress("reading the requests", None):
         requests = list(workload.requests)
     if not any(request.hash_ids for request in requests):
@@ -164,17 +163,17 @@ def _simulate_stacks(
 
 
 def _policies(text: str | None) -> list[str]:
-    """Return the names in an option; none where it is not given."""
+    """Return the names in an option; none without it."""
     names = [] if text is None else [name.strip() for name in text.split(",")]
     if not all(names):
         raise ConfigError(f"expected names of policies, such as lru,arc, found {text!r}", location="--policy")
     for name in names:
-        make_policy(name, PRIMARY_BLOCKS_MIN)  # a wrong name is better known before a simulation than after it
+        make_policy(name, PRIMARY_BLOCKS_MIN)  # an unknown name is an error before the simulation, not after it
     return names
 
 
 def _sizes(text: str | None, config: StackConfig | None) -> list[int]:
-    """Return the sizes in an option, in blocks; none where it is not given."""
+    """Return the sizes in an option, in blocks; none without it."""
     least = 1 if config is None else PRIMARY_BLOCKS_MIN
     sizes = []
     for part in [] if text is None else text.split(","):

@@ -1,4 +1,4 @@
-"""`tiered-kv top`: what a running stack does now, tier by tier, drawn anew every few seconds."""
+"""`tiered-kv top`: what a running stack does now, tier by tier."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from tiered_kv.observe.ask import DEFAULT_ADDRESS, Address, address_of, fetch
 from tiered_kv.observe.live import Sight, Watcher
 
 _INTERVAL_S: Final = 2.0
-_RESIZE_S: Final = 0.25
-"""How often it is looked whether the terminal has another size."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +63,7 @@ def run(args: argparse.Namespace) -> Status:
             _draw(watcher, address, args.interval)
         else:
             _print(watcher, args.interval)
-    except KeyboardInterrupt:  # how it is meant to end: nothing has been cut off
+    except KeyboardInterrupt:  # the usual end
         pass
     return Status.INTERRUPTED
 
@@ -75,11 +73,7 @@ def _ask(address: Address) -> StatusAnswer:
 
 
 def _once(watcher: Watcher, address: Address, args: argparse.Namespace) -> Status:
-    """Look twice, an interval apart, and show what happened in between.
-
-    Raises:
-        TierUnavailableError: There is no answer.
-    """
+    """Show one interval; raise TierUnavailableError without an answer."""
     with progress(f"looking twice in {rounded_seconds(args.interval)}", None):
         first = watcher.look()
         if not first.trouble:
@@ -95,7 +89,7 @@ def _once(watcher: Watcher, address: Address, args: argparse.Namespace) -> Statu
 
 
 def _draw(watcher: Watcher, address: Address, interval_s: float) -> None:
-    """Draw on the terminal's other screen, which leaves what stood there before."""
+    """Draw on the terminal's alternate screen."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -103,22 +97,18 @@ def _draw(watcher: Watcher, address: Address, interval_s: float) -> None:
     from tiered_kv._cli.top_view import screen
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a name may hold what the terminal's encoding has not
+        sys.stdout.reconfigure(errors="replace")  # a name may have characters that the terminal's encoding lacks
     console = Console()
     with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         live.update(Text(f"asking {address}"), refresh=True)
         while True:
             next_s = time.monotonic() + interval_s
-            sight, size = watcher.look(), None
-            while (left_s := next_s - time.monotonic()) > 0 or size is None:
-                if size != console.size:
-                    size = console.size
-                    live.update(screen(sight, str(address), interval_s, console), refresh=True)
-                time.sleep(min(_RESIZE_S, max(0.0, left_s)))
+            live.update(screen(watcher.look(), str(address), interval_s, console), refresh=True)
+            time.sleep(max(0.0, next_s - time.monotonic()))
 
 
 def _print(watcher: Watcher, interval_s: float) -> None:
-    """Print a table for each interval, with the events since the one before."""
+    """Print a table for each interval, with the events since the previous table."""
     printed_s = time.monotonic() - interval_s
     while True:
         sight, now_s = watcher.look(), time.monotonic()
@@ -143,7 +133,7 @@ def _print_sight(sight: Sight, interval_s: float, *, notices_s: float) -> None:
 
 
 def _end_by_signals() -> None:
-    """Turn a signal that ends the process into an exception, so that the terminal is put back as it was."""
+    """Turn SIGTERM and SIGHUP into an exception, so that the terminal is restored."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

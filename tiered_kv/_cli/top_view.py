@@ -1,4 +1,4 @@
-"""How `tiered-kv top` shows a stack: a screen for a terminal, lines of text for everything else."""
+"""The output of `tiered-kv top`: a screen for a terminal, and lines of text."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ _KINDS: Final = {
     "load": "load failed",
     "store": "store failed",
 }
-_BAR_MIN: Final = 6
-_BAR_MAX: Final = 30
+_WIDTHS_MIN: Final = {"load\nbudget": 76, "store\nbudget": 69, "load\np99": 62, "hit\n%": 55}
+"""The width of a terminal from which it shows a column, if that is not always."""
+_BARS_WIDTH_MIN: Final = 80
+_TABLE_WIDTH_MAX: Final = 110
 _NAME_MAX: Final = 20
 _REASONS_MIN: Final = 3
 _REASON_LINES_MAX: Final = 8
-_WIDE: Final = 10_000
 _BUDGET_WARNING: Final = 0.9
-"""A store or load budget that is used up by this share is about to turn blocks away."""
+"""The used share of a budget from which it is red: blocks are about to be skipped."""
 
 
 def screen(sight: Sight, where: str, interval_s: float, console: Console) -> RenderableType:
-    """Return what fills a terminal of the console's size: the most important first, the rest as far as it fits."""
+    """Return a screen of the console's size, the most important first."""
     view = sight.view
     title = Text("tiered-kv top", style="bold", no_wrap=True, overflow="ellipsis")
     if view is not None:
@@ -60,7 +61,7 @@ def screen(sight: Sight, where: str, interval_s: float, console: Console) -> Ren
 
 
 def headline(sight: Sight, interval_s: float) -> Text:
-    """Return what is going on in all, or that there is no answer, as a line."""
+    """Return a line about the whole stack, or that there is no answer."""
     view = sight.view
     if view is None or sight.trouble:
         since = f" for {rounded_seconds(sight.lost_s)}" if sight.lost_s >= 1 else ""
@@ -87,13 +88,13 @@ def reason_lines(view: View) -> Iterator[str]:
 
 
 def plain_rows(view: View) -> tuple[list[str], list[list[str]]]:
-    """Return heads and cells of the tiers, without bars."""
+    """Return the heads and the rows of the table of tiers, without bars."""
     heads = [head.replace("\n", " ") for head in _COLUMNS]
     return heads, [[tier.name, *(cell(tier).plain for cell in [*_COLUMNS.values()][1:])] for tier in view.tiers]
 
 
 def notice_lines(notices: Sequence[NoticeView]) -> list[str]:
-    """Return notices as lines, the latest last."""
+    """Return the notices as lines, the latest last."""
     return [_notice(notice).plain for notice in reversed(notices)]
 
 
@@ -109,37 +110,29 @@ def number(count: float) -> str:
 
 
 def _tier_table(tiers: Sequence[TierView], console: Console, style: str) -> Table:
-    """Return the columns that fit; the last one is a bar of the capacity in use, if there is room."""
-    optional = ["load\nbudget", "store\nbudget", "load\np99", "hit\n%"]
-    columns = dict(_COLUMNS)
-    while (left := console.width - _width(_table(columns, tiers, 0, style), console)) < 0 and optional:
-        del columns[optional.pop(0)]
-    return _table(columns, tiers, min(_BAR_MAX, left - 1) if left > _BAR_MIN else 0, style)
-
-
-def _table(columns: _Columns, tiers: Sequence[TierView], bar: int, style: str) -> Table:
-    table = Table(
-        box=None, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True, header_style="bold", style=style
-    )
+    """Return the columns for this width of the terminal; the last one is a bar of the capacity in use."""
+    columns = {head: cell for head, cell in _COLUMNS.items() if console.width >= _WIDTHS_MIN.get(head, 0)}
+    table = _grid(console, style)
     for head in columns:
         is_number = head not in ("tier", "breaker")
         table.add_column(head, justify="right" if is_number else "left", no_wrap=True, vertical="bottom")
-    if bar:
-        table.add_column(width=bar)
+    if has_bars := console.width >= _BARS_WIDTH_MIN:
+        table.add_column(ratio=1)
     for tier in tiers:
         share = _share(tier.used_bytes, tier.capacity_bytes)
-        shown = [_bar(share, bar)] if bar and share is not None else []
-        table.add_row(*(cell(tier) for cell in columns.values()), *shown)
+        bars = [_bar(share)] if has_bars and share is not None else []
+        table.add_row(*(cell(tier) for cell in columns.values()), *bars)
     return table
 
 
-def _width(table: Table, console: Console) -> int:
-    """Return how wide a table is where nothing is cut off."""
-    return console.measure(table, options=console.options.update(max_width=_WIDE)).maximum
+def _grid(console: Console, style: str = "") -> Table:
+    """Return a table without lines. In a terminal with room for bars, its column with a `ratio` takes the rest."""
+    width = min(console.width, _TABLE_WIDTH_MAX) if console.width >= _BARS_WIDTH_MIN else None
+    return Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", style=style, width=width)
 
 
 def _name(tier: str) -> Text:
-    """Return a name, without its middle where it is long: the ends of names differ most."""
+    """Return a name; if it is long, without its middle: the ends of names differ most."""
     half = _NAME_MAX // 2
     return Text(tier if len(tier) <= _NAME_MAX else f"{tier[: half - 1]}…{tier[-half:]}")
 
@@ -166,8 +159,8 @@ def _budget(used: int | None, limit: int | None) -> Text:
     return Text("-") if share is None else Text(f"{share:.0%}", style="red" if share >= _BUDGET_WARNING else "")
 
 
-def _bar(share: float, width: int) -> ProgressBar:
-    return ProgressBar(1.0, share, width, complete_style="cyan", finished_style="cyan", style="dim")
+def _bar(share: float) -> ProgressBar:
+    return ProgressBar(1.0, share, complete_style="cyan", finished_style="cyan", style="dim")
 
 
 def _state(tier: TierView) -> Text:
@@ -190,27 +183,22 @@ _COLUMNS: Final[_Columns] = {
 
 
 def _reason_table(reasons: Sequence[ReasonView], count: int, console: Console) -> Table:
-    """Return the biggest reasons, each with a bar as long as it is large beside the biggest, if there is room."""
-    more = f"and {count - len(reasons)} smaller" if count > len(reasons) else ""
+    """Return the biggest of `count` reasons, each with a bar in proportion to the biggest."""
     biggest = max(each.blocks_per_s for each in reasons)
-
-    def table(bar: int) -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-        for name in ("misses and skips", "tier", "reason"):
-            table.add_column(name, no_wrap=True, max_width=24)
-        table.add_column("blocks/s", justify="right")
-        table.add_column("in all", justify="right")
-        if bar:
-            table.add_column(Text(more, style="not bold dim"), width=bar, no_wrap=True)
-        for each in reasons:
-            cells = [Text(_KINDS.get(each.what, f"{each.what} failed")), _name(each.tier), Text(each.reason)]
-            counts = [number(each.blocks_per_s), number(each.blocks_total)]
-            bars = [_bar(each.blocks_per_s / biggest, bar)] if bar and biggest else []
-            table.add_row(*cells, *counts, *bars, style="" if each.blocks_per_s else "dim")
-        return table
-
-    left = console.width - _width(table(0), console) - 1
-    return table(min(_BAR_MAX, left) if left >= max(_BAR_MIN, len(more)) else 0)
+    table = _grid(console)
+    for name in ("misses and skips", "tier", "reason"):
+        table.add_column(name, no_wrap=True, max_width=24)
+    table.add_column("blocks/s", justify="right")
+    table.add_column("in all", justify="right")
+    if has_bars := console.width >= _BARS_WIDTH_MIN:
+        more = f"and {count - len(reasons)} smaller" if count > len(reasons) else ""
+        table.add_column(Text(more, style="not bold dim"), ratio=1, no_wrap=True)
+    for each in reasons:
+        cells = [Text(_KINDS.get(each.what, f"{each.what} failed")), _name(each.tier), Text(each.reason)]
+        counts = [number(each.blocks_per_s), number(each.blocks_total)]
+        bars = [_bar(each.blocks_per_s / biggest)] if has_bars and biggest else []
+        table.add_row(*cells, *counts, *bars, style="" if each.blocks_per_s else "dim")
+    return table
 
 
 def _notice(notice: NoticeView) -> Text:

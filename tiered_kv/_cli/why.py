@@ -16,7 +16,7 @@ from tiered_kv.config.stack_config import load_config
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.observe.ask import Address, address_of, fetch, is_address
-from tiered_kv.observe.explain import SENTENCES
+from tiered_kv.observe.fates import SENTENCES
 from tiered_kv.observe.namespaces import TierNamespaces, tier_namespaces
 
 _TIMEOUT_S: Final = 10.0
@@ -75,12 +75,7 @@ def run(args: argparse.Namespace) -> Status:
 
 
 def _fetch(address: Address, query: list[tuple[str, str]], timeout_s: float) -> Answer:
-    """Return what the process at `address` answers.
-
-    Raises:
-        ConfigError: The process refuses the question.
-        TierUnavailableError: Nobody answers there, or somebody else.
-    """
+    """Return the answer of the process at `address`; raise TierUnavailableError if it is not that of a stack."""
     try:
         answer = json.loads(fetch(address, f"/explain?{urllib.parse.urlencode(query)}", timeout_s))
     except TierUnavailableError as error:

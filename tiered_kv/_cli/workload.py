@@ -1,4 +1,4 @@
-"""The options that say which requests a verb runs: those of a trace, or of built-in chats."""
+"""The options that choose the requests of a verb: a trace, or built-in chats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHAT_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The requests: for people, for machines, one by one, and how many they are if that is known."""
+    """Requests, with a title for tables, a description for JSON, and their number if it is known."""
 
     title: str
     described: dict[str, object]
@@ -46,11 +46,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_workload(args: argparse.Namespace) -> Workload:
-    """Return the requests that the options name.
-
-    Raises:
-        ConfigError: The options do not go together, or a number is out of its range.
-    """
+    """Return the requests that the options choose; raise ConfigError if options contradict each other."""
     chat_options = {name: getattr(args, name) for name in _CHAT_OPTIONS if getattr(args, name) is not None}
     if args.trace is not None:
         if chat_options:

@@ -1,8 +1,7 @@
-"""Which blocks are interchangeable: the namespace of a stack, and its digest.
+"""The namespace of a stack, and its digest.
 
-A block hash says which tokens a block holds, and nothing of the model that computed it. A `Namespace` names
-everything else that must agree before the bytes under one key may stand for each other. Its digest stands in
-every path, key prefix and record header, so stacks that differ in any of it never see each other's blocks.
+A block hash identifies tokens, but not the model that computed the block. A `Namespace` names all that must agree for
+blocks to be interchangeable. Its digest is part of every path, key prefix and record header.
 
 The digest is BLAKE2b (RFC 7693) with 16 bytes of output, personalised with `b"tiered-kv-ns-v1"`, over the
 canonical form: JSON without white space, keys sorted by code point, text in UTF-8, no numbers but integers.
@@ -22,7 +21,7 @@ from tiered_kv.config.settings import StrictModel
 from tiered_kv.config.units import Count
 
 FORMAT_VERSION = 1
-"""Of the canonical form; a field that is added or changes its meaning raises it."""
+"""Version of the canonical form. A new field, or another meaning of one, raises it."""
 
 DIGEST_BYTES = 16
 _PERSON = b"tiered-kv-ns-v1"
@@ -37,7 +36,7 @@ Seed = Annotated[str, BeforeValidator(_integer_as_text), Field(max_length=1024)]
 
 
 class Parallel(StrictModel):
-    """How the model is split, and which part computed the blocks."""
+    """How the model is split, and which rank computed the blocks."""
 
     tensor: Count = Field(default=1, ge=1, description="Tensor parallel size.")
     pipeline: Count = Field(default=1, ge=1, description="Pipeline parallel size.")
@@ -59,10 +58,9 @@ class Parallel(StrictModel):
 
 
 class Namespace(StrictModel):
-    """Everything but the block size that must agree for blocks to be interchangeable; `model` is required.
+    """Everything but the block size that must agree for blocks to be interchangeable.
 
-    Every text is compared as it stands: "main" and "Main" are different revisions. An engine's integration
-    builds one directly; in YAML it is the `namespace` mapping.
+    Texts are compared exactly: "main" and "Main" are different revisions.
     """
 
     model: Label = Field(description="The model's name or path.")
@@ -73,7 +71,7 @@ class Namespace(StrictModel):
     tenant: Label = Field(default="default", description="Keeps one user's blocks from another's.")
     hash_algorithm: Label = Field(default="default", description="What the engine hashes tokens with.")
     hash_seed: Seed = Field(default="", description="The seed of that hash: text, or an integer.")
-    layers: Count = Field(default=0, ge=0, description="Layers that a block covers; 0 where not told.")
+    layers: Count = Field(default=0, ge=0, description="Layers that a block covers; 0 if unknown.")
     groups: tuple[Label, ...] = Field(
         default=(),
         max_length=1024,
@@ -87,7 +85,7 @@ class Namespace(StrictModel):
     )
 
     def identify(self, *, block_bytes: int, block_tokens: int) -> NamespaceIdentity:
-        """Return what stands for this namespace with blocks of `block_bytes` that hold `block_tokens`."""
+        """Return the identity of this namespace with blocks of this size."""
         described = self.model_dump(mode="python", exclude={"parallel"})
         described["groups"] = list(self.groups)
         if not self.parallel.same_bytes_on_every_rank:
@@ -103,30 +101,26 @@ class Namespace(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class NamespaceIdentity:
-    """A namespace as it is stored and compared.
-
-    Args:
-        described: The readable form, made of mappings, lists, text and integers; kept beside the data.
-    """
+    """A namespace in its readable form, of mappings, lists, texts and integers, which is kept beside the data."""
 
     described: Mapping[str, object]
 
     @property
     def canonical(self) -> bytes:
-        """The canonical form that the digest is taken over."""
+        """The input of the digest."""
         text = json.dumps(self.described, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return text.encode()
 
     @property
     def digest(self) -> bytes:
-        """The 16 bytes that stand for the namespace."""
+        """The 16 bytes that identify the namespace."""
         return hashlib.blake2b(self.canonical, digest_size=DIGEST_BYTES, person=_PERSON).digest()
 
 
 def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """Return the fields in which two readable forms differ, with both values; None stands for no value.
+    """Return the fields in which two readable forms differ, with both values; a missing value is None.
 
-    There are none where `theirs` is empty: then it is not known.
+    An empty `theirs` is unknown, and differs in nothing.
     """
     mine, others = dict(_flat(ours)), dict(_flat(theirs))
     return {
@@ -137,7 +131,7 @@ def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> dic
 
 
 def _flat(described: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield each field of a readable form; they are nested four deep at most."""
+    """Yield each field of a readable form, down to four levels: it may come from damaged storage."""
     for name, value in described.items():
         if isinstance(value, Mapping) and prefix.count(".") < 4:
             yield from _flat(value, f"{prefix}{name}.")

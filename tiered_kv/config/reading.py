@@ -1,7 +1,6 @@
-"""Reading a stack's YAML file: safely, without duplicate keys, with variables from the environment.
+"""Reads a stack's YAML file, and fills in variables from the environment.
 
-The file is data: it is read with PyYAML's safe loader, is bounded in size, and has no aliases, so that a
-small file cannot stand for a large one.
+The file is data: PyYAML's safe loader reads it. A limit of its size, and no aliases, bound the memory that it takes.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from tiered_kv.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
 _NUMBER_CHARACTERS_MAX = 64
-"""PyYAML reads a number to the base of 60 in a time that is the square of its length."""
+"""PyYAML reads a number to the base of 60 in quadratic time."""
 _NUMBER_BITS_MAX = 256
-"""A longer number fits no setting, and no message could hold it."""
+"""Longer numbers fit no setting and no message."""
 
 Result = TypeVar("Result")
 
@@ -37,10 +36,9 @@ def from_source(
     what: str = "the stack's file",
     keys: str = _STACK_KEYS,
 ) -> Result:
-    """Return what `use` makes of a mapping, or of what the YAML file at a path says; an error then names the file.
+    """Return the result of `use` on a mapping, or on the content of the YAML file at a path.
 
-    Args:
-        what: What the file is, in errors; likewise the `keys` that it has.
+    Errors about a file name its path. `what` is the kind of file in errors, and `keys` the keys that it has.
     """
     if isinstance(source, Mapping):
         return use(source)
@@ -60,14 +58,10 @@ def from_source(
 
 
 def parse_stack_text(text: str | bytes, source: str = "the stack", keys: str = _STACK_KEYS) -> dict[str, object]:
-    """Return what YAML `text` says; `source` names it in errors.
-
-    Raises:
-        ConfigError: It is not YAML, repeats a key, has an alias, or is no mapping.
-    """
+    """Return the mapping in a YAML `text`; `source` names it in errors."""
     data, problem = _load(text)
     if problem:
-        # Raised outside of the handler: PyYAML's own error repeats the lines that it stumbled over.
+        # Raised outside of the handler: PyYAML's own error repeats lines of the file.
         raise ConfigError(problem, location=source)
     if data is None:
         raise ConfigError(f"the file is empty: expected a mapping with {keys}", location=source)
@@ -78,21 +72,21 @@ def parse_stack_text(text: str | bytes, source: str = "the stack", keys: str = _
 
 
 def _load(text: str | bytes) -> tuple[object, str]:
-    """Return what YAML `text` says, and what is wrong with it, or an empty text."""
+    """Return the data in a YAML `text`, and the problem with it; the problem is empty if there is none."""
     try:
         return yaml.load(text, _StackLoader), ""  # noqa: S506  # a subclass of SafeLoader
     except yaml.MarkedYAMLError as error:
-        return None, _told(error, text)
+        return None, _problem_of(error, text)
     except yaml.reader.ReaderError as error:
         return None, f"this is not YAML: {error.reason}, at position {error.position}"
     except RecursionError:
         return None, "this is nested too deeply"
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
-        # The last five are how PyYAML fails on a value that is not of the type that its tag says.
+        # PyYAML raises the last five for a value that does not have the type of its tag.
         return None, f"this is not YAML: a value cannot be read ({type(error).__name__})"
 
 
-def _told(error: yaml.MarkedYAMLError, text: str | bytes) -> str:
+def _problem_of(error: yaml.MarkedYAMLError, text: str | bytes) -> str:
     mark = error.problem_mark or error.context_mark
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     problem = _without_quotations(error)
@@ -104,26 +98,22 @@ def _told(error: yaml.MarkedYAMLError, text: str | bytes) -> str:
 
 
 def _without_quotations(error: yaml.MarkedYAMLError) -> str:
-    """Return what is wrong, without the words of the file that PyYAML repeats: one of them may be a password."""
+    """Return the problem without the words of the file that PyYAML quotes: one of them may be a password."""
     problem: str = error.problem or error.context or "this is not YAML"
     if isinstance(error, _StackFileError):
         return problem
-    # A single character helps to find the place, and '<block end>' is PyYAML's own name for something.
+    # Kept are single characters, and PyYAML's own names for parts of a file, such as '<block end>'.
     return re.sub(r"'([^']*)'", lambda quoted: quoted[0] if re.fullmatch(r".?|<.*>", quoted[1]) else HIDDEN, problem)
 
 
 def _is_bare_variable(text: str | bytes, mark: yaml.Mark) -> bool:
-    """Return whether the "{" of a variable is what YAML stumbled over at `mark`."""
+    """Return whether `mark` is at the "{" of a variable."""
     lines = (text.decode("utf-8", "replace") if isinstance(text, bytes) else text).splitlines()
     return mark.line < len(lines) and lines[mark.line][max(0, mark.column - 1) : mark.column + 1] == "${"
 
 
 def fill_variables(data: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, object]:
-    """Return `data` with each `${NAME}` and `${NAME:-default}` in its texts replaced, and `$$` by `$`.
-
-    Raises:
-        ConfigError: A variable is not set and has no default, or a `${` has no matching form.
-    """
+    """Return `data` with each `${NAME}` and `${NAME:-default}` in its texts replaced, and `$$` by `$`."""
     return {key: _fill(value, str(key), environ) for key, value in data.items()}
 
 
@@ -163,14 +153,14 @@ def _fill_text(text: str, location: str, environ: Mapping[str, str]) -> str:
 
 
 class _StackFileError(yaml.MarkedYAMLError):
-    """What YAML allows and a stack's file does not."""
+    """Valid YAML that a stack's file must not have."""
 
     def __init__(self, problem: str, mark: yaml.Mark) -> None:
         super().__init__(problem=problem, problem_mark=mark)
 
 
 class _StackLoader(yaml.SafeLoader):
-    """The safe loader, without aliases, merges, duplicate keys, and keys alone."""
+    """The safe loader, without aliases, merges, duplicate keys, and keys without a value."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -182,13 +172,13 @@ class _StackLoader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        seen: set[Hashable] = set()  # the keys, and their texts: 1, 01 and "1" are one
+        seen: set[Hashable] = set()  # keys and their texts: 1, 01 and "1" are the same key
         for key_node, value_node in node.value:
             mark = key_node.start_mark
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _StackFileError("a key must be a text", mark)
             if node.flow_style and value_node.start_mark.index == value_node.end_mark.index:
-                # The rest of a password with a comma in it looks like this: it is not repeated.
+                # This may be the rest of a password with a comma, so the message does not repeat it.
                 raise _StackFileError("a key has no value; within {...}, put a text with a comma in quotes", mark)
             if key_node.tag == _MERGE_TAG:
                 raise _StackFileError("a stack's file merges nothing with '<<': write the keys here", mark)

@@ -22,8 +22,8 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 
-# A password that nobody encoded may hold "/", "@", "?" and spaces, and a slash of the scheme may be missing: all up to
-# the last "@" goes. In a text of several words, as libraries write it, only up to the end of the word.
+# A password that is not percent-encoded may hold "/", "@", "?" and spaces, and the URL may lack a slash. So a value is
+# hidden up to its last "@"; a text of several words only up to the end of the word.
 _USERINFO_OF_VALUE = re.compile(r"(:/{1,2})(?!/).*@", re.DOTALL)
 _USERINFO_IN_TEXT = re.compile(r"(:/{1,2})(?!/)\S*@")
 _USERINFO_WITHOUT_SCHEME = re.compile(r"^[^/\s@:]*:.*@", re.DOTALL)
@@ -32,23 +32,23 @@ _PASSWORD = re.compile(r"^(?:[A-Za-z][\w+.-]*:/{1,2})?[^/\s@:]*:(.*)@", re.DOTAL
 
 
 class EnvironmentText(str):
-    """A scalar whose text was taken, whole or in part, from an environment variable."""
+    """A text that came, whole or in part, from an environment variable."""
 
     __slots__ = ()
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a setting called `name` is to be treated as a secret."""
+    """Return whether the value of a setting called `name` is a secret."""
     return _SECRET_NAME.search(name) is not None
 
 
 def has_environment_text(value: object) -> bool:
-    """Return whether `value`, or anything in it, was taken from an environment variable."""
+    """Return whether `value`, or anything in it, came from an environment variable."""
     return any(isinstance(leaf, EnvironmentText) for _, leaf in _leaves(value))
 
 
 def redact(value: object, name: str = "") -> object:
-    """Return `value`, which stands under the key `name`, with every secret in it replaced by `***`."""
+    """Return `value`, the setting called `name`, with every secret in it replaced by `***`."""
     if isinstance(value, Mapping):
         return {key: redact(item, str(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -65,18 +65,18 @@ def redact(value: object, name: str = "") -> object:
 
 
 def secrets_in(value: object, name: str = "") -> set[str]:
-    """Return every secret text in `value`, which stands under the key `name`, for use with `scrub`."""
+    """Return every secret text in `value`, the setting called `name`, for use with `scrub`."""
     return set().union(*(_secrets_of(leaf, key) for key, leaf in _leaves(value, name)))
 
 
 def texts_in(value: object) -> set[str]:
-    """Return every text and number in `value`, as texts."""
+    """Return the text of every text and number in `value`."""
     leaves = (leaf for _, leaf in _leaves(value))
     return {str(leaf) for leaf in leaves if isinstance(leaf, (str, int, float)) and not isinstance(leaf, bool)}
 
 
 def scrub(text: str, secrets: Set[str]) -> str:
-    """Return `text`, which a library wrote, without any of `secrets` and without what is secret in URLs."""
+    """Return a library's `text` without any of `secrets`, and without the secret parts of URLs."""
     for secret in sorted(secrets, key=len, reverse=True):
         if secret:
             text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
@@ -84,13 +84,13 @@ def scrub(text: str, secrets: Set[str]) -> str:
 
 
 def told(error: Exception, secrets: Set[str]) -> str:
-    """Return what an error says, without any of `secrets`: a stranger's says too what it is."""
+    """Return an error's text without any of `secrets`; a text of a third-party error begins with its type."""
     text = scrub(str(error), secrets)
     return text if isinstance(error, TieredKVError) else f"{type(error).__name__}: {text}"
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yield all that `value` is made of, each with the key that it stands under."""
+    """Yield each scalar in `value` with its key."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(item, str(key))

@@ -1,10 +1,4 @@
-"""Secret keys of 32 bytes: read from a text or a file, never shown.
-
-    key = parse_key(settings.name_key.get_secret_value())
-    key = read_key_file("/etc/tiered-kv/name.key")
-
-A key is made by `openssl rand -hex 32` or `openssl rand -base64 32`.
-"""
+"""Secret keys of 32 bytes, as `openssl rand -hex 32` makes them: read from a text or a file, and never shown."""
 
 from __future__ import annotations
 
@@ -20,7 +14,6 @@ from tiered_kv.permissions import OTHERS
 
 KEY_BYTES = 32
 KEY_FILE_BYTES_MAX = 1024
-"""A key is at most 64 characters: a larger file is another one."""
 
 _HEX = re.compile(r"[0-9A-Fa-f]{64}")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{43}=?")
@@ -28,12 +21,12 @@ _ACCEPTED = f"{KEY_BYTES} bytes as 64 hexadecimal digits or as base64, such as `
 
 
 def parse_key(text: str) -> bytes:
-    """Return the 32 bytes of a key: 64 hexadecimal digits, or base64 (RFC 4648, of either alphabet, padded or not).
+    """Return the 32 bytes of a key: 64 hexadecimal digits, or base64 (RFC 4648, either alphabet, padding optional).
 
-    White space around it does not matter.
+    White space around it is ignored.
 
     Raises:
-        ConfigError: It is no key. The message shows nothing of it, nor how long it is.
+        ConfigError: It is no key. The message shows neither the text nor its length.
     """
     stripped = text.strip()
     if _HEX.fullmatch(stripped):
@@ -44,12 +37,12 @@ def parse_key(text: str) -> bytes:
             return base64.b64decode(f"{standard}=", validate=True)
         except binascii.Error:
             pass
-    # Raised outside of the handler: the library's own error must not be shown beside this one.
+    # Raised outside of the handler, so that the library's error is not chained: it may hold the text.
     raise ConfigError(f"expected a key: {_ACCEPTED}")
 
 
 def problem_of_key(text: str) -> str:
-    """Return why `text` is no key, or an empty text; it shows nothing of it."""
+    """Return why `text` is no key, without showing it; empty if it is one."""
     try:
         parse_key(text)
     except ConfigError as error:
@@ -58,23 +51,18 @@ def problem_of_key(text: str) -> str:
 
 
 def read_key_file(path: str | os.PathLike[str], *, location: str = "") -> bytes:
-    """Return the key in the file at `path`, which must be this user's own and closed to everybody else.
-
-    Args:
-        path: A regular file, or a link to one, that holds nothing but a key as `parse_key` takes it.
-        location: The setting that names the file, for errors.
+    """Return the key in a file that belongs to this user and is closed to all others; `location` is its setting.
 
     Raises:
-        ConfigError: The file cannot be read, belongs to another user, may be used by its group or by others, is larger
-            than `KEY_FILE_BYTES_MAX`, or holds no key. The message has nothing of what the file holds, nor its path,
-            which is a key where somebody has put that in its place.
+        ConfigError: The file cannot be read, is open to others, is larger than `KEY_FILE_BYTES_MAX`, or holds no key.
+            The message shows neither the content nor the path: a user may have put a key in place of the path.
     """
     text = ""
     try:
-        # Not blocking, so that a pipe in the file's place is refused instead of waited for.
+        # Without blocking, so that a pipe is refused and not waited for.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
-            problem = _refusal(os.fstat(descriptor))  # of the file that was opened, whoever replaces it meanwhile
+            problem = _refusal(os.fstat(descriptor))  # not of the path: the file may have been replaced
             if not problem:
                 text = os.read(descriptor, KEY_FILE_BYTES_MAX).decode("ascii", "replace")
                 problem = problem_of_key(text) and f"holds no key: {problem_of_key(text)}"
@@ -88,7 +76,7 @@ def read_key_file(path: str | os.PathLike[str], *, location: str = "") -> bytes:
 
 
 def _refusal(status: os.stat_result) -> str:
-    """Return why a file is not trusted to hold a secret, or an empty text."""
+    """Return why a file must not hold a secret; empty if it may."""
     if not stat.S_ISREG(status.st_mode):
         return "is no regular file"
     if status.st_uid != os.geteuid():

@@ -1,4 +1,4 @@
-"""The strict pydantic models that every setting of a stack is checked by; a tier's author subclasses `TierSettings`."""
+"""The strict pydantic models of all settings; a tier's author subclasses `TierSettings`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pydantic import (
 
 from tiered_kv.config.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
 from tiered_kv.config.secret_keys import problem_of_key
-from tiered_kv.config.units import Bytes, BytesPerDay, Count, Seconds, as_written
+from tiered_kv.config.units import Bytes, BytesPerDay, Count, Seconds, formatted_setting
 
 
 class StrictModel(BaseModel):
@@ -27,16 +27,16 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     unknown_key_hints: ClassVar[Mapping[str, str]] = {}
-    """What to say of a key that is no setting here, and that people may expect."""
+    """For keys that users may expect and that are no settings: the hint that the error gives."""
 
     _from_environment: frozenset[str] = PrivateAttr(default=frozenset())
-    """Settings whose text a variable brought."""
+    """Settings whose value came from an environment variable."""
 
     def secret_texts(self) -> set[str]:
         """Return every secret text in the settings, for use with `redaction.scrub`."""
         found: set[str] = set()
         for name, value in self:
-            for item in value if isinstance(value, tuple) else (value,):
+            for item in _items(value):
                 if isinstance(item, StrictModel):
                     found |= item.secret_texts()
                 else:
@@ -44,12 +44,12 @@ class StrictModel(BaseModel):
         return found
 
     def shown(self) -> dict[str, object]:
-        """Return what was set, as a file would say it, with `***` in place of every secret."""
+        """Return the settings that were given, as a file has them, with `***` in place of every secret."""
         shown: dict[str, object] = {}
         for name, value in self:
             if name in self.model_fields_set:
                 info = type(self).model_fields.get(name)
-                readable = as_written(value, info) if info is not None else value
+                readable = formatted_setting(value, info) if info is not None else value
                 shown[name] = HIDDEN if name in self._from_environment else _shown(readable, name)
         return shown
 
@@ -66,9 +66,15 @@ class StrictModel(BaseModel):
         if isinstance(data, Mapping):
             names = (name for name, value in data.items() if has_environment_text(value))
             model._from_environment = frozenset(
-                name for name in names if not isinstance(getattr(model, name), StrictModel)
+                name
+                for name in names
+                if not any(isinstance(each, StrictModel) for each in _items(getattr(model, name)))
             )
         return model
+
+
+def _items(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _shown(value: object, name: str) -> object:
@@ -80,7 +86,7 @@ def _shown(value: object, name: str) -> object:
 
 
 class TierSettings(StrictModel):
-    """What the YAML entry of every secondary tier may have. A tier's author adds fields in a subclass."""
+    """The settings that every secondary tier has. A tier's author adds fields in a subclass."""
 
     type: str = Field(min_length=1, description="The tier's type, as `tiered-kv plugins` lists it.")
     name: str = Field(
@@ -100,7 +106,7 @@ class TierSettings(StrictModel):
         description="Bytes of loads in flight; by default a quarter of the primary tier's capacity.",
     )
     job_timeout: Seconds = Field(
-        default=30.0, gt=0, le=86400, description="How long a job may take before it is given up."
+        default=30.0, gt=0, le=86400, description="How long a job may take before it counts as failed."
     )
     lookup_timeout: Seconds = Field(
         default=1.0, gt=0, le=3600, description="How long a lookup may go unanswered before it is a miss."
@@ -125,9 +131,8 @@ class TierSettings(StrictModel):
     )
     name_key: SecretStr | None = Field(
         default=None,
-        description="A secret that the names of stored blocks are computed with, so that who reads them cannot tell "
-        'which prompts are stored: 32 bytes in hexadecimal or base64; write "${NAME_KEY}". '
-        "Processes share blocks if they have the same.",
+        description="A secret key for the names of stored blocks, so that they do not show which prompts are stored: "
+        '32 bytes in hexadecimal or base64; write "${NAME_KEY}". Processes with the same key share blocks.',
     )
     name_key_file: str | None = Field(
         default=None,
@@ -161,11 +166,11 @@ class TierSettings(StrictModel):
 
 
 class ClassArguments(TierSettings):
-    """The settings of a tier that has no model: every other key is passed to its class by name."""
+    """The settings of a tier without a model: its class gets every other key as an argument."""
 
     model_config = ConfigDict(extra="allow")
 
     @property
     def arguments(self) -> dict[str, object]:
-        """The keys beyond those of every tier."""
+        """The arguments of the class."""
         return dict(self.model_extra or {})

@@ -1,8 +1,4 @@
-"""The configuration of a stack: from a YAML file, or a mapping, to a `StackConfig`.
-
-Every mistake is a `ConfigError` that names the setting, what was found and what would be accepted; never a
-secret. `docs/reference/configuration.md` is the reference.
-"""
+"""The configuration of a stack: from a YAML file or a mapping to a `StackConfig`, and its JSON schema."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.redaction import HIDDEN, EnvironmentText, redact
 from tiered_kv.config.settings import ClassArguments, StrictModel, TierSettings
 from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, Seconds, Share, format_bytes
-from tiered_kv.config.validation import Location, check, combined, dotted
+from tiered_kv.config.validation import Location, Problems, check, dotted, raise_problems, validate
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import HINT_NAMES, HintName
 from tiered_kv.hooks import TierType, tier_plugins
@@ -28,14 +24,14 @@ from tiered_kv.hooks import TierType, tier_plugins
 PRIMARY_BLOCKS_MIN = 2
 PORT_MAX = 65535
 _REFERENCE = re.compile(r"[\w.]+:[\w.]+")
-"""How a class is named; nothing else is imported, a URL that stands in the wrong place for one."""
+"""The name of a class; a text of another form, such as a misplaced URL, is never imported."""
 _ADDRESS = r"^(tcp://(\[[0-9A-Fa-f:]+\]|[^\s/:\[\]]+):(\*|[0-9]{1,5})|ipc://\S+)$"
 PRIMARY_TIER_NAME = "cpu"
 """The primary tier's name in counters; no secondary tier may have it."""
 
 
 class BlockSettings(StrictModel):
-    """The unit of everything: one block of one KV cache group."""
+    """The size of a block of one KV cache group."""
 
     bytes: Bytes = Field(ge=1, le=1 << 30, description="Bytes of a block.")
     tokens: Count = Field(default=16, ge=1, le=1 << 20, description="Tokens that a block holds.")
@@ -47,7 +43,7 @@ class PrimarySettings(StrictModel):
     capacity: Bytes = Field(description="Size of the region; rounded down to whole blocks.")
     policy: str = Field(
         default="lru",
-        description=f"Which block goes when room is needed: {', '.join(BUILT_IN_POLICIES)}, or module:Class.",
+        description=f"The eviction policy: {', '.join(BUILT_IN_POLICIES)}, or module:Class.",
     )
     shared: str | None = Field(
         default=None,
@@ -77,7 +73,7 @@ class PrimarySettings(StrictModel):
 
 
 class MetricsSettings(StrictModel):
-    """The server that shows metrics and status of a stack."""
+    """The HTTP server of a stack's metrics and status."""
 
     listen: str = Field(
         default="127.0.0.1:9464",
@@ -87,7 +83,6 @@ class MetricsSettings(StrictModel):
 
     @property
     def address(self) -> tuple[str, int]:
-        """The host and the port."""
         host, _, port = self.listen.rpartition(":")
         return host.strip("[]"), int(port)
 
@@ -100,7 +95,7 @@ class MetricsSettings(StrictModel):
 
 
 class EventSettings(StrictModel):
-    """Where the events of all tiers are published. Only addresses of this machine's loopback are closed to others."""
+    """Where events of all tiers are published. Other machines can connect unless the address is a loopback one."""
 
     publish: str = Field(
         pattern=_ADDRESS, description="Address to listen at for subscribers, such as tcp://127.0.0.1:5557."
@@ -114,7 +109,7 @@ class EventSettings(StrictModel):
 
 
 class PrefillSettings(StrictModel):
-    """What computing a prompt costs, so that no block is promoted that would come later than it is computed."""
+    """How fast the engine computes prompts: a block that it computes sooner than a tier loads it is not promoted."""
 
     tokens_per_s: Annotated[Count, Field(ge=1, le=1 << 40)] | Literal["measured"] = Field(
         description="Tokens of prompts that the engine computes in a second; 'measured' in vLLM, whose steps are timed."
@@ -170,33 +165,39 @@ class StackConfig(StrictModel):
 
     @property
     def primary_blocks(self) -> int:
-        """Blocks that the primary tier holds."""
+        """How many blocks the primary tier holds."""
         return self.primary.capacity // self.block.bytes
 
     @property
     def compute_block_s(self) -> float:
-        """Seconds in which the engine computes a block; infinite where nobody says, or nobody has measured it yet."""
+        """Seconds in which the engine computes a block; infinite if the file gives no number."""
         if self.prefill is None or self.prefill.tokens_per_s == "measured":
             return math.inf
         return self.block.tokens / self.prefill.tokens_per_s
 
     @property
     def is_prefill_measured(self) -> bool:
-        """Whether an engine has to measure what it computes."""
+        """Whether the engine has to measure its prefill rate."""
         return self.prefill is not None and self.prefill.tokens_per_s == "measured"
 
     @property
     def identity(self) -> NamespaceIdentity:
-        """The namespace's digest and readable form, block size included."""
+        """The identity of the namespace with this block size."""
         return self.namespace.identify(block_bytes=self.block.bytes, block_tokens=self.block.tokens)
 
     @field_validator("secondary", mode="before")
     @classmethod
     def _entries_by_their_types(cls, entries: object) -> object:
-        tiers, problems = _check_entries(entries)
+        if entries is None:
+            return ()
+        if not isinstance(entries, (list, tuple)):
+            message = "expected a list of tiers, each a mapping with the key 'type'"
+            raise Problems([ConfigError(message, location="secondary")])
+        checked = [_check_entry(entry, ("secondary", index)) for index, entry in enumerate(entries)]
+        problems = [problem for each in checked if isinstance(each, list) for problem in each]
         if problems:
-            raise combined(problems)
-        return tuple(tiers)
+            raise Problems(problems)
+        return tuple(checked)
 
     @field_validator("secondary")
     @classmethod
@@ -238,11 +239,11 @@ def load_config(
     *,
     environ: Mapping[str, str] | None = None,
 ) -> StackConfig:
-    """Return the configuration that `source` describes.
+    """Return the configuration of a stack; every error names the setting, and never a secret.
 
     Args:
         source: The path of a YAML file; a mapping of the same form; or a configuration, returned as it is.
-        environ: Where `${NAME}` is looked up; by default the process's environment.
+        environ: Values of `${NAME}`; by default the process's environment.
 
     Raises:
         ConfigError: It cannot be used; with a line for each setting at fault.
@@ -250,50 +251,12 @@ def load_config(
     if isinstance(source, StackConfig):
         return source
     variables = os.environ if environ is None else environ
-    return from_source(source, lambda raw: _config_of(raw, variables))
-
-
-def _config_of(raw: Mapping[str, object], environ: Mapping[str, str]) -> StackConfig:
-    data = fill_variables(raw, environ)
-    tiers, problems = _check_entries(data.get("secondary"))
-    config = check(StackConfig, {**data, "secondary": [] if problems else tiers})
-    if isinstance(config, list):
-        raise combined([*problems, *config])
-    if problems:
-        raise combined(problems)
-    return config
+    return from_source(source, lambda raw: validate(StackConfig, fill_variables(raw, variables)))
 
 
 def tier_settings(entry: object) -> TierSettings:
-    """Return an entry of `secondary`, checked by the model of its type; settings are returned as they are.
-
-    Raises:
-        ConfigError: Its type is unknown, or a setting cannot be used.
-    """
-    checked = _check_entry(entry, ())
-    if isinstance(checked, list):
-        raise combined(checked)
-    return checked
-
-
-def _check_entries(entries: object) -> tuple[list[TierSettings], list[ConfigError]]:
-    """Return the tiers that can be used, and what is wrong with the others."""
-    tiers: list[TierSettings] = []
-    problems: list[ConfigError] = []
-    if entries is None:
-        return tiers, problems
-    if not isinstance(entries, (list, tuple)):
-        problems.append(
-            ConfigError("expected a list of tiers, each a mapping with the key 'type'", location="secondary")
-        )
-        return tiers, problems
-    for index, entry in enumerate(entries):
-        checked = _check_entry(entry, ("secondary", index))
-        if isinstance(checked, list):
-            problems += checked
-        else:
-            tiers.append(checked)
-    return tiers, problems
+    """Return an entry of `secondary`, checked by the model of its type; settings are returned as they are."""
+    return raise_problems(_check_entry(entry, ()))
 
 
 def _check_entry(entry: object, location: Location) -> TierSettings | list[ConfigError]:
@@ -318,13 +281,11 @@ def _check_entry(entry: object, location: Location) -> TierSettings | list[Confi
     return check(tier_type.settings, entry, location)
 
 
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
-
 Schema = dict[str, Any]  # Any: JSON
 
 
 def stack_schema() -> Schema:
-    """Return the JSON schema of a stack's file with every tier type that is installed here."""
+    """Return the JSON schema of a stack's file, with every installed tier type."""
     schema = StackConfig.model_json_schema()
     definitions: Schema = schema.setdefault("$defs", {})
     definitions.pop("TierSettings", None)
@@ -340,13 +301,13 @@ def stack_schema() -> Schema:
         }
     )
     schema["properties"]["secondary"]["items"] = {"oneOf": entries}
-    schema["$schema"] = DIALECT
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "tiered-kv stack"
     return schema
 
 
 def _entry_schema(tier_type: TierType, definitions: Schema) -> Schema:
-    """Add the schema of one tier type's entry to `definitions`, its own definitions included, and refer to it."""
+    """Add the schema of one tier type's entry to `definitions`; return a reference to it."""
     prefix = f"tier-{tier_type.name}"
     entry = tier_type.settings.model_json_schema(ref_template=f"#/$defs/{prefix}-{{model}}")
     for name, definition in entry.pop("$defs", {}).items():

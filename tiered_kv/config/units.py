@@ -1,17 +1,12 @@
-"""Sizes, rates and durations as people write them.
+"""Sizes, rates and durations: the types of such settings, and functions that parse and format them.
 
-A setting that is a size is an `int` of bytes in Python and "64MiB" in YAML. A rate is an `int` of bytes a day, and
-"2TiB/day". A duration is a `float` of seconds, and "250ms". `Bytes`, `BytesPerDay`, `Seconds` and
-`Count` are the types for pydantic models; the parse and format functions behind them serve the command line. What a
-format function prints, its parser reads back as the same number; `rounded_bytes` and `rounded_seconds` are for reading
-only.
+The `format_` functions are exact: the parser reads back the same number. `rounded_bytes` and `rounded_seconds` are not.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from decimal import Decimal
 from typing import Annotated, get_args
 
@@ -36,20 +31,12 @@ _DURATION_ACCEPTED = "a duration such as 250ms, 30s or 1h, or a number of second
 
 
 def parse_bytes(value: object) -> int:
-    """Return the number of bytes that `value` names: an int, or text such as "64MiB" or "1.5GB".
-
-    Raises:
-        ValueError: It is no size, is negative, is not a whole number of bytes, or exceeds `BYTES_MAX`.
-    """
+    """Return the bytes of a size: an int, or a text such as "64MiB" or "1.5GB"; raise ValueError if it is none."""
     return _size(value, _SIZE_ACCEPTED, 1)
 
 
 def parse_bytes_per_day(value: object) -> int:
-    """Return the bytes a day that `value` names: an int, or text such as "2TiB/day", "90GiB/h" or "25MB/s".
-
-    Raises:
-        ValueError: As `parse_bytes`, or the time is none of these.
-    """
+    """Return the bytes a day of a rate: an int, or a text such as "2TiB/day"; raise ValueError if it is none."""
     if not isinstance(value, str):
         return _size(value, _RATE_ACCEPTED, 1)
     size, _, time = value.partition("/")
@@ -108,18 +95,11 @@ def rounded_seconds(seconds: float) -> str:
 
 
 def parse_seconds(value: object) -> float:
-    """Return the number of seconds that `value` names: a number, or text such as "250ms", "30s" or "1h".
-
-    Raises:
-        ValueError: It is no duration, is negative or is not finite.
-    """
+    """Return the seconds of a duration: a number, or a text such as "250ms"; raise ValueError if it is none."""
     number, unit = _split(value, _DURATION_ACCEPTED)
     if unit not in _DURATIONS and unit:
         raise ValueError(f"expected {_DURATION_ACCEPTED}; the units are {', '.join(_DURATIONS)}")
-    seconds = float(number * _DURATIONS[unit or "s"])
-    if not math.isfinite(seconds):
-        raise ValueError(f"expected {_DURATION_ACCEPTED}")
-    return seconds
+    return float(number * _DURATIONS[unit or "s"])
 
 
 def format_seconds(seconds: float) -> str:
@@ -135,7 +115,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def _number(expected: str) -> BeforeValidator:
-    """Return a validator that refuses True and False, which pydantic would otherwise take for numbers."""
+    """Return a validator that refuses True and False, which pydantic accepts as numbers."""
 
     def check(value: object) -> object:
         if isinstance(value, bool):
@@ -153,51 +133,45 @@ def _schema(number: str, units: str, accepted: str, name: str, times: str = "") 
 _SIZE_UNITS = "[kKMGTP]?B|[KMGTP]iB"
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), _schema("integer", _SIZE_UNITS, _SIZE_ACCEPTED, "size")]
-"""A size in bytes; in YAML an int, "64MiB" or "1.5GB"."""
+"""A size in bytes: in YAML 64MiB, 1.5GB or a number."""
 
 BytesPerDay = Annotated[
     int,
     BeforeValidator(parse_bytes_per_day),
     _schema("integer", _SIZE_UNITS, _RATE_ACCEPTED, "rate", r"/\s*(day|h|s)\s*"),
 ]
-"""A rate in bytes a day; in YAML an int, "2TiB/day", "90GiB/h" or "25MB/s"."""
+"""A rate in bytes a day: in YAML 2TiB/day, 90GiB/h, 25MB/s or a number."""
 
 Seconds = Annotated[
     float, BeforeValidator(parse_seconds), _schema("number", "us|ms|s|m|min|h|d", _DURATION_ACCEPTED, "duration")
 ]
-"""A duration in seconds; in YAML a number, "250ms", "30s" or "1h"."""
+"""A duration in seconds: in YAML 250ms, 30s, 1h or a number."""
 
 Count = Annotated[int, _number("a whole number")]
 """A whole number; give its bounds with `Field(ge=...)`."""
-
 
 Share = Annotated[float, _number("a number from 0 to 1"), Field(ge=0, le=1)]
 """A number from 0 to 1."""
 
 
-def as_written(value: object, info: FieldInfo) -> object:
-    """Return a setting as a file may say it: sizes, rates and durations as text with their unit, all else as it is."""
-    checks = {getattr(each, "func", None) for each in _metadata(info)}
-    if isinstance(value, int) and parse_bytes in checks:
-        return format_bytes(value)
-    if isinstance(value, int) and parse_bytes_per_day in checks:
-        return format_bytes_per_day(value)
-    if isinstance(value, (int, float)) and parse_seconds in checks:
-        return format_seconds(float(value))
-    return value
-
-
-def _metadata(info: FieldInfo) -> Iterator[object]:
-    """Yield what is annotated to a setting, or to one of the types that it may have."""
-    yield from info.metadata
-    for each in get_args(info.annotation):
-        yield from getattr(each, "__metadata__", ())
+def formatted_setting(value: object, info: FieldInfo) -> object:
+    """Return a setting as a file has it: sizes, rates and durations as text with their unit, all else unchanged."""
+    if not isinstance(value, (int, float)):
+        return value
+    # An optional setting has its parser in the metadata of one of its types.
+    metadata = [info.metadata, *(getattr(each, "__metadata__", ()) for each in get_args(info.annotation))]
+    parsers = {getattr(item, "func", None) for each in metadata for item in each}
+    if parse_bytes in parsers:
+        return format_bytes(int(value))
+    if parse_bytes_per_day in parsers:
+        return format_bytes_per_day(int(value))
+    return format_seconds(float(value)) if parse_seconds in parsers else value
 
 
 def _split(value: object, accepted: str) -> tuple[Decimal, str]:
-    """Return the number and the unit of `value`; the unit is empty where there is none."""
+    """Return the number and the unit of `value`; the unit is empty if there is none."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if not math.isfinite(value) or value < 0:
+        if not 0 <= value < math.inf:  # NaN is refused too
             raise ValueError(f"expected {accepted}, not below zero")
         return Decimal(repr(value)), ""
     match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) and len(value) <= 64 else None

@@ -1,4 +1,4 @@
-"""Turning what pydantic finds wrong into a `ConfigError`: which setting, what was found, what to write."""
+"""Turns pydantic's errors into a `ConfigError`: which setting, what was found, what to write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiered_kv.errors import ConfigError
 _SHOWN_CHARACTERS_MAX = 80
 _NAME_CHARACTERS_MAX = 40
 
-# The first that fits, so the general one is last.
+# The first match counts, so the general text is last.
 _REWORDED = {
     "Input should be a valid string": "expected a text",
     "Input should be a valid boolean": "expected true or false",
@@ -31,7 +31,7 @@ _REWORDED = {
     "String should have": "expected a text with",
 }
 
-# What pydantic adds after these says nothing that a reader of the stack's file does not see.
+# pydantic's words from here on do not help a reader of the stack's file.
 _WITHOUT_DETAIL = (" or instance of", ", unable to ", ", got ")
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -39,15 +39,26 @@ Location = tuple[int | str, ...]
 
 
 def validate(model: type[Model], data: object, location: Location = ()) -> Model:
-    """Return `data` as a `model`; `location` is where `data` stands in the stack's configuration.
+    """Return `data` as a `model`, or raise ConfigError; `location` is the path of `data` in the configuration."""
+    return raise_problems(check(model, data, location))
 
-    Raises:
-        ConfigError: With one line for each setting that cannot be used.
-    """
-    checked = check(model, data, location)
-    if isinstance(checked, list):
-        raise combined(checked)
-    return checked
+
+def raise_problems(checked: Model | list[ConfigError]) -> Model:
+    """Return the model, or raise its problems as one error."""
+    if not isinstance(checked, list):
+        return checked
+    if len(checked) == 1:
+        raise checked[0]
+    lines = "\n".join(f"  {problem}" for problem in checked)
+    raise ConfigError(f"{len(checked)} settings cannot be used:\n{lines}")
+
+
+class Problems(ValueError):
+    """Errors of several settings, for a validator of a pydantic model to raise; `check` returns them one by one."""
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        super().__init__("; ".join(map(str, errors)))
+        self.errors = errors
 
 
 def check(model: type[Model], data: object, location: Location = ()) -> Model | list[ConfigError]:
@@ -61,35 +72,32 @@ def check(model: type[Model], data: object, location: Location = ()) -> Model | 
         ]
     try:
         return model.model_validate(dict(data))
-    except ConfigError as error:  # a validator of this project's own
+    except ConfigError as error:  # from a validator of this project
         return [error]
     except ValidationError as error:
-        # What pydantic says is reworded and not chained: it may hold what must not be shown.
+        # pydantic's error is not chained: it may hold a secret.
         secrets = secrets_in(data)
-        return [
-            ConfigError(scrub(_message(model, detail), secrets), location=dotted((*location, *detail["loc"])))
-            for detail in error.errors(include_url=False)
-        ]
-
-
-def combined(problems: Sequence[ConfigError]) -> ConfigError:
-    """Return one error that tells all of `problems`, of which there is at least one."""
-    if len(problems) == 1:
-        return problems[0]
-    lines = "\n".join(f"  {problem}" for problem in problems)
-    return ConfigError(f"{len(problems)} settings cannot be used:\n{lines}")
+        found: list[ConfigError] = []
+        for detail in error.errors(include_url=False):
+            cause = detail.get("ctx", {}).get("error")
+            if isinstance(cause, Problems):
+                found += cause.errors
+            else:
+                text = scrub(_message(model, detail), secrets)
+                found.append(ConfigError(text, location=dotted((*location, *detail["loc"]))))
+        return found
 
 
 def dotted(location: Location) -> str:
-    """Return the path of a setting as messages have it, such as "secondary.0.capacity".
+    """Return the path of a setting for messages, such as "secondary.0.capacity".
 
-    A name that is too long for a setting's may be a secret in the wrong place.
+    A name that is too long for a setting may be a misplaced secret, and is hidden.
     """
     return ".".join(str(part) if len(str(part)) <= _NAME_CHARACTERS_MAX else HIDDEN for part in location)
 
 
 def suggestion(word: str, known: Sequence[str]) -> str:
-    """Return "; did you mean 'x'?" for the known word nearest to `word`, or an empty text."""
+    """Return "; did you mean 'x'?" for the known word nearest to `word`; empty if none is near."""
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean '{near[0]}'?" if near else ""
 
@@ -103,7 +111,7 @@ def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
         return "this key is required" + (f": {field.description}" if field and field.description else "")
     if detail["type"] == "extra_forbidden":
         known = owner.model_fields if owner else {}
-        # The key may be a misspelling of a secret's.
+        # The key may be a misspelled name of a secret.
         found = HIDDEN if any(map(_is_secret, known.values())) else _shown(value, name)
         hint = getattr(owner, "unknown_key_hints", {}).get(name)
         accepted = f"{suggestion(name, list(known))}; known keys: {', '.join(known)}" if known else ""
@@ -134,7 +142,7 @@ def _is_secret(field: FieldInfo | None) -> bool:
 
 
 def _shown(value: object, name: str) -> str:
-    if isinstance(value, Mapping):  # whose own keys say nothing of what its values are
+    if isinstance(value, Mapping):  # any of its values may be a secret
         return repr({str(key): HIDDEN for key in value})[:_SHOWN_CHARACTERS_MAX]
     if isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
         return "a list"
@@ -146,7 +154,7 @@ def _shown(value: object, name: str) -> str:
 
 
 def _fields_at(model: type[BaseModel], location: Location) -> tuple[type[BaseModel] | None, list[FieldInfo | None]]:
-    """Return the model that has the last key of `location`, and each key's field, where a plain path leads there."""
+    """Return the model that has the last key of `location`, and the field of each key; None where ambiguous."""
     inner: type[BaseModel] | None = model
     owner, fields = inner, []
     for part in location:

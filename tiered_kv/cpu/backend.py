@@ -15,14 +15,16 @@ from tiered_kv.mediums import CPULoadStoreSpec
 
 NO_KEY: Final = OffloadKey(b"")
 PROMOTION: Final = "\0promotion"
-"""The writer of a block that a secondary tier fills; no request of an engine has this id."""
+"""The writer of a block that is loaded from a secondary tier; no request has this id."""
 
 
 class RequestChain:
-    """A request's identity in an eviction order, and the place of every block that it has used in its prefix.
+    """A request in an eviction order, with the positions of the blocks that it has used in its prefix.
 
-    `last_use` is for policies that compare chains across several orders; they set it from a counter of their own.
-    `hints` is what the request says of its blocks.
+    Attributes:
+        hints: The request's hints.
+        last_use: Set by policies that compare chains of several orders, from a counter.
+        note: The policy's own data of the request.
     """
 
     __slots__ = ("_next_position", "_positions", "hints", "last_use", "note")
@@ -30,12 +32,12 @@ class RequestChain:
     def __init__(self) -> None:
         self.hints: Hints | None = None
         self.last_use = 0
-        self.note: Any = None  # whatever the policy keeps of the request; its type is the policy's own
+        self.note: Any = None  # Any: the policy's own type
         self._next_position = 0
         self._positions: dict[OffloadKey, int] = {}
 
     def extend(self, blocks: Sequence[CPUBlock]) -> None:
-        """Append `blocks` to those that the request has used so far; they must not be in an order now."""
+        """Append `blocks` to the request's blocks; they must not be in an order now."""
         position = self._next_position
         positions = self._positions
         for block in blocks:
@@ -45,9 +47,9 @@ class RequestChain:
         self._next_position = position
 
     def take(self, blocks: Sequence[CPUBlock]) -> None:
-        """Take `blocks`, listed in the order of the prefix; they must not be in an order now.
+        """Move `blocks`, in the order of the prefix, to this chain; they must not be in an order now.
 
-        Blocks that another request has used since return to their former place.
+        Blocks that return from another request's chain get their former positions.
         """
         positions = [self._positions.get(block.key, -1) for block in blocks]
         if all(before < after for before, after in zip([-1, *positions], positions, strict=False)):
@@ -58,23 +60,23 @@ class RequestChain:
             self.extend(blocks)
 
     def finish(self) -> None:
-        """Forget the places: the request has ended and uses no block again."""
+        """Forget the positions: the request has ended and uses no block again."""
         self._positions = {}
 
 
 class CPUBlock(BlockStatus):
-    """One row of the region, and what the manager and its policy know of it.
+    """One row of the region, with the state that the manager and its policy keep of it.
 
     Attributes:
         block_id: The row.
-        key: The block it holds or will hold; `NO_KEY` while it is free.
+        key: The key of its block; `NO_KEY` while it is free.
         chain: The request that used it last; None for a block that is free, or was forgotten while in use.
-        position: Its place among the blocks of `chain`, head first.
-        step: The last scheduler step in which a lookup was answered with this block.
+        position: Its position in `chain`, head first.
+        step: The last scheduler step in which a lookup found this block.
         loads: How many of its pins are an engine's loads.
         is_frequent: For policies that separate blocks used once from blocks used again.
-        writer: The id of the request whose store fills it, or `PROMOTION`; meaningless once it is ready.
-        source: The tier that it was promoted from; empty where an engine has stored it.
+        writer: The id of the request that writes it, or `PROMOTION`; unused once it is ready.
+        source: The tier that it was promoted from; empty if the engine stored it.
     """
 
     __slots__ = ("block_id", "chain", "is_frequent", "key", "loads", "position", "source", "step", "writer")
@@ -93,9 +95,9 @@ class CPUBlock(BlockStatus):
 
 
 class CPUBackend(Backend):
-    """Hands out the rows of a `PrimaryRegion`.
+    """Allocates the rows of a `PrimaryRegion`. Owned by the manager's thread.
 
-    Owned by the manager's thread. Block objects are made once and used again, so that a store allocates nothing.
+    Block objects are made once and reused, so that a store allocates nothing.
     """
 
     def __init__(self, region: PrimaryRegion) -> None:
@@ -115,7 +117,7 @@ class CPUBackend(Backend):
             first = self._num_made
             assert first + missing <= self.num_blocks, "allocate_blocks without room"
             self._num_made += missing
-            # Below the freed rows on the stack, in rising order: neighbours in a prefix become neighbours in memory.
+            # In rising order, so that neighbours in a prefix become neighbours in memory.
             self._free[:0] = [CPUBlock(block_id) for block_id in range(first, first + missing)]
         if not count:
             return []

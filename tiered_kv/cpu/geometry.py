@@ -1,8 +1,8 @@
-"""The header of a region's file: how its bytes are divided into rows.
+"""The header of a shared region's file: how its bytes are divided into rows.
 
-Two processes that divide one file differently would copy bytes of other blocks, and every copy would succeed. So the
-process that makes a region in shared memory writes the geometry into the file. Every other process compares it. The
-header is one page of JSON; the rows begin at `ROWS_OFFSET`. The hole between the two takes no memory.
+Two processes that divide the file differently would copy bytes of other blocks without an error. So the process that
+creates the file writes the geometry into it, and every other process compares it. The header is one page of JSON. The
+rows begin at `ROWS_OFFSET`; the hole between them takes no memory.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ from tiered_kv.errors import ConfigError
 
 HEADER_BYTES = 4096
 ROWS_OFFSET = 2 << 20
-"""Where the rows begin: the file's first huge page is the header's, and the rows lie in whole ones."""
+"""Byte offset of the first row: the header takes one huge page, so that the rows are aligned to huge pages."""
 
 _FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What all processes that map a region must agree on: its rows, their bytes, the workers with a part of every row,
-    and the device blocks in a row (`block_size_factor`).
+    """What all processes that map a region must agree on.
+
+    Args:
+        rows: Number of rows.
+        row_bytes: Bytes of a row.
+        workers: Workers that have a part of every row.
+        block_size_factor: Device blocks in a row.
 
     Raises:
         ConfigError: A number is less than 1.
@@ -51,21 +56,20 @@ class Geometry:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of a worker's part of a row; worker 0's stands first."""
+        """Bytes of a worker's part of a row; the part of worker 0 is the first."""
         return self.row_bytes // self.workers
 
-    def described(self) -> dict[str, int]:
-        """Return the content of the header."""
+    def header(self) -> dict[str, int]:
         return {"format": _FORMAT, **dataclasses.asdict(self), "part_bytes": self.part_bytes}
 
 
 def write_header(fd: int, geometry: Geometry) -> None:
     """Write the header of a file whose rows are already allocated."""
-    os.pwrite(fd, json.dumps(geometry.described()).encode().ljust(HEADER_BYTES, b"\0"), 0)
+    os.pwrite(fd, json.dumps(geometry.header()).encode().ljust(HEADER_BYTES, b"\0"), 0)
 
 
 def has_header(fd: int) -> bool:
-    """Return whether the header has been written."""
+    """Return whether a header has been written."""
     return any(os.pread(fd, HEADER_BYTES, 0))
 
 
@@ -73,17 +77,17 @@ def check_header(fd: int, path: str | os.PathLike[str], wanted: Geometry) -> Non
     """Compare a file's header with the geometry that this process expects.
 
     Raises:
-        ConfigError: There is no header, or it has another geometry.
+        ConfigError: The header is missing, or has another geometry.
     """
     try:
         found = json.loads(os.pread(fd, HEADER_BYTES, 0).rstrip(b"\0"))
     except ValueError:
         found = {}
-    described = wanted.described()
-    differing = [name for name in described if found.get(name) != described[name]]
+    expected = wanted.header()
+    differing = [name for name in expected if found.get(name) != expected[name]]
     if differing:
         raise ConfigError(
-            f"expected {', '.join(f'{name} {described[name]}' for name in differing)} in the region {Path(path)}, "
+            f"expected {', '.join(f'{name} {expected[name]}' for name in differing)} in the region {Path(path)}, "
             f"found {', '.join(f'{name} {found.get(name)}' for name in differing)}; every process that maps it must be "
             "configured alike"
         )

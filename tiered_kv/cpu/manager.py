@@ -24,27 +24,27 @@ from tiered_kv.mediums import CPULoadStoreSpec
 PRIMARY_NAME = "cpu"
 """The primary tier's name in counters and answers."""
 CHAINS_MAX = 100_000
-"""Requests whose recency is tracked; beyond it the one seen first counts as finished."""
+"""Limit of requests whose recency is tracked; beyond it the oldest request counts as finished."""
 EVENTS_MAX = 1 << 16
-"""Events kept until they are taken; beyond that the oldest are lost."""
+"""Limit of events that wait for `take_events`; beyond it the oldest are lost."""
 _NO_HINTS = Hints()
 
 
 class CPUOffloadingManager(OffloadingManager):
     """Tracks the blocks of one `CPUBackend`.
 
-    A block is absent, writing (`ref_cnt` -1), ready (0) or pinned (> 0, once for each transfer that reads it). Only
-    ready blocks are in the policy, so only they can be evicted, and pinned ones cost an eviction nothing.
+    A block is absent, writing (`ref_cnt` -1), ready (0) or pinned (> 0, once for each transfer that reads it). The
+    policy contains the ready blocks only, so only they can be evicted.
 
-    Usable alone, as an engine's manager without secondary tiers, or below a `TieringOffloadingManager`, which uses
-    the methods of the second half. All methods belong to one thread.
+    An engine can use it without secondary tiers. `TieringOffloadingManager` uses the second half of the methods. All
+    methods belong to one thread.
 
     Args:
-        backend: Where the blocks are allocated.
-        policy: As `make_policy` takes it, or a policy made for `backend.num_blocks`.
+        backend: Allocates the blocks.
+        policy: A name for `make_policy`, or a policy for `backend.num_blocks` blocks.
         enable_events: Whether `take_events` reports stored and removed blocks.
-        hints: Those hints of requests that count.
-        clock: Seconds of a monotonic clock; read once a request, and not before the first hint.
+        hints: Names of the hints that are used.
+        clock: Seconds of a monotonic clock; read once a request, from the first hint on.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class CPUOffloadingManager(OffloadingManager):
         self.backend = backend
         self.policy = policy if isinstance(policy, CachePolicy) else make_policy(policy, backend.num_blocks)
         self.blocks: dict[OffloadKey, CPUBlock] = {}
-        """The block of every key that is ready, pinned or being written."""
+        """All blocks that are ready, pinned or being written."""
         self.step = 0
-        """The number of the scheduler's step; blocks with this `step` are not evicted before the step ends."""
+        """Number of the scheduler's step. Blocks with this `step` are not evicted before the step ends."""
         self.evicted_blocks = 0
         self.evicted_keys: list[OffloadKey] | None = None
-        """Where a list, gets the keys that are evicted, for a history."""
+        """If a list, evicted keys are appended to it, for the history."""
         self.hint_reader = HintReader(hints)
         self.skipped_blocks = 0
-        """Blocks that were not stored because their request skips that."""
+        """Blocks that were not stored because their request has the hint `skip: store`."""
         self.load_skippers: set[str] = set()
-        """The requests that get no blocks."""
+        """Requests with the hint `skip: load`."""
         self._clock = clock
         self._chains: dict[str, RequestChain] = {}
-        # Keys that reset_cache() forgot while an engine's transfer was in flight. They can't be stored again
-        # before that transfer has completed: its complete call names the key only, and must find this block.
+        # Blocks that were in use at a reset_cache(). Their keys cannot be stored again before the engine completes its
+        # transfer: that call names only the key, and must find this block.
         self._orphans: dict[OffloadKey, CPUBlock] = {}
         self._events: deque[OffloadingEvent] | None = deque(maxlen=EVENTS_MAX) if enable_events else None
 
@@ -142,7 +142,7 @@ class CPUOffloadingManager(OffloadingManager):
         written = self.written_blocks(keys, req_context)
         if success:
             self.commit(written)
-            self.tell_stored([block.key for block in written])
+            self.note_stored([block.key for block in written])
         else:
             self.abandon(written)
 
@@ -177,7 +177,7 @@ class CPUOffloadingManager(OffloadingManager):
         self.policy.end_step()
 
     @property
-    def tells_events(self) -> bool:
+    def reports_events(self) -> bool:
         """Whether `take_events` reports stored and removed blocks."""
         return self._events is not None
 
@@ -189,10 +189,10 @@ class CPUOffloadingManager(OffloadingManager):
         return events
 
     def reset_cache(self) -> None:
-        """Forget every key at once; rows of running transfers become free when these end."""
+        """Forget every key. The rows of running transfers become free when the transfers end."""
         ready = [block for block in self.blocks.values() if block.ref_cnt == 0]
         self.policy.remove(ready)
-        self._tell([key for key, block in self.blocks.items() if block.ref_cnt >= 0], removed=True)
+        self._note_event([key for key, block in self.blocks.items() if block.ref_cnt >= 0], removed=True)
         for key, block in self.blocks.items():
             if block.ref_cnt == 0:
                 self.backend.free(block)
@@ -202,12 +202,10 @@ class CPUOffloadingManager(OffloadingManager):
         self.blocks.clear()
 
     def shutdown(self, *, unmap: bool = True) -> None:
-        """Forget every block, and unmap the region unless a view of it still exists.
-
-        With an engine's transfer in flight only the region's name is removed; its memory stays.
+        """Forget every block, and unmap the region. Its memory stays mapped during transfers, or while views exist.
 
         Args:
-            unmap: False where a tier may still write into the region.
+            unmap: False if a tier may still write into the region.
         """
         is_in_use = any(block.ref_cnt for block in (*self.blocks.values(), *self._orphans.values()))
         self.blocks.clear()
@@ -220,12 +218,12 @@ class CPUOffloadingManager(OffloadingManager):
     # For the tiering manager only.
 
     def hints_of(self, req_context: ReqContext) -> Hints:
-        """Return what a request has said of its blocks."""
+        """Return the hints of a request."""
         chain = self._chains.get(req_context.req_id)
         return _NO_HINTS if chain is None or chain.hints is None else chain.hints
 
     def chain_of(self, req_context: ReqContext) -> RequestChain:
-        """Return the chain of a request; a request without an id gets a new one with each call."""
+        """Return the chain of a request; without a request id, a new one."""
         req_id = req_context.req_id
         chain = self._chains.get(req_id)
         if chain is None:
@@ -239,18 +237,21 @@ class CPUOffloadingManager(OffloadingManager):
     def allocate(
         self, keys: Sequence[OffloadKey], writer: str, chain: RequestChain, evicted: list[OffloadKey]
     ) -> list[CPUBlock] | None:
-        """Give each of `keys`, which are distinct and absent, a block in state writing, and `evicted` what had to go.
+        """Allocate a block in state writing for each of `keys`, which are distinct and absent.
 
-        `writer` is the request that will write them, or `PROMOTION`. The blocks of `chain`, which wants them, are
-        evicted only where no others are left.
+        Args:
+            keys: The keys.
+            writer: The request that will write the blocks, or `PROMOTION`.
+            chain: The request that needs them. Its blocks are evicted only if no others are left.
+            evicted: Evicted keys are appended to it.
 
         Returns:
-            The blocks in order, without a chain yet; or None, with nothing changed, if there is no room.
+            The blocks in order, without a chain; or None, with nothing changed, if there is no room.
         """
         missing = len(keys) - self.backend.get_num_free_blocks()
         if missing > 0:
             self.policy.use((), chain)
-            # Its own blocks go last: a request's tail is worth little without its head.
+            # The request's own blocks go last: its tail is worth little without its head.
             victims = self.policy.evict(missing, self.step, chain) or self.policy.evict(missing, self.step)
             if victims is None:
                 return None
@@ -262,7 +263,7 @@ class CPUOffloadingManager(OffloadingManager):
             self.evicted_blocks += len(gone)
             if self.evicted_keys is not None:
                 self.evicted_keys += gone
-            self._tell(gone, removed=True)
+            self._note_event(gone, removed=True)
         blocks = self.backend.allocate_blocks(keys)
         for block in blocks:
             block.writer = writer
@@ -271,11 +272,11 @@ class CPUOffloadingManager(OffloadingManager):
         return blocks
 
     def is_orphan(self, key: OffloadKey) -> bool:
-        """Return whether a transfer that began before `reset_cache` still holds the key."""
+        """Return whether a transfer from before a `reset_cache` still uses the key."""
         return key in self._orphans
 
     def written_blocks(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[CPUBlock]:
-        """Return those blocks of `keys` that this request prepared to store; free those that a reset has removed."""
+        """Return the blocks of `keys` that this request was to write; free them if a reset has removed them."""
         req_id = req_context.req_id
         get = self.blocks.get
         written = []
@@ -293,24 +294,24 @@ class CPUOffloadingManager(OffloadingManager):
         return written
 
     def commit(self, blocks: Collection[CPUBlock], pins: int = 0) -> None:
-        """Make written blocks ready, pinned `pins` times; `tell_stored` tells of them."""
+        """Make written blocks ready, pinned `pins` times. `note_stored` makes the event."""
         for block in blocks:
             block.ref_cnt = pins
         if not pins:
             self.policy.add(blocks)
 
-    def tell_stored(self, keys: list[OffloadKey]) -> None:
-        """Tell of blocks that became ready together, in one event, which keeps the list."""
-        self._tell(keys, removed=False)
+    def note_stored(self, keys: list[OffloadKey]) -> None:
+        """Make one event for blocks that became ready together. It keeps the list."""
+        self._note_event(keys, removed=False)
 
     def abandon(self, blocks: Iterable[CPUBlock]) -> None:
-        """Forget blocks in state writing whose transfer has ended without success."""
+        """Forget, and free, blocks in state writing whose transfer has failed."""
         for block in blocks:
             self.forget(block)
             self.backend.free(block)
 
     def forget(self, block: CPUBlock) -> None:
-        """Take a block in state writing out of the index; its row is not free before `backend.free`."""
+        """Remove a block in state writing from the index; `backend.free` frees its row."""
         if self.blocks.get(block.key) is block:
             del self.blocks[block.key]
         elif self._orphans.get(block.key) is block:
@@ -318,13 +319,13 @@ class CPUOffloadingManager(OffloadingManager):
         block.chain = None
 
     def pin(self, blocks: Collection[CPUBlock]) -> None:
-        """Pin ready blocks, once for each time they appear."""
+        """Pin ready blocks; one that appears twice is pinned twice."""
         self.policy.remove([block for block in blocks if block.ref_cnt == 0])
         for block in blocks:
             block.ref_cnt += 1
 
     def unpin(self, blocks: Iterable[CPUBlock]) -> None:
-        """Take one pin from each block; those without any left become evictable, or free if they were forgotten."""
+        """Remove one pin from each block. Without pins a block becomes evictable, or free if it was forgotten."""
         evictable = []
         for block in blocks:
             count = block.ref_cnt = block.ref_cnt - 1
@@ -339,7 +340,7 @@ class CPUOffloadingManager(OffloadingManager):
             self.policy.add(evictable)
 
     def _loading_blocks(self, keys: Iterable[OffloadKey]) -> list[CPUBlock]:
-        """Return the blocks of `keys` that an engine loads, each counted as loaded once less."""
+        """Return the blocks of `keys` that an engine loads, and end one load of each."""
         found = []
         for key in keys:
             block = self.blocks.get(key) or self._orphans.get(key)
@@ -348,6 +349,6 @@ class CPUOffloadingManager(OffloadingManager):
                 found.append(block)
         return found
 
-    def _tell(self, keys: list[OffloadKey], removed: bool) -> None:
+    def _note_event(self, keys: list[OffloadKey], removed: bool) -> None:
         if self._events is not None and keys:
             self._events.append(OffloadingEvent(keys, self.backend.block_size, self.backend.medium, removed))

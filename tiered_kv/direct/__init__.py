@@ -1,4 +1,4 @@
-"""Tiers over memory that another program owns: for hosts with a pool of blocks of their own."""
+"""Secondary tiers for a host program with its own pool of blocks; see docs/how-to/direct.md."""
 
 from tiered_kv.direct.tiers import DirectTiers
 

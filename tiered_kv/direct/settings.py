@@ -1,4 +1,4 @@
-"""What a host's configuration says of the tiers over its memory."""
+"""The settings of tiers over a host's memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tiered_kv.config.stack_config import tier_settings
 from tiered_kv.errors import ConfigError
 
 OWN_STORAGE = ("nvme", "memory")
-"""Types of tiers whose storage belongs to one process and one namespace; that of others is shared."""
+"""Tier types whose storage belongs to one process and one namespace. Storage of other types is shared."""
 
 
 class HostSettings(StrictModel):
-    """The base of a host's settings; `location` is where they stand, for messages."""
+    """The base of a host's settings."""
 
-    location: ClassVar[str]
+    location: ClassVar[str]  # where they are in the host's configuration, for messages
 
     tiers: tuple[SerializeAsAny[TierSettings], ...] = Field(
         min_length=1, max_length=64, description="The tiers, as in a stack's `secondary`, in the order of the search."
@@ -50,16 +50,14 @@ class HostSettings(StrictModel):
 
 
 def part_of(tier: TierSettings, directory: str, share: Fraction) -> TierSettings:
-    """Return a tier's settings for one of several kinds of blocks in a host's memory.
-
-    A tier with storage of its own gets a directory of its own below its path, and a share of its capacity.
+    """Return a tier's settings for one of several kinds of blocks: in `OWN_STORAGE`, a directory below its path.
 
     Args:
-        share: More than 0 and at most 1.
+        share: The part of the capacity that this kind gets; more than 0 and at most 1.
     """
     if tier.type not in OWN_STORAGE:
         return tier
-    own: Any = tier  # Any: the settings of a type that is known here by its name alone
+    own: Any = tier  # Any: only the plugin knows the type
     update: dict[str, object] = {"capacity": int(own.capacity * share)}
     if hasattr(own, "path"):
         update["path"] = f"{own.path}/{directory}"

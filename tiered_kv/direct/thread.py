@@ -1,4 +1,4 @@
-"""The thread that drives tiers over a host's memory, as an engine's scheduler drives those of a manager."""
+"""The thread that drives tiers over a host's memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Final
 
 from tiered_kv.base import OffloadKey
@@ -21,18 +22,14 @@ from tiered_kv.tiering.guarded import GuardedTier
 _log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.02
-"""How often deadlines are looked at while a task is open. Whatever ends wakes the thread at once."""
+"""How often deadlines are checked while a task is open. The end of a job or lookup wakes the thread at once."""
 IDLE_TICK_S: Final = 0.5
 SHUTDOWN_TIMEOUT_S: Final = 6.0
-"""More than a tier takes to close; one is closed after the other."""
+"""For each tier; more than a tier takes to close."""
 
 
 class TierThread:
-    """Owns the tiers. Others send it messages by `post`, or by `wake` that something has finished.
-
-    Args:
-        on_removed: Called with a tier's name and keys that it does not have any more.
-    """
+    """Owns the tiers. Other threads send it messages by `post`, and call `wake` when a job or lookup has ended."""
 
     def __init__(self, on_removed: Callable[[str, Sequence[OffloadKey]], None] | None) -> None:
         self.queues: list[TierQueue] = []
@@ -43,11 +40,11 @@ class TierThread:
         self._woken = threading.Event()
         self.wake = self._woken.set
         self._messages: deque[Callable[[], None]] = deque()
-        self._post_lock = threading.Lock()  # held for a few assignments: nothing is posted after the end is
+        self._post_lock = threading.Lock()  # held for assignments: no message may follow the close
         self._close_by_s: float | None = None
-        self._is_settled = threading.Event()  # the tiers are shut down, and `_is_over` tells
+        self._is_settled = threading.Event()  # the tiers are shut down, and `_is_over` is valid
         self._is_over = False
-        # The thread's own.
+        # Only the thread uses these.
         self._lookups: dict[Task, None] = {}
         self._ended: list[Task] = []
         self._is_shut_down = False
@@ -56,24 +53,18 @@ class TierThread:
     # Any thread.
 
     def add(self, guarded: GuardedTier) -> None:
-        """Search one more tier, after the others; before `start`."""
+        """Add a tier to the end of the search order; before `start`."""
         self.queues.append(TierQueue(guarded, self._end_piece, partial(self._load_at, len(self.queues) + 1)))
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is a callback."""
         return threading.current_thread() is self._thread
 
     def post(self, message: Callable[[], None]) -> None:
-        """Have the thread call `message`.
-
-        Raises:
-            ShutdownError: It ends, or was started before a fork by another process.
-        """
+        """Call `message` on the thread. Raises `ShutdownError` if it is closed, and in a forked child."""
         if os.getpid() != self._pid:
             raise ShutdownError(f"the tiers belong to process {self._pid}; open others after a fork")
         with self._post_lock:
@@ -83,7 +74,7 @@ class TierThread:
         self.wake()
 
     def close(self, timeout_s: float) -> bool:
-        """Let the thread end; return whether nothing is in flight any more. As `DirectTiers.close`."""
+        """As `DirectTiers.close`."""
         if os.getpid() != self._pid:
             return True
         with self._post_lock:
@@ -97,32 +88,29 @@ class TierThread:
             self._thread.join()
         return self._is_over
 
-    # Messages.
+    # Messages: they run on the thread.
 
     def store(self, task: Task) -> None:
-        """Begin a store."""
         self.open_tasks += 1
         for queue in self.queues if task.blocks else ():
             queue.add(task, task.blocks, is_load=False)
         self._end_piece(task)
 
     def load(self, task: Task) -> None:
-        """Begin a load."""
         self.open_tasks += 1
         for blocks in _each_key_once(task.blocks):
             self._load_at(0, task, blocks)
         self._end_piece(task)
 
     def look_up(self, task: Task) -> None:
-        """Begin a lookup."""
         self.open_tasks += 1
         task.asked = [list(range(len(task.keys))), *([] for _ in self.queues)]
-        # Each tier gives up before, by its own timeout.
-        task.until_s = time.monotonic() + sum(queue.guarded.settings.lookup_timeout + TICK_S for queue in self.queues)
+        # Each tier's own timeout ends before. One tier is asked after the other.
+        timeouts_s = [queue.guarded.settings.lookup_timeout + TICK_S for queue in self.queues]
+        task.until_s = [time.monotonic() + until_s for until_s in accumulate(timeouts_s)]
         self._lookups[task] = None
 
     def reset(self) -> None:
-        """Forget every block in every tier, and what waits to be stored or loaded."""
         for queue in self.queues:
             queue.drop_waiting()
             queue.guarded.reset_cache()
@@ -158,7 +146,6 @@ class TierThread:
             self._ended.append(task)
 
     def _load_at(self, level: int, task: Task, blocks: list[CPUBlock]) -> None:
-        """Load blocks from the tier at this place of the order, if there is one."""
         if level < len(self.queues) and blocks and not self._is_shut_down:
             self.queues[level].add(task, blocks, is_load=True)
 
@@ -167,12 +154,13 @@ class TierThread:
             places, task.asked[level] = task.asked[level], []
             if places:
                 answers = _answers(queue.guarded, task, places, now_s)
+                is_late = now_s >= task.until_s[level]
                 for place, answer in zip(places, answers, strict=True):
                     if answer:
                         task.answers[place] = True
                     else:
-                        task.asked[level + (answer is not None)].append(place)
-        if now_s >= task.until_s or not any(task.asked[:-1]):
+                        task.asked[level + (is_late or answer is not None)].append(place)
+        if not any(task.asked[:-1]):
             del self._lookups[task]
             self._end_piece(task)
 
@@ -182,23 +170,23 @@ class TierThread:
             self.open_tasks -= 1
             for queue in self.queues:
                 queue.guarded.call("on_request_finished", task.context)
-            self._tell(task.on_done, task.answers)
+            self._call(task.on_done, task.answers)
         for queue in self.queues if self._on_removed is not None else ():
             events = queue.guarded.observer.take_events()
             if keys := [key for event in events if event.removed for key in event.keys]:
                 assert self._on_removed is not None
-                self._tell(self._on_removed, queue.guarded.name, keys)
+                self._call(self._on_removed, queue.guarded.name, keys)
 
-    def _tell(self, callback: Callable[..., None], *args: object) -> None:
+    def _call(self, callback: Callable[..., None], *args: object) -> None:
         try:
             callback(*args)
-        except BaseException:  # SystemExit too: the thread goes on
+        except BaseException:  # SystemExit too: the thread continues
             self.counters.add("callback_errors_total")
             if self.counters["callback_errors_total"] == 1:
                 _log.exception("a callback raised; further ones are only counted")
 
     def _end_soon(self, now_s: float) -> None:
-        """Give up what waits, and shut down the tiers when nothing is in flight any more, or the time is over."""
+        """Fail what waits, and shut down the tiers when no job is in flight or the timeout is over."""
         assert self._close_by_s is not None
         is_idle = all(queue.is_idle for queue in self.queues)
         if not self._is_shut_down and (is_idle or now_s >= self._close_by_s):
@@ -218,7 +206,7 @@ class TierThread:
 
 
 def _each_key_once(blocks: Sequence[CPUBlock]) -> list[list[CPUBlock]]:
-    """Divide blocks so that no job has a key twice: a tier answers by key, and may load the one block only."""
+    """Divide blocks so that no job has a key twice: a tier could load one of two blocks, and report the key."""
     parts: list[list[CPUBlock]] = []
     times: dict[OffloadKey, int] = {}
     for block in blocks:

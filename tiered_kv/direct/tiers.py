@@ -27,35 +27,32 @@ from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.guarded import GuardedTier
 
 BUDGET_BYTES_MAX: Final = 256 << 20
-"""The most that a budget is by default. A job's time runs from its submission, so no job should wait long in a tier."""
+"""Limit of the default budgets. `job_timeout` runs from the submission, so no job should wait long in a tier."""
 _KEY_BYTES_MIN = 4
 
 
 class DirectTiers:
-    """Secondary tiers without a primary tier: blocks go from a host's memory to the tiers, and back into it.
+    """Secondary tiers without a primary tier: they read and write a host's memory.
 
-    `contains`, `store` and `load` may be called by any thread and return at once. Each calls its `on_done` once, on the
-    tiers' own thread, with an answer for each key. A callback returns soon: nothing else goes on meanwhile. One that
-    raises is counted and logged.
+    Any thread may call `contains`, `store` and `load`, which return at once. Each calls its `on_done` once, on the
+    tiers' thread, with an answer for each key. A callback must return soon, because it blocks that thread. If it
+    raises, that is counted and logged.
 
-    A task is reported only when no tier touches its memory any more. Until then the host leaves the blocks of a store
-    as they are, and does not use those of a load. That holds after a deadline too: a transfer that hangs keeps its task
-    open until it ends.
+    `on_done` is called when no tier touches the blocks any more. Until then the host must not change the blocks of a
+    store, nor use those of a load, not even after a deadline: a transfer that hangs keeps its task open.
 
-    Blocks over a tier's budgets wait, so what bounds the queue is the memory, of which each waiting block takes a part.
-    They stop waiting without a job where no budget becomes free in time: the tier is disabled, its breaker is open, or
-    half-open with a job in flight, expired jobs hold the whole budget, or `wait_s_max` is over. For that tier they have
-    failed. A budget is by default the whole memory, and at most 256 MiB.
+    Blocks over a tier's budget wait. They fail in that tier if it is disabled, its breaker is open, or half-open with a
+    job in flight, if expired jobs hold the whole budget, or after `wait_s_max`. A budget is by default the whole
+    memory, and at most 256 MiB.
 
     Args:
-        memory: A writable, contiguous buffer, or (address, bytes). It stays mapped until `close` has returned True.
-        block_bytes: Bytes of a block.
-        tiers: Entries as in a stack's `secondary`, in the order in which they are searched.
-        namespace: All that must agree, besides the sizes, for blocks to be interchangeable.
-        block_tokens: Tokens of a block, a part of the namespace's identity.
-        wait_s_max: How long blocks may wait for a budget; then they fail. For hosts that lend their memory for a time.
-        on_removed: Called on the tiers' thread with a tier's name and blocks that it was found not to have any more:
-            evicted, damaged, or missing in a load. A `reset` is not told, and a tier with a `name_key` tells nothing.
+        memory: A writable, contiguous buffer, or (address, bytes). It must stay mapped until `close` has returned True.
+        tiers: Entries as in a stack's `secondary`, in the order of the search.
+        namespace: What must agree, besides the sizes, for blocks to be interchangeable.
+        block_tokens: Tokens of a block; a part of the namespace's identity.
+        wait_s_max: How long blocks may wait for a budget.
+        on_removed: Called on the tiers' thread with a tier's name and blocks that are not in that tier any more:
+            evicted, damaged, or missing in a load. Not called for a `reset`, nor for a tier with a `name_key`.
 
     Raises:
         ValueError: The memory cannot be used, or there is no tier.
@@ -114,14 +111,14 @@ class DirectTiers:
             )
         budget_bytes = min(self._size_bytes, BUDGET_BYTES_MAX)
         clock, wants = time.monotonic, spec.wants_events
-        return GuardedTier(tier, settings, self.block_bytes, budget_bytes, clock, tells_events=wants)
+        return GuardedTier(tier, settings, self.block_bytes, budget_bytes, clock, reports_events=wants)
 
     def contains(self, keys: Sequence[OffloadKey], on_done: Done) -> None:
-        """Ask which blocks the tiers have; a tier that does not answer within its `lookup_timeout` has none.
+        """Ask which blocks the tiers have. A tier that does not answer within its `lookup_timeout` has none.
 
         Raises:
-            ValueError: A key cannot be one.
-            ShutdownError: The tiers are closed, or were opened before a fork by another process.
+            ValueError: A key is invalid.
+            ShutdownError: The tiers are closed, or another process opened them before a fork.
         """
         self._post("contains", self._thread.look_up, self._task(keys, on_done))
 
@@ -129,9 +126,8 @@ class DirectTiers:
         """Offer blocks to every tier.
 
         Args:
-            keys: The blocks.
-            offsets: Where each begins in the memory, in bytes, at any alignment.
-            on_done: Gets True for a block that a tier has now, or does not admit (`admit_after`, `write_budget`).
+            offsets: Where each block begins in the memory, in bytes, at any alignment.
+            on_done: Called with True for a block that a tier has now or does not admit (`admit_after`, `write_budget`).
 
         Raises:
             ValueError: The arguments do not fit each other, or the memory.
@@ -140,12 +136,11 @@ class DirectTiers:
         self._post("store", self._thread.store, self._task(keys, on_done, offsets))
 
     def load(self, keys: Sequence[OffloadKey], offsets: Sequence[int], on_done: Done) -> None:
-        """Load blocks from the first tier that has them; where one fails, the next is tried.
+        """Load blocks from the first tier that has them. If it fails, the next tier is tried.
 
         Args:
-            keys: The blocks.
-            offsets: Where each goes, as in `store`; they must not overlap.
-            on_done: Gets True for a block that was loaded and verified. The bytes of others are undefined.
+            offsets: As in `store`. The blocks must not overlap.
+            on_done: Called with True for a block that was loaded and verified. The bytes of other blocks are undefined.
 
         Raises:
             ValueError, ShutdownError: As `store`.
@@ -159,25 +154,25 @@ class DirectTiers:
     def wait(
         self, method: Literal["contains", "store", "load"], *args: Any, timeout_s: float | None = None
     ) -> list[bool]:
-        """Call a method with `args`, without its callback, and return the answers; for threads that may block.
+        """Call a method with `args`, which omit the callback, and return the answers.
 
         Raises:
-            TimeoutError: They did not come in time. The task goes on, and uses its memory.
-            RuntimeError: A callback calls it, on the thread that it would wait for.
+            TimeoutError: The task has not ended in time. It continues, and uses its memory.
+            RuntimeError: A callback calls it.
         """
         if self._thread.is_current:
             raise RuntimeError("a callback cannot wait: it runs on the thread that it would wait for")
-        told: Future[list[bool]] = Future()
-        getattr(self, method)(*args, told.set_result)
+        answers: Future[list[bool]] = Future()
+        getattr(self, method)(*args, answers.set_result)
         try:
-            return told.result(timeout_s)
+            return answers.result(timeout_s)
         except TimeoutError:
             raise TimeoutError(f"{method} of {len(args[0])} blocks has not ended after {timeout_s} s") from None
 
     def reset(self) -> None:
-        """Forget every block: what was handed over before this call is found by no later one. Returns at once.
+        """Forget every block that was stored before this call. Returns at once.
 
-        What waits for a budget is reported with False. A tier that cannot reset is not used any more.
+        Blocks that wait for a budget fail. A tier that cannot reset is not used any more.
 
         Raises:
             ShutdownError: As `contains`.
@@ -185,12 +180,12 @@ class DirectTiers:
         self._thread.post(self._thread.reset)
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return the counts of each tier by its name, as those of a stack, and what concerns no tier under ""."""
+        """Return the counters of each tier by its name, as in a stack, and under "" those of no tier."""
         own = {**self._thread.counters.snapshot(), "open_tasks": self._thread.open_tasks}
-        return {"": own, **{queue.guarded.name: queue.guarded.counted() for queue in self._thread.queues}}
+        return {"": own, **{queue.guarded.name: queue.guarded.snapshot() for queue in self._thread.queues}}
 
     def status(self) -> dict[str, dict[str, object]]:
-        """Return how each tier stands, by its name."""
+        """Return the state of each tier by its name."""
         return {
             queue.guarded.name: {
                 "breaker": queue.guarded.breaker.state.name.lower(),
@@ -202,9 +197,9 @@ class DirectTiers:
         }
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Refuse further calls, wait up to `timeout_s` for transfers, then close the tiers, each bounded in time.
+        """Refuse further calls, wait up to `timeout_s` for transfers, and close the tiers, each in bounded time.
 
-        What waits for a budget is reported with False. A second call asks again whether transfers have ended.
+        Blocks that wait for a budget fail. A later call returns whether transfers have ended since.
 
         Returns:
             Whether no tier touches the memory any more. If not, the memory must stay mapped.
@@ -212,7 +207,7 @@ class DirectTiers:
         is_over = self._thread.close(timeout_s)
         if is_over:  # the host may unmap it, which Python refuses while there are views
             for view in (self._rows, self._memory):
-                with suppress(BufferError):  # a stranger's tier keeps one
+                with suppress(BufferError):  # a third-party tier keeps a view
                     view.release()
         return is_over
 
@@ -254,11 +249,6 @@ class DirectTiers:
 
 
 def _bytes_of(memory: Any, block_bytes: int) -> memoryview:  # Any: as in `DirectTiers`
-    """Return a host's memory as bytes.
-
-    Raises:
-        ValueError: It is no writable, contiguous buffer, or holds no block.
-    """
     if isinstance(memory, tuple):
         address, size_bytes = memory
         memory = (ctypes.c_ubyte * size_bytes).from_address(address)

@@ -1,4 +1,4 @@
-"""A Hugging Face configuration, as namespaces of engines need it."""
+"""What the namespaces of engines need of a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 _NOT_OF_THE_MODEL = frozenset({"_name_or_path", "_commit_hash", "transformers_version", "id2label", "label2id"})
 
 _FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "deepseek_yarn", "proportional", "mrope"})
+"""Rotary embeddings that follow from the configuration alone. Others may depend on the model's length."""
 
 
 def without_origin(value: object) -> object:
@@ -16,16 +17,18 @@ def without_origin(value: object) -> object:
     return value
 
 
-def has_fixed_rope(described: object) -> bool:
-    """Return whether the rotary embedding follows from the configuration alone; others may look at the model's length.
+def depends_on_length(described: object, model_type: object, *, is_foreign_code: bool) -> bool:
+    """Return whether keys may depend on the model's maximum length.
 
-    `described` is the configuration as its `to_dict` gives it.
+    LongRoPE chooses its factors by it, Llama 4 its attention's temperature. Code that is not the engine's may do
+    anything. `described` is the configuration as its `to_dict` gives it; `model_type` is the text model's.
     """
-    return rope_types(described) <= _FIXED_ROPE_TYPES
+    is_rope_fixed = rope_types(described) <= _FIXED_ROPE_TYPES
+    return is_foreign_code or not is_rope_fixed or str(model_type).startswith("llama4")
 
 
 def rope_types(value: object, in_rope: bool = False) -> set[str]:
-    """Return the types of rotary embeddings in a configuration, or where `in_rope` is True, in its part on these."""
+    """Return the types of rotary embeddings in a configuration; `in_rope` says that `value` describes one."""
     found: set[str] = set()
     if isinstance(value, Mapping):
         for name, item in value.items():

@@ -1,4 +1,4 @@
-"""What a token of a prompt costs an engine, from its steps."""
+"""The time that a token of a prompt takes an engine, measured from its steps."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from itertools import combinations
 from typing import NamedTuple
 
 PROMPT_TOKENS_MIN = 32
-"""Tokens of a request in a step that are surely of its prompt: it generates fewer in one, speculated ones included."""
+"""Tokens of a request in a step that must be of its prompt: it generates fewer, even with speculation."""
 PREFILL_TOKENS_MIN = 256
-"""Tokens of prompts with which a step counts: in smaller ones other things than prompts take most of the time."""
+"""Tokens of prompts in a step that counts: smaller steps spend most of their time on other work."""
 STEPS_MAX = 15
-"""Steps of which the medians count, so that no single one does, such as the first of a shape."""
+"""Steps whose medians count, so that a slow step, as the first of a shape, does not."""
 SPREAD_MIN = 128
-"""How much the tokens before those of two steps must differ, for the two to say what each of them costs."""
+"""Least difference in the tokens before two steps, from which the growth is computed."""
 _RUNNING_MAX = 64
 
 
@@ -28,9 +28,9 @@ class TokenCost(NamedTuple):
 
 
 class PrefillMeter:
-    """Times steps from their schedule to their output, which come in the same order. Owned by the scheduler's thread.
+    """Times steps from their schedule to their output, in the same order. Owned by the scheduler's thread.
 
-    With several steps in flight a step begins when the one before it has ended.
+    With several steps in flight, a step begins at the end of the step before it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -38,17 +38,17 @@ class PrefillMeter:
         self._running: deque[tuple[int, float, float]] = deque(maxlen=_RUNNING_MAX)
         self._ended_s = 0.0
         self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS_MAX)
-        """Of each step, the tokens before one of its tokens, on average, and the seconds of a token."""
+        """For each step, how many tokens are before one of its tokens, on average, and the seconds of a token."""
 
     def begin(self, parts: Iterable[tuple[int, int]]) -> None:
-        """Note that a step was scheduled; of each request, with how many tokens, and how many before them."""
+        """Note a scheduled step: for each request, its tokens in the step, and how many are before them."""
         prompts = [(tokens, before) for tokens, before in parts if tokens >= PROMPT_TOKENS_MIN]
         total = sum(tokens for tokens, _ in prompts)
         pairs = sum(tokens * (before + tokens / 2) for tokens, before in prompts)
         self._running.append((total, pairs / max(total, 1), self._clock()))
 
     def end(self) -> TokenCost | None:
-        """Note the output of the oldest step; return what a token costs if that step says something of it."""
+        """Note the output of the oldest step, and return the new cost of a token if that step counts."""
         if not self._running:
             return None
         tokens, before, began_s = self._running.popleft()

@@ -1,49 +1,57 @@
-"""Which releases of an engine an integration takes."""
+"""Which releases of an engine an integration accepts, and imports of its classes on first use."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from tiered_kv.errors import ConfigError
 
 
 def checked_version(package: str, name: str, tested: Sequence[str], *, parts: int = 2) -> str:
-    """Return the version of an engine that is installed. `TIERED_KV_ANY_VLLM=1`, and so on, lets any version through.
+    """Return the installed version of an engine. `TIERED_KV_ANY_VLLM=1`, and so on, accepts any version.
 
     Args:
-        package: What is imported, and has a `__version__`.
-        name: What people call the engine.
-        tested: The versions that the integration's tests run.
-        parts: How many parts of a version must be as tested; a fourth is that of `0.5.23.post1`.
-
-    Raises:
-        ConfigError: There is none, or its interfaces are not known here.
+        package: The engine's top-level module, with a `__version__`.
+        name: The engine's name in messages.
+        parts: How many parts of a version must be as tested; the fourth is that of `0.5.23.post1`.
     """
-    integration = f"tiered_kv.integrations.{package}"
     known = " and ".join(tested)
-    are = "are" if len(tested) > 1 else "is"
     try:
         version = str(importlib.import_module(package).__version__)
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        raise ConfigError(f"{integration} needs {name} ({known} {are} tested), and it is not installed here") from None
+        are = "are" if len(tested) > 1 else "is"
+        raise ConfigError(
+            f"tiered_kv.integrations.{package} needs {name} ({known} {are} tested), and it is not installed here"
+        ) from None
     variable = f"TIERED_KV_ANY_{package.upper()}"
-    numbers = [each.partition("+")[0].split(".")[:parts] for each in (version, *tested)]
-    if numbers[0] in numbers[1:] or os.environ.get(variable) == "1":
+    found, *accepted = [each.partition("+")[0].split(".")[:parts] for each in (version, *tested)]
+    if found in accepted or os.environ.get(variable) == "1":
         return version
-    one_of = "one of these" if len(tested) > 1 else "that"
     raise ConfigError(
         f"{name} {version} is installed, and this tiered_kv was tested with {known}. Its offloading interfaces change "
-        f"between releases: install {one_of}, or another tiered_kv, or set {variable}=1 to try"
+        f"between releases: install a tested version, or another tiered_kv, or set {variable}=1 to try"
     )
 
 
+def imported_on_use(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a package's `__getattr__`, which imports each class from its module in `modules` when it is first used."""
+
+    def get_attribute(name: str) -> Any:  # Any: one of the classes
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+
+    return get_attribute
+
+
 def installed_versions(packages: Iterable[str]) -> str:
-    """Return those of some packages that are installed, with their versions, or "none"."""
+    """Return the names and versions of those `packages` that are installed, or "none"."""
     versions = []
     for name in packages:
         try:

@@ -1,4 +1,4 @@
-"""The weights of a model in files, told from others by a digest: for the namespaces of engines that read them."""
+"""Which weights an engine reads from files, for its namespace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _BESIDE = frozenset({".py"})
 """Code that comes with a model."""
 _DESCRIBES = re.compile("quant|processor|index")
-"""JSON files: of quantizers, scales of a KV cache among them; of processors for images and sound; of an index."""
+"""JSON files that count: of quantizers (with scales of a KV cache), of processors for images and sound, of an index."""
 
 _SAMPLES = 4096
 """Of all files together."""
@@ -20,11 +20,22 @@ _SAMPLES_PER_FILE_MIN = 16
 _SAMPLE_BYTES = 4096
 
 
-def files_digest(model: str) -> str | None:
-    """Return 32 hexadecimal digits for the weights in a directory, or for a file; None where there are none.
+def weights_in_files(model: str, commit: str | None, which: str) -> str | None:
+    """Return how a namespace describes weights in files: by their digest, or else by the commit of their repository.
 
-    Names and sizes count, of each file 16 pages of 4 KiB and more, spread evenly, and of all some 4,096. So other
-    weights show, and a change of a few values does not. Times do not count: a copy on another machine is the same.
+    `which` says which of several files with weights the engine reads.
+    """
+    digest = files_digest(model)
+    if digest is not None:
+        return f"files {digest} {which}"
+    return f"commit {commit} {which}" if commit else None
+
+
+def files_digest(model: str) -> str | None:
+    """Return 32 hexadecimal digits for the weights in a directory, or for a file; None if there are no weights.
+
+    Names, sizes and samples count: at least 16 pages of 4 KiB of each file, spread evenly, and some 4,096 of all. So
+    a digest shows other weights, but not a change of a few values. A copy on another machine has the same digest.
     """
     path = Path(model)
     if path.is_file():

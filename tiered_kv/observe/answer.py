@@ -1,4 +1,4 @@
-"""What a process says of its stack on `/status`: it may be of another version, or not a stack at all."""
+"""The answer to `/status`, validated: the process may run another version, or be no stack."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiered_kv.errors import FormatError
 
 
 def printable(text: str) -> str:
-    """Return `text` without what a terminal obeys."""
+    """Return `text` with all that a terminal would obey escaped."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
@@ -27,13 +27,13 @@ class _Answer(BaseModel):
 
 
 class Buckets(_Answer):
-    """How many values each bucket of a histogram has, by its largest value."""
+    """The number of values in each bucket of a histogram, by its largest value."""
 
     buckets: Mapping[float, _Count] = {}
 
 
 class Counters(_Answer):
-    """What a tier has counted; `docs/reference/counters.md` describes it."""
+    """A tier's counters; `docs/reference/counters.md` describes them."""
 
     stored_bytes_total: _Count = 0.0
     loaded_bytes_total: _Count = 0.0
@@ -49,26 +49,24 @@ class Counters(_Answer):
 
     @property
     def reasons(self) -> Mapping[tuple[str, str], float]:
-        """How many blocks did not come, or were not stored, by what became of them and why."""
-        told = {
+        """Blocks that did not come, or were not stored, by outcome and reason."""
+        outcomes = {
             "miss": self.misses_total,
             "unexplained": {"too fast": self.unexplained_blocks_total},
             "skip": self.skipped_blocks_total,
             **self.failed_blocks_total,
         }
-        return {(what, reason): total for what, reasons in told.items() for reason, total in reasons.items() if total}
+        return {
+            (what, reason): total for what, reasons in outcomes.items() for reason, total in reasons.items() if total
+        }
 
 
 class BudgetAnswer(_Answer):
-    """How much of a budget is taken."""
-
     used_bytes: _Bytes | None = None
     limit_bytes: _Bytes | None = None
 
 
 class TierAnswer(_Answer):
-    """What is said of one tier."""
-
     name: _Text
     type: _Text = ""
     breaker: Literal["", "closed", "half_open", "open"] = ""
@@ -82,17 +80,14 @@ class TierAnswer(_Answer):
 
 
 class NoticeAnswer(_Answer):
-    """Something that happened; `time` is the last one's."""
-
     time: _Count
+    """Of the last of `count`."""
     tier: _Text
     what: _Text
     count: int = 1
 
 
 class StatusAnswer(_Answer):
-    """What is said of a stack."""
-
     version: _Text
     namespace: _Text
     pid: int
@@ -103,7 +98,7 @@ class StatusAnswer(_Answer):
 
 
 def read_status(body: bytes) -> StatusAnswer:
-    """Return what an answer says.
+    """Return the validated answer.
 
     Raises:
         FormatError: It is not the status of a stack.

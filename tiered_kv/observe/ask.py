@@ -1,4 +1,4 @@
-"""Asking a process that has a stack open for its status, over HTTP."""
+"""Requests over HTTP to a process that has a stack open."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from tiered_kv.config.reading import fill_variables, from_source
-from tiered_kv.config.stack_config import PORT_MAX, MetricsSettings
+from tiered_kv.config.stack_config import MetricsSettings
 from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError, TierUnavailableError
 
@@ -22,13 +22,13 @@ TIMEOUT_S: Final = 5.0
 _REASON_BYTES_MAX: Final = 1000
 DEFAULT_ADDRESS: Final = "127.0.0.1:9464"
 _LINE: Final = f'metrics: {{listen: "{DEFAULT_ADDRESS}"}}'
-_HOST_AND_PORT = re.compile(r"([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
+_HOST_AND_PORT = re.compile(r"([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
 _PATH = re.compile("[!-~]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a stack's process answers; `path` stands before each page's own."""
+    """The address of a stack's process; `path` is the prefix of all pages."""
 
     host: str
     port: int
@@ -39,41 +39,35 @@ class Address:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}{self.path}"
 
-    def connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
-        return kind(self.host, self.port, timeout=timeout_s)
-
 
 def is_address(text: str) -> bool:
-    """Return whether a text is a URL or HOST:PORT, and no file's path."""
+    """Return whether a text is a URL or HOST:PORT, and not the path of a file."""
     return "://" in text or _HOST_AND_PORT.fullmatch(text) is not None
 
 
 def address_of(text: str) -> Address:
-    """Return where to ask: `text` is a URL, HOST:PORT, or the path of a stack's file, whose `metrics.listen` it is.
+    """Return the address in `text`: a URL, HOST:PORT, or the path of a stack's file, for its `metrics.listen`.
 
-    Of a stack's file only `metrics` is looked at. So the variables of its secrets need not be set here.
+    Only `metrics` is read of a stack's file. So the variables of its secrets need not be set here.
 
     Raises:
-        ConfigError: It is none of these, or the file has no `metrics.listen`.
+        ConfigError: `text` is none of these, or the file has no `metrics.listen`.
     """
-    if "://" in text:
-        return _address_of_url(text)
-    found = _HOST_AND_PORT.fullmatch(text)
-    if found:
-        return _address(found[1].strip("[]"), int(found[2]))
+    if is_address(text):
+        return _address_of_url(text if "://" in text else f"http://{text}")
     return from_source(text, _address_of_stack)
 
 
 def fetch(address: Address, page: str, timeout_s: float = TIMEOUT_S) -> bytes:
-    """Return the body of a page, such as "/status". The caller waits for up to `timeout_s` seconds for each part of it.
+    """Return the body of a page, such as "/status". The call waits up to `timeout_s` seconds for each part of it.
 
     Raises:
-        ConfigError: The server refuses the question in `page`.
-        TierUnavailableError: There is no answer, or it is none of a server's that has this page.
+        ConfigError: The server refuses the query in `page`.
+        TierUnavailableError: The server does not answer, or has no such page.
     """
+    protocol = http.client.HTTPSConnection if address.is_tls else http.client.HTTPConnection
     try:
-        with contextlib.closing(address.connection(timeout_s)) as connection:
+        with contextlib.closing(protocol(address.host, address.port, timeout=timeout_s)) as connection:
             connection.request("GET", f"{address.path}{page}", headers={"Accept": "application/json"})
             with connection.getresponse() as response:
                 body = response.read(ANSWER_BYTES_MAX + 1)
@@ -108,7 +102,10 @@ def _address_of_url(url: str) -> Address:
             f"expected a URL without user, password, query and fragment, such as http://{DEFAULT_ADDRESS}"
         )
     is_tls = parts.scheme == "https"
-    return Address(host, port or (443 if is_tls else 80), is_tls, parts.path.rstrip("/").removesuffix("/status"))
+    if port is None:
+        port = 443 if is_tls else 80
+    _check_port(port)
+    return Address(host, port, is_tls, parts.path.rstrip("/").removesuffix("/status"))
 
 
 def _address_of_stack(raw: Mapping[str, object]) -> Address:
@@ -118,11 +115,11 @@ def _address_of_stack(raw: Mapping[str, object]) -> Address:
             location="metrics.listen",
         )
     filled = fill_variables({"metrics": raw["metrics"]}, os.environ)
-    return _address(*validate(MetricsSettings, filled["metrics"], ("metrics",)).address)
-
-
-def _address(host: str, port: int) -> Address:
-    if not 0 < port <= PORT_MAX:
-        expected = "give the URL with the port that the process has taken" if port == 0 else f"at most {PORT_MAX}"
-        raise ConfigError(f"nobody can be asked at port {port}: {expected}")
+    host, port = validate(MetricsSettings, filled["metrics"], ("metrics",)).address
+    _check_port(port)
     return Address(host, port)
+
+
+def _check_port(port: int) -> None:
+    if port == 0:
+        raise ConfigError("no server listens at port 0: give the URL with the port that the process has taken")

@@ -1,4 +1,4 @@
-"""Publishing where blocks are, by ZeroMQ, in the form of vLLM's KV cache events.
+"""Events: which tier has stored or removed which blocks, published by ZeroMQ in the form of vLLM's KV cache events.
 
 A message has three frames: the topic, a sequence number (8 bytes, big-endian) and a batch in msgpack:
 
@@ -7,8 +7,8 @@ A message has three frames: the topic, a sequence number (8 bytes, big-endian) a
 An event is a map with the key `type`: BlockStored, BlockRemoved or AllBlocksCleared. The fields are those of
 `vllm.distributed.kv_events` (vLLM 0.32 and 0.33); docs/how-to/events.md explains them.
 
-A subscriber that missed messages sends the first number that it wants to the replay socket, and gets the messages that
-are kept, and then one with the number -1.
+A subscriber that missed messages sends a first number to the replay socket. It gets the kept messages from there on,
+and then one with the number -1.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.tiering.step import give_way
 
 QUEUE_KEYS_MAX: Final = 1 << 16
-"""Keys that wait to be published; beyond it the oldest events are dropped, but for those of the last step."""
+"""Keys in the queue. Beyond it the oldest batches are dropped, except for the last step's."""
 QUEUE_BATCHES_MAX: Final = 1 << 12
-"""Batches that wait, one for each step; likewise."""
+"""Batches in the queue, one for each step; likewise."""
 MESSAGE_KEYS_MAX: Final = 512
 """Keys of one message, and how many are encoded at once while a scheduler may wait for the interpreter lock."""
 SUBSCRIBER_MESSAGES_MAX: Final = 1000
-"""Messages that wait for one slow subscriber; it loses those that come while there are as many."""
+"""Messages that wait for one slow subscriber; it loses further ones."""
 PEER_MESSAGE_BYTES_MAX: Final = 4096
-"""The largest frame that is taken from a peer: a subscription to a topic, or a request for a replay."""
+"""The largest frame from a peer: a subscription to a topic, or a request for a replay."""
 REPLAY_BYTES_MAX: Final = 32 << 20
 REPLAY_MESSAGES_MAX: Final = 10_000
 
 STEP_WAITS_MAX: Final = 3
-"""How often a message waits while a scheduler's step runs, so that steps without an end delay it by 60 ms at most."""
+"""Waits of a message while a scheduler's step runs: steps without an end delay it by 60 ms at most."""
 
 _KEYS_A_BATCH: Final = 16
 """A batch costs the thread as much as so many keys more."""
@@ -64,23 +64,22 @@ _UNKNOWN: Final[_Fields] = {
     "lora_id": None,
     "lora_name": None,
 }
-"""What a stored block has in vLLM's own events, and tiers do not know. vLLM writes the same for offloaded blocks."""
+"""Fields of vLLM's own events that tiers do not know. vLLM writes the same values for offloaded blocks."""
 
 _log = logging.getLogger(__name__)
 
 
 class EventPublisher:
-    """Publishes the events of a stack on a thread of its own.
+    """Publishes the events of a stack on its own thread.
 
     The manager's thread calls `publish` and `clear`, which append to a queue. Any thread may call `counted`.
 
     Args:
-        settings: The addresses and the topic.
-        mediums: For each tier's name, what its events call its medium.
+        mediums: For each tier's name, its medium in events.
 
     Attributes:
-        publish_address: Where subscribers connect, with the port that was taken for `*`.
-        replay_address: The same of the replay socket; empty without one.
+        publish_address: For subscribers; a port `*` is replaced by its number.
+        replay_address: The same for replays; empty without a replay socket.
 
     Raises:
         MissingExtraError: pyzmq or msgspec is not installed.
@@ -98,15 +97,12 @@ class EventPublisher:
         self._encode = msgspec.msgpack.Encoder().encode
         self._encoded = msgspec.Raw
         self._queue: deque[tuple[int, float, Sequence[OffloadingEvent] | None]] = deque()
-        self._next_batch = 0
-        self._queued_keys = 0  # with those that were taken; written by the manager's thread
-        self._taken_keys = 0  # written by the publisher's
-        self._next_taken = 0
-        self._next_number = 0
         self._kept: deque[tuple[int, bytes]] = deque()
-        self._kept_bytes = 0
-        self._invalid_batches = 0  # likewise
-        self._counts = {"event_messages_total": 0, "dropped_event_batches_total": 0, "event_replay_requests_total": 0}
+        # Written by the manager's thread.
+        self._next_batch = self._queued_keys = self._dropped_batches = 0
+        # Written by the publisher's thread. The keys of the queue are the queued ones without the taken ones.
+        self._next_taken = self._taken_keys = self._invalid_batches = 0
+        self._next_number = self._kept_bytes = self._sent_messages = self._replay_requests = 0
         self._is_closing = threading.Event()
         self._context = zmq.Context()
         try:
@@ -123,7 +119,7 @@ class EventPublisher:
     # The manager's thread.
 
     def publish(self, events: Sequence[OffloadingEvent]) -> None:
-        """Queue events, whose keys must not change; the oldest that wait are dropped where there are too many."""
+        """Queue events, whose keys must not change; drop the oldest batches of a queue that is too long."""
         self._queued_keys += _keys_of(events)
         self._append(events)
         queue = self._queue
@@ -135,7 +131,7 @@ class EventPublisher:
             except IndexError:  # the publisher has just taken it
                 break
             self._queued_keys -= _keys_of(dropped or ())
-            self._counts["dropped_event_batches_total"] += 1
+            self._dropped_batches += 1
 
     def clear(self) -> None:
         """Queue the removal of all blocks."""
@@ -146,13 +142,14 @@ class EventPublisher:
         self._next_batch += 1
 
     def counted(self) -> dict[str, int]:
-        """Return how many messages were sent, batches were dropped and replays were asked for."""
-        counts = dict(self._counts)
-        counts["dropped_event_batches_total"] += self._invalid_batches
-        return counts
+        return {
+            "event_messages_total": self._sent_messages,
+            "dropped_event_batches_total": self._dropped_batches + self._invalid_batches,
+            "event_replay_requests_total": self._replay_requests,
+        }
 
     def close(self) -> None:
-        """Publish what waits, and end the thread; waits for two seconds at most."""
+        """Publish the queue, and end the thread; waits for two seconds at most."""
         self._is_closing.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
 
@@ -193,9 +190,9 @@ class EventPublisher:
                 room = MESSAGE_KEYS_MAX
             try:
                 batch, time_s, events = self._queue.popleft()
-            except IndexError:  # it was dropped just now
+            except IndexError:  # the manager's thread has just dropped it
                 return
-            self._next_number += batch - self._next_taken  # where batches were dropped the numbers have a gap
+            self._next_number += batch - self._next_taken  # dropped batches leave a gap in the numbers
             self._next_taken = batch + 1
             if events is None:
                 self._send(time_s, [{"type": "AllBlocksCleared"}])
@@ -220,7 +217,7 @@ class EventPublisher:
             for start, stop in _cuts(len(event.keys), room):
                 try:
                     message += list(self._fields(event.medium, event.removed, event.keys[start:stop]))
-                except (TypeError, ValueError, IndexError):  # a stranger's tier told of keys that are none
+                except (TypeError, ValueError, IndexError):  # a third-party tier's event without valid keys
                     self._invalid_batches += 1
                 room -= stop - start
                 if not room:
@@ -244,7 +241,7 @@ class EventPublisher:
         number = self._next_number
         self._next_number += 1
         self._publisher.send_multipart((self._topic, _frame(number), payload))
-        self._counts["event_messages_total"] += 1
+        self._sent_messages += 1
         if self._replayer is None:
             return
         self._kept.append((number, payload))
@@ -254,7 +251,7 @@ class EventPublisher:
             self._kept_bytes -= len(oldest)
 
     def _serve_replay(self) -> None:
-        """Answer a request, or wait a moment for one."""
+        """Answer a request for a replay, or wait up to `_POLL_MS` for one."""
         if self._replayer is None:
             self._is_closing.wait(_POLL_MS / 1000)
             return
@@ -264,7 +261,7 @@ class EventPublisher:
         if len(frames) != 3 or len(frames[2]) != _NUMBER_BYTES:
             return
         client, first = frames[0], int.from_bytes(frames[2], "big")
-        self._counts["event_replay_requests_total"] += 1
+        self._replay_requests += 1
         for number, payload in self._kept:
             if number >= first:
                 self._replayer.send_multipart((client, b"", self._topic, _frame(number), payload))
@@ -273,10 +270,10 @@ class EventPublisher:
 
 
 def hashes_of(keys: Sequence[OffloadKey]) -> dict[int, NDArray[np.uint64]]:
-    """Return what events call blocks, by KV cache group: the last 64 bits of each hash, as in vLLM's events."""
+    """Return the blocks' names in events, by KV cache group: the last 64 bits of each hash, as in vLLM's events."""
     length = len(keys[0])
     if length >= _HASH_BYTES + _GROUP_BYTES and set(map(len, keys)) == {length}:
-        # The usual case, without the interpreter for each key: the scheduler may wait for its lock.
+        # The usual case, in C: the scheduler may wait for the interpreter's lock.
         table = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, length)[:, -_HASH_BYTES - _GROUP_BYTES :]
         groups = np.ascontiguousarray(table[:, _HASH_BYTES:]).view(">u4")[:, 0]
         if (groups == groups[0]).all():
@@ -289,14 +286,14 @@ def hashes_of(keys: Sequence[OffloadKey]) -> dict[int, NDArray[np.uint64]]:
 
 
 def _packed(hashes: NDArray[np.uint64]) -> bytes:
-    """Return hashes as an array of msgpack, without the interpreter for each."""
+    """Return hashes as an array of msgpack."""
     packed = np.empty(len(hashes), [("type", "u1"), ("hash", ">u8")])
     packed["type"], packed["hash"] = 0xCF, hashes  # 0xCF: eight bytes of an unsigned number follow
     return b"\xdd" + len(hashes).to_bytes(4, "big") + packed.tobytes()
 
 
 def medium_of(tier_type: str) -> str:
-    """Return what events call the medium of a tier's type: "NVME" for `nvme`, "MINE" for `package.module:Mine`."""
+    """Return the medium of a tier's type in events: "NVME" for `nvme`, "MINE" for `package.module:Mine`."""
     return tier_type.rpartition(":")[2].upper()
 
 
@@ -305,7 +302,7 @@ def _keys_of(events: Iterable[OffloadingEvent]) -> int:
 
 
 def _cuts(end: int, room: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of the range up to `end`: the first of at most `room`, others of at most `MESSAGE_KEYS_MAX`."""
+    """Yield the parts of the range up to `end`: the first up to `room` long, the others up to `MESSAGE_KEYS_MAX`."""
     start = 0
     while start < end:
         stop = min(start + room, end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
@@ -11,21 +10,17 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import ConfigError
-from tiered_kv.observe.fates import Fate
+from tiered_kv.observe.fates import PRESENT, Fate
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.ledger import CPU, REQUEST_ID_CHARACTERS_MAX, EndedRequest
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.step import give_way
 
 KEYS_MAX: Final = 1024
-"""Keys, or requests, in one question."""
-
+"""Keys, or requests, in one query."""
 _SLICE: Final = 32
 """Keys that are described at once; that holds the interpreter for some 100 microseconds."""
 _Item = TypeVar("_Item")
-
-PRESENT: Final = "present"
-"""What is said of a block that is in the primary tier now; the other words are the fates' labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +29,7 @@ class TierFate:
 
     Attributes:
         fate: "present" (the primary tier has it), "stored", "unknown", or the reason for a miss as in `misses_total`.
-        age_s: How many seconds ago that was noted; None for "present" and "unknown".
+        age_s: Seconds since that was noted; None for "present" and "unknown".
     """
 
     tier: str
@@ -51,18 +46,16 @@ class Explanation:
 
 
 class Observed(Protocol):
-    """What is looked at: a `Stack`."""
+    """The part of a `Stack` that this package reads."""
 
     config: StackConfig
     history: BlockHistory | None
     manager: TieringOffloadingManager
     opened_s: float
 
-    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return all counters."""
+    def counters(self) -> dict[str, dict[str, Any]]: ...  # Any: as `Counters.snapshot`
 
-    def explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
-        """Return what became of each block."""
+    def explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]: ...
 
 
 def explain(
@@ -71,7 +64,7 @@ def explain(
     """Return what became of each block; any thread may call.
 
     Args:
-        blocks: The primary tier's index; it is only asked for single keys, which needs no lock.
+        blocks: The primary tier's index; single keys are read, which needs no lock.
     """
     found = []
     for key, fates in _in_slices(zip(keys, history.fates(keys), strict=True)):
@@ -90,15 +83,14 @@ def explain_query(stack: Observed, query: Mapping[str, Sequence[str]]) -> dict[s
     """Answer `/explain?key=HEX&key=HEX`, `/explain?request=ID` or `/explain?last=N`; any thread may call.
 
     Args:
-        query: As `urllib.parse.parse_qs` returns it: `key` (in hexadecimal), `request` (an id), and `last` (the last N
-            requests that missed a block), in any combination.
+        query: As `urllib.parse.parse_qs` returns it: `key` in hexadecimal, `request` with an id, and `last` with N, for
+            the last N requests that missed a block, in any combination.
 
     Returns:
-        `namespace`, a digest in hexadecimal; `tiers`, their names; `keys` and `requests`, as
-        `docs/reference/command.md` describes them; and `unexplained_blocks_total`.
+        The JSON that `docs/reference/command.md` describes.
 
     Raises:
-        ConfigError: The stack has no history, or the question is none.
+        ConfigError: The stack has no history, or the query is invalid.
     """
     if stack.history is None:
         raise ConfigError("the stack keeps no history: its setting 'history' is 0", location="history")
@@ -109,8 +101,8 @@ def explain_query(stack: Observed, query: Mapping[str, Sequence[str]]) -> dict[s
     last = sum(_count(text) for text in query.get("last", []))
     if max(len(keys), len(wanted), last) > KEYS_MAX:
         raise ConfigError(f"expected at most {KEYS_MAX} keys and requests")
-    known_as = frozenset(each[:REQUEST_ID_CHARACTERS_MAX] for each in wanted)
-    requests = _chosen(stack.history.requests() if wanted or last else [], known_as, last)
+    req_ids = frozenset(each[:REQUEST_ID_CHARACTERS_MAX] for each in wanted)
+    requests = _chosen(stack.history.requests() if wanted or last else [], req_ids, last)
     return {
         "namespace": stack.config.identity.digest.hex(),
         "tiers": list(stack.history.names),
@@ -120,11 +112,11 @@ def explain_query(stack: Observed, query: Mapping[str, Sequence[str]]) -> dict[s
     }
 
 
-def _chosen(ended: Sequence[EndedRequest], wanted: frozenset[str], last: int) -> list[EndedRequest]:
-    """Return the requests that were asked for, the latest first; the last one of several with the same id."""
-    by_id = {request.req_id: request for request in ended if request.req_id in wanted}
-    missing = [request for request in reversed(ended) if request.missed_blocks][:last]
-    return sorted({id(each): each for each in (*by_id.values(), *missing)}.values(), key=lambda each: -each.ended_s)
+def _chosen(ended: Sequence[EndedRequest], req_ids: frozenset[str], last: int) -> list[EndedRequest]:
+    """Return the last request of each id, and the last ones that missed a block; the latest first."""
+    by_id = {request.req_id: request for request in ended if request.req_id in req_ids}
+    missed = [request for request in reversed(ended) if request.missed_blocks][:last]
+    return sorted({id(each): each for each in (*by_id.values(), *missed)}.values(), key=lambda each: -each.ended_s)
 
 
 def _described(explanation: Explanation) -> dict[str, object]:
@@ -148,7 +140,7 @@ def _described_request(stack: Observed, history: BlockHistory, request: EndedReq
 
 
 def _in_slices(items: Iterable[_Item]) -> Iterator[_Item]:
-    """Yield the items, and let a scheduler's step go first after each `_SLICE`."""
+    """Yield the items, and let a scheduler's step go first before each `_SLICE`."""
     for number, item in enumerate(items):
         if number % _SLICE == 0:
             give_way()
@@ -156,37 +148,16 @@ def _in_slices(items: Iterable[_Item]) -> Iterator[_Item]:
 
 
 def _key(text: str) -> OffloadKey:
-    digits = text.strip()
-    if not digits or len(digits) % 2 or not set(digits) <= set(string.hexdigits):
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if not key:
         raise ConfigError(f"expected a key in hexadecimal, found {text[:80]!r}")
-    return OffloadKey(bytes.fromhex(digits))
+    return OffloadKey(key)
 
 
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 9:
         raise ConfigError(f"expected a number of requests, found {text[:80]!r}")
     return int(text)
-
-
-SENTENCES: Final[Mapping[str, str]] = {
-    PRESENT: "is there now",
-    "stored": "was stored",
-    "unknown": "never seen there, or forgotten by the history",
-    "absent": "never seen there, or forgotten by the history",
-    "evicted": "evicted, or found to be gone",
-    "expired": "found to be gone; it was stored longer ago than the tier's ttl",
-    "reset": "gone with a reset of the cache",
-    "admission": "not stored: not admitted (admit_after, write_budget)",
-    "budget": "not stored, or not looked up: the tier's budget was used up",
-    "no_space": "not stored: the tier had no room",
-    "breaker": "not stored, or not looked up: the tier's breaker was open",
-    "disabled": "not stored, or not looked up: the tier is not used any more",
-    "refused": "was there, and there was no room to promote it",
-    "corrupt": "was damaged, and is deleted",
-    "timeout": "the tier did not answer, or end the transfer, in time",
-    "too_slow": "the engine computes it sooner than it would have come",
-    "by_request": "the request wanted no blocks (its hint 'skip')",
-    "too_late": "the request had waited for request_wait",
-    "failed": "the tier could not store it, or bring it",
-}
-"""What a fate means, for people."""

@@ -8,21 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 SECONDS: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-"""Buckets of jobs: from a block in memory to a server that hardly answers."""
+"""Buckets of jobs."""
 SHORT_SECONDS: Final = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, *SECONDS)
-"""Buckets of lookups and steps, which begin at a look into a dictionary."""
+"""Buckets of lookups and steps. The shortest lookup is one in a dictionary."""
 BYTES: Final = tuple(float(4 << 10 << shift) for shift in range(0, 20, 2))
-"""Buckets of jobs' sizes: 4 KiB to 1 GiB, each four times the one before."""
+"""Buckets of jobs' sizes: 4 KiB to 1 GiB, by factors of four."""
 
 INFINITY: Final = "+Inf"
-"""The name of the last bucket, which has no bound."""
+"""The last bucket."""
 
 
 class Histogram:
     """Counts of values by size. One thread adds, any thread may read.
 
     Args:
-        bounds: The largest value of each bucket, rising. One more bucket is for all larger values.
+        bounds: The largest value of each bucket, rising. A further bucket has all larger values.
     """
 
     __slots__ = ("_bounds", "_counts", "_sum")
@@ -33,33 +33,32 @@ class Histogram:
         self._sum = 0.0
 
     def add(self, value: float) -> None:
-        """Count `value`."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def snapshot(self) -> dict[str, Any]:  # Any: a number, or numbers by bucket
-        """Return `sum`, `count`, and in `buckets` the number of values in each bucket, by its largest value."""
+        """Return `sum`, `count`, and `buckets`: the number of values in each, by its largest value."""
         counts, total = self._counts.copy(), self._sum
         names = [*map(repr, self._bounds), INFINITY]
         return {"sum": total, "count": sum(counts), "buckets": dict(zip(names, counts, strict=True))}
 
 
 def is_histogram(value: object) -> bool:
-    """Return whether `value`, found in counters, is what `Histogram.snapshot` returns."""
+    """Return whether a value of counters is the snapshot of a histogram."""
     return isinstance(value, Mapping) and isinstance(value.get("buckets"), Mapping)
 
 
-def quantile(told: Mapping[str, Any], share: float) -> float | None:  # Any: as `Histogram.snapshot`
-    """Return an estimate of the value that `share` of all values do not exceed; None where there are none.
+def quantile(histogram: Mapping[str, Any], share: float) -> float | None:  # Any: as `Histogram.snapshot`
+    """Return an estimate of a quantile; None without values. A share of 0.99 is the 99th percentile.
 
-    It lies within the right bucket, as if the bucket's values were evenly spread. In the last bucket it is the
-    largest bound. A share of 0.99 is the 99th percentile.
+    It is interpolated within its bucket, as Prometheus' `histogram_quantile` does. In the last bucket it is the largest
+    bound.
     """
-    rank = share * told["count"]
-    if not told["count"]:
+    rank = share * histogram["count"]
+    if not histogram["count"]:
         return None
     below, seen = 0.0, 0
-    for name, count in told["buckets"].items():
+    for name, count in histogram["buckets"].items():
         bound = float(name)
         if count and seen + count >= rank:
             return below if bound == math.inf else below + (bound - below) * (rank - seen) / count

@@ -1,81 +1,84 @@
-"""What the history has taken from its queue: what became of blocks, why requests missed them, and the counts."""
+"""The ledger of the history: what became of blocks, why requests missed them, and the counts."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.observe.fates import Fate, fate_of
+from tiered_kv.observe.fates import TICKS_PER_S, Fate, Fates, FateTable, Hashes, Mask, fate_of, hashes
 from tiered_kv.observe.ghosts import Ghosts
-from tiered_kv.observe.table import TICKS_PER_S, Entries, Fates, FateTable, Mask, hashes
 
 CPU: Final = 0
-"""The primary tier's number; the secondary tiers follow, in the order they are searched."""
+"""The primary tier's number; the secondary tiers follow, in the order of the search."""
 UNFINISHED_BYTES_MAX: Final = 16 << 20
-"""What is remembered of requests that have not ended, `8 + number of tiers` bytes a block. Beyond it the request that
-asked first is forgotten, and its blocks are counted as not explained."""
+"""Memory for requests that have not ended, `8 + number of tiers` bytes a block. Beyond it the request that asked first
+is forgotten, and its blocks are counted as not explained."""
 REQUESTS_KEPT: Final = 1024
 """Ended requests that can be asked about."""
 REQUEST_ID_CHARACTERS_MAX: Final = 256
-"""What is kept of an id, which the engine's clients may choose."""
+"""A longer id is cut: the engine's clients may choose it."""
 _PARTS_MAX: Final = 16
 _PART_BYTES: Final = 256
-"""What a part takes beyond its rows."""
+"""Memory of a part besides its rows."""
 _LONG_AGO: Final = -(1 << 40)
 _NOT_STORED: Final = frozenset(
     {Fate.ADMISSION, Fate.BUDGET, Fate.NO_SPACE, Fate.BREAKER, Fate.DISABLED, Fate.TIMEOUT, Fate.FAILED}
 )
 
 Because = bytes
-"""The fate that holds for all keys of a batch, for each tier; 0 where the table says why."""
+"""For each tier, the fate of all keys of a batch; 0 where the table has the reason of each."""
 Troubles = Mapping[OffloadKey, Mapping[int, str]]
 """Why a tier that had a block did not bring it, by key and the tier's number."""
-Rows = np.ndarray[Any, np.dtype[np.void]]
-"""For each of some keys its hash, and a fate for each tier; where they are loaded, `fates[0]` is the tier's number."""
-Parts = tuple[Rows, ...]
-Matrix = np.ndarray[Any, np.dtype[np.int64]]
+Rows = NDArray[np.void]
+"""For each key its hash, and a fate for each tier. Of loaded keys, `fates[0]` is the number of the tier."""
+Matrix = NDArray[np.int64]
 """Counts by tier and fate."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestLog:
-    """What a request asked for; filled by the ledger only, in parts that may repeat a key.
-
-    Attributes:
-        began_s: When it asked first, in seconds of the history's clock.
-        missed: Keys that it was told not to have.
-        promoted: Keys that a secondary tier has; only the fates of the tiers above count.
-        loaded: Keys that it loaded.
-        first_missed: The first keys of the first parts of `missed`.
-        rows, size_bytes: Of all parts.
-    """
+    """Identifies a request that asks for blocks; `began_s` is when it asked first, by the history's clock."""
 
     req_id: str
     began_s: float
-    missed: Parts = ()
-    promoted: Parts = ()
-    loaded: Parts = ()
-    first_missed: tuple[OffloadKey, ...] = ()
-    rows: int = 0
+
+
+@dataclass(slots=True)
+class _Asked:
+    """The blocks of a request that has not ended, in parts that may repeat a key.
+
+    Attributes:
+        missed: Keys that no tier has.
+        promoted: Keys that a secondary tier has; only the fates of the tiers above count.
+        loaded: Keys that it loaded.
+        first_missed: The first keys of the first parts of `missed`.
+        size_bytes: Memory of all parts.
+    """
+
+    missed: list[Rows] = field(default_factory=list)
+    promoted: list[Rows] = field(default_factory=list)
+    loaded: list[Rows] = field(default_factory=list)
+    first_missed: list[OffloadKey] = field(default_factory=list)
     size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """What an ended request asked for.
+    """The outcome of a request.
 
     Attributes:
         ended_s: When it ended, in seconds of the history's clock.
-        hits: Blocks that it loaded, by the tier that had them.
-        misses: Blocks that it did not get, by tier and reason.
-        missed_blocks: Blocks that it did not get from any tier.
+        hits: Loaded blocks, by the tier that had them.
+        misses: Blocks that did not come, by tier and reason.
+        missed_blocks: Blocks that no tier brought.
         first_missed: The first of these.
-        first_because: Why no tier had that block, by tier.
+        first_because: Why each tier did not have that block.
     """
 
     req_id: str
@@ -90,14 +93,15 @@ class EndedRequest:
 class Ledger:
     """The table of fates, and the outcomes of requests.
 
-    The caller serializes all calls, and gives those that take keys and a time at most `CHUNK_KEYS_MAX` keys.
+    `BlockHistory` describes the methods that take keys and a time; they get at most `CHUNK_KEYS_MAX` keys. The caller
+    serializes all calls.
 
     Args:
         entries: Of the table, 8 bytes each.
         names: The names of all tiers, the primary one first.
-        ttl_s: For each, how long it keeps a block; None where it does not expire.
-        blocks: For each, its capacity; None where it has none that is known.
-        start_s: When time begins, in seconds of the history's clock.
+        ttl_s: For each tier, how long it keeps a block; None if blocks do not expire.
+        blocks: For each tier, its capacity; None if unknown.
+        start_s: The beginning of time, in seconds of the history's clock.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class Ledger:
     ) -> None:
         self.table = FateTable(entries)
         self.ended: deque[EndedRequest] = deque(maxlen=REQUESTS_KEPT)
-        """The last requests that have ended, the oldest first."""
+        """The last ended requests, the oldest first."""
         self.forgotten_keys = 0
         """Keys of requests that were forgotten before they ended."""
         self._ghosts = [Ghosts(size) if size else None for size in blocks]
@@ -119,34 +123,33 @@ class Ledger:
         self._start_s = start_s
         self._least_tick = 0
         self._reset_ticks = [-1] * len(names)
-        self._gave_up_ticks = [_LONG_AGO] * len(names)
+        self._timeout_ticks = [_LONG_AGO] * len(names)
         self._hits = np.zeros(len(names), np.int64)
         self._misses: Matrix = np.zeros((len(names), len(Fate)), np.int64)
         self._no_rows: Rows = np.empty(0, [("digest", np.uint64), ("fates", np.uint8, (len(names),))])
-        self._unfinished: dict[RequestLog, None] = {}
+        self._unfinished: dict[RequestLog, _Asked] = {}  # in the order of their first batches
         self._unfinished_bytes = 0
 
     # Reading.
 
-    def counted(self) -> list[dict[str, dict[str, int]]]:
-        """Return for each tier `blocks_total` by result, `misses_total` by reason and `ghost_hits_total` by size."""
-        counted: list[dict[str, dict[str, int]]] = []
+    def snapshot(self) -> list[dict[str, dict[str, int]]]:
+        tiers: list[dict[str, dict[str, int]]] = []
         for hits, misses, ghosts in zip(self._hits.tolist(), self._misses, self._ghosts, strict=True):
             results = {"hit": hits, "miss": int(misses.sum())}
-            shown = {result: count for result, count in results.items() if count}
-            named = {"blocks_total": shown, "misses_total": _by_label(misses)}
-            if ghosts is not None:
-                named["ghost_hits_total"] = ghosts.counted()
-            counted.append({name: counts for name, counts in named.items() if counts})
-        return counted
+            counts = {
+                "blocks_total": {result: count for result, count in results.items() if count},
+                "misses_total": _by_label(misses),
+                "ghost_hits_total": {} if ghosts is None else ghosts.snapshot(),
+            }
+            tiers.append({name: labelled for name, labelled in counts.items() if labelled})
+        return tiers
 
     def fates(self, keys: Sequence[OffloadKey], now_s: float) -> list[list[tuple[Fate, float]]]:
-        """Return for each key what became of it in each tier, and how many seconds ago."""
         digests = hashes(keys)
         columns = [self._fates_in(tier, digests, self._tick(now_s)) for tier in self._numbers.values()]
         return [list(row) for row in zip(*columns, strict=True)]
 
-    def _fates_in(self, tier: int, digests: Entries, tick: int) -> list[tuple[Fate, float]]:
+    def _fates_in(self, tier: int, digests: Hashes, tick: int) -> list[tuple[Fate, float]]:
         fates, ticks = self.table.read(digests, tier)
         times = ticks.astype(np.int64)
         fates[(fates == Fate.STORED) & (times <= self._reset_ticks[tier])] = Fate.RESET
@@ -156,17 +159,14 @@ class Ledger:
     # What became of blocks.
 
     def note(self, keys: Sequence[OffloadKey], now_s: float, tier: int, fate: Fate) -> None:
-        """Note what became of blocks in a tier."""
-        # A store that was not made says nothing of a block that is there. All else is newer than what was noted.
+        # A skipped store says nothing about a block that is stored already. All else is newer than the table's entry.
         keeps = self._reset_ticks[tier] if fate in _NOT_STORED else None
         self.table.write(hashes(keys), tier, fate, self._tick(now_s), keeps_stored_after=keeps)
 
-    def give_up(self, _: Sequence[OffloadKey], now_s: float, tier: int) -> None:
-        """Note that a tier gave up a lookup."""
-        self._gave_up_ticks[tier] = self._tick(now_s)
+    def lookup_timeout(self, _: Sequence[OffloadKey], now_s: float, tier: int) -> None:
+        self._timeout_ticks[tier] = self._tick(now_s)
 
     def reset(self, keys: Sequence[OffloadKey], now_s: float, tier: int) -> None:
-        """Note that a tier has forgotten all of its blocks: `keys`, and those noted as stored there."""
         tick = self._reset_ticks[tier] = self._tick(now_s)
         self.table.write(hashes(keys), tier, Fate.RESET, tick)
         self._least_tick = tick + 1
@@ -175,10 +175,9 @@ class Ledger:
             ghosts.reset()
 
     def store(self, keys: Sequence[OffloadKey], _: float) -> None:
-        """Note blocks that the engine has computed and stored."""
         self._use(hashes(keys))
 
-    def _use(self, digests: Entries) -> None:
+    def _use(self, digests: Hashes) -> None:
         for ghosts in self._ghosts:
             if ghosts is not None:
                 ghosts.use(digests)
@@ -192,86 +191,94 @@ class Ledger:
     def miss(
         self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, because: Because, troubles: Troubles
     ) -> None:
-        """Note why nobody has `keys`."""
         asked: bool | Mask = True
         if troubles:  # not all tiers were asked for a key with troubles
             asked = np.fromiter((key not in troubles for key in keys), np.bool_, len(keys))
-        log.first_missed = (*log.first_missed, keys[0])[:_PARTS_MAX]
-        log.missed = self._kept(log, log.missed, self._why(keys, now_s, log, because, asked))
+        request = self._asked(log)
+        if len(request.first_missed) < _PARTS_MAX:
+            request.first_missed.append(keys[0])
+        self._keep(request, request.missed, self._why(keys, now_s, log, because, asked))
 
     def promote(self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, because: Because) -> None:
-        """Note why the tiers above the one that has `keys` do not."""
-        log.promoted = self._kept(log, log.promoted, self._why(keys, now_s, log, because, False))
+        request = self._asked(log)
+        self._keep(request, request.promoted, self._why(keys, now_s, log, because, False))
 
     def load(
         self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, sources: Mapping[OffloadKey, str]
     ) -> None:
-        """Note which tiers brought the blocks that a request loads: those of `sources`, the primary one the others."""
         rows = np.zeros(len(keys), self._no_rows.dtype)
         rows["digest"] = digests = hashes(keys)
         self._use(digests)
         if sources:
             rows["fates"][:, 0] = [self._numbers.get(sources.get(key, ""), CPU) for key in keys]
-        log.loaded = self._kept(log, log.loaded, rows)
+        request = self._asked(log)
+        self._keep(request, request.loaded, rows)
 
     def end(self, _: Sequence[OffloadKey], now_s: float, log: RequestLog, troubles: Troubles) -> None:
-        """Count a request's blocks. A block that it loaded is a hit, whatever it was told before."""
-        loaded, missed = self._distinct(log.loaded), self._distinct(log.missed)
-        known = self._distinct(log.promoted + log.missed) if log.promoted else missed
+        """Count a request's blocks. A loaded block is a hit, even if it was missed before."""
+        request = self._asked(log)
         self._forget(log)
+        loaded, missed = self._distinct(request.loaded), self._distinct(request.missed)
+        if not len(missed) and not len(loaded):
+            return
+        known = self._distinct(request.promoted + request.missed) if request.promoted else missed
         troubled = list(troubles)
         for rows in (known, missed):  # perhaps the same
             for key, row in zip(troubled, _places(rows, troubled), strict=True):
                 if row is not None:
-                    _trouble(rows["fates"][row], troubles[key])
+                    _add_trouble(rows["fates"][row], troubles[key])
         misses = np.zeros_like(self._misses)
         hits = np.bincount(loaded["fates"][:, 0], minlength=len(self._numbers))
         for tier in np.flatnonzero(hits[1:]) + 1:
             above = loaded["digest"][loaded["fates"][:, 0] == tier]
             _count(misses, known["fates"][np.isin(known["digest"], above), :tier])
-        if len(loaded):
-            missed = missed[~np.isin(missed["digest"], loaded["digest"])]
+        missed = missed[~np.isin(missed["digest"], loaded["digest"])]
         _count(misses, missed["fates"])
         self._hits += hits
         self._misses += misses
-        if not len(missed) and not len(loaded):
-            return
-        places = _places(missed, log.first_missed)
-        found = ((key, row) for key, row in zip(log.first_missed, places, strict=True) if row is not None)
+        self.ended.append(self._outcome(log, now_s, request, hits.tolist(), misses, missed))
+
+    def _outcome(
+        self, log: RequestLog, now_s: float, request: _Asked, hits: Sequence[int], misses: Matrix, missed: Rows
+    ) -> EndedRequest:
+        places = _places(missed, request.first_missed)
+        found = ((key, row) for key, row in zip(request.first_missed, places, strict=True) if row is not None)
         first, row = next(found, (None, None))
         because = [] if row is None else missed["fates"][row].tolist()
         reasons = {name: _by_label(of_tier) for name, of_tier in zip(self._numbers, misses, strict=True)}
-        self.ended.append(
-            EndedRequest(
-                log.req_id[:REQUEST_ID_CHARACTERS_MAX],
-                now_s,
-                {name: count for name, count in zip(self._numbers, hits.tolist(), strict=True) if count},
-                {name: labelled for name, labelled in reasons.items() if labelled},
-                len(missed),
-                first,
-                {name: Fate(fate).label for name, fate in zip(self._numbers, because, strict=False) if fate},
-            )
+        return EndedRequest(
+            log.req_id[:REQUEST_ID_CHARACTERS_MAX],
+            now_s,
+            {name: count for name, count in zip(self._numbers, hits, strict=True) if count},
+            {name: labelled for name, labelled in reasons.items() if labelled},
+            len(missed),
+            first,
+            {name: Fate(fate).label for name, fate in zip(self._numbers, because, strict=False) if fate},
         )
 
-    def _kept(self, log: RequestLog, parts: Parts, rows: Rows) -> Parts:
-        """Return the parts with `rows` as a further one; forget the oldest requests where all take too much."""
-        self._unfinished[log] = None
-        kept = (*parts, rows) if len(parts) < _PARTS_MAX else (self._distinct((*parts, rows)),)
-        log.rows += sum(map(len, kept)) - sum(map(len, parts))
-        added_bytes = sum(part.nbytes + _PART_BYTES for part in kept) - sum(part.nbytes + _PART_BYTES for part in parts)
-        log.size_bytes += added_bytes
+    def _asked(self, log: RequestLog) -> _Asked:
+        request = self._unfinished.get(log)
+        if request is None:
+            request = self._unfinished[log] = _Asked()
+        return request
+
+    def _keep(self, request: _Asked, parts: list[Rows], rows: Rows) -> None:
+        """Add `rows` to one of the request's lists; forget the oldest requests while all take too much memory."""
+        before_bytes = _size_bytes(parts)
+        parts.append(rows)
+        if len(parts) > _PARTS_MAX:
+            parts[:] = [self._distinct(parts)]
+        added_bytes = _size_bytes(parts) - before_bytes
+        request.size_bytes += added_bytes
         self._unfinished_bytes += added_bytes
         while self._unfinished_bytes > UNFINISHED_BYTES_MAX:
-            oldest = next(iter(self._unfinished))
-            self.forgotten_keys += oldest.rows
-            self._forget(oldest)
-        return kept if log.rows else ()
+            oldest = self._forget(next(iter(self._unfinished)))
+            self.forgotten_keys += sum(map(len, oldest.missed + oldest.promoted + oldest.loaded))
 
-    def _forget(self, log: RequestLog) -> None:
-        self._unfinished.pop(log, None)
-        self._unfinished_bytes -= log.size_bytes
-        log.missed = log.promoted = log.loaded = ()
-        log.rows = log.size_bytes = 0
+    def _forget(self, log: RequestLog) -> _Asked:
+        request = self._unfinished.pop(log)
+        self._unfinished_bytes -= request.size_bytes
+        return request
 
     def _distinct(self, parts: Sequence[Rows]) -> Rows:
         """Return the first row of each key, in the order of their hashes."""
@@ -281,9 +288,9 @@ class Ledger:
     def _why(
         self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, because: Because, asked: bool | Mask
     ) -> Rows:
-        """Return why each tier does not have some keys, for which the tiers were `asked` or not.
+        """Return why each tier does not have some keys.
 
-        A tier that had stored a key, was asked, and answers that it does not have it, has lost it: that is noted too.
+        A tier that had stored a key, was `asked` for it, and does not have it, has lost it: the table gets that too.
         """
         tick, began_tick = self._tick(now_s), int((log.began_s - self._start_s) * TICKS_PER_S)
         rows = np.empty(len(keys), self._no_rows.dtype)
@@ -294,9 +301,9 @@ class Ledger:
             )
         return rows
 
-    def _why_not_in(self, tier: int, digests: Entries, tick: int, began_tick: int, asked: bool | Mask) -> Fates:
+    def _why_not_in(self, tier: int, digests: Hashes, tick: int, began_tick: int, asked: bool | Mask) -> Fates:
         fates, ticks = self.table.read(digests, tier)
-        if self._gave_up_ticks[tier] >= began_tick:
+        if self._timeout_ticks[tier] >= began_tick:
             fates[fates <= Fate.STORED] = Fate.TIMEOUT
             return fates
         gone = fates == Fate.STORED
@@ -315,11 +322,15 @@ class Ledger:
         return fates
 
 
+def _size_bytes(parts: Sequence[Rows]) -> int:
+    return sum(part.nbytes + _PART_BYTES for part in parts)
+
+
 def _count(misses: Matrix, fates: Fates) -> None:
-    """Count the fates of some keys, a row for each key, in the tiers that they are of."""
+    """Add fates, a row for each key and a column for each of the first tiers, to the counts."""
     for tier, of_tier in enumerate(fates.T):
         misses[tier] += np.bincount(of_tier, minlength=len(Fate))
-    misses[:, Fate.UNKNOWN] = 0  # of tiers below one that refused a block: they were not asked
+    misses[:, Fate.UNKNOWN] = 0  # tiers below one that refused a block were not asked
 
 
 def _by_label(misses: Matrix) -> dict[str, int]:
@@ -327,15 +338,15 @@ def _by_label(misses: Matrix) -> dict[str, int]:
 
 
 def _places(rows: Rows, keys: Sequence[OffloadKey]) -> list[int | None]:
-    """Return the row of each key among `_distinct` ones; None where it has none."""
-    digests, sought = rows["digest"], hashes(keys)
-    places = np.searchsorted(digests, sought)
-    found = np.append(digests, np.uint64(0))[places] == sought
-    return [place if is_there else None for place, is_there in zip(places.tolist(), found.tolist(), strict=True)]
+    """Return the index of each key's row among distinct ones; None for a key without one."""
+    digests, wanted = rows["digest"], hashes(keys)
+    places = np.searchsorted(digests, wanted)
+    found = np.append(digests, np.uint64(0))[places] == wanted
+    return [place if is_found else None for place, is_found in zip(places.tolist(), found.tolist(), strict=True)]
 
 
-def _trouble(fates: Fates, trouble: Mapping[int, str]) -> None:
-    """Put into a key's fates those of tiers that had it; a tier below one that refused it was not asked."""
+def _add_trouble(fates: Fates, trouble: Mapping[int, str]) -> None:
+    """Set the fates of a key in tiers that had it. Tiers below one that refused it were not asked."""
     for tier, reason in sorted(trouble.items()):
         fates[tier] = Fate.REFUSED if reason == "refused" else fate_of(reason)
         if reason == "refused":

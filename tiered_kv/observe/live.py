@@ -1,4 +1,4 @@
-"""A live view of a stack: what two answers of its process say together."""
+"""A live view of a stack: the rates between two answers of its process."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class TierView:
 
 @dataclass(frozen=True, slots=True)
 class ReasonView:
-    """Why blocks were not served, or not stored, by one tier."""
+    """A reason why blocks of a tier were not served, or not stored."""
 
     what: str
-    """`miss`, `skip`, `load` or `store`: the last two have failed. `unexplained` was asked for too fast to count."""
+    """`miss`, `skip`, `load` or `store` (which failed), or `unexplained` (lookups too fast to explain)."""
     tier: str
     reason: str
     blocks_per_s: float
@@ -46,7 +46,7 @@ class ReasonView:
 
 @dataclass(frozen=True, slots=True)
 class NoticeView:
-    """Something that happened `age_s` seconds before the answer was made; `what` says how often, if more than once."""
+    """A notice, `age_s` seconds before the answer; `what` has the number, if it is more than one."""
 
     age_s: float
     tier: str
@@ -74,15 +74,12 @@ class View:
 
     @property
     def is_troubled(self) -> bool:
-        """Whether a tier is out of use, or its breaker is not closed."""
+        """Whether a tier is disabled, or its breaker is not closed."""
         return any(tier.is_disabled or tier.breaker not in ("", "closed") for tier in self.tiers)
 
 
 def view_of(before: StatusAnswer | None, now: StatusAnswer) -> View:
-    """Return what happened from one answer to the next; without the first, since the stack was opened.
-
-    A process that was started in between has nothing to do with the first answer.
-    """
+    """Return the changes from one answer to the next; without the first, or after a restart, since the stack opened."""
     if before is not None and (before.pid != now.pid or before.uptime_seconds > now.uptime_seconds):
         before = None
     elapsed_s = max(now.uptime_seconds - (before.uptime_seconds if before else 0.0), 1e-3)
@@ -111,7 +108,7 @@ def view_of(before: StatusAnswer | None, now: StatusAnswer) -> View:
 def _hits(changes: list[_Change]) -> list[float]:
     """Return the hits of each tier, in blocks a second.
 
-    Without a history the loaded blocks stand for them. The primary tier's loads then include what others promoted.
+    Without a history these are the loaded blocks. The primary tier's include those that other tiers promoted.
     """
     if any(change.now.counters.blocks_total for change in changes):
         return [change.asked_for("hit") for change in changes]
@@ -126,7 +123,7 @@ def _notice(notice: NoticeAnswer, now_s: float) -> NoticeView:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """How one tier's counts changed."""
+    """The changes of one tier's counters."""
 
     now: TierAnswer
     earlier: Counters
@@ -140,7 +137,7 @@ class _Change:
         return self._rate(now.get(result, 0.0), earlier.get(result, 0.0))
 
     def asked_per_s(self) -> float | None:
-        """Return the blocks that requests looked up in the tier; None where nobody counts them."""
+        """Return the blocks that requests looked up in the tier; None without a history."""
         return self.asked_for("hit") + self.asked_for("miss") if self.now.counters.blocks_total else None
 
     def view(self, hits_per_s: float) -> TierView:
@@ -165,7 +162,7 @@ class _Change:
         )
 
     def reasons(self) -> list[ReasonView]:
-        """Return why blocks did not come, or were not stored; a reason that has no block yet is left out."""
+        """Return the reasons that have blocks."""
         earlier = self.earlier.reasons
         return [
             ReasonView(what, self.now.name, reason, self._rate(total, earlier.get((what, reason), 0.0)), int(total))
@@ -176,7 +173,7 @@ class _Change:
         return max(0.0, now - earlier) / self.elapsed_s
 
     def _load_p99(self) -> float | None:
-        """Return the 99th percentile of the loads of the interval alone."""
+        """Return the 99th percentile of the interval's loads."""
         now, earlier = (each.job_seconds.get("load", Buckets()).buckets for each in (self.now.counters, self.earlier))
         counts = {bound: max(0.0, count - earlier.get(bound, 0.0)) for bound, count in now.items()}
         return quantile({"count": sum(counts.values()), "buckets": counts}, 0.99)
@@ -184,21 +181,20 @@ class _Change:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a watcher knows after it has asked: the last view, and why there is no newer one."""
+    """The last view, and the error of the last request; empty after an answer."""
 
     view: View | None
     trouble: str = ""
-    """Why there is no answer now; empty if there is one."""
     lost_s: float = 0.0
-    """How long there has been none."""
+    """Seconds without an answer."""
 
 
 class Watcher:
-    """Asks a process again and again, and puts its answers together. One thread uses it.
+    """Views of a process from repeated requests. One thread uses it.
 
     Args:
-        ask: Returns an answer, or raises a `TieredKVError` that says why there is none.
-        clock: Seconds that only grow.
+        ask: Returns an answer, or raises a `TieredKVError`.
+        clock: Seconds of a monotonic clock.
     """
 
     def __init__(self, ask: Callable[[], StatusAnswer], clock: Callable[[], float] = time.monotonic) -> None:
@@ -209,7 +205,7 @@ class Watcher:
         self._lost_since_s: float | None = None
 
     def look(self) -> Sight:
-        """Ask once, and return what is known then."""
+        """Ask once, and return the result."""
         began_s = self._clock()
         try:
             now = self._ask()

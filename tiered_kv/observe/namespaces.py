@@ -13,17 +13,17 @@ from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.hooks import tier_plugins
 
 NAMESPACES_MAX = 64
-"""Namespaces that are described of each tier."""
+"""For each tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class OtherNamespace:
-    """A namespace, other than a stack's own, of which a tier's storage holds data.
+    """A namespace, other than the stack's own, with data in a tier's storage.
 
     Attributes:
-        digest: Its digest, 32 hexadecimal digits.
-        differences: For each field that differs, such as "namespace.revision": the stack's value, and this one's. None
-            stands for no value. It is empty if the storage has no readable form of the namespace.
+        digest: 32 hexadecimal digits.
+        differences: For each field that differs, such as "namespace.revision": the stack's value and this one's, None
+            without a value. Empty if the storage has no readable form of the namespace.
     """
 
     digest: str
@@ -35,8 +35,8 @@ class TierNamespaces:
     """The namespaces in the storage of one tier.
 
     Attributes:
-        has_own: Whether there is data of the stack's namespace.
-        others: Other namespaces, those with the fewest differences first.
+        has_own: Whether it has data of the stack's namespace.
+        others: The fewest differences first.
         error: Why they could not be listed; empty if they were.
     """
 
@@ -47,10 +47,7 @@ class TierNamespaces:
 
 
 def tier_namespaces(config: StackConfig, settings: TierSettings, deadline: float) -> TierNamespaces:
-    """Return the namespaces in the storage of one of `secondary`. It does I/O, and opens no stack.
-
-    `deadline` is when to give up, in seconds of `time.monotonic()`.
-    """
+    """Return the namespaces in a tier's storage, by I/O until `deadline` (of `time.monotonic()`). It opens no stack."""
     own = config.identity
     try:
         load = tier_plugins().resolve(settings.type).administration
@@ -58,7 +55,7 @@ def tier_namespaces(config: StackConfig, settings: TierSettings, deadline: float
             return TierNamespaces(settings.name, error=f"tiers of type '{settings.type}' cannot list their namespaces")
         with closing(load()(settings)) as administration:
             stored = administration.survey(deadline).namespaces
-    except Exception as error:  # whatever a stranger's administration raises
+    except Exception as error:  # a third-party administration may raise anything
         return TierNamespaces(settings.name, error=told(error, settings.secret_texts()))
     digest = own.digest.hex()
     others = [

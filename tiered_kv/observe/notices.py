@@ -1,4 +1,4 @@
-"""Notices: which changes of state there were that an operator wants to know of, how often, and when last."""
+"""Notices: changes of state that an operator wants to know, with their number and the time of the last."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Final
 
 NOTICES_MAX: Final = 64
-"""Pairs of a tier and what happened in it; of more, the latest."""
+"""Pairs of a tier and a change; of more, the latest are kept."""
 
 
 class Notices:
-    """One notice for each tier and what happened in it. Any thread may add and read.
+    """One notice for each tier and change. Any thread may add and read.
 
     Args:
         clock: Seconds since 1970.
@@ -24,9 +24,9 @@ class Notices:
         self._notices: dict[tuple[str, str], tuple[float, int]] = {}  # the last time and the count; the latest last
 
     def add(self, tier: str, what: str, count: int = 1) -> None:
-        """Note that something happened `count` times in a tier since the last call; call it for changes only.
+        """Note a change that happened `count` times in a tier.
 
-        The words of `what` hold no key, path or text from elsewhere.
+        `what` holds no key, path or text from elsewhere.
         """
         with self._lock:
             _, before = self._notices.pop((tier, what), (0.0, 0))
@@ -35,7 +35,7 @@ class Notices:
                 del self._notices[next(iter(self._notices))]
 
     def snapshot(self) -> list[dict[str, object]]:
-        """Return the notices, the oldest first: `time` (of the last one, since 1970), `tier`, `what` and `count`."""
+        """Return the notices, the oldest first: `time` (of the last, since 1970), `tier`, `what` and `count`."""
         with self._lock:
             notices = list(self._notices.items())
         return [

@@ -1,4 +1,4 @@
-"""Counters as Prometheus metrics: a collector that reads them when somebody scrapes."""
+"""Counters as Prometheus metrics: a collector that reads them for each scrape."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class StackCollector:
 
         REGISTRY.register(StackCollector(stack.counters, secrets=stack.config.secret_texts()))
 
-    A stack that is closed has no metrics.
+    A closed stack has no metrics.
 
     Args:
-        counters: What returns the counters, such as `Stack.counters`.
-        labels: Labels that every metric gets besides its own, such as the number of an engine.
+        counters: Returns the counters; `Stack.counters`, for example.
+        labels: Further labels of every metric, such as the number of an engine.
         secrets: Texts that no name and no label may hold.
 
     Raises:
@@ -36,69 +36,56 @@ class StackCollector:
     def __init__(
         self, counters: Read, *, labels: Mapping[str, str] | None = None, secrets: set[str] | None = None
     ) -> None:
-        require_client()
+        try:
+            import prometheus_client  # noqa: F401
+        except ImportError as error:
+            raise MissingExtraError("the metrics of a stack", "metrics") from error
         self._counters = counters
         self._labels = dict(labels or {})
         self._secrets = secrets or set()
 
     def describe(self) -> list[Metric]:
-        """Return nothing: a registry need not read counters to register this."""
+        """Return nothing, so that a registry need not read counters to register this."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they stand now."""
-        from prometheus_client import Metric
-
+        """Yield all metrics."""
         try:
             counters = self._counters()
         except ShutdownError:
             return
-        families: dict[str, Metric] = {}
+        families: dict[str, Any] = {}  # Any: a family, whose `add_metric` depends on its type
         for series in series_of(counters, self._secrets):
             give_way()
             family = families.get(series.name)
             if family is None:
-                base, kind = series.name.removesuffix(TOTAL), _kind(series)
-                family = families[series.name] = Metric(base, series.metric.help, kind)
-            _add(
-                family,
-                series,
-                {**self._labels, **dict(zip(("tier", *series.metric.labels), series.labels, strict=True))},
-            )
+                family = families[series.name] = self._family(series)
+            labels = [*self._labels.values(), *series.labels]
+            if series.metric.bounds:
+                buckets: Mapping[str, int] = series.value["buckets"]
+                cumulative = list(zip(buckets, accumulate(buckets.values()), strict=True))
+                family.add_metric(labels, cumulative, series.value["sum"])
+            else:
+                family.add_metric(labels, series.value)
         for family in families.values():
             give_way()  # to write a family takes some 30 us
             yield family
 
+    def _family(self, series: Series) -> Any:  # Any: as above
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        about = series.metric.help
+        names = [*self._labels, "tier", *series.metric.labels]
+        if series.metric.bounds:
+            return HistogramMetricFamily(series.name, about, labels=names)
+        kind = CounterMetricFamily if series.name.endswith(TOTAL) else GaugeMetricFamily
+        return kind(series.name, about, labels=names)
+
 
 def exposition(collector: StackCollector) -> bytes:
-    """Return what Prometheus reads, in its text format 0.0.4."""
+    """Return all metrics in Prometheus' text format 0.0.4."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     return generate_latest(registry)
-
-
-def require_client() -> None:
-    """Raise `MissingExtraError` unless `prometheus_client` is installed."""
-    try:
-        import prometheus_client  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("the metrics of a stack", "metrics") from error
-
-
-def _kind(series: Series) -> str:
-    if series.metric.bounds:
-        return "histogram"
-    return "counter" if series.name.endswith(TOTAL) else "gauge"
-
-
-def _add(family: Any, series: Series, labels: Mapping[str, str]) -> None:  # Any: a Metric; Any: as `Series.value`
-    if not series.metric.bounds:
-        family.add_sample(series.name, dict(labels), series.value)
-        return
-    buckets: Mapping[str, int] = series.value["buckets"]
-    for bound, count in zip(buckets, accumulate(buckets.values()), strict=True):
-        family.add_sample(f"{series.name}_bucket", {**labels, "le": bound}, count)
-    family.add_sample(f"{series.name}_sum", dict(labels), series.value["sum"])
-    family.add_sample(f"{series.name}_count", dict(labels), series.value["count"])

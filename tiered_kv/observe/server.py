@@ -1,8 +1,9 @@
-"""A small HTTP server for what is read only: GET and HEAD, one answer a connection."""
+"""The HTTP server of a stack, and its pages. It answers GET and HEAD, one request a connection."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -15,50 +16,60 @@ from socketserver import ThreadingTCPServer
 from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-from tiered_kv.errors import ConfigError, ShutdownError, TieredKVError
+from tiered_kv.errors import ConfigError, ShutdownError
+from tiered_kv.observe.explain import Observed, explain_query
+from tiered_kv.observe.prometheus import CONTENT_TYPE, StackCollector, exposition
+from tiered_kv.observe.status import status
 
 CONNECTIONS_MAX: Final = 8
 LINE_BYTES_MAX: Final = 128 << 10
-"""Of the first line of a request; http.server reads up to 100 more, of up to 64 KiB each."""
+"""Of the first line of a request. http.server reads up to 100 more, of up to 64 KiB each."""
 QUERY_FIELDS_MAX: Final = 2048
 SILENCE_S: Final = 5.0
-"""How long a client may send nothing of its request, or take of an answer."""
+"""Longest pause of a client while it sends its request or reads the answer."""
 LIFETIME_S: Final = 15.0
-"""A connection that has lasted longer is ended when the next one comes."""
+"""An older connection is closed when the next one comes."""
 _RETRY_S: Final = 0.1
 
 _log = logging.getLogger(__name__)
 
 
 class Answer(NamedTuple):
-    """What a route answers: bytes, and their type."""
+    """The body of an answer, and its type."""
 
     body: bytes
     content_type: str
 
 
 Query = Mapping[str, list[str]]
-"""The values of each name."""
 Routes = Mapping[str, Callable[[Query], Answer]]
-"""By path, what answers a query."""
+"""For each path, a function that any thread may call. The text of a `ConfigError` is sent to the client."""
 
 
-class QueryError(TieredKVError):
-    """A query asks for what there is not; its text is the answer."""
+def routes_of(stack: Observed) -> Routes:
+    """Return the pages of a stack.
+
+    Raises:
+        MissingExtraError: `prometheus_client` is not installed.
+    """
+    collector = StackCollector(stack.counters, secrets=stack.config.secret_texts())
+    return {
+        "/metrics": lambda _: Answer(exposition(collector), CONTENT_TYPE),
+        "/status": lambda _: _json(status(stack)),
+        "/explain": lambda query: _json(explain_query(stack, query)),
+        "/healthz": lambda _: _text("ok"),
+    }
 
 
 class StatusServer(ThreadingTCPServer):
-    """Listens from the start, and answers from `start` to `close`. Any thread may call its methods.
+    """Listens once it is made, and answers from `start` to `close`. Any thread may call its methods.
 
     Args:
         host: Address or name to listen on.
-        port: The port; 0 for any that is free.
-
-    Attributes:
-        host, port: Where it listens.
+        port: 0 for any free port; the attribute `port` has its number.
 
     Raises:
-        ConfigError: The address cannot be listened on.
+        ConfigError: It cannot listen at the address.
     """
 
     allow_reuse_address = True
@@ -86,12 +97,12 @@ class StatusServer(ThreadingTCPServer):
         self.port: int = self.socket.getsockname()[1]
 
     def start(self, routes: Routes) -> None:
-        """Answer these paths from now on."""
+        """Answer requests for these paths from now on."""
         self.routes = routes
         self._thread.start()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Close all connections, and wait up to `timeout` seconds for their threads. In a forked child, do nothing."""
+        """Close all connections, and wait up to `timeout` seconds for their threads. Does nothing in a forked child."""
         if os.getpid() != self._pid:  # the socket is the parent's too: to shut it down would end the parent's server
             return
         with self._lock:
@@ -127,7 +138,7 @@ class StatusServer(ThreadingTCPServer):
                 if began_s + LIFETIME_S < now_s:
                     _wake(each)
             if self._is_closed or len(self._connections) >= CONNECTIONS_MAX:
-                raise ConnectionRefusedError  # as where no thread can be started, it is closed without an answer
+                raise ConnectionRefusedError  # closes it without an answer, as an error of `thread.start` does
             thread.start()
             self._connections[request] = thread, now_s
 
@@ -137,7 +148,7 @@ class StatusServer(ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Do nothing: whoever asked has gone, took too long, or was refused."""
+        """Do nothing: the client has gone, took too long, or was refused."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -169,14 +180,14 @@ class _Handler(BaseHTTPRequestHandler):
             if self.command not in ("GET", "HEAD"):
                 return HTTPStatus.METHOD_NOT_ALLOWED, _text("only GET and HEAD are answered")
             return HTTPStatus.OK, routes[parts.path](parse_qs(parts.query, max_num_fields=QUERY_FIELDS_MAX))
-        except QueryError as error:
+        except ConfigError as error:
             return HTTPStatus.BAD_REQUEST, _text(str(error))
         except ValueError:
             return HTTPStatus.BAD_REQUEST, _text("the query cannot be read")
         except ShutdownError:
             return HTTPStatus.SERVICE_UNAVAILABLE, _text("the stack is closed")
         except Exception as error:
-            if type(error) not in logged:  # its text may hold what a stranger's tier put there
+            if type(error) not in logged:  # without its text: a third-party tier may have put a secret into it
                 logged.add(type(error))
                 _log.error(
                     "%s could not be answered: %s; further ones are not logged", parts.path, type(error).__name__
@@ -184,14 +195,18 @@ class _Handler(BaseHTTPRequestHandler):
             return HTTPStatus.INTERNAL_SERVER_ERROR, _text("the log says why")
 
     def log_message(self, format: str, *args: Any) -> None:  # Any: as http.server has it
-        """Log nothing: what is asked, and by whom, is nobody's business."""
+        """Do not log requests."""
 
 
 def _wake(connection: socket.socket) -> None:
-    """End a connection; the thread that waits for it goes on."""
+    """Shut a connection down, so that the thread that waits for it goes on."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _text(text: str) -> Answer:
     return Answer(f"{text}\n".encode(), "text/plain; charset=utf-8")
+
+
+def _json(value: object) -> Answer:
+    return Answer(json.dumps(value, allow_nan=False).encode(), "application/json")

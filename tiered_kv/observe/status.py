@@ -1,4 +1,4 @@
-"""The status of a stack, for people and programs that look at it now and then."""
+"""The status of a stack, as JSON."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import PRIMARY_TIER_NAME
 from tiered_kv.observe.explain import Observed
 from tiered_kv.observe.histogram import quantile
-from tiered_kv.observe.series import is_finite, numbers_of, word
+from tiered_kv.observe.series import is_finite, numbers_of, safe_label
 
 _BREAKER = {0: "closed", 1: "half_open", 2: "open"}
 
 
 def status(stack: Observed) -> dict[str, Any]:  # Any: as JSON has it
-    """Return how a stack stands: docs/how-to/metrics.md describes the fields. Any thread may call.
+    """Return the status of a stack; `docs/how-to/metrics.md` describes the fields. Any thread may call.
 
-    No key, path, address or setting is in it, but for the names of tiers, and the namespace's digest.
+    It has no key, path, address or setting, except for the names of tiers and the namespace's digest.
 
     Raises:
         ShutdownError: The stack is closed.
@@ -59,7 +59,7 @@ def _secondary(
     own = _plain(counted["tier"], secrets)
     return {
         "name": settings.name,
-        "type": word(settings.type, secrets),
+        "type": safe_label(settings.type, secrets),
         "breaker": _BREAKER[counted["breaker_state"]],
         "is_disabled": is_disabled,
         "used_bytes": _whole(own.get("used_bytes")),
@@ -78,16 +78,16 @@ def _secondary(
 
 def _quantiles(histograms: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
     return {
-        f"p{percent}_seconds": {name: quantile(told, percent / 100) for name, told in histograms.items()}
+        f"p{percent}_seconds": {name: quantile(histogram, percent / 100) for name, histogram in histograms.items()}
         for percent in (50, 99)
     }
 
 
 def _plain(values: Mapping[str, Any], secrets: set[str]) -> dict[str, Any]:
-    """Return what a tier counts itself, with plain words and numbers only; it may be a stranger's."""
+    """Return a tier's own counters, with plain words and numbers only."""
     shown: dict[str, Any] = {}
     for name, labels, number in numbers_of(values):
-        *above, last = (word(text, secrets) for text in (name, *labels))
+        *above, last = (safe_label(text, secrets) for text in (name, *labels))
         inner = shown
         for label in above:
             found = inner.setdefault(label, {})

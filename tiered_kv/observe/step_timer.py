@@ -1,4 +1,4 @@
-"""The time that the manager takes of a scheduler's step, measured in a few steps."""
+"""The manager's share of a scheduler's step, measured in a few steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 from tiered_kv.observe.histogram import SHORT_SECONDS, Histogram
 
 EVERY_STEPS: Final = 128
-"""One step in so many is timed. The others pay one addition and one comparison."""
+"""One step in so many is timed. The others cost one subtraction and one comparison."""
 _TIMED: Final = (
     "lookup",
     "lookup_many",
@@ -27,35 +27,30 @@ _TIMED: Final = (
 
 
 class StepTimer:
-    """Times all calls of one step in `every` by putting a wrapper before each method for that step only.
+    """Times all calls of one step in `EVERY_STEPS`: for that step, wrappers hide the manager's methods.
 
-    A caller that keeps a bound method from before is not timed. All methods belong to the manager's thread; `seconds`
-    may be read by any.
+    A caller that keeps a bound method from before is not timed. All methods belong to the manager's thread; any thread
+    may read `seconds`, a histogram of the timed steps.
 
     Args:
         manager: The object whose methods are timed; it calls `count_step` at the end of each step.
-        every: One step in so many is timed.
-
-    Attributes:
-        seconds: How long the timed steps took.
     """
 
-    def __init__(self, manager: object, clock: Callable[[], float], every: int = EVERY_STEPS) -> None:
+    def __init__(self, manager: object, clock: Callable[[], float]) -> None:
         self.seconds = Histogram(SHORT_SECONDS)
         self._clock = clock
         self._attributes = manager.__dict__
         self._manager = manager
-        self._every = every
-        self._steps_left = every
-        self._wrappers: dict[str, tuple[Callable[..., Any], Any]] = {}  # and what it hides in the object, or None
+        self._steps_left = EVERY_STEPS
+        self._wrappers: dict[str, tuple[Callable[..., Any], Any]] = {}  # with the attribute that it hides, or None
         self._spent_s = 0.0
         self._is_inside = False
 
     def count_step(self) -> None:
-        """Note that a step ends; the next one may be timed."""
+        """Note the end of a step."""
         self._steps_left -= 1
         if self._steps_left <= 0:
-            self._steps_left = self._every
+            self._steps_left = EVERY_STEPS
             if not self._wrappers:
                 self._install()
 
@@ -68,7 +63,7 @@ class StepTimer:
 
     def _remove(self) -> None:
         for name, (wrapper, hidden) in self._wrappers.items():
-            if self._attributes.get(name) is not wrapper:  # the manager has put something of its own there
+            if self._attributes.get(name) is not wrapper:  # the manager has replaced it
                 continue
             if hidden is None:
                 del self._attributes[name]

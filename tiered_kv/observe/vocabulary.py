@@ -1,7 +1,7 @@
-"""What every metric is called, and what it means: one table for counters, Prometheus, and other registries.
+"""The vocabulary: the name and meaning of every metric, for counters, Prometheus and other registries.
 
 The manager's counters are metrics `tiered_kv_<name>`, and a tier's own are `tiered_kv_tier_<name>`, all with the label
-`tier`. docs/reference/counters.md says more of each; a test holds both together.
+`tier`. `docs/reference/counters.md` has the details; a test compares the two.
 """
 
 from __future__ import annotations
@@ -18,47 +18,39 @@ TOTAL: Final = "_total"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric.
-
-    Args:
-        help: What it counts, or tells.
-        labels: Its labels besides `tier`.
-        bounds: Of a histogram, the largest value of each bucket.
-    """
+    """A metric; `labels` besides `tier`, and for a histogram the largest value of each bucket."""
 
     help: str
     labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
 
 
-_PRIMARY: Final = {
+MANAGER: Final = {
+    # Of every tier.
+    "stored_blocks_total": Metric("Blocks stored in the tier."),
+    "stored_bytes_total": Metric("Bytes stored in the tier."),
+    "loaded_blocks_total": Metric("Blocks loaded from the tier."),
+    "loaded_bytes_total": Metric("Bytes loaded from the tier."),
+    # Of the primary tier.
     "used_blocks": Metric("Blocks in the primary tier."),
     "used_bytes": Metric("Bytes of the blocks in the primary tier."),
     "capacity_bytes": Metric("Bytes of the whole primary tier."),
     "restored_tokens_total": Metric("Tokens whose blocks the engine loaded, and need not compute."),
     "evicted_blocks_total": Metric("Blocks evicted from the primary tier to make room."),
     "promotion_blocks": Metric("Blocks on their way from secondary tiers, or held for a request."),
-    "released_holds_total": Metric("Holds given up because the request did not load the block in time."),
+    "released_holds_total": Metric("Holds released because the request did not load the block in time."),
     "forgotten_requests_total": Metric("Requests that were never finished, and were forgotten."),
     "hinted_requests_total": Metric("Requests that came with hints."),
     "refused_hints_total": Metric("Requests whose hints could not be read."),
     "step_seconds": Metric("Seconds that the manager took of a scheduler step, in one step of 128.", (), SHORT_SECONDS),
-}
-_EVERY: Final = {
-    "stored_blocks_total": Metric("Blocks stored in the tier."),
-    "stored_bytes_total": Metric("Bytes stored in the tier."),
-    "loaded_blocks_total": Metric("Blocks loaded from the tier."),
-    "loaded_bytes_total": Metric("Bytes loaded from the tier."),
-}
-_HISTORY: Final = {
+    # Of the history.
     "blocks_total": Metric("Blocks that requests asked for.", ("result",)),
     "ghost_hits_total": Metric("Blocks used that the tier would have had at another size.", ("size",)),
     "misses_total": Metric("Blocks that requests asked for and that this tier did not bring.", ("reason",)),
     "unexplained_blocks_total": Metric(
         "Blocks that requests asked for, too fast or too many for the history: they are in no miss or hit."
     ),
-}
-_SECONDARY: Final = {
+    # Of secondary tiers.
     "submitted_jobs_total": Metric("Jobs given to the tier.", ("direction",)),
     "jobs_in_flight": Metric("Jobs given to the tier and not yet reported."),
     "job_seconds": Metric("Seconds from a job's submission until it was collected.", ("direction",), SECONDS),
@@ -83,8 +75,7 @@ _SECONDARY: Final = {
     "breaker_opened_total": Metric("Times that the breaker opened."),
     "exceptions_total": Metric("Exceptions raised by the tier's methods."),
     "unknown_results_total": Metric("Results for jobs that the tier was not given."),
-}
-_AUDIT: Final = {
+    # Of the audit.
     "audited_blocks_total": Metric("Blocks computed anew and compared.", ("result",)),
     "audit_largest_difference_ratio": Metric("Largest relative difference of 256 values so far."),
     "audit_stopped": Metric("1 once a block differed, where the audit stops the tier then."),
@@ -92,20 +83,19 @@ _AUDIT: Final = {
     "audit_busy_requests_total": Metric("Requests not audited because another was."),
     "audit_abandoned_blocks_total": Metric("Blocks that were to be compared and were not.", ("reason",)),
 }
-MANAGER: Final = {**_EVERY, **_PRIMARY, **_HISTORY, **_SECONDARY, **_AUDIT}
 """The manager's counters, by name."""
 
 TIER: Final = {
-    # What is used, and what was evicted.
+    # Use and eviction.
     "blocks": Metric("Blocks in the tier."),
     "used_bytes": Metric("Bytes that the tier uses of its capacity."),
-    "capacity_bytes": Metric("The most bytes there may be."),
+    "capacity_bytes": Metric("The most bytes that the tier may use."),
     "granted_bytes": Metric("Bytes that this process may store before it asks the ledger again."),
     "evicted_blocks_total": Metric("Blocks evicted to make room."),
-    "wasted_bytes_total": Metric("Bytes evicted that nobody had read since they were written."),
+    "wasted_bytes_total": Metric("Bytes evicted without a read since they were written."),
     "present_blocks_total": Metric("Blocks that were to be stored and were there already."),
     # Damage and failures.
-    "corrupt_blocks_total": Metric("Blocks that nobody can read, or that are not what they should be.", ("reason",)),
+    "corrupt_blocks_total": Metric("Blocks that no process can read, or with other content than stored.", ("reason",)),
     "unreadable_blocks_total": Metric("Sound blocks that this process cannot read.", ("reason",)),
     "failed_blocks_total": Metric("Blocks not stored or loaded, each by its own reason.", ("direction", "reason")),
     "failed_calls_total": Metric("Calls of the file system that failed.", ("reason",)),
@@ -127,7 +117,7 @@ TIER: Final = {
     "recovered_blocks_total": Metric("Blocks found when the directory was opened."),
     "discarded_segments_total": Metric("Segments found when it was opened, and deleted."),
     "deleted_segments_total": Metric("Segments whose file was deleted since."),
-    "damaged_segments_total": Metric("Segments given up because the disk failed in them, or their file was cut short."),
+    "damaged_segments_total": Metric("Segments lost because the disk failed in them, or their file was cut short."),
     # Shared storage.
     "surveys_total": Metric("Surveys of the directory by this process."),
     "epoch_repairs_total": Metric("Repairs of the epoch's mark."),
@@ -142,4 +132,4 @@ TIER: Final = {
     "failed_renewals_total": Metric("Renewals that the server refused."),
     "failed_sweeps_total": Metric("Sweeps that could not list or delete."),
 }
-"""What the built-in tiers count themselves, by name."""
+"""The built-in tiers' own counters, by name."""

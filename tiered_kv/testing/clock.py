@@ -6,10 +6,10 @@ import time
 
 
 class ManualClock:
-    """A monotonic clock that stands still until it is moved; pass it in place of `time.monotonic`.
+    """A monotonic clock that only `advance` moves; pass it in place of `time.monotonic`.
 
-    It starts at `time.monotonic()`, because some tiers compare deadlines with the
-    real clock. Any thread may call it; one may move it.
+    It starts at `time.monotonic()`, because some tiers compare deadlines with the real clock. Any thread may call it;
+    one may move it.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,6 @@ class ManualClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Move the clock forward."""
         if seconds < 0:
             raise ValueError(f"a monotonic clock does not go back by {-seconds} s")
         self._now_s += seconds

@@ -33,14 +33,12 @@ class TierConformance:
     """Subclass it as `Test...`, and define the fixture `open_tier`.
 
     Attributes:
-        survives_reopen: Whether stored blocks are found when `open_tier` is called again after `shutdown`.
-        compressible: Whether codecs can compress the blocks' content. By default they cannot, so compression is not
-            tested.
-        block_bytes: Bytes of one block.
-        num_blocks: Rows of the region; at least 512.
-        wait_s: How long a single job or lookup may take before the check fails.
-        call_limit_s: How long a call may take where the tier says `is_nonblocking`. One call in ten may take
-            longer, because the machine may be busy.
+        survives_reopen: Whether the tier finds stored blocks when `open_tier` is called again after `shutdown`.
+        compressible: Whether codecs can compress the blocks' content; set it for a tier that compresses.
+        block_bytes, num_blocks: The region, of at least 512 rows.
+        wait_s: How long one job or lookup may take.
+        call_limit_s: How long a call may take if the tier says `is_nonblocking`. One call in ten may take longer,
+            because the machine may be busy.
         shutdown_limit_s: How long `shutdown` may take with jobs in flight.
     """
 
@@ -53,12 +51,9 @@ class TierConformance:
     shutdown_limit_s: ClassVar[float] = 15.0
 
     def corrupt(self, tier: SecondaryTierManager) -> bool:
-        """Damage the payload of every block that the open `tier` has stored.
+        """Damage the payload of every block that the open `tier` has stored, and return True.
 
-        Override it if the test can change the storage directly.
-
-        Returns:
-            Whether it was done; the checks that need it are skipped if not.
+        Optional: by default the checks that need it are skipped.
         """
         return False
 
@@ -112,13 +107,21 @@ class TierConformance:
             expected[target : target + size] = flat[source : source + size]
         spec = TierSpec("conformance", size, bytes(range(16)), {"model": "conformance"}, memory=flat.data)
         tier = open_tier(spec, memory.data)
+        results: list[JobResult] = []
+
+        def is_reported() -> bool:
+            results.extend(tier.get_finished())
+            return bool(results)
+
         try:
             if not tier.takes_offsets:
                 pytest.skip("the tier knows rows only")
             for submit, offsets, is_load in ((tier.submit_store, sources, False), (tier.submit_load, targets, True)):
                 submit(JobMetadata(int(is_load), keys, np.array(offsets), is_load, ReqContext("host")))
                 tier.on_schedule_end()
-                assert self._results_of(tier) == [JobResult(int(is_load), True)]
+                wait_until(is_reported, self.wait_s)
+                assert results == [JobResult(int(is_load), True)]
+                results.clear()
             assert np.array_equal(flat, expected)
         finally:
             tier.shutdown()
@@ -235,10 +238,10 @@ class TierConformance:
 
     def test_calls_return_at_once_while_the_tier_is_busy(self, rig: TierRig) -> None:
         if not rig.tier.is_nonblocking:
-            pytest.skip("the tier does not say is_nonblocking: the manager calls it on a thread of its own")
+            pytest.skip("the tier does not say is_nonblocking: the manager calls it on a separate thread")
         batches = [make_keys(8, f"batch-{index}") for index in range(32)]
         for key in itertools.chain.from_iterable(batches):
-            block_content(key, self.block_bytes)  # is remembered: a call that computes is held up by a busy machine
+            block_content(key, self.block_bytes)  # fills its cache, so that the timed calls do not compute it
         request = rig.new_request()
         took_s: list[float] = []
 
@@ -321,7 +324,7 @@ class TierConformance:
         try:
             rig.reopen(replace(own, namespace_digest=b"another space, 2", namespace={"model": "another"}))
         except TierError:
-            pass  # an error is as good as a miss, and says more
+            pass  # an error is as good as a miss
         else:
             assert not any(rig.lookup(key) for key in keys)
             assert rig.load(keys) == set()
@@ -349,16 +352,6 @@ class TierConformance:
             isinstance(value, int) and {*map(type, path)} == {str} for path, value in flat_counts(rig.tier.stats())
         )
         assert all(isinstance(name, str) for name in rig.tier.describe())
-
-    def _results_of(self, tier: SecondaryTierManager) -> list[JobResult]:
-        results: list[JobResult] = []
-
-        def collect() -> bool:
-            results.extend(tier.get_finished())
-            return bool(results)
-
-        wait_until(collect, self.wait_s)
-        return results
 
     def _reset(self, rig: TierRig) -> None:
         if not rig.tier.reset_cache():

@@ -1,10 +1,9 @@
-"""The catalogue of damages to a block record, by storage, networks and attackers, byte by byte.
+"""The damages of a block record by storage, networks and attackers.
 
     for damage in record_damages(full=False):
-        write(key, damage.apply(read(key)))    # and the block has to be a counted miss
+        write(key, damage.apply(read(key)))  # the block must be a counted miss
 
-The fields repeat the table in `formats.md`, so that the catalogue detects a reader and a writer that agree on another
-format.
+The fields repeat the table in `formats.md`, to detect a reader and a writer that agree on another format.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from enum import Enum
 import xxhash
 
 SEED = 20
-"""The seed of every random choice here, so that each run has the same cases."""
+"""The seed of all random choices, so that each run has the same cases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +27,17 @@ class Field:
     offset: int
     length: int
     values: tuple[int, ...] = ()
-    """Plausible values of a number, little-endian: another version, another codec, the sizes of others."""
+    """Plausible values of a little-endian number: other versions, codecs and sizes."""
 
     @property
     def end(self) -> int:
-        """Where the next field begins."""
         return self.offset + self.length
 
     def read(self, data: bytes) -> int:
-        """Return the field's value as a number."""
         return int.from_bytes(data[self.offset : self.end], "little")
 
     def written(self, data: bytes, value: int) -> bytes:
-        """Return `data` with the field set to `value`, wrapped around at the field's size."""
+        """Return `data` with the field set to `value`, modulo the field's size."""
         wrapped = value % (1 << 8 * self.length)
         return data[: self.offset] + wrapped.to_bytes(self.length, "little") + data[self.end :]
 
@@ -62,42 +59,41 @@ RECORD_FIELDS = (
 )
 _CODEC, _LENGTHS, _CHECKSUM = RECORD_FIELDS[2], RECORD_FIELDS[6:8], RECORD_FIELDS[10]
 UNKNOWN_CODEC_ID = 65535
-"""The codec of a sound record that no reader has; 0 to 99 are or will be codecs."""
+"""A codec that no reader has; 0 to 99 are or will be codecs."""
 
 
 Change = Callable[[bytes], bytes]
 
 
 class Kind(Enum):
-    """The kind of record that a damage leaves."""
+    """What a damage leaves."""
 
     BROKEN = "broken"
-    """No record of this block. No process can load it, now or later."""
+    """No valid record of this block: no process can load it."""
     UNREADABLE = "unreadable"
-    """A sound record in a codec that is not installed here. Other processes that share the storage may load it."""
+    """A valid record in a codec that is not installed here: other processes may load it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
     """One damage to a stored record."""
 
-    name: str  # says which one it is, for whoever has to replay it
-    apply: Change  # takes a record, header and payload, and returns the bytes that are stored afterwards
-    kind: Kind = Kind.BROKEN  # what it leaves
+    name: str
+    apply: Change  # takes a record, header and payload, and returns the damaged bytes
+    kind: Kind = Kind.BROKEN
 
 
 def seal_record(data: bytes) -> bytes:
-    """Return a record with a right checksum for its other bytes, as a faulty writer would make it."""
+    """Return a record with a right checksum for its bytes, as a faulty writer would make it."""
     unsigned = _CHECKSUM.written(data, 0)
     digest = xxhash.xxh3_128_digest(unsigned)
     return unsigned[: _CHECKSUM.offset] + digest + unsigned[_CHECKSUM.end :]
 
 
 def record_damages(*, full: bool) -> list[Damage]:
-    """Return the damages to a block record, with unique names; the same ones in every run.
+    """Return the damages of a block record, with unique names; the same ones in every run.
 
-    Args:
-        full: Every bit of every field and a hundred places in the payload; otherwise a few of each.
+    With `full` they are every bit of every field and a hundred places in the payload; otherwise a few of each.
     """
     found = [damage for field in RECORD_FIELDS for damage in field_damages(field, full=full)]
     found += _sealed_fields(full=full)
@@ -108,9 +104,9 @@ def record_damages(*, full: bool) -> list[Damage]:
 
 
 def field_damages(field: Field, *, full: bool) -> Iterator[Damage]:
-    """Yield damages to one field whose checksum is left as it was; some may leave a record unchanged.
+    """Yield damages of one field that do not correct the checksum; some may not change a record.
 
-    In `full` that is every bit, and every byte set to 0, 255 and its complement; otherwise three bits.
+    With `full` they are every bit, and every byte set to 0, 255 and its complement; otherwise three bits.
     """
     name = field.name
     first, last = 8 * field.offset, 8 * field.end - 1
@@ -125,7 +121,7 @@ def field_damages(field: Field, *, full: bool) -> Iterator[Damage]:
 
 
 def _values_of(field: Field) -> list[tuple[str, Callable[[int], int]]]:
-    """Return the values that a field is set to as a whole, from the one that it has."""
+    """Return labels, and functions from a field's value to another one."""
     ones = (1 << 8 * field.length) - 1
     found: list[tuple[str, Callable[[int], int]]] = [("zeros", lambda _: 0), ("ones", lambda _: ones)]
     if field.values:
@@ -136,13 +132,13 @@ def _values_of(field: Field) -> list[tuple[str, Callable[[int], int]]]:
 
 
 def _sealed_fields(*, full: bool) -> Iterator[Damage]:
-    """Yield changed fields under a checksum that is right for them."""
+    """Yield changed fields under a right checksum."""
     for field in RECORD_FIELDS:
         if field is _CHECKSUM:
             continue
         for label, value in _values_of(field):
             if field is _CODEC and label not in ("zeros", "0", "1"):
-                continue  # future codecs, which may accept the payload, or need a key
+                continue  # a future codec may accept the payload, or need a key
             yield Damage(f"sealed {field.name} = {label}", _sealed(_set(field, value)))
         for bit in range(8 * field.offset, 8 * field.end) if full and field is not _CODEC else ():
             yield Damage(f"sealed {field.name}: bit {bit - 8 * field.offset} flipped", _sealed(_flip(bit)))
@@ -201,7 +197,7 @@ def _sealed(change: Change) -> Change:
 
 
 def _in_unknown_codec(data: bytes) -> bytes:
-    """Return the record as a codec leaves it that makes the block shorter than anything stored here."""
+    """Return the record of an unknown codec, with half of the payload."""
     shorter = _LENGTHS[1].written(data, _payload_bytes(data) // 2)
     return _CODEC.written(shorter, UNKNOWN_CODEC_ID)[: _at(data, 0) + _payload_bytes(data) // 2]
 
@@ -224,5 +220,5 @@ def _payload_bytes(data: bytes) -> int:
 
 
 def _at(data: bytes, part: float) -> int:
-    """Return the offset of what lies that far in the payload."""
+    """Return an offset in the payload, `part` of its length from its beginning."""
     return RECORD_HEADER_BYTES + int(part * _payload_bytes(data))

@@ -1,13 +1,9 @@
-"""Wrappers that make a good tier misbehave.
+"""Wrappers that make a good tier misbehave; the test decides when, by an attribute or a `Gate`.
 
     tier = FailingTier(MemoryTier(spec, view, "memory"))
     tier.failing = True
 
-Nothing here waits or draws lots: what goes wrong, and when it stops, is decided by the test, through an
-attribute or a `Gate`.
-
-A wrapper that says `is_nonblocking` is called on the scheduler's thread, so the wrapped tier must return at once
-too. `HangingTier` and `RaisingTier` do not say so, and the manager gives them a thread of their own.
+The scheduler's thread calls a wrapper with `is_nonblocking`, so the wrapped tier must return at once too.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from tiered_kv.tiering.wrapper import WrapperTier
 
 
 class JobWrapperTier(WrapperTier):
-    """A wrapper that treats stores and loads alike; the base of those that change what happens to jobs."""
+    """The base of wrappers that change what happens to jobs; it treats stores and loads alike."""
 
     is_nonblocking: ClassVar[bool] = True
 
@@ -35,12 +31,12 @@ class JobWrapperTier(WrapperTier):
         self.submit(job_metadata)
 
     def submit(self, job: JobMetadata) -> None:
-        """Submit a store or a load to the wrapped tier."""
+        """Submit a store or a load to the wrapped tier; override it."""
         (self.inner.submit_load if job.is_promotion else self.inner.submit_store)(job)
 
 
 class _InterruptedTier(WrapperTier):
-    """Something happens before each call that may carry data, and before the shutdown."""
+    """Calls `_before` before each call that may carry data, and before the shutdown."""
 
     def _before(self, call: str) -> None:
         raise NotImplementedError
@@ -67,7 +63,7 @@ class _InterruptedTier(WrapperTier):
 
 
 class HangingTier(_InterruptedTier):
-    """Calls of some methods hang in their thread while the gate is closed, as on a mount that went away."""
+    """The methods named in `calls` hang in their thread while the gate is closed."""
 
     def __init__(
         self,
@@ -95,10 +91,10 @@ class RaisingTier(_InterruptedTier):
 
 
 class HeldJobsTier(JobWrapperTier):
-    """No job begins while the gate is closed; then all do, however late that is.
+    """No job begins while the gate is closed; then all do, even past their deadlines.
 
-    The load that comes late is the dangerous one: it writes into blocks that the manager gave up long ago. With
-    `hold_lookups` every lookup is answered with None, too, while the gate is closed.
+    A late load writes into rows whose job has expired long ago. With `hold_lookups` every lookup is answered None, too,
+    while the gate is closed.
     """
 
     def __init__(self, inner: SecondaryTierManager, gate: Gate, *, hold_lookups: bool = False) -> None:
@@ -133,7 +129,7 @@ class HeldJobsTier(JobWrapperTier):
 
 
 class FailingTier(JobWrapperTier):
-    """Reports every job as failed, and does none of it, while `failing` is set; lookups stay as they are."""
+    """While `failing` is set, reports every job as failed and does not execute it; lookups are not changed."""
 
     def __init__(self, inner: SecondaryTierManager, *, failing: bool = False) -> None:
         super().__init__(inner)
@@ -152,7 +148,7 @@ class FailingTier(JobWrapperTier):
 
 
 class PartialTier(JobWrapperTier):
-    """Only keys for which `succeeds` is true succeed: the others are left out of each job, and reported as failed."""
+    """Leaves keys for which `succeeds` is false out of each job, and reports them as failed."""
 
     def __init__(self, inner: SecondaryTierManager, succeeds: Callable[[OffloadKey], bool]) -> None:
         super().__init__(inner)

@@ -12,8 +12,7 @@ from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 class FourMethodTier(SecondaryTierManager):
     """Keeps copies of blocks in a dictionary, and executes each job within its submission.
 
-    It supports no partial success, deadlines, verification or resets. A tier may leave these
-    out, so the manager must work without them.
+    It has no partial success, deadlines, verification or resets, which are optional for a tier.
     """
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str) -> None:

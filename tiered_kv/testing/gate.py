@@ -11,14 +11,13 @@ class Gate:
     def __init__(self, *, is_open: bool = True) -> None:
         self._opened = threading.Event()
         self.waiting = 0
-        """How many threads stand before the gate; only to be read."""
+        """How many threads wait at the gate; read only."""
         self._lock = threading.Lock()
         if is_open:
             self._opened.set()
 
     @property
     def is_open(self) -> bool:
-        """Whether `pass_through` returns at once."""
         return self._opened.is_set()
 
     def open(self) -> None:
@@ -30,7 +29,7 @@ class Gate:
         self._opened.clear()
 
     def pass_through(self) -> None:
-        """Return once the gate is open, however long that takes."""
+        """Return once the gate is open; waits without a limit."""
         if self._opened.is_set():
             return
         with self._lock:

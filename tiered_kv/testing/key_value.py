@@ -1,4 +1,4 @@
-"""A small server on loopback, and a good tier that uses it: an example, and the base of bad ones."""
+"""A small server on loopback, and a tier for it: an example of a network tier."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMESPACE = bytes(16)
 
 
 class KeyValueServer(socketserver.ThreadingTCPServer):
-    """Keeps values by name. Requests and answers are lines. Bytes follow the line of a PUT, or of the answer to GET."""
+    """Keeps values by name. Requests and answers are lines; a value follows the line of PUT or of the answer to GET."""
 
     daemon_threads = True
     block_on_close = False
@@ -41,7 +41,7 @@ class KeyValueServer(socketserver.ThreadingTCPServer):
         self._thread.join()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Log nothing about connections that broke, or carried invalid requests."""
+        """Log nothing about broken connections and invalid requests."""
 
 
 class _Session(socketserver.StreamRequestHandler):
@@ -69,13 +69,13 @@ class _Session(socketserver.StreamRequestHandler):
 
 
 class Connection:
-    """A connection to the server. Every step ends by a deadline."""
+    """A connection to the server. Every call ends by its deadline."""
 
     def __init__(self, address: tuple[str, int], deadline: float) -> None:
         self._socket = socket.create_connection(address, _left_s(deadline))
 
     def ask(self, request: bytes, deadline: float) -> bytes:
-        """Send a request and return the line that answers it."""
+        """Send a request and return the line of the answer."""
         self._socket.settimeout(_left_s(deadline))
         self._socket.sendall(request)
         line = b""
@@ -89,7 +89,7 @@ class Connection:
             self._socket.settimeout(_left_s(deadline))
             received = self._socket.recv(count - len(data))
             if not received:
-                raise ConnectionResetError("the server has gone")
+                raise ConnectionResetError("the server closed the connection")
             data += received
         return data
 
@@ -105,7 +105,7 @@ def _left_s(deadline: float) -> float:
 
 
 class KeyValueTier(BlockingTier):
-    """Keeps blocks in the `KeyValueServer` at an address. A subclass may override single steps to make them faulty."""
+    """Keeps blocks in the `KeyValueServer` at an address. A subclass may make single steps faulty."""
 
     def __init__(self, spec: object, view: memoryview, address: tuple[str, int]) -> None:
         super().__init__(spec, view, "key-value", threads=2, lookup_timeout_s=LOOKUP_S, shutdown_timeout_s=1.0)
@@ -120,7 +120,7 @@ class KeyValueTier(BlockingTier):
                 record = bytes(header) + bytes(payload)
                 answer = connection.ask(b"PUT %b %d\n%b" % (wire_name(key), len(record), record), deadline)
                 if answer != b"OK":
-                    raise ConnectionError("that is no answer")
+                    raise ConnectionError("invalid answer")
         return ALL_DONE
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
@@ -130,7 +130,7 @@ class KeyValueTier(BlockingTier):
             for key, block in zip(keys, blocks, strict=True):
                 length = int(connection.ask(b"GET %b\n" % wire_name(key), deadline))
                 if not 0 <= length <= HEADER_BYTES + self.block_bytes:
-                    raise ConnectionError("that is no record")
+                    raise ConnectionError("invalid length")
                 record = connection.receive(length, deadline)
                 if self.accepts(record, key, block):
                     loaded.append(key)
@@ -159,7 +159,7 @@ class KeyValueTier(BlockingTier):
 
     @contextlib.contextmanager
     def connection(self, deadline: float) -> Iterator[Connection]:
-        """Lend a connection. One on which a step failed is not lent again."""
+        """Lend a connection for a `with` statement; close it if that fails."""
         connection = self._idle.pop() if self._idle else Connection(self._address, deadline)
         try:
             yield connection

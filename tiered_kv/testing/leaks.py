@@ -1,10 +1,8 @@
-"""Detection of what code leaves behind in its process: threads, file descriptors, shared memory, files.
+"""Detection of leaks: threads, file descriptors, shared memory and temporary files that a test leaves behind.
 
-    before = Footprint.take(temporary_directory)
-    ...
-    left = Footprint.take(temporary_directory).beyond(before)
-
-A footprint takes about a tenth of a millisecond, so that a fixture can take two for every test.
+before = Footprint.take(temporary_directory)
+...
+left = left_behind(before, temporary_directory)
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _POLL_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The resources of a process at one moment."""
+    """The resources of this process at one moment; taking it costs about a tenth of a millisecond."""
 
     threads: frozenset[threading.Thread]  # that are alive
     shared_memory: frozenset[Path]  # files in /dev/shm
@@ -33,25 +31,21 @@ class Footprint:
 
     @classmethod
     def take(cls, temporary_directory: Path) -> Self:
-        """Return this process's footprint now; `temporary_directory` is where it has its temporary files."""
+        """Return the footprint now; `temporary_directory` has the temporary files of this process."""
         temporary = os.listdir(temporary_directory) if temporary_directory.exists() else ()
         others = {f"temporary file {name}" for name in temporary} | _open_descriptors()
         return cls(frozenset(threading.enumerate()), _shared_memory(), frozenset(others))
 
     def beyond(self, before: Footprint) -> list[str]:
-        """Return, as readable lines, what this footprint has beyond `before`."""
+        """Return the resources that `before` does not have, as lines of text."""
         left = [f"thread {thread.name!r}" for thread in self.threads - before.threads]
         new = self.shared_memory - before.shared_memory
-        # A neighbour's memory is no leak of ours.
         left += [f"shared memory {path}" for path in new if not _used_by_another_process(path)]
         return sorted(left) + sorted(self.others - before.others)
 
 
 def left_behind(before: Footprint, temporary_directory: Path, grace_s: float = 10.0) -> list[str]:
-    """Return what is left beyond `before`, after waiting at most `grace_s` for threads that are about to end.
-
-    A thread that a tier's shutdown did not wait for ends by itself, and on a busy machine late.
-    """
+    """Return the resources beyond `before`, after waiting at most `grace_s` for threads that are about to end."""
     end = time.monotonic() + grace_s
     while left := Footprint.take(temporary_directory).beyond(before):
         if time.monotonic() >= end:
@@ -69,7 +63,7 @@ def _open_descriptors() -> set[str]:
 
 
 def _shared_memory() -> frozenset[Path]:
-    """Return the files, but for semaphores and what engines and `multiprocessing` make, which are other programs'."""
+    """Return the files, without semaphores and those of engines and `multiprocessing`."""
     if not _SHARED_MEMORY.exists():
         return frozenset()
     with os.scandir(_SHARED_MEMORY) as entries:

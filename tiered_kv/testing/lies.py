@@ -1,4 +1,4 @@
-"""A wrapper that gives wrong answers, to show how a check or the manager reacts."""
+"""A wrapper that gives wrong answers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tiered_kv.testing.faults import JobWrapperTier
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 
 _UNKNOWN_JOB: JobId = 1 << 60
-_UNASKED_KEY = make_offload_key(b"nobody asked for this", 0)
+_UNASKED_KEY = make_offload_key(b"not in the job", 0)
 
 
 class Lie(Enum):
-    """What a `LyingTier` answers or does wrongly."""
+    """What a `LyingTier` does wrong."""
 
     HAS_EVERYTHING = "lookup is True for every key"
     STORES_NOTHING = "stores are reported as done, and not done"
@@ -24,12 +24,12 @@ class Lie(Enum):
     CHANGES_SOURCES = "a store changes the block that it copies"
     REPORTS_TWICE = "each job is reported twice"
     REPORTS_NOTHING = "jobs are done, and never reported"
-    REPORTS_UNKNOWN_JOBS = "jobs are reported that nobody submitted"
+    REPORTS_UNKNOWN_JOBS = "jobs are reported that were not submitted"
     NAMES_UNASKED_KEYS = "results name keys that were not in the job"
 
 
 class LyingTier(JobWrapperTier):
-    """Tells one lie for as long as `lying` is set."""
+    """Tells one lie while `lying` is set."""
 
     def __init__(self, inner: SecondaryTierManager, lie: Lie) -> None:
         super().__init__(inner)
@@ -60,12 +60,12 @@ class LyingTier(JobWrapperTier):
     def get_finished(self) -> Iterable[JobResult]:
         results, self._made_up = self._made_up, []
         for result in super().get_finished():
-            results += self._told(result, self._jobs.pop(result.job_id, None))
+            results += self._falsified(result, self._jobs.pop(result.job_id, None))
         if self._tells(Lie.REPORTS_UNKNOWN_JOBS):
             results.append(JobResult(_UNKNOWN_JOB, True))
         return results
 
-    def _told(self, result: JobResult, job: JobMetadata | None) -> list[JobResult]:
+    def _falsified(self, result: JobResult, job: JobMetadata | None) -> list[JobResult]:
         if not self.lying or job is None:
             return [result]
         match self._lie:

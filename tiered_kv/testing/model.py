@@ -1,4 +1,4 @@
-"""A model of a whole stack: a dictionary that says what the stack may answer."""
+"""A model of a whole stack: a dictionary of the answers that the stack may give."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MUCH_STORED = 8
 
 @dataclass(frozen=True, slots=True)
 class StackUnderTest:
-    """A stack, and the means by which a test disturbs it."""
+    """A stack, and the means to disturb it."""
 
     manager: TieringOffloadingManager  # made with `clock`
     clock: ManualClock
@@ -37,7 +37,7 @@ class StackUnderTest:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A load or store that an engine has prepared and not completed: its rows, and what they must hold."""
+    """A prepared load or store of an engine: its rows, and their expected content."""
 
     request: ReqContext
     keys: list[OffloadKey]
@@ -47,10 +47,10 @@ class Transfer:
 
 
 class StackModel:
-    """Acts as the engine of a stack. For every key it knows whether the key may be found, and with what bytes.
+    """Acts as the engine of a stack, and checks the stack's answers and bytes.
 
-    A stack may lose any block at any time. It must not find a block that was never stored, or one from before a
-    reset. A loaded block has the stored bytes.
+    A stack may lose any block at any time. It must not find a block that was never stored, or only before a reset. A
+    loaded block has the stored bytes.
     """
 
     def __init__(self, stack: StackUnderTest) -> None:
@@ -65,12 +65,11 @@ class StackModel:
 
     @property
     def manager(self) -> TieringOffloadingManager:
-        """The stack's manager."""
         return self.stack.manager
 
     @property
     def has_much_stored(self) -> bool:
-        """Whether a reset, a reopening or a corruption would have anything to do."""
+        """Whether a reset, a reopening or a corruption would have an effect."""
         return len(self.stored) >= _MUCH_STORED
 
     # Requests.
@@ -83,14 +82,14 @@ class StackModel:
         return request.req_id
 
     def finish(self, req_id: str) -> None:
-        """End a request; its transfers may still be completed."""
+        """End a request; its transfers may be completed later."""
         request, _ = self.requests.pop(req_id)
         self.manager.on_request_finished(request)
 
     # Loads.
 
     def look_up(self, req_id: str) -> list[OffloadKey]:
-        """Return the prefix of a request's keys that is found, waiting step by step; it must come to an end."""
+        """Return the prefix of a request's keys that is found; steps until no answer is None, with a limit."""
         request, keys = self.requests[req_id]
         for round_number in range(_ROUNDS_MAX):
             answers = self.manager.lookup_many(keys, request)
@@ -102,27 +101,26 @@ class StackModel:
             if round_number >= (5 if self.faults_on else _PATIENT_ROUNDS):
                 self.stack.clock.advance(_CLOCK_STEP_S)
             time.sleep(_ROUND_S)
-        assert None not in answers, f"still to be asked again after {_ROUNDS_MAX} steps: {answers}"
+        assert None not in answers, f"answers are still None after {_ROUNDS_MAX} steps: {answers}"
         for key, answer in zip(keys, answers, strict=True):
-            assert not answer or key in self.stored, f"block {key.hex()} was found, and is not there to be found"
+            assert not answer or key in self.stored, f"block {key.hex()} was found, and is not stored"
         return list(itertools.takewhile(lambda key: answers[keys.index(key)], keys))
 
     def begin_load(self, req_id: str, keys: list[OffloadKey]) -> None:
-        """Prepare a load of keys that were found in this step, and compare what lies in their rows."""
+        """Prepare a load of keys that were found in this step, and compare their rows."""
         request, _ = self.requests[req_id]
         spec = self.manager.prepare_load(keys, request)
         self.loads.append(Transfer(request, keys, spec.block_ids.tolist(), self._content(keys), self.epoch))
         self.check_transfers()
 
     def complete_load(self, number: int) -> None:
-        """End the transfer of a load."""
         load = self.loads.pop(number)
         self.manager.complete_load(load.keys, load.request)
 
     # Stores.
 
     def begin_store(self, request: ReqContext, keys: Sequence[OffloadKey]) -> bool:
-        """Prepare a store and write its rows; return whether there was room."""
+        """Prepare a store and write its rows; return whether the stack had room."""
         output = self.manager.prepare_store(keys, request)
         if output is None:
             return False
@@ -138,31 +136,30 @@ class StackModel:
         return True
 
     def complete_store(self, number: int, *, success: bool) -> None:
-        """End the transfer of a store; if it succeeded since the last reset, its blocks are found from now on."""
+        """End a store; if it succeeded, with no reset since its beginning, the stack must find its blocks at once."""
         store = self.stores.pop(number)
         is_current = success and store.epoch == self.epoch
         if is_current:
             self.stored.update(store.keys)
         self.manager.complete_store(store.keys, store.request, success)
         if is_current:
-            probe = ReqContext("probe")  # a request of its own, since the audit may withhold blocks from this one
+            probe = ReqContext("probe")  # another request, since the audit may withhold blocks from this one
             assert all(self.manager.lookup(key, probe) for key in store.keys), "a block is lost as soon as it is stored"
 
     # The whole stack.
 
     def reset(self) -> None:
-        """Reset the stack; the same keys have other contents from now on."""
+        """Reset the stack, and change the content of all keys."""
         self.manager.reset_cache()
         self.epoch += 1
         self.stored.clear()
 
     def switch_fault(self, name: str, on: bool) -> None:
-        """Begin or end a fault."""
         self.stack.faults[name](on)
         (self.faults_on.add if on else self.faults_on.discard)(name)
 
     def settle(self) -> None:
-        """End all faults, transfers and requests, wait for all jobs, and check that no block is held any more."""
+        """End all faults, transfers and requests, wait for all jobs, and check that no block is pinned."""
         for name in list(self.faults_on):
             self.switch_fault(name, False)
         while self.loads:
@@ -177,13 +174,13 @@ class StackModel:
         self._check_nothing_held()
 
     def reopen(self, stack: StackUnderTest) -> None:
-        """Continue with another stack on the same storage; the old one has been settled and shut down."""
+        """Continue with another stack on the same storage, after `settle` and the shutdown of this one."""
         self.stack = stack
 
     # Invariants.
 
     def check_transfers(self) -> None:
-        """Compare the rows of all open transfers with what they must hold, and with the rows of jobs in flight."""
+        """Compare the rows of all open transfers with their content, and with the rows of jobs in flight."""
         region = self.manager.primary.backend.region.array
         for kind, transfers in (("load", self.loads), ("store", self.stores)):
             for transfer in transfers:
@@ -208,7 +205,7 @@ class StackModel:
         for tier, counters in self.manager.counters().items():
             assert all(value >= 0 for _, value in flat_counts(counters)), (tier, counters)
             assert not count_of(counters, "audited_blocks_total", "different"), (
-                f"the audit reports {tier}, whose bytes are right"
+                f"the audit reports wrong bytes of {tier}"
             )
 
     def _check_nothing_held(self) -> None:

@@ -1,4 +1,4 @@
-"""A wrapper that makes a tier with threads behave the same way each time."""
+"""A wrapper that makes a tier with threads repeatable."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ _WAIT_S_MAX = 20.0
 
 
 class PromptTier(JobWrapperTier):
-    """Waits in `get_finished` until every job that it was given has ended, at most 20 s.
+    """Waits in `get_finished` until every submitted job has ended, at most 20 s.
 
-    So when a job ends depends on the order of calls and not on threads, and a random test that failed fails again.
-    For tests only: a manager's tier must never wait.
+    So the end of a job depends on the order of calls and not on threads, and a random test that failed fails again.
     """
 
     def __init__(self, inner: SecondaryTierManager) -> None:

@@ -1,14 +1,13 @@
-"""A TCP proxy that a test puts before a real server, to give its connections the faults of networks.
+"""A TCP proxy that a test puts in front of a real server, to give its connections the faults of networks.
 
     with FaultProxy(("127.0.0.1", server_port)) as proxy:
         client = connect(proxy.host, proxy.port)
-        proxy.set_faults(Faults(latency_s=0.1))  # from now on, on every connection
-        proxy.set_faults(Faults(flip_at_byte=1000), Direction.TO_CLIENT)  # counted from here, on every connection
+        proxy.set_faults(Faults(latency_s=0.1))
+        proxy.set_faults(Faults(flip_at_byte=1000), Direction.TO_CLIENT)
         proxy.set_faults(NO_FAULTS)
         proxy.reset_connections()
 
-Nothing is random: a fault lasts from when it is
-switched on until it is switched off, and `counts()` says how often it occurred.
+A fault lasts until it is switched off, on open and new connections. `counts()` says how often each occurred.
 """
 
 from __future__ import annotations
@@ -21,37 +20,35 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, Self, TypeVar
-
-T = TypeVar("T")
+from typing import Any, Final, Self
 
 _CALL_TIMEOUT_S: Final = 60.0
 _CHUNK_BYTES: Final = 64 << 10
-_CHUNKS_ON_THE_WAY_MAX: Final = 64
+_CHUNKS_IN_FLIGHT_MAX: Final = 64
 _PACE_S: Final = 0.01
 _LINGER_RESET: Final = struct.pack("ii", 1, 0)  # closing sends RST instead of FIN; socket(7)
-_COUNTS: Final = ("connections", "server_refused", "bytes_to_server", "bytes_to_client")
-_COUNTS_OF_FAULTS: Final = ("stalled", "cut", "flipped", "reset", "half_closed", "broken")
+_COUNTS: Final = (
+    "connections", "server_refused", "bytes_to_server", "bytes_to_client",
+    "stalled", "cut", "flipped", "reset", "half_closed", "broken",
+)  # fmt: skip
 
 
 class Direction(Enum):
-    """Which way bytes go."""
-
     TO_SERVER = "to_server"
     TO_CLIENT = "to_client"
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What is done to the bytes of one direction. Offsets count from when the faults are set, on each connection.
+    """The faults of one direction. Offsets count on each connection, from the call of `set_faults`.
 
     Args:
-        latency_s: How much later each byte arrives; the bandwidth stays what it was.
-        bytes_per_s: The bandwidth of each connection; None for all there is.
-        stalls: Bytes are taken, and do not arrive until this is switched off.
-        cut_after_bytes: The connection ends when so many bytes have arrived; a new one ends likewise.
-        cut_by_reset: It ends by RST in place of FIN. (TCP itself answers with RST who goes on sending after a FIN.)
-        flip_at_byte: The lowest bit of the byte at this offset is flipped.
+        latency_s: A delay of each byte; the bandwidth does not change.
+        bytes_per_s: The bandwidth of each connection; None for no limit.
+        stalls: The proxy takes bytes, and does not deliver them until this is switched off.
+        cut_after_bytes: Each connection ends after so many bytes, new ones too.
+        cut_by_reset: It ends by RST in place of FIN. (TCP itself answers data that comes after a FIN with RST.)
+        flip_at_byte: Flips the lowest bit of the byte at this offset.
     """
 
     latency_s: float = 0.0
@@ -68,8 +65,7 @@ NO_FAULTS: Final = Faults()
 class FaultProxy:
     """Listens on a port of the loopback interface, and passes bytes to a server and back.
 
-    One thread with an event loop of its own; all methods may be called by any other. When it is closed, no thread,
-    socket or connection is left.
+    It runs an event loop on one thread; any other thread may call. `close` leaves no thread, socket or connection.
 
     Raises:
         OSError: No port is free.
@@ -79,12 +75,11 @@ class FaultProxy:
         self.server = server
         self.host = "127.0.0.1"
         self._faults: dict[Direction, Faults] = dict.fromkeys(Direction, NO_FAULTS)
-        self._counts = dict.fromkeys(_COUNTS + _COUNTS_OF_FAULTS, 0)
+        self._counts = dict.fromkeys(_COUNTS, 0)
         self._bound = _bound_socket(self.host, 0)
         self.port: int = self._bound.getsockname()[1]
         self._loop = asyncio.new_event_loop()
-        # Owned by the loop's thread.
-        self._connections: set[_Connection] = set()
+        self._connections: set[_Connection] = set()  # the loop's thread owns it, and the listener
         self._listener: asyncio.Server | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._thread.start()
@@ -97,7 +92,7 @@ class FaultProxy:
         self.close()
 
     def set_faults(self, faults: Faults, *directions: Direction) -> None:
-        """Switch to `faults` in these directions, or in both if none is named, on open and future connections."""
+        """Replace the faults of these directions, by default of both, on open and new connections."""
 
         async def switch() -> None:
             for direction in directions or Direction:
@@ -108,21 +103,20 @@ class FaultProxy:
         self._call(switch())
 
     def counts(self) -> Mapping[str, int]:
-        """Return counts of events so far.
+        """Return the counts of events.
 
-        `connections`, `server_refused`, `bytes_to_server`, `bytes_to_client` (that were passed on), `stalled`, `cut`,
-        `flipped` (once a connection and setting), `reset`, `half_closed` (once a connection), and `broken`: one
-        end reset the connection.
+        They are `connections`, `server_refused`, `bytes_to_server` and `bytes_to_client` (delivered), `stalled`, `cut`,
+        `flipped` (once for each connection and setting), `reset`, `half_closed` (once for each connection), and
+        `broken`: one end reset the connection.
         """
         return dict(self._counts)
 
     @property
     def open_connections(self) -> int:
-        """How many connections are open."""
         return len(self._connections)
 
     def refuse_connections(self, refuses: bool = True) -> None:
-        """Have new connections refused, or taken again; the port stays ours. Those that are open stay open."""
+        """Refuse new connections, or accept them again. Open ones stay open, and the proxy keeps its port."""
         self._call(self._refuse(refuses))
 
     def reset_connections(self) -> None:
@@ -130,11 +124,11 @@ class FaultProxy:
         self._call(self._for_each(lambda connection: connection.end("reset", by_reset=True)))
 
     def half_close(self, direction: Direction) -> None:
-        """Send the end of the stream to the receiver; the other direction continues."""
+        """End the stream to the receiver on every connection; the other direction continues."""
         self._call(self._for_each(lambda connection: connection.pipes[direction].half_close()))
 
     def close(self) -> None:
-        """End every connection and the thread. A second call does nothing."""
+        """End every connection and the thread. May be repeated."""
         if self._loop.is_closed():
             return
         self._call(self._stop())
@@ -142,8 +136,8 @@ class FaultProxy:
         self._thread.join(_CALL_TIMEOUT_S)
         self._loop.close()
 
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_CALL_TIMEOUT_S)
+    def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_CALL_TIMEOUT_S)
 
     # The loop's thread.
 
@@ -154,7 +148,7 @@ class FaultProxy:
             self._listener.close()
             self._listener = None
         self._bound.close()
-        # A socket that does not listen keeps the port, and refuses.
+        # A bound socket that does not listen keeps the port, and refuses.
         self._bound = _bound_socket(self.host, self.port)
         if not refuses:
             self._listener = await asyncio.start_server(self._accept, sock=self._bound)
@@ -166,7 +160,7 @@ class FaultProxy:
         self._connections.add(connection)
 
         def forget(_: asyncio.Task[None]) -> None:
-            connection.close()  # here: a task that is cancelled before it has begun closes nothing itself
+            connection.close()  # here, because a task that is cancelled before it begins closes nothing
             self._connections.discard(connection)
 
         connection.task.add_done_callback(forget)
@@ -178,13 +172,13 @@ class FaultProxy:
     async def _stop(self) -> None:
         await self._refuse(True)
         self._bound.close()
-        while others := asyncio.all_tasks() - {asyncio.current_task()}:  # again: one may have just been accepted
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:  # again, for connections accepted meanwhile
             await self._for_each(lambda connection: connection.cancel())
             await asyncio.wait(others)
 
 
 class _Connection:
-    """A client's connection, and the one to the server that belongs to it."""
+    """A client's connection, and the proxy's connection to the server for it."""
 
     def __init__(
         self,
@@ -201,7 +195,7 @@ class _Connection:
         self._is_ended = False
 
     async def run(self, server: tuple[str, int]) -> None:
-        """Pass bytes both ways until both ends are done, or the connection is ended."""
+        """Pass bytes both ways until both ends are done, or `end` is called."""
         try:
             reader, writer = await asyncio.open_connection(*server)
         except OSError:
@@ -210,7 +204,7 @@ class _Connection:
             return
         self._writers.append(writer)
         for each in self._writers:
-            each.transport.set_write_buffer_limits(high=0)  # so that `drain` returns when the kernel has got all
+            each.transport.set_write_buffer_limits(high=0)  # so that `drain` waits until the kernel has all
         async with asyncio.TaskGroup() as group:
             for pipe, source, sink in (
                 (self.pipes[Direction.TO_SERVER], self._client[0], writer),
@@ -220,7 +214,6 @@ class _Connection:
                 group.create_task(pipe.write(sink))
 
     def end(self, counted_as: str, *, by_reset: bool) -> None:
-        """End both sides."""
         if self._is_ended:
             return
         self._is_ended = True
@@ -232,12 +225,10 @@ class _Connection:
         self.cancel()
 
     def cancel(self) -> None:
-        """Have `run` end."""
         if self.task is not None:
             self.task.cancel()
 
     def close(self) -> None:
-        """Close both sockets."""
         for writer in self._writers:
             writer.transport.abort()
 
@@ -251,39 +242,38 @@ class _Pipe:
         self._counts = counts
         self._sink: asyncio.StreamWriter | None = None
         self._is_half_closed = False
-        self._on_the_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_CHUNKS_ON_THE_WAY_MAX)
+        self._in_flight: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_CHUNKS_IN_FLIGHT_MAX)
         self.switch(faults)
 
     def switch(self, faults: Faults) -> None:
-        """Go by `faults` from now on; offsets begin at 0."""
         self._faults = faults
         self._position = 0
 
     def half_close(self) -> None:
-        """Send the end of the stream, and drop what comes after it."""
+        """End the stream, and drop later bytes."""
         if not self._is_half_closed:
             self._is_half_closed = True
             self._counts["half_closed"] += 1
             self._end_stream()
 
     async def read(self, source: asyncio.StreamReader) -> None:
-        """Take what the source sends, until it has no more."""
+        """Receive from the source until its end."""
         loop = asyncio.get_running_loop()
         try:
             while chunk := await source.read(_CHUNK_BYTES):
-                await self._on_the_way.put((loop.time(), chunk))
-        except OSError:  # the source was reset: so is the sink
+                await self._in_flight.put((loop.time(), chunk))
+        except OSError:  # the source was reset: reset the sink
             self._connection.end("broken", by_reset=True)
-        await self._on_the_way.put((loop.time(), b""))
+        await self._in_flight.put((loop.time(), b""))
 
     async def write(self, sink: asyncio.StreamWriter) -> None:
-        """Pass bytes on when they are due; at the end say so to the sink."""
+        """Deliver bytes when they are due, and then the end of the stream."""
         self._sink = sink
         try:
             while chunk := await self._next_chunk():
                 if not self._is_half_closed:
-                    await self._pass_on(sink, chunk)
-        except OSError:  # the sink was reset: so is the source
+                    await self._deliver(sink, chunk)
+        except OSError:  # the sink was reset: reset the source
             self._connection.end("broken", by_reset=True)
         else:
             self._end_stream()
@@ -294,18 +284,17 @@ class _Pipe:
                 self._sink.write_eof()
 
     async def _next_chunk(self) -> bytes:
-        """Return the next bytes once they are due and nothing stalls, no bytes at the end."""
+        """Return the next bytes once they are due and nothing stalls; no bytes at the end."""
         loop = asyncio.get_running_loop()
-        read_at_s, chunk = await self._on_the_way.get()
-        # In steps, since the fault may be switched off meanwhile.
+        read_at_s, chunk = await self._in_flight.get()
         while (early_s := read_at_s + self._faults.latency_s - loop.time()) > 0:
-            await asyncio.sleep(min(early_s, _PACE_S))
+            await asyncio.sleep(min(early_s, _PACE_S))  # in steps, since the fault may be switched off meanwhile
         self._counts["stalled"] += self._faults.stalls
         while self._faults.stalls:
             await asyncio.sleep(_PACE_S)
         return chunk
 
-    async def _pass_on(self, sink: asyncio.StreamWriter, chunk: bytes) -> None:
+    async def _deliver(self, sink: asyncio.StreamWriter, chunk: bytes) -> None:
         while chunk and not self._is_half_closed:
             faults, begin = self._faults, self._position
             piece = bytearray(chunk[: max(1, int(faults.bytes_per_s * _PACE_S))] if faults.bytes_per_s else chunk)
@@ -315,7 +304,7 @@ class _Pipe:
             if faults.flip_at_byte is not None and begin <= faults.flip_at_byte < self._position:
                 piece[faults.flip_at_byte - begin] ^= 0x01
                 self._counts["flipped"] += 1
-            self._counts[self._bytes] += len(piece)  # first: who has got them may ask for the number
+            self._counts[self._bytes] += len(piece)  # before the send, so that the receiver finds them counted
             sink.write(piece)
             await sink.drain()
             if faults.cut_after_bytes is not None and begin + len(piece) >= faults.cut_after_bytes:

@@ -1,4 +1,4 @@
-"""Drives a tier in a test: with a region of its own, known bytes in every block, and bounded waits."""
+"""Drives one tier in a test: with its own region, known bytes in every block, and bounded waits."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OpenTier = Callable[[TierSpec, memoryview], SecondaryTierManager]
 BlockIds = np.ndarray[Any, np.dtype[np.int64]]
 
 Content = Callable[[OffloadKey, int, int], bytes]
-"""Returns the content of a key: as many bytes, of an epoch."""
+"""Returns the content of a key: its size in bytes, and its epoch, are arguments."""
 
 _GUARD = 0xA5
 _POLL_S_MIN = 0.0001
 _POLL_S_MAX = 0.002
-_REMEMBERED_BYTES_MAX = 4096
+_CACHED_BYTES_MAX = 4096
 """The largest block whose content is cached; the cache takes 32 MiB at most."""
 
 
@@ -39,8 +39,8 @@ def make_keys(count: int, label: str = "block", group_idx: int = 0) -> list[Offl
 
 
 def block_content(key: OffloadKey, size_bytes: int, epoch: int = 0) -> bytes:
-    """Return the bytes that a test stores under `key`; every key, and every epoch of a key, has its own."""
-    return (_remembered_noise if size_bytes <= _REMEMBERED_BYTES_MAX else _noise)(key, size_bytes, epoch)
+    """Return the bytes that a test stores under `key`; they differ by key and epoch."""
+    return (_cached_noise if size_bytes <= _CACHED_BYTES_MAX else _noise)(key, size_bytes, epoch)
 
 
 def _noise(key: OffloadKey, size_bytes: int, epoch: int) -> bytes:
@@ -53,8 +53,7 @@ def _noise(key: OffloadKey, size_bytes: int, epoch: int) -> bytes:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(seed, "big"))).bytes(size_bytes)
 
 
-_remembered_noise = functools.lru_cache(maxsize=8192)(_noise)
-"""To make the bytes again for every comparison takes longer than most tests."""
+_cached_noise = functools.lru_cache(maxsize=8192)(_noise)  # to make them for each comparison would dominate most tests
 
 
 def compressible_content(key: OffloadKey, size_bytes: int, epoch: int = 0) -> bytes:
@@ -66,17 +65,15 @@ def compressible_content(key: OffloadKey, size_bytes: int, epoch: int = 0) -> by
 class TierRig:
     """Drives one tier as the manager would, and checks the rules of every job.
 
-    After the last job in flight the whole region is compared with what it should hold: sources as they were,
-    the blocks of a load exactly as stored, and everything else untouched. A result for an unknown job, or a
-    second one for any, fails at once. One thread.
+    After the last job in flight it compares the whole region with the expected bytes: sources as they were, the blocks
+    of a load as stored, all others unchanged. An unknown or repeated result fails at once. One thread.
 
     Args:
-        open_tier: Opens the tier; called again by `reopen`.
-        num_blocks: Rows of the region.
-        block_bytes: Bytes of a row.
+        open_tier: Called now, and by `reopen`.
+        num_blocks, block_bytes: The region.
         wait_s: How long a job or a lookup may take.
-        spec: The tier's spec; by default with a namespace of the rig's own.
-        content: The content of a key; by default bytes that no codec can compress.
+        spec: The tier's spec; by default with the rig's own namespace.
+        content: The content of a key; by default incompressible.
     """
 
     def __init__(
@@ -95,11 +92,11 @@ class TierRig:
         )
         self.block_bytes = block_bytes
         self.epoch = 0
-        """The epoch of the content that `store` writes and `load` expects; a test raises it after a reset."""
+        """The epoch of the content that `store` writes and `load` expects."""
         self._open_tier = open_tier
         self.wait_s = wait_s
         self.job_timeout_s = wait_s
-        """The deadline of jobs, from their submission on."""
+        """The deadline of jobs, after their submission."""
         self._region = PrimaryRegion(num_blocks, block_bytes)
         self._region.array[:] = _GUARD
         self._expected = self._region.array.copy()
@@ -114,11 +111,11 @@ class TierRig:
     # -- one job -----------------------------------------------------------------------------------
 
     def store(self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None) -> JobResult:
-        """Store `keys` and return how the job ended."""
+        """Store `keys` and return the job's result."""
         return self.wait([self.submit_store(keys, rows)])[0]
 
     def load(self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None) -> set[OffloadKey]:
-        """Load `keys` and return those that the tier says it loaded; their bytes have been checked."""
+        """Load `keys` and return those that the tier reports as loaded; their bytes have been checked."""
         return self.succeeded(self.wait([self.submit_load(keys, rows)])[0])
 
     def submit_store(
@@ -141,7 +138,7 @@ class TierRig:
         deadline: float | None = None,
         request: ReqContext | None = None,
     ) -> JobId:
-        """Submit a load of `keys`, for a request if one is given, into rows with other bytes."""
+        """Submit a load of `keys` into rows with other bytes."""
         job = self._new_job(keys, rows, deadline, is_promotion=True, request=request)
         self._region.array[job.block_ids] = _GUARD
         self.tier.submit_load(job)
@@ -149,7 +146,7 @@ class TierRig:
         return job.job_id
 
     def wait(self, job_ids: Iterable[JobId]) -> list[JobResult]:
-        """Return the results of jobs, in order, once all have been reported."""
+        """Return the results of jobs, in order, once the tier has reported all."""
         wanted = list(job_ids)
         end, pause_s = time.monotonic() + self.wait_s, _POLL_S_MIN
         self.poll()
@@ -167,27 +164,27 @@ class TierRig:
         for result in self.tier.get_finished():
             assert result.job_id not in self._results, f"job {result.job_id} was reported twice"
             job = self._jobs.pop(result.job_id, None)
-            assert job is not None, f"job {result.job_id} was reported, and nobody submitted it"
+            assert job is not None, f"job {result.job_id} was reported, and never submitted"
             self._results[result.job_id] = result
             self._check_result(job, result)
         return len(self._jobs)
 
     def succeeded(self, result: JobResult) -> set[OffloadKey]:
-        """Return the keys of a job that succeeded."""
+        """Return the keys that succeeded in a job."""
         return self._succeeded[result.job_id]
 
     def new_request(self) -> ReqContext:
-        """Return a request that was announced to the tier."""
+        """Return a request that the tier knows."""
         request = ReqContext(f"request-{next(self._requests)}")
         self.tier.on_new_request(request)
         return request
 
     def lookup(self, key: OffloadKey, request: ReqContext | None = None) -> bool:
-        """Return the tier's answer once it is not None; by default a new request asks, so that none is remembered."""
+        """Return the tier's answer once it is not None; by default to a new request, so that none is remembered."""
         return self._answers(lambda asking: [self.tier.lookup(key, asking)], request)[0]
 
     def lookup_all(self, keys: Sequence[OffloadKey], request: ReqContext | None = None) -> list[bool]:
-        """Return the tier's answers to `lookup_many` once none is None any more; by default a new request asks."""
+        """Return the answers of `lookup_many` once none is None; by default to a new request."""
         return self._answers(lambda asking: self.tier.lookup_many(keys, asking), request)
 
     def _answers(self, ask: Callable[[ReqContext], Sequence[bool | None]], request: ReqContext | None) -> list[bool]:
@@ -205,16 +202,16 @@ class TierRig:
     # -- the whole tier ----------------------------------------------------------------------------
 
     def reopen(self, spec: TierSpec | None = None) -> None:
-        """Shut the tier down and open it again on the same storage, for another spec if one is given."""
+        """Shut the tier down and open it again, for `spec` if given."""
         self.tier.shutdown()
         self._jobs.clear()
         self.spec = spec or self.spec
         self.tier = self._open_tier(self.spec, self._region.kv_view)
 
     def check_region(self) -> None:
-        """Compare every block with its expected bytes; no job may be in flight."""
+        """Compare every row with its expected bytes; no job may be in flight."""
         wrong = np.flatnonzero((self._region.array != self._expected).any(axis=1)).tolist()
-        assert not wrong, f"blocks {wrong} were written by nobody's job, or changed by their own store"
+        assert not wrong, f"blocks {wrong} were written outside a job, or changed by their own store"
 
     def close(self) -> None:
         """Shut the tier down and release the region."""
@@ -230,7 +227,7 @@ class TierRig:
         is_promotion: bool,
         request: ReqContext | None = None,
     ) -> JobMetadata:
-        if rows is None:  # in no order; the same ones come again after `num_blocks` more
+        if rows is None:  # in random order
             rows = list(itertools.islice(self._rows, len(keys)))
         block_ids: BlockIds = np.array(rows, dtype=np.int64)
         busy = {row for job in self._jobs.values() for row in job.block_ids.tolist()}

@@ -3,9 +3,8 @@
     def test_a_stack_with_my_tier_keeps_its_promises() -> None:
         run_state_machine_as_test(make_state_machine(open_my_stack))
 
-The machine acts as an engine: it makes all permitted calls, in any order, while tiers fail, hang and lose
-data. `tiered_kv.testing.model` checks the invariants. Preconditions depend only on the machine's own
-actions, never on the stack's answers, which may depend on threads.
+The machine acts as an engine: it makes all permitted calls, in any order, while tiers fail, hang and lose data. `model`
+checks the invariants. Preconditions depend only on the machine's actions: the stack's answers may depend on threads.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tiered_kv.testing.model import StackModel, StackUnderTest
 from tiered_kv.testing.rig import make_keys
 
 OpenStack = Callable[[Path], StackUnderTest]
-"""Opens a stack over a directory. Called again with the same directory, it finds the blocks of persistent tiers."""
+"""Opens a stack over a directory; again for the same one, where persistent tiers find their blocks."""
 
 REQUESTS_MAX = 6
 TRANSFERS_MAX = 4
@@ -43,7 +42,7 @@ def _prefixes() -> list[list[OffloadKey]]:
 
 
 def make_state_machine(open_stack: OpenStack) -> type[RuleBasedStateMachine]:
-    """Return a state machine for the stacks that `open_stack` opens; at least 12 blocks in the primary tier."""
+    """Return a state machine for stacks of `open_stack`, with at least 12 blocks in the primary tier."""
 
     class StackStateMachine(_StackRules):
         @initialize()
@@ -80,7 +79,7 @@ class _StackRules(RuleBasedStateMachine):
 
     @rule(chat=st.integers(0, 3), length=st.integers(1, 8), waits=st.booleans())
     def serve(self, chat: int, length: int, waits: bool) -> None:
-        """A whole request: find its prefix, load that, store the rest."""
+        """Play a whole request: find its prefix, load that, store the rest."""
         req_id = self.model.start(_prefixes()[chat][:length])
         request, keys = self.model.requests[req_id]
         found = self.model.look_up(req_id)

@@ -1,4 +1,4 @@
-"""Waiting, with a limit, for the effect of another thread or process."""
+"""Bounded waiting for the effect of another thread or process."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ from collections.abc import Callable
 def wait_until(
     condition: Callable[[], object], timeout_s: float = 60.0, *, pause_s: float = 0.005, what: str = "the condition"
 ) -> None:
-    """Return once `condition` holds.
-
-    Args:
-        condition: Called again and again, on the caller's thread; it holds when it returns a true value.
-        timeout_s: How long to wait. It only ends tests that fail, so it is generous.
-        pause_s: The time between two calls.
-        what: What is waited for, as the error says it.
+    """Call `condition` every `pause_s` until it returns a true value.
 
     Raises:
-        AssertionError: It did not hold in time.
+        AssertionError: It did not within `timeout_s`; the message names `what`.
     """
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -1,4 +1,4 @@
-"""Checks, from the tiers' side, which job uses which row of the primary region, and when."""
+"""Checks which job uses which row of the primary region, and when."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierM
 class RowLedger:
     """The rows that jobs in flight read and write, over all tiers of one stack.
 
-    Violations are noted and not raised: the manager treats a tier's exception as the tier's failure.
+    It collects violations and raises nothing: the manager treats a tier's exception as the tier's failure.
     """
 
     def __init__(self) -> None:
         self.violations: list[str] = []
-        """What went wrong, as sentences; a test asserts that there are none."""
+        """Sentences; a test asserts that there are none."""
         self.read: Counter[int] = Counter()  # how many stores in flight read each row
         self.written: set[int] = set()  # rows that loads in flight write
 
     def begin(self, job: JobMetadata) -> None:
-        """Note a job's rows, and whether they conflict with another job in flight."""
+        """Add a job's rows, and note conflicts with other jobs in flight."""
         rows = set(job.block_ids.tolist())
         if len(rows) != len(job.keys):
             self.violations.append(f"job {job.job_id} has {len(job.keys)} keys and {len(rows)} different rows")
@@ -38,7 +38,6 @@ class RowLedger:
             self.read.update(rows)
 
     def end(self, job: JobMetadata) -> None:
-        """Remove a job's rows."""
         rows = set(job.block_ids.tolist())
         if job.is_promotion:
             self.written -= rows
@@ -47,11 +46,10 @@ class RowLedger:
 
 
 class WatchedTier(JobWrapperTier):
-    """Notes what the manager does wrong towards the tier that it wraps.
+    """Notes violations of the manager in the ledger, which all tiers of the stack share.
 
-    Two jobs must not use one row if one of them writes. The source of a store must not change from
-    submission to report, even if the job has expired meanwhile. The wrapped tier must return at once; all tiers of
-    the stack share the ledger.
+    Two jobs must not use one row if one of them writes. The source of a store must not change from submission to
+    report, even if the job has expired meanwhile. The wrapped tier must return at once.
     """
 
     def __init__(self, inner: SecondaryTierManager, ledger: RowLedger) -> None:
@@ -74,7 +72,7 @@ class WatchedTier(JobWrapperTier):
         self.store_blocks_peak = max(self.store_blocks_peak, blocks[False])
         try:
             super().submit(job)
-        except Exception:  # it has no such job, then
+        except Exception:  # the tier did not take the job
             self._end(*self._jobs.pop(job.job_id))
             raise
 

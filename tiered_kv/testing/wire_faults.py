@@ -9,9 +9,7 @@
         def open_tier(self, proxy: FaultProxy) -> OpenTier:
             return lambda spec, view: MyTier(spec, view, "mine", host=proxy.host, port=proxy.port)
 
-Blocks may be lost, jobs may fail and lookups may miss. Wrong bytes must never be loaded. If a block is answered True
-and its load fails, it must not be answered True again. Every job is reported once, by its deadline. When the network
-works again, so does the tier. `docs/how-to/testing.md` says what each check proves.
+`docs/how-to/testing.md` lists the promises, and what each check proves.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 
 _HEAD_OFFSETS = (0, 1, 4, 10, 25, 60, 110, 180, 300)
 _TRANSFER_S = 0.5
-"""How long a transfer is made to take, so that a fault can interrupt it."""
+"""The time of a transfer that a fault is to interrupt."""
 _LOOKUPS_MAX = 100
 _POLL_S = 0.005
 
@@ -47,23 +45,22 @@ class ByteFault(Enum):
     RESET = "the connection is reset after it"
 
     def at(self, offset: int) -> Faults:
-        """Return the fault at byte `offset` of each connection, from now on."""
         if self is ByteFault.FLIP:
             return Faults(flip_at_byte=offset)
         return Faults(cut_after_bytes=offset, cut_by_reset=self is ByteFault.RESET)
 
 
 class LastingFault(Enum):
-    """A network on which nothing arrives until the fault ends."""
+    """A network that delivers nothing until the fault ends; with `DEAD` it resets and refuses connections."""
 
-    STALL_TO_SERVER = "requests do not arrive"
-    STALL_TO_CLIENT = "answers do not arrive"
-    DEAD = "connections are reset, and new ones refused"
-    SHORT_LIVED = "connections end as soon as a byte is sent"
+    STALL_TO_SERVER = (Direction.TO_SERVER, Faults(stalls=True))
+    STALL_TO_CLIENT = (Direction.TO_CLIENT, Faults(stalls=True))
+    DEAD = (Direction.TO_SERVER, NO_FAULTS)
+    SHORT_LIVED = (Direction.TO_SERVER, Faults(cut_after_bytes=1, cut_by_reset=True))
 
 
-class Blow(Enum):
-    """What befalls the connections that are open, once: a reset, or that one direction is half-closed."""
+class ConnectionEnd(Enum):
+    """A fault of all open connections, once: a reset, or the half-close of one direction."""
 
     RESET = None
     NO_MORE_TO_SERVER = Direction.TO_SERVER
@@ -71,9 +68,9 @@ class Blow(Enum):
 
 
 class WireBench:
-    """A tier in a test, opened through a network with faults, and the checks before, during and after a fault.
+    """A tier behind a network with faults, and the checks before, during and after a fault.
 
-    The times are those of `TierUnderWireFaults`.
+    `TierUnderWireFaults` explains the times.
     """
 
     def __init__(
@@ -85,14 +82,13 @@ class WireBench:
         self._grace_s = grace_s
         self._recovery_s = recovery_s
         self._labels = itertools.count()
-        self._is_whole_again()
+        self._end_faults()
 
     def new_keys(self, count: int) -> list[OffloadKey]:
-        """Return keys that were not used before."""
         return make_keys(count, f"batch-{next(self._labels)}")
 
     def stored(self, count: int) -> list[OffloadKey]:
-        """Return keys of blocks that the tier holds; no fault may be on."""
+        """Store new blocks without faults, and return their keys."""
         keys = self.new_keys(count)
         self.until(lambda: self.rig.store(keys).success, "stores fail without any fault")
         self.until(lambda: self.rig.load(keys) == set(keys), "loads fail without any fault")
@@ -100,71 +96,63 @@ class WireBench:
 
     @contextlib.contextmanager
     def bad_wire(self, direction: Direction, faults: Faults) -> Iterator[None]:
-        """Have faults on in a direction, and hold the tier to its deadlines, for the time of a `with` statement."""
+        """Switch faults on in one direction, and enforce the tier's deadlines, within a `with` statement."""
         self.rig.job_timeout_s = self.job_timeout_s
         self.rig.wait_s = self.job_timeout_s + self._grace_s
         self.proxy.set_faults(faults, direction)
         try:
             yield
         finally:
-            self._is_whole_again()
+            self._end_faults()
 
     def lasting(self, fault: LastingFault) -> contextlib.AbstractContextManager[None]:
-        """Have a wire on which nothing arrives, for the time of a `with` statement."""
-        match fault:
-            case LastingFault.STALL_TO_CLIENT:
-                return self.bad_wire(Direction.TO_CLIENT, Faults(stalls=True))
-            case LastingFault.STALL_TO_SERVER:
-                return self.bad_wire(Direction.TO_SERVER, Faults(stalls=True))
-            case LastingFault.SHORT_LIVED:
-                return self.bad_wire(Direction.TO_SERVER, Faults(cut_after_bytes=1, cut_by_reset=True))
-            case LastingFault.DEAD:
-                self.proxy.refuse_connections()
-                self.proxy.reset_connections()
-                return self.bad_wire(Direction.TO_SERVER, NO_FAULTS)
+        """Switch a lasting fault on within a `with` statement."""
+        if fault is LastingFault.DEAD:
+            self.proxy.refuse_connections()
+            self.proxy.reset_connections()
+        return self.bad_wire(*fault.value)
 
-    def strike(self, blow: Blow) -> None:
-        """Deal a blow to the connections that are open."""
-        if blow is Blow.RESET:
+    def end_connections(self, end: ConnectionEnd) -> None:
+        if end is ConnectionEnd.RESET:
             self.proxy.reset_connections()
         else:
-            self.proxy.half_close(Direction(blow.value))
+            self.proxy.half_close(Direction(end.value))
 
     def play(self, keys: Sequence[OffloadKey], request: ReqContext | None = None) -> set[OffloadKey]:
         """Look keys up and load those that are found, as a request does; return the loaded keys.
 
-        A block that was answered True and whose load fails is a miss for that request from then on.
+        A block whose load fails must be a miss for that request from then on.
         """
-        asking = request or self.rig.new_request()
-        found = self._found(keys, asking)
+        request = request or self.rig.new_request()
+        found = self._found(keys, request)
         if not found:
             return set()
-        result = self.rig.wait([self.rig.submit_load(found, request=asking)])[0]
+        result = self.rig.wait([self.rig.submit_load(found, request=request)])[0]
         loaded = self.rig.succeeded(result)
-        again = self._found([key for key in found if key not in loaded], asking)
+        again = self._found([key for key in found if key not in loaded], request)
         assert not again, f"blocks {_hex(again)} could not be loaded, and are still answered True to that request"
-        self.rig.tier.on_request_finished(asking)
+        self.rig.tier.on_request_finished(request)
         return loaded
 
     def expect_recovered(self, keys: Sequence[OffloadKey]) -> None:
-        """Check that the tier works, and that blocks of `keys` which cannot be loaded are misses. Then store them all.
+        """Check that the tier works, that lost blocks of `keys` are misses, and that all can be stored again.
 
-        Open connections may still fail from the fault, and cost a bounded number of further jobs.
+        Connections that the fault left open may cost a bounded number of further jobs.
         """
         self.until(self._works, "the tier does not work again, with no fault left")
-        self.until(lambda: self._is_honest(keys), f"blocks of {_hex(keys)} cannot be loaded, and stay answered True")
+        self.until(lambda: self._misses_lost(keys), f"blocks of {_hex(keys)} cannot be loaded, and stay answered True")
         self.until(lambda: self.rig.store(keys).success, "blocks that were lost cannot be stored again")
         self.until(lambda: self.rig.load(keys) == set(keys), "blocks that were stored again cannot be loaded")
 
     def until(self, condition: Callable[[], object], complaint: str) -> None:
-        """Return once `condition` holds."""
+        """Return once `condition` holds; fail with `complaint` if that takes longer than `recovery_s`."""
         end = time.monotonic() + self._recovery_s
         while not condition():
             assert time.monotonic() < end, complaint
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Shut the tier down, and check that it leaves no connection open."""
+        """Shut the tier down, and check that it closes all connections."""
         self.rig.close()
         self.until(lambda: not self.proxy.open_connections, "connections are open after shutdown")
 
@@ -176,18 +164,18 @@ class WireBench:
         keys = self.new_keys(1)
         return self.rig.store(keys).success and self.rig.load(keys) == set(keys)
 
-    def _is_honest(self, keys: Sequence[OffloadKey]) -> bool:
+    def _misses_lost(self, keys: Sequence[OffloadKey]) -> bool:
         loaded = self.play(keys)
         return not self._found([key for key in keys if key not in loaded])
 
-    def _is_whole_again(self) -> None:
+    def _end_faults(self) -> None:
         self.rig.wait_s = self.rig.job_timeout_s = self._recovery_s
         self.proxy.refuse_connections(False)
         self.proxy.set_faults(NO_FAULTS)
 
 
 Exchange = Callable[[WireBench], tuple[list[OffloadKey], Callable[[], object]]]
-"""Prepares an exchange with the server; returns its keys, and a callable that makes the exchange."""
+"""Prepares an exchange with the server; returns its keys, and a callable that performs it."""
 
 
 def a_lookup(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
@@ -197,10 +185,10 @@ def a_lookup(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
 
 def a_load(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
     keys, request = bench.stored(1), bench.rig.new_request()
-    for _ in range(_LOOKUPS_MAX):  # so that only the load uses the network
+    for _ in range(_LOOKUPS_MAX):  # before the exchange, so that only the load uses the network
         if all(bench.rig.lookup_all(keys, request)):
             break
-        request = bench.rig.new_request()  # on a busy machine an answer may be late, which is a miss
+        request = bench.rig.new_request()  # on a busy machine a late answer is a miss
     else:
         pytest.fail("blocks that were stored are not found, without any fault")
     return keys, lambda: bench.play(keys, request)
@@ -214,15 +202,15 @@ def a_store(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
 class TierUnderWireFaults:
     """Subclass it as `Test...`, and define the fixtures `server_address` and `open_tier`.
 
-    Give the tier timeouts of its own that are longer than `job_timeout_s`. Then the checks test the deadlines of its
-    jobs. Its `lookup_timeout` must not be longer. Switch off caches of answers, so that it asks the server.
+    Configure the tier with timeouts longer than `job_timeout_s`, so that the checks test the deadlines of its jobs,
+    with a shorter `lookup_timeout`, and without a cache of answers.
 
     Attributes:
-        block_bytes, num_blocks: Of the region.
-        job_timeout_s: The deadline of jobs while a fault is on.
-        grace_s: How much later they may be reported.
+        block_bytes, num_blocks: The region.
+        job_timeout_s: The deadline of jobs during a fault.
+        grace_s: How much later the tier may report them.
         recovery_s: How long after a fault the tier may take to work again.
-        shutdown_limit_s: How long `shutdown` may take while nothing arrives.
+        shutdown_limit_s: How long `shutdown` may take on a dead network.
     """
 
     block_bytes: ClassVar[int] = 4096
@@ -233,7 +221,7 @@ class TierUnderWireFaults:
     shutdown_limit_s: ClassVar[float] = 6.0
 
     def offsets(self, fault: ByteFault, exchange_bytes: int) -> set[int]:
-        """Return the bytes of an exchange at which to try a fault: in its first line, headers, middle and tail."""
+        """Return the offsets in an exchange at which to try a fault: in its first line, headers, middle and tail."""
         tail = (exchange_bytes // 2, exchange_bytes - 150, exchange_bytes - 60, exchange_bytes - 3, exchange_bytes - 1)
         return {offset for offset in (*_HEAD_OFFSETS, *tail) if 0 <= offset < exchange_bytes}
 
@@ -249,7 +237,7 @@ class TierUnderWireFaults:
 
     @pytest.fixture
     def proxy(self, server_address: tuple[str, int], tmp_path: Path) -> Iterator[FaultProxy]:
-        """The network; when the test is over, no thread or descriptor is left."""
+        """The network; checks after the test that no thread or descriptor is left."""
         before = Footprint.take(tmp_path)
         with FaultProxy(server_address) as proxy:
             yield proxy
@@ -258,7 +246,6 @@ class TierUnderWireFaults:
 
     @pytest.fixture
     def bench(self, open_tier: OpenTier, proxy: FaultProxy) -> Iterator[WireBench]:
-        """The tier on a bench."""
         rig = TierRig(open_tier, num_blocks=self.num_blocks, block_bytes=self.block_bytes, wait_s=self.recovery_s)
         bench = WireBench(
             rig, proxy, job_timeout_s=self.job_timeout_s, grace_s=self.grace_s, recovery_s=self.recovery_s
@@ -274,15 +261,13 @@ class TierUnderWireFaults:
     def test_a_fault_at_any_byte_costs_a_miss_at_most(
         self, bench: WireBench, direction: Direction, fault: ByteFault, exchange: Exchange
     ) -> None:
-        """At some bytes all over the exchange, flip a bit or end every connection."""
-        struck = -_strikes(bench.proxy)
+        before = _fault_count(bench.proxy)
         for offset in sorted(self.offsets(fault, _bytes_of(exchange, bench, direction))):
-            keys, happen = exchange(bench)
+            keys, run = exchange(bench)
             with bench.bad_wire(direction, fault.at(offset)):
-                happen()
+                run()
             bench.expect_recovered(keys)
-        struck += _strikes(bench.proxy)
-        assert struck, "the fault never struck: the exchange does not go through the proxy"
+        assert _fault_count(bench.proxy) > before, "no fault occurred: the exchange does not go through the proxy"
 
     # -- while it lasts ----------------------------------------------------------------------------
 
@@ -303,7 +288,7 @@ class TierUnderWireFaults:
         with bench.lasting(fault):
             if not bench.rig.tier.reset_cache():
                 pytest.skip("the tier cannot reset: the manager stops using it then")
-            bench.rig.epoch = 1  # from here on, the earlier bytes are wrong
+            bench.rig.epoch = 1  # from now on the earlier bytes are wrong
             bench.play(keys)
             bench.rig.store(keys[:4])
         bench.play(keys)
@@ -328,7 +313,7 @@ class TierUnderWireFaults:
         with bench.lasting(LastingFault.DEAD):
             try:
                 bench.rig.reopen()
-            except TierError:  # an error is as good: it says what is wrong
+            except TierError:  # an error is as good
                 is_open = False
             else:
                 is_open = True
@@ -339,38 +324,40 @@ class TierUnderWireFaults:
 
     # -- amid transfers ----------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("blow", Blow)
-    def test_connections_may_end_between_transfers(self, bench: WireBench, blow: Blow) -> None:
+    @pytest.mark.parametrize("end", ConnectionEnd)
+    def test_connections_may_end_between_transfers(self, bench: WireBench, end: ConnectionEnd) -> None:
         kept = bench.stored(8)
         for _ in range(3):
-            bench.strike(blow)
+            bench.end_connections(end)
             bench.expect_recovered(kept)
 
-    @pytest.mark.parametrize("blow", Blow)
+    @pytest.mark.parametrize("end", ConnectionEnd)
     @pytest.mark.parametrize("direction", Direction)
-    def test_connections_may_end_amid_transfers(self, bench: WireBench, direction: Direction, blow: Blow) -> None:
+    def test_connections_may_end_amid_transfers(
+        self, bench: WireBench, direction: Direction, end: ConnectionEnd
+    ) -> None:
         kept, fresh = bench.stored(32), bench.new_keys(32)
         name = f"bytes_{direction.value}"
         moved = bench.proxy.counts()[name] + 2 * self.block_bytes
         bench.proxy.set_faults(Faults(bytes_per_s=32 * self.block_bytes / _TRANSFER_S), direction)
         jobs = [bench.rig.submit_load(kept), bench.rig.submit_store(fresh)]
         bench.until(lambda: bench.proxy.counts()[name] >= moved, "no transfer goes through the proxy")
-        bench.strike(blow)
+        bench.end_connections(end)
         bench.proxy.set_faults(NO_FAULTS, direction)
         bench.rig.wait(jobs)
         bench.expect_recovered(kept + fresh)
 
 
 def _bytes_of(exchange: Exchange, bench: WireBench, direction: Direction) -> int:
-    """Return how many bytes an exchange has in one direction, on an open connection."""
+    """Return the size of an exchange in one direction, on an open connection."""
     name = f"bytes_{direction.value}"
-    _, happen = exchange(bench)
+    _, run = exchange(bench)
     before = bench.proxy.counts()[name]
-    happen()
+    run()
     return bench.proxy.counts()[name] - before
 
 
-def _strikes(proxy: FaultProxy) -> int:
+def _fault_count(proxy: FaultProxy) -> int:
     counts = proxy.counts()
     return counts["flipped"] + counts["cut"]
 

@@ -1,12 +1,12 @@
-"""Administration of a tier's storage without a stack: look at its namespaces and blocks, and delete for good.
+"""Administration of a tier's storage without a stack: survey, verify and purge its namespaces.
 
     administration = tier_type.administration()(settings)
     with closing(administration):
         for stored in administration.survey(deadline).namespaces:
             administration.purge(stored.digest, deadline)
 
-A purge is not a reset of the cache: a reset makes blocks unreachable at once and leaves their bytes to be written
-over. A purge deletes the bytes, may take long, and checks afterwards whether any are left.
+A reset of the cache makes blocks unreachable at once, and leaves their bytes to be overwritten. A purge deletes the
+bytes, may take long, and checks afterwards whether any are left.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ DIGEST_HEX = re.compile(r"[0-9a-f]{32}")
 """The form of a namespace's digest in paths and names."""
 
 DESCRIPTION_BYTES_MAX = 1 << 20
-"""Limit of a readable form that is read from storage; a longer one is ignored."""
+"""Longer readable forms in storage are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ages:
-    """How long ago something happened to each of many blocks, in seconds. The median is an estimate."""
+    """Ages of many blocks. The median is an estimate."""
 
     oldest_s: float
     median_s: float
@@ -39,16 +39,16 @@ class Ages:
 
 @dataclass(frozen=True, slots=True)
 class StoredNamespace:
-    """A namespace of which a tier's storage holds data; None is what the storage does not know.
+    """A namespace with data in a tier's storage; None means unknown.
 
     Args:
-        digest: Its digest, 32 hexadecimal digits.
-        described: Its readable form; empty if there is none that matches the digest.
-        blocks: How many blocks.
-        size_bytes: What they occupy, with marks and readable forms.
-        written: How long ago its blocks were written.
-        used: How long ago they were last used, or written.
-        used_again: The share of its blocks, 0 to 1, that were used again after they were written.
+        digest: 32 hexadecimal digits.
+        described: Its readable form; empty if the storage has none that matches the digest.
+        blocks: Number of blocks.
+        size_bytes: Their size in the storage, including marks and readable forms.
+        written: Ages since the blocks were written.
+        used: Ages since the blocks were last used or written.
+        used_again: The share of blocks, 0 to 1, that were used after they were written.
     """
 
     digest: str
@@ -61,7 +61,7 @@ class StoredNamespace:
 
     @property
     def tenant(self) -> str | None:
-        """Whose it is, None if that cannot be told."""
+        """The tenant of the readable form; None if unknown."""
         namespace = self.described.get("namespace")
         tenant = namespace.get("tenant") if isinstance(namespace, Mapping) else None
         return tenant if isinstance(tenant, str) else None
@@ -72,10 +72,10 @@ class Purged:
     """The result of a purge of one namespace.
 
     Args:
-        blocks: How many blocks were deleted. A tier that does not read its segments or versions of objects counts
-            those. None if it is unknown.
+        blocks: Blocks that were deleted, or the segments or object versions of a tier that does not read them; None if
+            unknown.
         size_bytes: Bytes that were deleted.
-        left: Data that should have been deleted and is left, and why; empty if none is.
+        left: Data that could not be deleted, and why.
         notes: Hints for the user.
     """
 
@@ -87,14 +87,14 @@ class Purged:
 
 @dataclass(frozen=True, slots=True)
 class SurveyedSegments:
-    """The large files that blocks lie in.
+    """The large files that contain blocks.
 
     Args:
-        files: How many there are.
-        free: How many of them hold no block.
-        unusable: How many have no sound header; the tier deletes these when it opens.
-        size_bytes: Their size.
-        filled_bytes: How much of that has been written.
+        files: Number of files.
+        free: Files without a block.
+        unusable: Files without a valid header; the tier deletes them when it opens.
+        size_bytes: Size of all files.
+        filled_bytes: The part of it that has been written.
     """
 
     files: int
@@ -106,7 +106,7 @@ class SurveyedSegments:
 
 @dataclass(frozen=True, slots=True)
 class SurveyedForeign:
-    """What lies in the storage and is not this tier's: entries, their bytes, and the names of a few."""
+    """Entries of the storage that are not this tier's, and the names of a few."""
 
     entries: int
     size_bytes: int
@@ -115,37 +115,31 @@ class SurveyedForeign:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a tier's storage holds; None is what the storage does not know, or has none of.
-
-    Args:
-        namespaces: Every namespace with data, by digest.
-        segments: The large files that blocks lie in.
-        foreign: What is not this tier's.
-        notes: Hints for the user.
-    """
+    """The contents of a tier's storage, with every namespace that has data; None means unknown, or none."""
 
     namespaces: tuple[StoredNamespace, ...] = ()
     segments: SurveyedSegments | None = None
     foreign: SurveyedForeign | None = None
     notes: tuple[str, ...] = ()
+    """Hints for the user."""
 
 
 @dataclass(eq=False)
 class Verification:
-    """The check of one namespace's blocks: what is wanted, and what was found so far, also if it is interrupted.
+    """The options of a check of one namespace's blocks, and its results so far.
 
     Args:
-        block_bytes: Size of the namespace's blocks; None if it is unknown.
+        block_bytes: Size of the namespace's blocks; None if unknown.
         repairs: Whether damaged blocks are deleted.
-        on_block: Called after each block with its bytes. It may sleep, to bound the rate, or raise, to end the check.
+        on_block: Called with the bytes of each block. It may sleep, to limit the rate, or raise, to end the check.
 
     Attributes:
-        blocks: Blocks that were read, whatever was found.
+        blocks: Blocks that were read.
         size_bytes: Their bytes.
         damaged: Blocks that no process can load, by reason.
-        unreadable: Blocks that cannot be judged here, by reason; they may be sound, and are never deleted.
+        unreadable: Blocks that cannot be checked here, by reason; they may be intact, and are never deleted.
         repaired: Damaged blocks that were deleted.
-        checks_tags: Whether the tags of encrypted blocks are verified, and not their checksums alone.
+        checks_tags: Whether the tags of encrypted blocks are verified, and not only their checksums.
         notes: Hints for the user.
         error: Why the check was not finished; empty if it was. The caller sets it.
     """
@@ -168,11 +162,11 @@ class Verification:
         return not self.error and self.damaged.total() == self.repaired
 
     def note(self, found: RecordStatus | str, size_bytes: int) -> bool:
-        """Count a block, and return whether to delete it; then count it in `repaired`.
+        """Count a block, and return whether to delete it. The caller then counts it in `repaired`.
 
         Args:
-            found: The result of reading it, or a word for why it could not be read.
-            size_bytes: How many bytes were read.
+            found: The result of reading the block, or one word for why it could not be read.
+            size_bytes: Bytes that were read.
         """
         self.blocks += 1
         self.size_bytes += size_bytes
@@ -185,14 +179,14 @@ class Verification:
 
 
 _SOUND = UNREADABLE | {RecordStatus.UNENCRYPTED}
-"""Sound records that are not loaded here. Other processes may load them."""
+"""Intact records that this process cannot load. Others may load them."""
 
 
 class TierAdministration(ABC):
-    """One tier's storage, without a stack. A subclass is constructed with the tier's settings; one thread uses it.
+    """Administers one tier's storage. A subclass is constructed with the tier's settings. Used by one thread.
 
-    Every method raises `TierError` if the storage cannot be reached, another process owns it, or it belongs to no such
-    tier. All of them end by their deadlines, in seconds of `time.monotonic()`. A digest has 32 hexadecimal digits.
+    Methods raise `TierError` if the storage cannot be reached, another process owns it, or another kind of tier wrote
+    it. They end by their deadlines, in seconds of `time.monotonic()`. A digest has 32 hexadecimal digits.
     """
 
     @abstractmethod
@@ -201,23 +195,23 @@ class TierAdministration(ABC):
 
     @abstractmethod
     def purge(self, digest: str, deadline: float) -> Purged:
-        """Delete all stored data of the namespace with this digest, and check that none is left.
+        """Delete all data of a namespace, and check that none is left.
 
-        Blocks that other processes store meanwhile may be left. The processes continue; their lookups are misses.
+        Other processes may go on: their lookups are misses, and blocks that they store meanwhile may be left.
         """
 
     @abstractmethod
     def survey(self, deadline: float, only: str | None = None) -> Survey:
-        """Count what the storage holds, and change nothing, also while processes use it.
+        """Count the contents of the storage without changes, also while processes use it.
 
         With `only`, a digest, no other namespace is counted.
         """
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
-        """Read all blocks of one namespace, and `note` each; delete the damaged ones if that says so. Optional.
+        """Read all blocks of one namespace, and `note` each; delete a block if `note` returns True. Optional.
 
-        Memory is bounded by a few blocks, whatever the storage says of their sizes. The result is in `verification`,
-        also if this raises.
+        Memory is bounded by a few blocks, whatever sizes the storage claims. `verification` has the results, also after
+        an exception.
 
         Raises:
             NotImplementedError: Tiers of this type cannot be verified.
@@ -225,14 +219,14 @@ class TierAdministration(ABC):
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give up what was opened; by default nothing is kept open."""
+        """Close what was opened; by default nothing."""
         return
 
 
-def believed(described: object, digest: str) -> Mapping[str, object]:
-    """Return a readable form that was found beside the blocks of `digest`; an empty one if its digest is another.
+def matching_description(described: object, digest: str) -> Mapping[str, object]:
+    """Return the readable form of a namespace from storage; an empty one if its digest is not `digest`.
 
-    An attacker who can write there could put another tenant's name into it. The digest over the form shows that.
+    An attacker with write access could put another tenant's name into it, but then its digest differs.
     """
     if not isinstance(described, Mapping):
         return {}

@@ -9,11 +9,11 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
 
 TRACKED_KEYS_MAX = 1 << 20
-"""Keys counted in one generation, of two (about 200 MiB of keys at the very worst)."""
+"""Keys that are counted in each of two generations, in 200 MiB at most."""
 
 
 class Selection(NamedTuple):
-    """What becomes of offered blocks: to be stored, not admitted, and those for which there is no room in flight."""
+    """Offered blocks: those to store, those not admitted, and those over the limit in flight."""
 
     stored: list[CPUBlock]
     refused: list[CPUBlock]
@@ -21,18 +21,17 @@ class Selection(NamedTuple):
 
 
 class Admission:
-    """Admits a block when it is offered for the n-th time, so that blocks which are used once wear no disk.
+    """Admits a block when it is offered for the n-th time, so that blocks which are used once do not wear an SSD.
 
-    Counts are kept in two generations, so that memory is bounded without work for each key: when the younger is full
-    it becomes the older, whose counts still carry over. Owned by the manager's thread.
+    Counts are kept in two generations: when the younger is full it replaces the older. So memory is bounded without
+    work for each key. Owned by the manager's thread.
     """
 
     reason: ClassVar[str] = "admission"
-    """Why a block that it refuses is not stored."""
+    """The reason in counters for blocks that are not admitted."""
 
-    def __init__(self, admit_after: int, tracked_keys_max: int = TRACKED_KEYS_MAX) -> None:
+    def __init__(self, admit_after: int) -> None:
         self._admit_after = admit_after
-        self._tracked_keys_max = tracked_keys_max
         self._young: dict[OffloadKey, int] = {}
         self._old: dict[OffloadKey, int] = {}
 
@@ -41,11 +40,11 @@ class Admission:
         return self._admit_after <= 1
 
     def begin(self, req_id: str) -> None:
-        """Note that a request begins; an earlier one of its id has ended."""
+        """Note that a request begins. An earlier request with this id has ended."""
         return
 
     def select(self, offered: list[CPUBlock], room: int, req_id: str) -> Selection:
-        """Choose from blocks of one request, at most `room`; an offer that finds no room does not count."""
+        """Choose at most `room` blocks of one request. An offer over `room` is not counted."""
         if self.is_open():
             return Selection(offered[:room], [], offered[room:])
         stored: list[CPUBlock] = []
@@ -57,19 +56,19 @@ class Admission:
         return Selection(stored, refused, [])
 
     def again(self, loaded: list[CPUBlock], req_id: str) -> list[CPUBlock]:
-        """Return those blocks to offer that a request has loaded from elsewhere: a load is a use."""
+        """Return the blocks to offer again after a request has loaded them, not from this tier."""
         return loaded
 
     def note_hits(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that the tier loads blocks."""
+        """Note that the tier loads these blocks."""
         return
 
     def tick(self) -> None:
-        """Note the time, once a step."""
+        """Note the time; called once a step."""
         return
 
-    def counted(self) -> Mapping[str, int]:
-        """Return counts for the tier's counters; any thread may call."""
+    def snapshot(self) -> Mapping[str, int]:
+        """Return counters; any thread may call."""
         return {}
 
     def admit(self, key: OffloadKey) -> bool:
@@ -80,7 +79,7 @@ class Admission:
             self._young.pop(key, None)
             self._old.pop(key, None)
             return True
-        if len(self._young) >= self._tracked_keys_max:
+        if len(self._young) >= TRACKED_KEYS_MAX:
             self._old, self._young = self._young, {}
         self._young[key] = offers
         return False

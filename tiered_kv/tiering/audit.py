@@ -1,10 +1,10 @@
-"""The audit: a share of requests is computed anew, and what the tiers have is compared with what was computed.
+"""The audit: a share of requests is computed anew, and the stored blocks are compared with the computed ones.
 
-A namespace cannot contain everything that shapes a block's bytes. So the lookups of some requests are answered with
-misses. The engine then computes their blocks and stores them, and here each is compared with the copy under its key:
+A namespace cannot contain everything that shapes a block's bytes. So the lookups of audited requests are answered with
+misses. The engine computes their blocks and stores them. Each is compared with the copy that a tier has:
 
-- Where the primary tier has the block, the engine writes into a *spare row* instead, and both rows are compared.
-- Where a secondary tier has it, the engine stores it as any new block, and the tier's copy is loaded into a spare row.
+- In the primary tier: the engine writes into a *spare row* instead, and both rows are compared.
+- In a secondary tier: the engine stores it as any new block, and the tier's copy is loaded into a spare row.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tiered_kv.tiering.spare_rows import BLOCKS_MAX, Audited, Pair, SpareRows
 logger = logging.getLogger(__name__)
 
 DURATION_MAX_S: Final = 60.0
-"""How long after its first lookup a request's blocks may take to be stored and compared."""
+"""How long an audit may take, from its request's first lookup on."""
 LOGGED_KEYS_MAX: Final = 8
 _SHOWN_MAX: Final = 1e3
-"""The largest difference that a counter shows; values that are not finite, or of an unknown type, differ by more."""
+"""The largest difference that a counter shows. Infinite ones come from values of an unknown type, or not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class AuditRules:
 
     Args:
         share: Share of the requests that are audited, above 0 and up to 1.
-        tolerance: The largest difference that is still close; see `difference_of`.
+        tolerance: The largest difference (`difference_of`) that counts as close.
         stops: Whether a tier whose block differs is not used any more.
-        dtype: The type of the blocks' values, as the namespace names it.
+        dtype: The `dtype` of the namespace.
     """
 
     share: float
@@ -55,9 +55,9 @@ class AuditRules:
 
 
 class Audit:
-    """Chooses requests, one at a time, and follows their blocks until they have been compared.
+    """Chooses requests, one at a time, and follows their blocks until they are compared. Owned by the manager's thread.
 
-    Owned by the manager's thread. `on_active` is called with `is_active` when that may have changed.
+    `on_active` is called with the new `is_active` when an audit begins or ends.
     """
 
     def __init__(
@@ -76,18 +76,18 @@ class Audit:
         self._spare_rows = SpareRows(primary, rules.dtype)
         self._numbers = itertools.count()
         self._current: Audited | None = None
-        self._written: dict[OffloadKey, Pair] = {}  # whose spare row the engine is writing
+        self._written: dict[OffloadKey, Pair] = {}  # the engine is writing their spare rows
         self._loads: dict[SubmittedJob, list[Pair]] = {}
         self._verdicts = {name: Counter[str]() for name in (PRIMARY_NAME, *(guarded.name for guarded in tiers))}
         self._largest: dict[str, float] = {}  # by tier
         self._abandoned: Counter[str] = Counter()  # by reason
         self._num_requests = self._busy_requests = 0
         self.stopped: set[str] = set()
-        """Tiers that are not to be used any more."""
+        """Names of tiers that must not be used any more."""
 
     @property
     def is_active(self) -> bool:
-        """Whether lookups have to ask `withholds`."""
+        """Whether lookups have to call `withholds`."""
         return self._current is not None or PRIMARY_NAME in self.stopped
 
     @property
@@ -95,8 +95,8 @@ class Audit:
         """Comparisons that have not ended."""
         return self._spare_rows.in_flight
 
-    def counted(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return what was counted, by tier; counts of no tier are the primary tier's. Any thread may call."""
+    def snapshot(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+        """Return counters by tier; those of the whole audit are the primary tier's. Any thread may call."""
         counted: dict[str, dict[str, Any]] = {
             name: {"audited_blocks_total": dict(verdicts)} if verdicts else {}
             for name, verdicts in self._verdicts.items()
@@ -115,7 +115,7 @@ class Audit:
     # The engine's calls.
 
     def begin(self, req_context: ReqContext) -> None:
-        """Audit a new request, if it is one of the share and no other is being audited."""
+        """Audit a new request, if it is chosen and no other request is being audited."""
         req_id, current = req_context.req_id, self._current
         if not req_id or not is_chosen(req_id, self._rules.share) or PRIMARY_NAME in self.stopped:
             return
@@ -127,11 +127,10 @@ class Audit:
             self._busy_requests += 1
 
     def audits(self, req_context: ReqContext) -> bool:
-        """Return whether this request is being audited."""
         return self._current is not None and self._current.req_id == req_context.req_id
 
     def withholds(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        """Return whether a lookup is to be answered with a miss."""
+        """Return whether to answer a lookup with a miss."""
         audited = self._current
         if PRIMARY_NAME in self.stopped:
             return True
@@ -145,7 +144,7 @@ class Audit:
     def prepare(
         self, keys: Collection[OffloadKey], output: PrepareStoreOutput, req_context: ReqContext
     ) -> PrepareStoreOutput:
-        """Return the rows that a request stores into, with spare rows for blocks that the primary tier has."""
+        """Return `output`, with spare rows added for blocks that the primary tier already has."""
         audited = self._current
         if audited is None:
             return output
@@ -170,7 +169,7 @@ class Audit:
     def complete(
         self, keys: Collection[OffloadKey], written: Sequence[CPUBlock], req_context: ReqContext, success: bool
     ) -> None:
-        """Continue with blocks whose store has ended; `written` are those in rows of their own, if it succeeded."""
+        """Process a store that has ended; `written` are its blocks outside of spare rows."""
         req_id = req_context.req_id
         for pair in [self._written[key] for key in keys if key in self._written]:
             if pair.spare.writer == req_id:
@@ -197,7 +196,7 @@ class Audit:
             self._load(audited, guarded, blocks, req_context)
 
     def finish(self, req_context: ReqContext) -> None:
-        """Note the end of a request, whose stores may still be completed."""
+        """Note the end of a request; its stores may still be in flight."""
         audited = self._current
         if audited is None:
             return
@@ -211,7 +210,7 @@ class Audit:
     # Events of tiers and of time.
 
     def collect(self, job: SubmittedJob, result: JobResult) -> bool:
-        """End a load that was reported; return False if it is not the audit's."""
+        """Process a load that was reported; return False if it is not the audit's."""
         pairs = self._loads.pop(job, None)
         if pairs is None:
             return False
@@ -224,7 +223,7 @@ class Audit:
         return True
 
     def expire(self, job: SubmittedJob) -> bool:
-        """Give up an expired load; return False if it is not the audit's. Its spare rows stay with the job."""
+        """Abandon an expired load; return False if it is not the audit's. Its spare rows stay with the job."""
         pairs = self._loads.get(job)
         for pair in pairs or ():
             self._spare_rows.expire(pair)
@@ -232,7 +231,7 @@ class Audit:
         return pairs is not None
 
     def tick(self, now_s: float) -> None:
-        """Process finished comparisons, and end an audit whose time is over."""
+        """Process finished comparisons, and end an audit that is complete or takes too long."""
         for pair, difference in self._spare_rows.take():
             if pair.audited is not self._current:
                 continue
@@ -252,12 +251,12 @@ class Audit:
             self._end()
 
     def reset(self) -> None:
-        """Give up the current audit: its keys have other blocks from now on."""
+        """End the current audit: its blocks are forgotten."""
         if self._current is not None:
             self._end("reset")
 
     def close(self, timeout_s: float) -> None:
-        """End the audit, and its thread after the last comparison; wait at most `timeout_s`."""
+        """End the audit and its thread; wait at most `timeout_s` for the last comparison."""
         self.reset()
         self._spare_rows.stop(timeout_s)
         self.tick(self._clock())
@@ -265,7 +264,7 @@ class Audit:
     # One step each.
 
     def _ask(self, audited: Audited) -> None:
-        """Ask the tiers, in order, for the blocks whose tier is not known yet."""
+        """Look up, tier by tier, the blocks whose tier is not known yet."""
         rest = [key for key, guarded in audited.asked.items() if guarded is None]
         for guarded in self._tiers:
             if not rest:
@@ -281,7 +280,7 @@ class Audit:
             rest = [key for key, answer in answers.items() if answer is not None and not answer]
         for key in rest:
             del audited.asked[key]
-            audited.is_taking = False  # blocks behind one that no tier has are of no use
+            audited.is_taking = False  # no tier has usable blocks after a miss
 
     def _with_spare_rows(
         self,
@@ -303,7 +302,7 @@ class Audit:
         return PrepareStoreOutput(ordered, spec, [*output.evicted_keys, *evicted])
 
     def _load(self, audited: Audited, guarded: GuardedTier, blocks: list[CPUBlock], req_context: ReqContext) -> None:
-        """Load a tier's copies of blocks that the engine has just stored."""
+        """Load a tier's copies of blocks that the engine has just stored into spare rows."""
         pairs = self._spare_rows.pair(audited, blocks[: max(guarded.load_room(), 0)], req_context, [], guarded.name)
         self._abandon("no_room", len(blocks) - len(pairs))
         if not pairs:
@@ -317,8 +316,8 @@ class Audit:
             self._end_pair(pair, "failed_load")
 
     def _end_pair(self, pair: Pair, failure: str = "") -> None:
-        """Compare a pair whose spare row has been filled; release it if that failed, or if its audit has ended."""
-        if pair.audited is not self._current:  # it was counted when its audit ended
+        """Compare a pair whose spare row was filled; release it if that failed or its audit has ended."""
+        if pair.audited is not self._current:  # already counted in `_end`
             self._spare_rows.release(pair)
         elif failure:
             self._spare_rows.release(pair)
@@ -342,7 +341,7 @@ class Audit:
             self._abandoned[reason] += num_blocks
 
     def _end(self, reason: str = "") -> None:
-        """End the audit of the current request; `reason` says why some of its blocks may not have been compared."""
+        """End the current audit; `reason` is counted for blocks that were not compared."""
         audited = self._current
         assert audited is not None
         self._current = None
@@ -369,11 +368,11 @@ class Audit:
 
 
 def is_chosen(req_id: str, share: float) -> bool:
-    """Return whether a request is in the audited share; the same ids always are."""
+    """Return whether a request is in the audited share, by a hash of its id."""
     return int(_log_name(req_id), 16) < share * 2.0**64
 
 
 def _log_name(named: str | bytes) -> str:
-    """Return the digest of a request or a block for a log."""
+    """Return the digest that stands for a request's id or a key in logs."""
     name = named.encode("utf-8", "surrogatepass") if isinstance(named, str) else named
     return hashlib.blake2b(name, digest_size=8).hexdigest()

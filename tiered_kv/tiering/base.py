@@ -1,8 +1,7 @@
 """The contract of a secondary tier.
 
-A secondary tier never sees GPU memory. A *cascade* store copies blocks out of the primary tier's CPU region
-into the tier; a *promotion* load copies them back. Both are jobs: submitted without waiting, reported once by
-`SecondaryTierManager.get_finished`.
+A *cascade* store copies blocks from the primary tier's CPU region into the tier; a *promotion* load copies them back.
+Both are jobs: submitted without waiting, and reported once by `SecondaryTierManager.get_finished`.
 
 Names and signatures follow vLLM v1's `vllm.v1.kv_offload.tiering.base`. Additions of this project have defaults,
 so a tier that implements only the four abstract methods works.
@@ -20,7 +19,7 @@ import numpy as np
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
 
 JobId = int
-"""Names a job; unique within a manager, never reused."""
+"""Unique within a manager, never reused."""
 
 
 @dataclass
@@ -28,14 +27,13 @@ class JobMetadata:
     """A batch of blocks of one request, for one tier, in one direction.
 
     Args:
-        job_id: The job's name in `JobResult`.
+        job_id: Identifies the job in `JobResult`.
         keys: The blocks, in the order of their request's prefix.
         block_ids: Rows of the primary tier's region, int64 of shape (n,), in the order of `keys`.
         is_promotion: True for a load into the region, False for a store out of it.
         req_context: The request.
-        deadline: When the job expires, in seconds of `time.monotonic()`; None for never. A tier
-            may cancel work that cannot meet it, but must still report the job: its blocks are not reused
-            until it does.
+        deadline: When the job expires, in seconds of `time.monotonic()`; None for never. A tier may cancel a job
+            that cannot meet it, but must still report the job: its blocks are not reused before the report.
     """
 
     job_id: JobId
@@ -48,15 +46,14 @@ class JobMetadata:
 
 @dataclass
 class JobResult:
-    """How a job ended. After the report no code of the tier touches the job's blocks any more.
+    """How a job ended. After the report the tier must not touch the job's blocks any more.
 
     Args:
         job_id: The job.
         success: True if every key succeeded.
-        successful_keys: If not all keys succeeded, those that did; None if `success` holds for all of
-            them.
-        reason: One word for the counters where something failed, such as "checksum", "io_error", "no_space".
-        ended_s: When the job ended, in seconds of `time.monotonic()`; None for when it is reported.
+        successful_keys: If not all keys succeeded, the keys that did; None if all have the outcome of `success`.
+        reason: Why keys failed, one word for the counters: "checksum", "io_error", "no_space" ...
+        ended_s: When the job ended, in seconds of `time.monotonic()`; default the time of the report.
     """
 
     job_id: JobId
@@ -68,18 +65,17 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """A stack's description of a tier's data, for the tier's `offloading_spec`.
+    """What a stack passes to a tier as `offloading_spec`.
 
     Args:
-        name: The tier's name in the stack, unique in it.
+        name: The tier's name, unique in the stack.
         block_bytes: Bytes of one block.
-        namespace_digest: 16 bytes, a digest of all fields that must agree before blocks are interchangeable.
-        namespace: The same in readable form, to be kept beside the data.
-        wants_events: Whether somebody takes the tier's events; if not, it need not collect any.
-        memory: Where blocks begin at any byte: then `JobMetadata.block_ids` are byte offsets into it, and the view that
-            the tier gets tells only the sizes. None where they are rows of that view.
-        on_finished: Called by any thread when a job has ended or lookups were answered, so that nobody needs to poll.
-            It returns at once. None where nobody wants it.
+        namespace_digest: 16 bytes: a digest of all fields that must agree before blocks are interchangeable.
+        namespace: These fields in readable form, to be stored beside the data.
+        wants_events: Whether the tier's events are used. If not, the tier need not collect any.
+        memory: If set, `JobMetadata.block_ids` are byte offsets into it, and the tier's view only has the right sizes.
+            If None, they are rows of the view.
+        on_finished: Called on any thread when a job has ended or lookups were answered; returns at once. Optional.
     """
 
     name: str
@@ -94,22 +90,20 @@ class TierSpec:
 class SecondaryTierManager(ABC):
     """One storage tier behind the primary tier.
 
-    The manager calls every method from one thread. If `is_nonblocking` is True that thread is the scheduler's,
-    and each call must return within microseconds and do no I/O; the toolkit's bases
-    (`tiered_kv.toolkit`) take care of that. If it is False the manager gives the tier a thread of its
-    own, so that a slow call costs hits and never the scheduler's time.
+    The manager calls every method from one thread. If `is_nonblocking` is True, this is the scheduler's thread: each
+    call must return within microseconds and do no I/O, as with the base classes of `tiered_kv.toolkit`. If it is False,
+    the tier gets its own thread, and a slow call costs hits but no scheduler time.
 
     Args:
-        offloading_spec: The configuration that the tier is opened for. The stack passes a `TierSpec`;
-            engines pass their own; a tier that needs none accepts anything. For the built-in tiers, all stacks without
-            a `TierSpec` that have one block size share a namespace.
+        offloading_spec: The configuration. A stack passes a `TierSpec`, engines pass their own. For the built-in tiers,
+            all stacks without a `TierSpec` that have one block size share a namespace.
         primary_kv_view: The primary tier's region, writable, of shape (num_blocks, block_bytes).
-        tier_type: The name under which the tier was registered, used in messages and counters.
+        tier_type: The name under which the tier was registered, for messages and counters.
     """
 
     is_nonblocking: ClassVar[bool] = False
     takes_offsets: bool = False
-    """Whether the tier heeds `TierSpec.memory`, as the toolkit's do; one that does not works below a manager only."""
+    """Whether the tier supports `TierSpec.memory`, as the toolkit's tiers do. Others work only below a manager."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str) -> None:
         self._offloading_spec = offloading_spec
@@ -118,18 +112,18 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Return True if the tier has the complete block, False if not, None if it does not know yet."""
+        """Return True if the tier has the complete block, False if not, None if the answer comes later."""
 
     @abstractmethod
     def submit_store(self, job_metadata: JobMetadata) -> None:
-        """Begin to copy blocks out of the primary tier, except those that the tier already has.
+        """Begin to copy blocks that the tier lacks out of the primary tier.
 
         The blocks stay pinned, and unchanged, until the job is reported.
         """
 
     @abstractmethod
     def submit_load(self, job_metadata: JobMetadata) -> None:
-        """Begin to copy blocks into the primary tier. Bytes that fail verification must be reported as failed."""
+        """Begin to copy blocks into the primary tier. Blocks that fail verification must be reported as failed."""
 
     @abstractmethod
     def get_finished(self) -> Iterable[JobResult]:
@@ -137,7 +131,7 @@ class SecondaryTierManager(ABC):
 
     @property
     def lookup_failures(self) -> int:
-        """How many lookups this tier has answered with False because it could not know; the breaker watches it."""
+        """How many lookups were answered with False because the answer was unknown. The breaker watches it."""
         return 0
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
@@ -146,11 +140,11 @@ class SecondaryTierManager(ABC):
         return [lookup(key, req_context) for key in keys]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Note that `keys` were used, for tiers that evict by use."""
+        """Note the use of blocks, for tiers that evict by use."""
         return
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Return how this tier wants the request's blocks: each once (the default), or all of them at its end."""
+        """Return how the tier wants the request's blocks: each once (the default), or all of them at its end."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -162,11 +156,10 @@ class SecondaryTierManager(ABC):
         return
 
     def reset_cache(self) -> bool:
-        """Forget every block: none that was stored before may be found or loaded again.
+        """Forget every block: no block that was stored before may be found or loaded again.
 
         Returns:
-            Whether this tier can. If not (the default), the manager stops using it: blocks that are no
-            longer valid must not come back.
+            Whether the tier supports this. If not (the default), the manager stops using the tier.
         """
         return False
 
@@ -179,25 +172,24 @@ class SecondaryTierManager(ABC):
         return False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return what this tier removed since the last call, and with `tells_stored` also what it stored.
+        """Return what the tier removed since the last call, and with `tells_stored` also what it stored.
 
-        The manager uses the keys and `removed`. It forgets the events from before a `reset_cache`, and tells of the
-        reset itself.
+        The manager uses only `keys` and `removed`. It drops events from before a `reset_cache`, and reports the reset.
         """
         return ()
 
-    def stats(self) -> Mapping[str, Any]:  # Any: a number, or for what has labels a mapping of numbers by label
-        """Return the tier's own counters and gauges by name, as `tiered_kv.counters` says; any thread may call."""
+    def stats(self) -> Mapping[str, Any]:  # Any: a number, or a mapping of numbers by label
+        """Return the tier's counters and gauges by name, in the form of `tiered_kv.counters`; any thread may call."""
         return {}
 
     def describe(self) -> Mapping[str, object]:
-        """Return facts about the tier and its surroundings, for users. May do I/O; never called on the hot path.
+        """Return facts about the tier and its storage, for users. May do I/O; not called on the hot path.
 
         Raises:
-            TierUnavailableError: The storage does not answer, or refuses.
+            TierUnavailableError: The storage does not answer, or refuses access.
         """
         return {}
 
     def shutdown(self) -> None:
-        """Release threads, connections and files. Bounded in time; jobs that have not ended are reported or void."""
+        """Release threads, connections and files, in bounded time. Jobs that have not ended need not be reported."""
         return

@@ -6,21 +6,18 @@ from enum import Enum
 
 
 class BreakerState(Enum):
-    """Whether a tier is used; the value is `breaker_state` in the counters."""
+    """The value is `breaker_state` in the counters."""
 
     CLOSED = 0
-    """In use."""
+    """The tier is in use."""
     OPEN = 2
-    """Not in use: it failed too often in a row."""
+    """The tier is not in use: it failed too often in a row."""
     HALF_OPEN = 1
-    """One job at a time, to see whether it works again."""
+    """One job at a time may probe whether the tier works again."""
 
 
 class Breaker:
-    """Stops using a tier that keeps failing, and tries it again after a while.
-
-    Owned by the manager's thread.
-    """
+    """Opens after `failures_max` failures in a row, half-opens after `cooldown_s`. Owned by the manager's thread."""
 
     def __init__(self, failures_max: int, cooldown_s: float) -> None:
         self.state = BreakerState.CLOSED
@@ -38,7 +35,7 @@ class Breaker:
     def fail(self, now_s: float) -> None:
         """Note that a job or lookup failed, or was not answered in time."""
         if self.state is BreakerState.OPEN:
-            return  # it began before the breaker opened: late failures must not delay the probe
+            return  # of a job from before it opened, which must not delay the probe
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN or self._failures >= self._failures_max:
             self.times_opened += 1
@@ -46,7 +43,7 @@ class Breaker:
             self._opened_at_s = now_s
 
     def answer(self) -> None:
-        """The tier answered while the breaker was open: let a probe through now."""
+        """Note that the tier has reported an expired job; if open, let a probe through now."""
         if self.state is BreakerState.OPEN:
             self.state = BreakerState.HALF_OPEN
 

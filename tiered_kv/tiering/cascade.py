@@ -11,10 +11,7 @@ from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 
 
 class Cascade:
-    """Pins blocks for the tiers that want them, within each tier's budget, and submits the stores.
-
-    Owned by the manager's thread.
-    """
+    """Pins the blocks that each tier selects, and submits their stores. Owned by the manager's thread."""
 
     def __init__(self, primary: CPUOffloadingManager) -> None:
         self._primary = primary
@@ -22,21 +19,21 @@ class Cascade:
     def commit(
         self, written: list[CPUBlock], keys: list[OffloadKey], tiers: Iterable[GuardedTier], req_context: ReqContext
     ) -> None:
-        """Make blocks of `keys` that an engine has just written ready, and offer them to `tiers`."""
+        """Make the blocks that an engine has just written ready, and offer them to `tiers`; `keys` are their keys."""
         selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(written, req_context))]
         if all(len(blocks) == len(written) for _, blocks in selections):
-            # The usual case, without a pass over the blocks for each tier.
+            # The usual case: no pass over the blocks for each tier.
             self._primary.commit(written, pins=len(selections))
         else:
             self._primary.commit(written, pins=1)
             for _, blocks in selections:
                 self._primary.pin(blocks)
             self._primary.unpin(written)
-        self._primary.tell_stored(keys)
+        self._primary.note_stored(keys)
         self._submit(selections, req_context, keys)
 
     def offer(self, ready: list[CPUBlock], tiers: Iterable[GuardedTier], req_context: ReqContext) -> None:
-        """Offer blocks that are ready already to `tiers`."""
+        """Offer blocks that are already ready to `tiers`."""
         selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(ready, req_context))]
         for _, blocks in selections:
             self._primary.pin(blocks)
@@ -45,7 +42,7 @@ class Cascade:
     def fill(
         self, ready: list[CPUBlock], source: GuardedTier, tiers: Sequence[GuardedTier], req_context: ReqContext
     ) -> None:
-        """Offer blocks that were promoted from `source` for a request to the tiers above it that want them."""
+        """Offer blocks that were promoted from `source` to the tiers above it that have `fill_on_promotion`."""
         above = [each for each in tiers[: tiers.index(source)] if each.settings.fill_on_promotion]
         if above:
             self.offer(ready, above, req_context)

@@ -1,4 +1,4 @@
-"""Comparison: how far two copies of a block differ."""
+"""How far two copies of a block differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 STRETCH_VALUES: Final = 256
 """Values in a stretch: about one token of one head."""
 SCALE_SHARE: Final = 0.1
-"""A stretch of smaller values than this share of the block's average is measured against that share."""
+"""A stretch whose magnitude is below this share of the block's average is measured against this share."""
 _PIECE_BYTES: Final = 1 << 18
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -18,18 +18,19 @@ Values = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def difference_of(stored: Bytes, computed: Bytes, dtype: str) -> float:
-    """Return how far two copies of a block differ, each a contiguous array of the same length.
+    """Return the largest difference of a stretch: 0 if all values agree, about 1 if they are unrelated.
 
     The difference of a stretch of 256 values is the sum of |stored - computed| over the sum of the larger magnitudes.
-    A value that is not finite agrees with the same bits only. `dtype` is the values' type, as a namespace names it;
-    bytes of an unknown type agree, or differ infinitely.
+    A value that is not finite agrees only with the same bits.
 
-    Returns:
-        That of the stretch that differs most: 0 if all values agree, about 1 if they are unrelated.
+    Args:
+        stored: A copy of the block; contiguous.
+        computed: The other copy, of the same length.
+        dtype: The type of the values, a `dtype` of a namespace. Bytes of an unknown type agree or differ infinitely.
     """
     if np.array_equal(stored, computed):
         return 0.0
-    known = _TYPES.get(dtype.lower().removeprefix("torch."))
+    known = _type_of(dtype)
     if known is None or len(stored) % known.bytes:
         return float("inf")
     sums = [
@@ -46,18 +47,20 @@ def difference_of(stored: Bytes, computed: Bytes, dtype: str) -> float:
 
 def is_known(dtype: str) -> bool:
     """Return whether values of this type can be compared as numbers."""
-    return dtype.lower().removeprefix("torch.") in _TYPES
+    return _type_of(dtype) is not None
 
 
 class _Type(NamedTuple):
-    """A type of values: how long one is, and how an array of bytes becomes float32."""
-
     bytes: int
     decode: Callable[[Bytes], Values]
 
 
+def _type_of(dtype: str) -> _Type | None:
+    return _TYPES.get(dtype.lower().removeprefix("torch."))
+
+
 def _sums_of_stretches(stored: Bytes, computed: Bytes, known: _Type) -> tuple[Values, Values]:
-    """Return, for each stretch, the sum of the differences and the sum of the larger magnitudes."""
+    """Return the sum of the differences, and of the larger magnitudes, of each stretch."""
     with np.errstate(invalid="ignore", over="ignore"):
         before, after = known.decode(stored), known.decode(computed)
         differences = np.abs(before - after)
@@ -97,4 +100,4 @@ _TYPES: Mapping[str, _Type] = {
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3fn"), _FP8_E4M3),
     **dict.fromkeys(("fp8_e5m2", "float8_e5m2"), _FP8_E5M2),
 }
-"""By the names that vLLM, PyTorch and people use; `fp8` is e4m3, as in vLLM."""
+"""By the names in vLLM and PyTorch, and common ones; `fp8` is e4m3, as in vLLM."""

@@ -1,4 +1,4 @@
-"""Making secondary tiers from their settings."""
+"""Constructs secondary tiers from their settings."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ _SEED_ARGUMENTS = 3
 
 
 class SecondaryTierFactory:
-    """Constructs tiers. It has no state: `tier_plugins()` holds the tier types."""
+    """Registers and constructs tiers. The state is in `tier_plugins()`."""
 
     @staticmethod
     def register(name: str, tier: type[SecondaryTierManager] | Callable[[], type[SecondaryTierManager]]) -> TierType:
-        """Make a class known under `name`, for programs that are no plugin.
+        """Register a class without a plugin.
 
         Args:
             name: Its `type` in a YAML entry.
             tier: The class, or a callable that imports and returns it. It is constructed as
-                `cls(offloading_spec, primary_kv_view, tier_type, **keys)` with those keys of its YAML entry
-                that not every tier has, so a class with the three arguments alone works too.
+                `cls(offloading_spec, primary_kv_view, tier_type, **keys)`. `keys` are the keys of its YAML entry that
+                are not settings of every tier.
 
         Raises:
             ConfigError: The name is taken or cannot name a tier type.
         """
-        if isinstance(tier, type):
-            return _register(tier_type_of_class(name, tier))
-        return _register(TierType(name, ClassArguments, tier))
+        tier_type = tier_type_of_class(name, tier) if isinstance(tier, type) else TierType(name, ClassArguments, tier)
+        tier_plugins().register(_Registration(tier_type), _label(name))
+        return tier_type
 
     @staticmethod
     def unregister(name: str) -> None:
-        """Forget a class that `register` made known."""
+        """Undo `register`."""
         tier_plugins().unregister(_label(name))
 
     @staticmethod
     def known() -> dict[str, TierType]:
-        """Return every tier type that can be created by name."""
+        """Return every tier type by name."""
         return tier_plugins().tier_types()
 
     @staticmethod
@@ -56,14 +56,14 @@ class SecondaryTierFactory:
         """Construct a tier; one whose settings have a name key is wrapped in `KeyedNames`.
 
         Args:
-            offloading_spec: Passed to the tier; a stack passes a `TierSpec`.
-            primary_kv_view: The primary tier's region, writable, of shape (num_blocks, block_bytes).
+            offloading_spec: See `SecondaryTierManager`.
+            primary_kv_view: See `SecondaryTierManager`.
             settings: The tier's entry, or its settings.
 
         Raises:
-            ConfigError: The settings or a key's file cannot be used, or a library is missing.
-            TierError: The tier cannot be opened. Other exceptions of a tier become a `TierError`,
-                without the secrets of its settings.
+            ConfigError: The settings or a key file are invalid, or a library is missing.
+            TierError: The tier cannot be opened. Other exceptions of a tier become a `TierError` without the secrets of
+                its settings.
         """
         checked = tier_settings(settings)
         tier_type = tier_plugins().resolve(checked.type)
@@ -81,9 +81,9 @@ class SecondaryTierFactory:
             return tier if name_key is None else KeyedNames(tier, name_key)
         except TieredKVError:
             raise
-        except Exception as error:  # any exception of a foreign constructor
+        except Exception as error:  # a third-party constructor may raise anything
             reason = f"{type(error).__name__}: {scrub(str(error), checked.secret_texts())}"
-        # Raised outside of the handler: the original message may contain secrets.
+        # Raised outside of the handler, without a context: the original message may contain secrets.
         raise TierError(reason, tier=checked.name, operation="open")
 
 
@@ -111,7 +111,7 @@ def _check_keywords(tier_class: Callable[..., object], keywords: Mapping[str, ob
 
 
 class _Registration:
-    """A plugin for one class, so that programs register in the same way as distributions."""
+    """A plugin for one class."""
 
     def __init__(self, tier_type: TierType) -> None:
         self._tier_type = tier_type
@@ -119,11 +119,6 @@ class _Registration:
     @hookimpl
     def tiered_kv_register_tiers(self) -> list[TierType]:
         return [self._tier_type]
-
-
-def _register(tier_type: TierType) -> TierType:
-    tier_plugins().register(_Registration(tier_type), _label(tier_type.name))
-    return tier_type
 
 
 def _label(name: str) -> str:
@@ -135,7 +130,7 @@ def _load(tier_type: TierType, name: str) -> Callable[..., SecondaryTierManager]
         tier_class = tier_type.load()
     except TieredKVError:
         raise
-    except Exception as error:  # any exception of a foreign module's import
+    except Exception as error:  # a third-party module may raise anything
         raise TierError(
             f"its class cannot be loaded: {type(error).__name__}: {error}", tier=name, operation="open"
         ) from error

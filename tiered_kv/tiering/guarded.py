@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,10 @@ import numpy as np
 from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.notices import Notices
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.breaker import Breaker, BreakerState
-from tiered_kv.tiering.events import TierEvents
 from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.pace import Pace
 from tiered_kv.tiering.tier_observer import TierObserver, direction_of
@@ -27,50 +24,70 @@ from tiered_kv.tiering.write_budget import admission_of
 from tiered_kv.toolkit.status import UNUSABLE_REASONS
 
 HARMLESS_REASONS: Final = UNUSABLE_REASONS | {"absent", "missing", "no_space", "reset", "unanswered"}
-"""Reasons for which a tier that works may fail a whole job: losing a block is allowed. The breaker ignores them.
+"""Reasons for which a healthy tier may fail a whole job. The breaker ignores them.
 
-`unanswered` is for blocks that a server does not answer for, while the tier's servers answer for others.
+`unanswered`: one of a tier's servers does not answer, while others do.
 """
 
 _REASON = re.compile(r"[\w.-]{1,64}", re.ASCII)
-"""What a reason looks like. Counters and metrics have it as a label, so a sentence is none."""
+"""The form of a failure reason: a label of counters and metrics, not a sentence."""
 
 _job_ids = itertools.count()
 
 
 @dataclass(slots=True, eq=False)
 class SubmittedJob:
-    """A job that was submitted to a tier.
+    """A job that a tier has accepted and not reported yet.
 
-    Its blocks are pinned for a store, in state writing for a load. They belong to the job until the tier has reported
-    it, however long that takes. When its deadline has passed they are in quarantine, and its result does not count.
+    A store's blocks are pinned, a load's are in state writing. They belong to the job until the tier reports it. After
+    the job's deadline they are in quarantine, and its result is ignored.
     """
 
     metadata: JobMetadata
     blocks: Sequence[CPUBlock]
     blocks_in_flight: int
-    """Of this direction when it was submitted, its own included."""
+    """Blocks in flight in the job's direction after its submission, including its own."""
     is_expired: bool = False
 
 
 @dataclass(slots=True)
 class _Budget:
-    """Blocks that the jobs of one direction may take, and take; those of expired jobs are free at an unknown time."""
+    """The blocks in flight in one direction, and their limit."""
 
     blocks_max: int
     blocks: int = 0
     expired_blocks: int = 0
+    """The part of `blocks` that belongs to expired jobs. When these blocks become free is unknown."""
+    reserved_blocks: int = 0
+    """Blocks of jobs that will be submitted later: promotions of this step, `reserve_stores` of the manager."""
+
+    @property
+    def room(self) -> int:
+        return self.blocks_max - self.blocks - self.reserved_blocks
+
+    @property
+    def will_grow(self) -> bool:
+        """Whether more room will become free: a job that has not expired uses some of the budget."""
+        return self.reserved_blocks > 0 or self.blocks > self.expired_blocks
 
 
 class GuardedTier:
     """Submits jobs to one tier within its budgets, and processes their results. Owned by the manager's thread.
 
-    The budgets, by default `budget_bytes` each, count the blocks of a job until the tier has reported it,
-    expired or not. So a tier that never reports can take its budgets and no more.
+    The budgets count a job's blocks until the tier reports the job, expired or not. So a tier that never reports a job
+    can take its budgets and no more. A tier that is not `is_nonblocking` runs on its own thread (`IsolatedTier`).
 
-    A tier whose class does not say `is_nonblocking` gets a thread of its own. With `tells_events` somebody takes its
-    events. `compute_block_s` are the seconds in which the engine computes a block, where somebody says. `wear_clock` is
-    that of a write budget, by default `clock`.
+    Args:
+        tier: The tier.
+        settings: Its limits, and its name in counters.
+        block_bytes: Bytes of one block.
+        budget_bytes: Default of `load_budget` and of `store_budget`.
+        clock: Seconds of a monotonic clock.
+        number: The tier's position in the search order; the primary tier's is 0.
+        notices: Receives changes of the tier's state.
+        history: Receives what happens to blocks; optional.
+        reports_events: Whether events are collected for `TierObserver.take_events`.
+        wear_clock: Clock of the write budget; default `clock`.
     """
 
     def __init__(
@@ -80,34 +97,29 @@ class GuardedTier:
         block_bytes: int,
         budget_bytes: int,
         clock: Callable[[], float],
-        notices: Notices | None = None,
+        *,
         number: int = 1,
+        notices: Notices | None = None,
         history: BlockHistory | None = None,
-        tells_events: bool = False,
-        compute_block_s: float = math.inf,
+        reports_events: bool = False,
         wear_clock: Callable[[], float] | None = None,
     ) -> None:
         self.name = settings.name
         self.number = number
-        """Its place in the order of the search, the primary tier's being 0."""
         self.tier = tier if tier.is_nonblocking else IsolatedTier(tier, settings.lookup_timeout, clock)
         self.settings = settings
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_cooldown)
         self.admission = admission_of(settings, block_bytes, wear_clock or clock, self._moved_blocks)
-        self.pace = Pace(compute_block_s)
-        events = TierEvents(self.tier, self.name, block_bytes) if tells_events else None
-        self.observer = TierObserver(self.name, number, block_bytes, notices or Notices(), history, events)
+        self.pace = Pace()
+        event_source = self.tier if reports_events else None
+        self.observer = TierObserver(self.name, number, block_bytes, notices or Notices(), history, event_source)
         self.counters = self.observer.counters
         self.measures = self.observer.measures
         self.jobs: dict[JobId, SubmittedJob] = {}
         self.is_disabled = False
-        """Set for good when the tier cannot reset."""
+        """True for the rest of the process once `disable` was called."""
         self.loads = _Budget(_blocks(settings.load_budget, budget_bytes, block_bytes))
         self.stores = _Budget(_blocks(settings.store_budget, budget_bytes, block_bytes))
-        self.load_blocks_reserved = 0
-        """Blocks taken for loads that will be submitted at the end of the step."""
-        self.store_blocks_reserved = 0
-        """Blocks that callers are about to store: see `TieringOffloadingManager.reserve_stores`."""
         self._clock = clock
         self._block_bytes = block_bytes
         self._lookup_failures = 0
@@ -117,35 +129,35 @@ class GuardedTier:
 
     @property
     def is_searched(self) -> bool:
-        """Whether lookups ask this tier: not if none of its blocks could be loaded."""
+        """Whether lookups ask this tier. They do not if none of its blocks could be loaded."""
         if self.is_disabled or self.breaker.state is BreakerState.OPEN:
             return False
         return self.is_loading or self.loads.blocks < self.loads.blocks_max
 
     @property
     def is_loading(self) -> bool:
-        """Whether load budget will become free in time: some of it is taken by loads that have not expired."""
-        return self.load_blocks_reserved > 0 or self.loads.blocks > self.loads.expired_blocks
+        """Whether load budget will become free."""
+        return self.loads.will_grow
 
     @property
     def is_storing(self) -> bool:
-        """Whether store budget will become free in time."""
-        return self.store_blocks_reserved > 0 or self.stores.blocks > self.stores.expired_blocks
+        """Whether store budget will become free."""
+        return self.stores.will_grow
 
     def store_room(self) -> int:
         """Return how many blocks may be stored now."""
-        return 0 if self.refusal() else self.stores.blocks_max - self.stores.blocks - self.store_blocks_reserved
+        return 0 if self.refusal() else self.stores.room
 
     def is_full_for(self, num_blocks: int) -> bool:
-        """Return whether a store of so many blocks finds no room now, and may find it later."""
+        """Return whether a store of `num_blocks` has no room now, and may have room later."""
         return not self.refusal() and (self.is_storing or self.store_room() > 0) and self.store_room() < num_blocks
 
     def load_room(self) -> int:
         """Return how many blocks may be loaded now."""
-        return 0 if self.refusal() else self.loads.blocks_max - self.loads.blocks - self.load_blocks_reserved
+        return 0 if self.refusal() else self.loads.room
 
     def refusal(self) -> str:
-        """Return why no job may be submitted: "disabled", "breaker", or "" if jobs may be."""
+        """Return why no job may be submitted: "disabled" or "breaker"; "" if jobs may be submitted."""
         if self.is_disabled:
             return "disabled"
         state = self.breaker.state
@@ -154,10 +166,7 @@ class GuardedTier:
         return ""
 
     def select(self, offered: list[CPUBlock], req_context: ReqContext) -> list[CPUBlock]:
-        """Return the offered blocks that the tier stores, and count the others.
-
-        It stores those that are admitted, head first, as far as its budget allows.
-        """
+        """Return the admitted blocks, head first and within the store budget; count the others as skipped."""
         selected, refused, late = self.admission.select(offered, max(self.store_room(), 0), req_context.req_id)
         self.observer.skipped(self.admission.reason, refused)
         self.observer.skipped(self.refusal() or "budget", late)
@@ -172,10 +181,10 @@ class GuardedTier:
         is_promotion: bool,
         job_id: JobId | None = None,
     ) -> SubmittedJob | None:
-        """Give the tier a job: to load `keys` into the rows of `blocks`, or to store them from there.
+        """Submit a job that loads `keys` into the rows of `blocks`, or stores them from these rows.
 
         Returns:
-            The job, named `job_id` or by a new number; None where the tier refuses it with an exception.
+            The job; None if the tier raised an exception.
         """
         block_ids = np.array([block.block_id for block in blocks], dtype=np.int64)
         deadline = self._clock() + self.settings.job_timeout
@@ -198,32 +207,34 @@ class GuardedTier:
         return job
 
     def collect(self) -> list[tuple[SubmittedJob, JobResult]]:
-        """Return the jobs that the tier reports as ended, expired ones included; their budget is free again."""
+        """Return the jobs that the tier has reported, including expired ones, and free their budget."""
         results: list[JobResult] = []
         try:
-            told = self.tier.get_finished()
-            if not told:
+            reported = self.tier.get_finished()
+            if not reported:
                 return []
-            for result in told:  # results before an exception count: they are reported only once
+            for result in reported:  # results before an exception count: they are reported only once
                 if isinstance(result, JobResult):
                     results.append(result)
         except Exception:
             self.observer.note_exception("get_finished")
             self.breaker.fail(self._clock())
         ended = []
-        for told_of_job in results:
+        for raw_result in results:
             try:
-                job = self.jobs.pop(told_of_job.job_id, None)
-            except TypeError:  # an id that no job can have
+                job = self.jobs.pop(raw_result.job_id, None)
+            except TypeError:  # an id that cannot be hashed
                 job = None
             if job is None:
                 self.counters.add("unknown_results_total")
                 continue
-            result = _believed(told_of_job)
+            result = _validated(raw_result)
             self._budget_of(job).blocks -= len(job.blocks)
-            told_s, now_s = result.ended_s, self._clock()
+            ended_s, now_s = result.ended_s, self._clock()
             begun_s = (job.metadata.deadline or 0.0) - self.settings.job_timeout
-            seconds = max(0.0, (told_s if told_s is not None and begun_s <= told_s <= now_s else now_s) - begun_s)
+            if ended_s is None or not begun_s <= ended_s <= now_s:  # a tier may use another clock
+                ended_s = now_s
+            seconds = max(0.0, ended_s - begun_s)
             self.measures.add_job(direction_of(job.metadata), seconds, len(job.blocks) * self._block_bytes)
             if job.metadata.is_promotion and result.success and not job.is_expired:
                 self.pace.add(job.blocks_in_flight, seconds, now_s)
@@ -238,7 +249,7 @@ class GuardedTier:
         return ended
 
     def expire(self, now_s: float) -> list[SubmittedJob]:
-        """Return the jobs whose deadline has passed just now; their blocks stay with them, in quarantine."""
+        """Return the jobs whose deadline has passed since the last call; their blocks are now in quarantine."""
         expired = []
         for job in self._unexpired.values():
             assert job.metadata.deadline is not None
@@ -257,7 +268,7 @@ class GuardedTier:
         return expired
 
     def tick(self, now_s: float) -> None:
-        """Update the breaker with the time, and with the lookups that the tier gave up since the last call."""
+        """Update breaker and admission; called once a step. Lookup failures of the tier count as one failure."""
         try:
             failures = self.tier.lookup_failures
         except Exception:
@@ -267,7 +278,7 @@ class GuardedTier:
             self.counters.add("lookup_timeouts_total", count=failures - self._lookup_failures)
             self._lookup_failures = failures
             self.breaker.fail(now_s)
-            self.observer.gave_up()
+            self.observer.note_lookup_timeout()
         self.breaker.tick(now_s)
         self.admission.tick()
         if self.breaker.state is not self._noted_state:
@@ -275,13 +286,13 @@ class GuardedTier:
             self.observer.notice(f"breaker {self._noted_state.name.lower().replace('_', ' ')}")
 
     def disable(self, why: str) -> None:
-        """Use the tier no more."""
+        """Stop using the tier until the process ends."""
         if not self.is_disabled:
             self.is_disabled = True
             self.observer.notice(f"disabled: {why}")
 
     def call(self, method: str, *arguments: object) -> Any:  # Any: as the tier's method returns
-        """Call an optional method of the tier; an exception is counted, and the answer is None."""
+        """Call a method of the tier; an exception is counted, and the result is then None."""
         try:
             return getattr(self.tier, method)(*arguments)
         except Exception:
@@ -289,20 +300,20 @@ class GuardedTier:
             return None
 
     def wants_all_of(self, req_context: ReqContext) -> bool:
-        """Announce a new request to the tier; return whether it wants all blocks of the request at its end."""
+        """Report a new request to the tier; return whether it wants all blocks of the request at its end."""
         self.admission.begin(req_context.req_id)
         answer = self.call("on_new_request", req_context)
         return isinstance(answer, RequestOffloadingContext) and answer.policy is OffloadPolicy.REQUEST_LEVEL
 
-    def counted(self) -> dict[str, Any]:
-        """Return the tier's counts, as `Counters.snapshot`, and its own `stats` under "tier"."""
+    def snapshot(self) -> dict[str, Any]:
+        """Return the counters and gauges of this tier, with its own `stats` under "tier"."""
         stats = self.call("stats")
         block_bytes = self._block_bytes
-        stores, loads = self.stores.blocks, self.loads.blocks + self.load_blocks_reserved
+        stores, loads = self.stores.blocks, self.loads.blocks + self.loads.reserved_blocks
         return {
             **self.counters.snapshot(),
             **self.measures.snapshot(),
-            **self.admission.counted(),
+            **self.admission.snapshot(),
             "pinned_bytes": (stores + loads) * block_bytes,
             "store_budget_bytes": self.stores.blocks_max * block_bytes,
             "store_budget_used_bytes": stores * block_bytes,
@@ -316,13 +327,13 @@ class GuardedTier:
         }
 
     def reset_cache(self) -> None:
-        """Let the tier forget every block; one that cannot is not used any more."""
+        """Reset the tier; disable it if it cannot reset."""
         if not self.call("reset_cache"):
             self.disable("it cannot reset")
         self.observer.reset(list(self.jobs))
 
     def _moved_blocks(self) -> int:
-        """Return how many blocks the tier says that it has moved within itself."""
+        """Return how many blocks the tier reports as relocated within its storage."""
         stats = self.call("stats")
         count = stats.get("relocated_blocks_total") if isinstance(stats, Mapping) else 0
         return count if isinstance(count, int) else 0
@@ -346,48 +357,16 @@ class GuardedTier:
             self.breaker.fail(self._clock())
 
 
-def guard(
-    tiers: Sequence[SecondaryTierManager],
-    settings: Sequence[TierSettings] | None,
-    primary: CPUOffloadingManager,
-    clock: Callable[[], float],
-    notices: Notices,
-    history: BlockHistory | None,
-    compute_block_s: float,
-    wear_clock: Callable[[], float] | None,
-) -> tuple[GuardedTier, ...]:
-    """Return the guarded tiers below a primary tier, in their order; without `settings`, those of each `tier_type`."""
-    settings = settings or [TierSettings(type=tier.tier_type) for tier in tiers]
-    block_bytes = primary.backend.block_size
-    budget_bytes = block_bytes * primary.backend.num_blocks // 4
-    return tuple(
-        GuardedTier(
-            tier,
-            limits,
-            block_bytes,
-            budget_bytes,
-            clock,
-            notices,
-            number,
-            history,
-            primary.tells_events,
-            compute_block_s,
-            wear_clock,
-        )
-        for number, (tier, limits) in enumerate(zip(tiers, settings, strict=True), 1)
-    )
-
-
-def _believed(told: JobResult) -> JobResult:
-    """Return a result whose fields have the right types; a job with an invalid result has failed."""
+def _validated(raw: JobResult) -> JobResult:
+    """Return a result whose fields have the right types. If one cannot be converted, the job has failed."""
     try:
-        keys = None if told.successful_keys is None else frozenset(told.successful_keys)
-        reason = str(told.reason or "")
+        keys = None if raw.successful_keys is None else frozenset(raw.successful_keys)
+        reason = str(raw.reason or "")
         is_word = not reason or _REASON.fullmatch(reason)
-        ended_s = None if told.ended_s is None else float(told.ended_s)
-        return JobResult(told.job_id, bool(told.success), keys, reason if is_word else "error", ended_s)
+        ended_s = None if raw.ended_s is None else float(raw.ended_s)
+        return JobResult(raw.job_id, bool(raw.success), keys, reason if is_word else "error", ended_s)
     except Exception:
-        return JobResult(told.job_id, False, reason="nonsense")
+        return JobResult(raw.job_id, False, reason="nonsense")
 
 
 def _blocks(budget_bytes: int | None, default_bytes: int, block_bytes: int) -> int:

@@ -1,8 +1,8 @@
-"""A thread of its own for a tier whose methods may block.
+"""Runs a tier whose methods may block on a separate thread.
 
-Unless a tier's class says `is_nonblocking`, the manager drives it through an `IsolatedTier`: every call except
-`describe` becomes a message to the tier's thread. So a call that hangs costs hits of that tier only. No exception ends
-the thread, not even `SystemExit` or `asyncio.CancelledError`, which are no `Exception`: later jobs would wait for ever.
+A tier that is not `is_nonblocking` is wrapped in an `IsolatedTier`. Every call except `describe` becomes a message to
+the tier's thread, so a call that hangs costs only hits of that tier. No exception ends the thread, not even
+`SystemExit` or `asyncio.CancelledError`: later jobs would wait for ever.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tiered_kv.toolkit.lookups import BatchedLookups, Probe
 POLL_INTERVAL_S = 0.001
 """How often the tier is polled while it has jobs."""
 HINTS_MAX = 1 << 12
-"""Messages that may be lost (touches, ends of requests and steps) while the tier hangs; the oldest first."""
+"""Queued messages about touches, requests and ends of steps; while the tier hangs, the oldest are dropped."""
 EVENTS_MAX = 1 << 14
-"""Events kept until they are taken; beyond it the oldest are dropped."""
+"""Events that are kept until they are taken; the oldest are dropped."""
 CLOSE_TIMEOUT_S = 5.0
 
 _Item = TypeVar("_Item")
@@ -33,13 +33,13 @@ _Item = TypeVar("_Item")
 class IsolatedTier(WrapperTier):
     """Runs the methods of `inner` on one daemon thread, loads before stores.
 
-    The scheduler's thread appends messages and reads answers. The tier's thread reads messages and appends answers.
+    The scheduler's thread appends messages and reads answers; the tier's thread reads messages and appends answers.
     Both use only atomic operations of deque and set. The condition is never held while `inner` runs.
 
     Args:
         inner: The tier to isolate.
-        lookup_timeout_s: How long a lookup may go unanswered before it is a miss.
-        clock: Seconds, monotonic; the clock of the jobs' deadlines.
+        lookup_timeout_s: A lookup without an answer after this time is a miss.
+        clock: Seconds of the monotonic clock of the jobs' deadlines.
     """
 
     is_nonblocking = True
@@ -62,8 +62,8 @@ class IsolatedTier(WrapperTier):
         self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
         self._running: set[JobId] = set()
         self._lookup_exceptions = 0
-        self._inner_failures = 0  # the tier's own, after its last round
-        self._stats: Mapping[str, Any] = {}  # its last answer: at the start, after its last job, and in the end
+        self._inner_failures = 0  # `inner.lookup_failures`, read once a round
+        self._stats: Mapping[str, Any] = {}  # `inner.stats()`, read at the start, after each job and at the end
         self._is_idle = False
         self._is_closing = False
         self._is_resetting = False
@@ -96,14 +96,14 @@ class IsolatedTier(WrapperTier):
     def get_finished(self) -> Iterable[JobResult]:
         self._lookups.expire()
         if self._running and self._on_finished is not None and not self._thread.is_alive():
-            self._collect()  # a host waits for its memory: what hung when the tier was closed may have ended
-        return _taken(self._results)
+            self._collect()  # a host waits for its memory: a job that hung when the tier was closed may have ended
+        return _take_all(self._results)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._hint(lambda: self.inner.touch(keys, req_context))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        # The scheduler cannot wait for the answer, so an isolated tier always gets its blocks one by one.
+        # The scheduler cannot wait for the tier's policy, so an isolated tier has the default one.
         self._hint(lambda: self.inner.on_new_request(req_context))
         return RequestOffloadingContext()
 
@@ -118,14 +118,14 @@ class IsolatedTier(WrapperTier):
     def reset_cache(self) -> bool:
         self._is_resetting = True
         self._lookups.clear()
-        # Not begun yet, and no longer valid. Taken one by one: the tier's thread may take one meanwhile.
-        self._results.extend(JobResult(job.job_id, False, reason="reset") for job in _taken(self._stores))
+        # Stores that have not begun are not valid any more.
+        self._results.extend(JobResult(job.job_id, False, reason="reset") for job in _take_all(self._stores))
         self._urgent.append(self._reset)
         self._notify()
         return True
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return _taken(self._events)
+        return _take_all(self._events)
 
     def stats(self) -> Mapping[str, Any]:
         return self._stats
@@ -145,8 +145,8 @@ class IsolatedTier(WrapperTier):
         self._notify()
 
     def _notify(self) -> None:
-        # The tier's thread says that it is idle before it looks at its queues for the last time. So what was appended
-        # before this test is either seen by it, or it is notified.
+        # The tier's thread sets `_is_idle` before it checks its queues and waits. So it either finds the message that
+        # was appended before this test, or it is notified.
         if self._is_idle:
             with self._wake:
                 self._wake.notify()
@@ -191,7 +191,7 @@ class IsolatedTier(WrapperTier):
             self._attempt(self._urgent.popleft())
 
     def _answer(self) -> None:
-        """Look up what has gathered, one probe a round: jobs are not to wait until nobody asks any more."""
+        """Answer gathered lookups, one probe a round, so that jobs do not wait for ever."""
         self._has_probe = False
         probe = self._lookups.take()
         if probe is None:
@@ -203,7 +203,7 @@ class IsolatedTier(WrapperTier):
                 answer = self.inner.lookup(question.key, question.req_context)
             except BaseException:
                 self._lookup_exceptions += 1
-            # Each at once: the next may be slow.
+            # One by one: the next lookup may be slow.
             self._lookups.answer(Probe([question.key], probe.deadline, [question]), [answer])
         self._has_probe = True  # `take` has to be called until it returns None
 
@@ -222,22 +222,22 @@ class IsolatedTier(WrapperTier):
                 reason = "exception"
         if reason:
             self._results.append(JobResult(job.job_id, False, reason=reason))
-            self._tell()
+            self._notify_host()
 
     def _collect(self) -> None:
         self._attempt(self._collect_results)
         self._attempt(lambda: self._events.extend(self.inner.take_events()))
 
     def _collect_results(self) -> None:
-        for result in self.inner.get_finished():  # each at once: it is reported only once, and the next call may raise
+        for result in self.inner.get_finished():  # one by one: the iterator may raise, and a result comes only once
             try:
                 self._running.discard(result.job_id)
-            except (AttributeError, TypeError):  # not a job's result
+            except (AttributeError, TypeError):  # not a `JobResult`, or an id that cannot be hashed
                 continue
             self._results.append(result)
-            self._tell()
+            self._notify_host()
 
-    def _tell(self) -> None:
+    def _notify_host(self) -> None:
         if self._on_finished is not None:
             self._on_finished()
 
@@ -252,22 +252,22 @@ class IsolatedTier(WrapperTier):
             self._cannot_reset = not self.inner.reset_cache()
         except BaseException:
             self._cannot_reset = True
-        self._attempt(lambda: list(self.inner.take_events()))  # those from before the reset
+        self._attempt(lambda: list(self.inner.take_events()))  # dropped: they are from before the reset
         self._events.clear()
         self._is_resetting = False
 
     def _attempt(self, call: Callable[[], object]) -> None:
-        """Make a call without a result: an exception fails no job, and no caller waits."""
+        """Make a call whose exceptions are ignored."""
         try:
             call()
         except BaseException:
             return
 
 
-def _taken(queue: deque[_Item]) -> Iterable[_Item]:
-    """Return the messages that another thread has appended so far."""
+def _take_all(queue: deque[_Item]) -> Iterable[_Item]:
+    """Remove and return the messages in a queue, to which another thread may append, or from which it may take."""
     taken: list[_Item] = []
-    with suppress(IndexError):  # a reset has just emptied it
+    with suppress(IndexError):  # the other thread has emptied it
         for _ in range(len(queue)):
             taken.append(queue.popleft())
     return taken

@@ -1,17 +1,16 @@
-"""Keyed names: the names of blocks in a tier's storage, in place of their keys.
+"""Keyed names, which replace the keys of blocks in a tier's storage.
 
-A key is a hash of tokens. An attacker who knows a prompt can compute it. If the attacker also reads the tier's storage,
-the key shows whether the prompt was used. With a *name key* a tier never sees a key. It sees a name:
+A key is a hash of tokens. An attacker who knows a prompt can compute it, and who also reads the tier's storage can see
+whether the prompt was used. With a secret *name key* the tier gets a name instead of each key:
 
     BLAKE2b(key = name key, person = "tiered-kv-name-1", digest's length (1 byte) || namespace digest || block's key),
     32 bytes || group index
 
-BLAKE2b (RFC 7693) in its keyed mode is a MAC. Without the name key nobody can compute a name, or decide which of two
-keys it stands for. A name has the form of an `OffloadKey`. It keeps the group's index, which reveals nothing about the
-tokens.
+BLAKE2b (RFC 7693) in its keyed mode is a MAC: without the name key, nobody can compute a name, or decide which of two
+keys it belongs to. A name has the form of an `OffloadKey`. The group index reveals nothing about the tokens.
 
 BLAKE2b takes about 0.4 of the time of HMAC-SHA256 (`performance.md`). The state after the name key and the digest is
-copied for each block, and the rest fits one compression.
+copied for each block; the rest fits one compression.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierM
 from tiered_kv.tiering.wrapper import WrapperTier
 
 NAMES_MAX = 1 << 15
-"""Keys whose names are remembered; a request asks for, stores and touches the same ones. At most about 8 MB."""
+"""Keys whose names are cached, in about 8 MB at most: a request looks up, stores and touches the same keys."""
 
 _PERSON = b"tiered-kv-name-1"
 _NAME_BYTES = 32
@@ -33,21 +32,21 @@ _GROUP_BYTES = 4
 
 
 class NameMap(dict[OffloadKey, OffloadKey]):
-    """The name of each key, computed when it is first asked for. One thread.
+    """A cache of the name of each key. Used by one thread.
 
-    A dictionary, so that a known name is found without a call in Python. It is cleared when it is full: to track the
-    use of entries would cost more than to compute them again. `namespace_digest` has at most 255 bytes.
+    A dictionary finds a cached name without a call in Python. It is cleared when it is full: computing names again is
+    cheaper than tracking their use. `namespace_digest` has at most 255 bytes.
     """
 
     __slots__ = ("_new_mac",)
 
     def __init__(self, name_key: bytes, namespace_digest: bytes) -> None:
         super().__init__()
-        prefix = bytes([len(namespace_digest)]) + namespace_digest  # with the length, digest and key cannot be confused
+        prefix = bytes([len(namespace_digest)]) + namespace_digest  # the length separates the digest from the key
         mac = hashlib.blake2b(prefix, digest_size=_NAME_BYTES, key=name_key, person=_PERSON)
         self._new_mac = mac.copy
 
-    # On the scheduler's thread, for each block: nothing that can be avoided, a NewType's call included.
+    # Hot path: runs on the scheduler's thread for each block. Even the call of a NewType is avoided.
     def __missing__(self, key: OffloadKey) -> OffloadKey:
         if len(self) >= NAMES_MAX:
             self.clear()
@@ -61,26 +60,25 @@ class NameMap(dict[OffloadKey, OffloadKey]):
         return [self[key] for key in keys]
 
     def __repr__(self) -> str:
-        return f"<{len(self)} names>"  # and not what is stored, and under what
+        return f"<{len(self)} names>"  # keys and names must not appear in logs
 
 
 class KeyedNames(WrapperTier):
-    """Wraps a tier, which gets names instead of keys, so that its callers see keys.
+    """Passes names instead of keys to the wrapped tier, and translates its results back.
 
-    Calls are as cheap and as thread-bound as those of the wrapped tier. Its events are dropped: they name blocks whose
-    keys may not be known, such as those of earlier processes.
+    The wrapped tier's events are dropped: the keys of blocks of earlier processes are unknown.
 
     Args:
-        inner: The tier, opened; it is shut down with this one.
-        name_key: 32 bytes, secret. Two processes share blocks if theirs are the same.
+        inner: The wrapped tier.
+        name_key: 32 bytes, secret. Processes with the same name key share blocks.
     """
 
     def __init__(self, inner: SecondaryTierManager, name_key: bytes) -> None:
         super().__init__(inner)
-        self.is_nonblocking = inner.is_nonblocking  # type: ignore[misc]  # what a class says, an instance may say too
+        self.is_nonblocking = inner.is_nonblocking  # type: ignore[misc]  # a ClassVar, but only the instance knows
         self._name_of = NameMap(name_key, getattr(inner._offloading_spec, "namespace_digest", bytes(16)))
         self._lookup = inner.lookup
-        # Keys and names of each job in flight, as many as its guarded tier lets in.
+        # Keys and names of each job in flight. The budgets of the guarded tier limit them.
         self._jobs: dict[JobId, tuple[Collection[OffloadKey], list[OffloadKey]]] = {}
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
@@ -107,7 +105,7 @@ class KeyedNames(WrapperTier):
         return False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        list(self.inner.take_events())  # so that they do not pile up
+        list(self.inner.take_events())  # so that the tier's queue does not grow
         return ()
 
     def describe(self) -> Mapping[str, object]:
@@ -123,13 +121,12 @@ class KeyedNames(WrapperTier):
             raise
 
     def _end(self, result: JobResult) -> JobResult:
-        """Return a result in terms of keys; nonsense, and that of nobody's job, as it is: the guarded tier judges."""
+        """Return a result with keys instead of names. Invalid results are returned unchanged, for `GuardedTier`."""
         try:
             job = self._jobs.pop(result.job_id, None) if isinstance(result, JobResult) else None
             if job is None or result.successful_keys is None:
                 return result
             key_of = dict(zip(job[1], job[0], strict=True))
-            # A name that was not in the job counts as failed.
             keys = [key_of[name] for name in result.successful_keys if name in key_of]
         except Exception:
             return result

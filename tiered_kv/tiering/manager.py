@@ -18,15 +18,16 @@ from tiered_kv.base import (
 )
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
+from tiered_kv.hints import BY_REQUEST
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.notices import Notices
+from tiered_kv.observe.step_timer import StepTimer
 from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
-from tiered_kv.tiering.events import EventSink
-from tiered_kv.tiering.guarded import guard
-from tiered_kv.tiering.observer import Observer
+from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.observer import EventSink, Observer
 from tiered_kv.tiering.prefetch import Prefetches
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import ManagerLimits, RequestState, RequestTable
@@ -39,24 +40,22 @@ _DRAIN_POLL_S = 0.0005
 class TieringOffloadingManager(OffloadingManager):
     """Cascades stores to secondary tiers, and promotes loads from them.
 
-    Every method but `drain_jobs` and `shutdown` returns at once, does no I/O and takes no lock that a worker holds
-    across I/O. All methods belong to one thread, the scheduler's.
+    All methods belong to one thread, the scheduler's, unless they say otherwise. Only `drain_jobs` and `shutdown` wait.
+    The others do no I/O and take no lock that a worker holds across I/O.
 
     Args:
         primary: The primary tier.
-        secondary_tiers: The tiers below it, in the order they are searched. One whose class does not say
-            `is_nonblocking` gets a thread of its own.
-        settings: The limits of each, and its name in counters; by default those of its `tier_type`.
-        limits: The limits of all together.
-        audit: Which requests are computed anew to compare their blocks; None for none.
-        block_tokens: Tokens that a block holds; 0 where nobody knows.
-        compute_block_s: Seconds in which the engine computes a block; what would arrive later is not promoted.
-        history: Where it is noted why requests missed blocks, with the names of all tiers; None for nowhere. `shutdown`
-            closes it.
-        event_sink: Who gets the events of all tiers at the end of each step; closed with the manager. With one,
-            `take_events` has nothing to return. Tiers have events if the primary tier `tells_events`.
-        clock: Seconds of a monotonic clock; deadlines given to tiers are in its time.
-        wear_clock: The clock of write budgets, where that is another: a simulation has the time of its requests.
+        secondary_tiers: The tiers below it, in search order. One that is not `is_nonblocking` runs on its own thread.
+        settings: The limits and the name of each tier; by default those of its `tier_type`.
+        limits: The limits of all tiers together.
+        audit: Which requests are audited; optional.
+        block_tokens: Tokens of a block; 0 if unknown.
+        compute_block_s: Seconds in which the engine computes a block. Blocks that would arrive later are not promoted.
+        history: Receives why requests missed blocks; optional. Its names are those of all tiers. `shutdown` closes it.
+        event_sink: Receives the events of all tiers at the end of each step; optional. `take_events` is then empty.
+            `shutdown` closes it. Tiers have events if the primary tier `reports_events`.
+        clock: Seconds of a monotonic clock; deadlines of jobs are in its time.
+        wear_clock: Clock of write budgets; default `clock`. A simulation passes the time of its requests.
 
     Attributes:
         notices: The last changes of state of all tiers.
@@ -82,34 +81,38 @@ class TieringOffloadingManager(OffloadingManager):
         self.limits = limits or ManagerLimits()
         self._clock = clock
         self.notices = Notices()
-        self._tiers = guard(
-            self.secondary_tiers, settings, primary, clock, self.notices, history, compute_block_s, wear_clock
+        block_bytes, num_blocks = primary.backend.block_size, primary.backend.num_blocks
+        settings = settings or [TierSettings(type=tier.tier_type) for tier in self.secondary_tiers]
+        self._tiers = tuple(
+            GuardedTier(
+                tier,
+                tier_settings,
+                block_bytes,
+                block_bytes * num_blocks // 4,
+                clock,
+                number=number,
+                notices=self.notices,
+                history=history,
+                reports_events=primary.reports_events,
+                wear_clock=wear_clock,
+            )
+            for number, (tier, tier_settings) in enumerate(zip(self.secondary_tiers, settings, strict=True), 1)
         )
+        self.set_compute_block_s(compute_block_s)
         self._cascade = Cascade(primary)
-        blocks_max = self.limits.promotion_blocks_max or max(primary.backend.num_blocks // 2, 1)
+        blocks_max = self.limits.promotion_blocks_max or max(num_blocks // 2, 1)
         self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock)
-        # Twice as long, so that requests without an id reach the bound on waiting too.
+        # Twice `wait_max_s`, so that requests without an id reach the bound on waiting too.
         self._requests = RequestTable(self.limits.requests_max, 2 * self.limits.wait_max_s, self._end_request, clock)
         self._state_to_load_for = self._requests.get if history is None else self._requests.state_of
         self._search = Search(self._tiers, self._promotions, self._requests, self.limits.wait_max_s, clock, history)
         self._lookup_below = self._search.below
-        self._primary_blocks = primary.blocks  # the same dictionary, with one attribute lookup less
-        self._counting = tuple(guarded for guarded in self._tiers if not guarded.admission.is_open())
+        self._primary_blocks = primary.blocks  # the same dictionary, one attribute access less
+        self._counting_tiers = tuple(guarded for guarded in self._tiers if not guarded.admission.is_open())
         self._audit = Audit(audit, primary, self._tiers, clock, self._withhold) if audit else None
         self._prefetches = Prefetches(self, primary, self._promotions, self._search)
-        self._observer = Observer(
-            self,
-            primary,
-            self._tiers,
-            self._search,
-            self._promotions,
-            self._requests,
-            self._audit,
-            history,
-            event_sink,
-            block_tokens,
-            clock,
-        )
+        self._observer = Observer(primary, self._tiers, self._search, history, event_sink, block_tokens)
+        self._timer = StepTimer(self, clock)
         self._is_closed = False
 
     # Lookups.
@@ -123,9 +126,9 @@ class TieringOffloadingManager(OffloadingManager):
         return self._lookup_below(key, block, req_context)
 
     def _withhold(self, is_audited: bool) -> None:
-        """Let lookups ask whether to answer with a miss only while a request needs that: each key pays for it."""
+        """Replace `lookup` while a request is audited or skips loads, so that at other times keys cost no check."""
         if is_audited or self.primary.load_skippers:
-            self.lookup = self._lookup_or_withhold  # type: ignore[method-assign]  # of the same signature
+            self.lookup = self._lookup_or_withhold  # type: ignore[method-assign]  # same signature
         else:
             self.__dict__.pop("lookup", None)
 
@@ -137,7 +140,7 @@ class TieringOffloadingManager(OffloadingManager):
         return TieringOffloadingManager.lookup(self, key, req_context)
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return `lookup` of each key, in order; cheaper than one call a key."""
+        """Return `lookup` of each key, in order; cheaper than one call for each key."""
         STEP.pauses_left = PAUSES_MAX
         audit = self._audit
         if audit is not None and audit.is_active and keys and audit.withholds(keys[0], req_context):
@@ -158,30 +161,30 @@ class TieringOffloadingManager(OffloadingManager):
         return [below.get(key, True) for key in keys]
 
     def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Begin to promote the prefix `keys` for a request that will need it, up to its first miss.
+        """Begin to promote the prefix `keys`, up to its first miss, for a request that will need it.
 
-        Keys are taken one by one at the ends of steps, a bounded number in each. It ends when the request loads blocks
-        or ends, or by `end_prefetch`. What all requests get ahead is bounded by a share of the budget of promotions.
+        At the end of each step a bounded number of `keys` is looked up. The prefetch ends when the request loads blocks
+        or ends, or by `end_prefetch`. All prefetched blocks together take at most a share of the promotion budget.
         """
         if self._audit is not None and self._audit.audits(req_context):
-            return  # it gets no blocks, and the first key that it asks for itself says what it computes
+            return  # the request gets no blocks, and its own first lookup marks what it computes
         self._prefetches.begin(keys, self._requests.state_of(req_context))
 
     def end_prefetch(self, req_context: ReqContext) -> None:
-        """Look up no more of what was to be prefetched for a request: it asks itself from now on."""
+        """End the prefetch of a request: from now on it looks its blocks up itself."""
         state = self._requests.get(req_context)
         if state is not None:
             self._prefetches.leave(state)
 
     def expect(self, blocks: int, req_context: ReqContext, *, before: int = 0) -> None:
-        """Say how many blocks at most a request is about to ask for, behind `before` that the engine has.
+        """Announce that a request will look up at most `blocks` blocks, after `before` blocks that the engine has.
 
-        Then tiers from which they would come later than they are computed are not even asked.
+        Tiers that would deliver the blocks later than the engine computes them are then not asked.
         """
         self._search.expect(blocks, before, self._requests.state_of(req_context))
 
     def hit_tier(self, key: OffloadKey, req_context: ReqContext) -> str:
-        """Return where a block that this request found came from: "cpu", or the tier that it was promoted from."""
+        """Return the tier that a block was promoted from for this request, or "cpu"."""
         state = self._requests.get(req_context)
         return PRIMARY_NAME if state is None else state.sources.get(key, PRIMARY_NAME)
 
@@ -202,10 +205,10 @@ class TieringOffloadingManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary.complete_load(keys, req_context)
-        if self._counting and self.primary.hints_of(req_context).skips_store:
+        if self._counting_tiers and self.primary.hints_of(req_context).skips_store:
             return
-        for guarded in self._counting:
-            # A load is a use, except for the tier that the block came from: it has the block.
+        for guarded in self._counting_tiers:
+            # A load counts as an offer, except to the tier that the block came from.
             found = [self._primary_blocks.get(key) for key in keys if self.hit_tier(key, req_context) != guarded.name]
             ready = [block for block in found if block is not None and block.ref_cnt >= 0]
             self._cascade.offer(guarded.admission.again(ready, req_context.req_id), (guarded,), req_context)
@@ -248,7 +251,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         known = self._requests.get(req_context)
-        if known is not None and known.is_finished:  # the id is used again while its last stores are in flight
+        if known is not None and known.is_finished:  # the id is reused while the last stores are in flight
             self._end_request(known)
         self.primary.on_new_request(req_context)
         hints = self.primary.hints_of(req_context)
@@ -286,12 +289,12 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary.on_schedule_end()
         self._observer.publish()
         STEP.pauses_left = 0
-        self._observer.timer.count_step()
+        self._timer.count_step()
         if self._audit is not None and self._audit.stopped:
             self._stop_audited_tiers(self._audit.stopped)
 
     def poll(self) -> None:
-        """Process finished jobs and passed deadlines; part of `on_schedule_end`, and cheap."""
+        """Process finished jobs and passed deadlines; part of `on_schedule_end`."""
         now_s, audit = self._clock(), self._audit
         for guarded in self._tiers:
             for job, result in guarded.collect():
@@ -308,7 +311,7 @@ class TieringOffloadingManager(OffloadingManager):
                 if job.metadata.is_promotion and not (audit is not None and audit.expire(job)):
                     self._promotions.expire(job)
             guarded.tick(now_s)
-        self._observer.released_holds += self._promotions.release_overdue(now_s)
+        self._promotions.release_overdue(now_s)
         self._requests.expire(now_s)
         if audit is not None:
             audit.tick(now_s)
@@ -322,24 +325,27 @@ class TieringOffloadingManager(OffloadingManager):
 
     @property
     def jobs_in_flight(self) -> int:
-        """Jobs that a tier has not reported yet, expired ones included, and comparisons of the audit."""
+        """Jobs that a tier has not reported yet, including expired ones, and comparisons of the audit."""
         jobs = sum(len(guarded.jobs) for guarded in self._tiers)
         return jobs if self._audit is None else jobs + self._audit.in_flight
 
     def reserve_stores(self, num_blocks: int) -> bool:
-        """Keep room for a store until just before its `complete_store`; False where a tier lacks it now."""
+        """Reserve store budget in every tier; return False if a tier has too little now.
+
+        The caller releases it just before the store's `complete_store`.
+        """
         if any(guarded.is_full_for(num_blocks) for guarded in self._tiers):
             return False
         self.release_stores(-num_blocks)
         return True
 
     def release_stores(self, num_blocks: int) -> None:
-        """Give up room that was reserved."""
+        """Release budget of `reserve_stores`."""
         for guarded in self._tiers:
-            guarded.store_blocks_reserved -= num_blocks
+            guarded.stores.reserved_blocks -= num_blocks
 
     def drain_jobs(self, timeout_s: float) -> bool:
-        """Wait until every job has been reported; return False if some have not after `timeout_s`."""
+        """Wait until every job has been reported; return False after `timeout_s`."""
         end_s = time.monotonic() + timeout_s
         while True:
             self._submit()
@@ -351,9 +357,9 @@ class TieringOffloadingManager(OffloadingManager):
             time.sleep(_DRAIN_POLL_S)
 
     def reset_cache(self) -> None:
-        """Forget every block in every tier. A tier that cannot is not used any more: its blocks are no longer valid.
+        """Forget every block in every tier, and disable tiers that cannot reset: their blocks are not valid any more.
 
-        Rows in flight become free when their transfers have ended, and not before.
+        Rows in flight become free when their transfers have ended.
         """
         self._forget_primary()
         self.notices.add(PRIMARY_NAME, "cache reset")
@@ -365,7 +371,7 @@ class TieringOffloadingManager(OffloadingManager):
     def _forget_primary(self) -> None:
         if self._audit is not None:
             self._audit.reset()
-        self._observer.report_reset()
+        self._observer.resetting()
         self._promotions.reset()
         self.primary.reset_cache()
         self._prefetches.clear()
@@ -377,7 +383,7 @@ class TieringOffloadingManager(OffloadingManager):
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """Wait for transfers up to `timeout_s`, close the tiers, then the primary tier.
 
-        If a tier still holds primary blocks after that, the region stays mapped until it releases them.
+        If a tier still holds primary blocks after that, the region stays mapped.
         """
         if self._is_closed:
             return
@@ -388,43 +394,63 @@ class TieringOffloadingManager(OffloadingManager):
         for guarded in self._tiers:
             guarded.call("shutdown")
         self.poll()
-        self._observer.close_events()
         if self._audit is not None:
             self._audit.close(timeout_s)
         self._observer.report()
         for state in list(self._requests.states.values()):
-            self._observer.report_end(state)
+            self._observer.request_ended(state)
         self._requests.states.clear()
         self._search.stop()
-        self._observer.close_history()
+        self._observer.close()
         self.primary.shutdown(unmap=not self.jobs_in_flight)
 
     def set_compute_block_s(self, seconds: float, growth_s: float = 0.0) -> None:
-        """Say anew in how many seconds the engine computes a block, and what each block before it adds."""
+        """Set the seconds in which the engine computes a block, and the seconds that each block before it adds."""
         for guarded in self._tiers:
             guarded.pace.compute_block_s, guarded.pace.compute_growth_s = seconds, growth_s
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return all counts by tier, a secondary tier's own `stats` under "tier". Any thread may call."""
-        return self._observer.counters()
+        primary, blocks, block_bytes = self.primary, len(self._primary_blocks), self.primary.backend.block_size
+        of_primary: dict[str, Any] = {
+            "used_blocks": blocks,
+            "used_bytes": blocks * block_bytes,
+            "capacity_bytes": primary.backend.num_blocks * block_bytes,
+            **self._observer.snapshot(),
+            "evicted_blocks_total": primary.evicted_blocks,
+            "promotion_blocks": self._promotions.blocks_taken,
+            "released_holds_total": self._promotions.released_holds,
+            "forgotten_requests_total": self._requests.forgotten,
+            "hinted_requests_total": primary.hint_reader.hinted,
+            "refused_hints_total": primary.hint_reader.refused,
+            "step_seconds": self._timer.seconds.snapshot(),
+        }
+        if primary.skipped_blocks:
+            of_primary["skipped_blocks_total"] = {BY_REQUEST: primary.skipped_blocks}
+        counted = {PRIMARY_NAME: of_primary, **{guarded.name: guarded.snapshot() for guarded in self._tiers}}
+        self._observer.add_counts(counted)
+        if self._audit is not None:
+            for name, audited in self._audit.snapshot().items():
+                counted[name].update(audited)
+        return counted
 
     def disabled_tiers(self) -> set[str]:
         """Return the names of the tiers that are not used any more. Any thread may call."""
-        return self._observer.disabled_tiers()
+        return {guarded.name for guarded in self._tiers if guarded.is_disabled}
 
     def _submit(self) -> None:
-        """Submit the step's jobs, here and in the tiers."""
+        """Submit the step's promotions, and end the step in the tiers."""
         self._promotions.submit()
         for guarded in self._tiers:
             guarded.call("on_schedule_end")
 
     def _end_request(self, state: RequestState) -> None:
-        """Forget a request, after those tiers that wait for its end have been offered all of its blocks."""
+        """Offer all blocks of a request to the tiers that wait for its end, then forget the request."""
         if state.request_level:
             found = [self._primary_blocks.get(key) for key in state.keys]
             ready = [block for block in found if block is not None and block.ref_cnt >= 0]
             self._cascade.offer(ready, state.request_level, state.req_context)
-        self._observer.report_end(state)
+        self._observer.request_ended(state)
         self._promotions.leave(state)
         self._prefetches.leave(state)
         self._requests.pop(state)
@@ -435,7 +461,7 @@ class TieringOffloadingManager(OffloadingManager):
             guarded.call("on_request_finished", state.req_context)
 
     def _stop_audited_tiers(self, names: set[str]) -> None:
-        """Stop using tiers whose blocks differ, and blocks in the primary tier that may come from them."""
+        """Disable tiers whose blocks differ, and empty the primary tier, which may have copies of these blocks."""
         stopped = [guarded for guarded in self._tiers if guarded.name in names and not guarded.is_disabled]
         for guarded in stopped:
             guarded.disable("the audit found another block")

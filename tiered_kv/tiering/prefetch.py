@@ -1,10 +1,11 @@
-"""Prefetches: promotions that begin before a request looks its blocks up, such as while it waits for its turn."""
+"""Prefetches: promotions that begin before a request looks its blocks up, for example while it is queued."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadingManager, OffloadKey
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -13,24 +14,26 @@ from tiered_kv.tiering.requests import RequestState
 from tiered_kv.tiering.search import Search
 
 PREFETCH_KEYS = 256
-"""Keys that prefetches look up in a step, all together."""
+"""Keys that all prefetches together look up in a step."""
 PREFETCH_SHARE = 0.5
-"""Of the promotion budget: what requests may get ahead together, until they load it, ask for it themselves or end."""
+"""The share of the promotion budget that all prefetches together may use, until their requests are scheduled or end."""
+
+
+@dataclass(slots=True, eq=False)
+class _Prefetch:
+    """The rest of a prefix."""
+
+    upcoming: Iterator[OffloadKey]
+    """Keys that have not been looked up."""
+    wanted: list[OffloadKey] = field(default_factory=list)
+    """Keys that were looked up, and that no tier has answered for."""
 
 
 class Prefetches:
-    """The prefixes that requests will need, looked up within bounds in the order in which the requests came.
+    """Looks up the prefixes that requests will need, in the order of the requests. Owned by the manager's thread.
 
-    A prefix is looked up to its first miss. Its blocks are held as promoted ones are: for `hold_s` at most. A request
-    that waits longer still counts. So what waits far behind does not replace what is needed sooner.
-
-    Owned by the manager's thread.
-
-    Args:
-        manager: Whose lookups begin promotions.
-        primary: Its primary tier.
-        promotions: What holds the blocks.
-        search: What reports the lookups to the history.
+    A prefix is looked up to its first miss. Its blocks are held for `hold_s` at most. A request that is queued for
+    longer still uses its part of the room. So requests far behind do not replace blocks that are needed sooner.
     """
 
     def __init__(
@@ -40,59 +43,59 @@ class Prefetches:
         self._primary = primary
         self._promotions = promotions
         self._search = search
-        self._states: dict[RequestState, None] = {}
-        """Requests with keys to look up."""
+        self._running: dict[RequestState, _Prefetch] = {}
         self._taken: dict[RequestState, int] = {}
-        """Keys of each request that were looked up and not missed."""
+        """How many keys of each request were looked up and not missed."""
         self._room = int(promotions.blocks_max * PREFETCH_SHARE)
 
     def begin(self, keys: Iterable[OffloadKey], state: RequestState) -> None:
-        """Look up `keys`, which are taken one by one, at the ends of steps."""
-        state.upcoming = itertools.chain(state.upcoming, keys)
-        self._states[state] = None
+        """Look up `keys` at the ends of steps."""
+        running = self._running.get(state)
+        if running is None:
+            self._running[state] = _Prefetch(iter(keys))
+        else:
+            running.upcoming = itertools.chain(running.upcoming, keys)
 
     def ask(self) -> None:
         """Look up the keys of a step."""
         left = PREFETCH_KEYS
         ended = []
-        for state in tuple(itertools.islice(self._states, PREFETCH_KEYS)):
-            keys, state.wanted = state.wanted[:left], state.wanted[left:]
+        for state, prefetch in tuple(itertools.islice(self._running.items(), PREFETCH_KEYS)):
+            keys, prefetch.wanted = prefetch.wanted[:left], prefetch.wanted[left:]
             new_max = min(left - len(keys), self._room)
             if not keys and new_max <= 0:
                 break
-            new = list(itertools.islice(state.upcoming, max(new_max, 0)))
+            new = list(itertools.islice(prefetch.upcoming, max(new_max, 0)))
             left -= len(keys) + len(new)
             self._count(state, len(new))
-            found_all = self._look_up(keys + new, state)
-            if not state.wanted and (len(new) < new_max or not found_all):
+            found_all = self._look_up(keys + new, state, prefetch)
+            if not prefetch.wanted and (len(new) < new_max or not found_all):
                 ended.append(state)
         for state in ended:
-            self._states.pop(state, None)
+            self._running.pop(state, None)
 
     def leave(self, state: RequestState) -> None:
-        """Look up no more for this request; what it got does not count any more."""
-        self._states.pop(state, None)
+        """End the prefetch of a request, and free its room."""
+        self._running.pop(state, None)
         taken = self._taken.pop(state, None)
         if taken is not None:
             self._room += taken
-            state.unanswered.clear()  # the request has not waited for these answers
-        state.upcoming = iter(())
-        state.wanted.clear()
+            state.unanswered.clear()  # the request itself has not waited for these answers
 
     def clear(self) -> None:
-        """Look up no more for any request."""
-        for state in {**self._states, **self._taken}:
+        """End all prefetches."""
+        for state in {**self._running, **self._taken}:
             self.leave(state)
 
     def _count(self, state: RequestState, blocks: int) -> None:
         self._room -= blocks
         self._taken[state] = self._taken.get(state, 0) + blocks
 
-    def _look_up(self, keys: list[OffloadKey], state: RequestState) -> bool:
-        """Begin promotions, and keep what is there; return False at a miss, behind which nothing is of use."""
+    def _look_up(self, keys: list[OffloadKey], state: RequestState, prefetch: _Prefetch) -> bool:
+        """Begin promotions, and hold blocks that are ready; return False if a key is a miss, which ends the prefix."""
         self._search.report()
         asked_s = state.asked_s
-        state.is_asking = False  # the request itself has not asked for these blocks
+        state.is_asking = False
         waiting: list[OffloadKey] = []
         missed = 0
         for index, key in enumerate(keys):
@@ -108,13 +111,12 @@ class Prefetches:
         self._search.report()
         state.is_asking = True
         if asked_s == math.inf:
-            state.asked_s = asked_s  # it does not wait yet
+            state.asked_s = asked_s  # the request does not wait yet
         if missed:
-            kept = set(waiting)  # nobody waits for an answer to what lies behind
+            kept = set(waiting)  # answers for keys after the miss do not matter
             state.unanswered = {asked: since_s for asked, since_s in state.unanswered.items() if asked[0] in kept}
-            state.upcoming = iter(())
-            self._count(state, -missed - len(state.wanted))
-            state.wanted = waiting
+            self._count(state, -missed - len(prefetch.wanted))
+            prefetch.upcoming, prefetch.wanted = iter(()), waiting
         else:
-            state.wanted = waiting + state.wanted
+            prefetch.wanted = waiting + prefetch.wanted
         return not missed

@@ -18,25 +18,23 @@ from tiered_kv.tiering.requests import RequestState
 
 @dataclass(slots=True, eq=False)
 class Promotion:
-    """A block, in state writing, that is being loaded from a tier for the requests that wait for it.
-
-    `is_ahead` where a prefetch began it: the request has not asked yet, and may ask for a longer part of its prefix.
-    `is_try` where it takes longer than to compute the block, so that nobody waits for it.
-    """
+    """A block, in state writing, that is being loaded from a tier for the requests that wait for it."""
 
     block: CPUBlock
     guarded: GuardedTier
     waiters: list[RequestState]
     is_ahead: bool
+    """Begun by a prefetch: the request has not asked yet, and may ask for a longer part of its prefix."""
     is_try: bool = False
+    """Slower than computing the block, and loaded only to measure the tier: no request waits for it."""
 
 
 class Promotions:
-    """The blocks that are being promoted, and the promoted ones that are held for their requests.
+    """Blocks that are being promoted, and promoted blocks that are held for requests. Owned by the manager's thread.
 
-    A promoted block is pinned for each request that waits for it (a *hold*) until the request loads it or ends, or the
-    hold's time is over. Otherwise a full primary tier could evict it before it was used, and the request would promote
-    it again, for ever. Owned by the manager's thread.
+    A promoted block is pinned for each waiting request (a *hold*) until the request loads it or ends, or until the hold
+    expires. Without holds a full primary tier could evict the block before its use, and the request would promote it
+    again, for ever.
     """
 
     def __init__(
@@ -44,26 +42,26 @@ class Promotions:
     ) -> None:
         self._primary = primary
         self.blocks_max = blocks_max
+        self.released_holds = 0
         self._hold_s = hold_s
         self._clock = clock
         self._table: dict[OffloadKey, Promotion] = {}
         self._batches: dict[tuple[GuardedTier, RequestState], list[Promotion]] = {}
         self._holders: dict[RequestState, None] = {}
-        self._held: dict[int, int] = {}  # block_id to the number of requests that it is held for
+        self._held: dict[int, int] = {}  # block_id to its number of holds
 
     @property
     def blocks_taken(self) -> int:
-        """Blocks that count against the limit."""
+        """Blocks that count against `blocks_max`."""
         return len(self._table) + len(self._held)
 
     def begin(self, key: OffloadKey, guarded: GuardedTier, state: RequestState) -> bool:
-        """Take a primary block for `key`, to be loaded from `guarded` at the end of the step, if there is room.
+        """Take a primary block for `key`, if there is room; `submit` loads it from `guarded`.
 
         Returns:
             Whether the request should wait: the block is being promoted, or room will become free.
         """
-        # A request that already has blocks on their way takes what it has: two requests that each wait for the room
-        # of the other would both wait in vain.
+        # A request with promotions of its own does not wait for room: two such requests could wait for each other.
         may_wait = not (state.promoting or state.held)
         if self.blocks_taken >= self.blocks_max:
             return may_wait
@@ -80,12 +78,12 @@ class Promotions:
         promotion = Promotion(blocks[0], guarded, [state], not state.is_asking)
         self._table[key] = promotion
         self._batches.setdefault((guarded, state), []).append(promotion)
-        guarded.load_blocks_reserved += 1
+        guarded.loads.reserved_blocks += 1
         state.promoting[key] = None
         return True
 
     def join(self, key: OffloadKey, state: RequestState) -> bool:
-        """Make `state` wait for a running promotion; False if there is none to wait for, or its tier has failed."""
+        """Let a request wait for a running promotion; return False if it should not wait."""
         promotion = self._table.get(key)
         if promotion is None or promotion.guarded in state.failed.get(key, ()):
             return False
@@ -98,38 +96,30 @@ class Promotions:
         return not promotion.is_try
 
     def keep(self, block: CPUBlock, state: RequestState) -> None:
-        """Hold a ready block for a request that waits, as if it had been promoted for it, if there is room."""
+        """Hold a ready block for a request, as if it had been promoted for it, if there is room."""
         if block.key not in state.held and self.blocks_taken < self.blocks_max:
             self._primary.pin([block])
             self._hold(block, [state])
 
     def submit(self) -> None:
-        """Submit the loads since the last call: one job for each tier and request."""
+        """Submit the loads begun since the last call: one job for each tier and request."""
         batches, self._batches = self._batches, {}
         now_s = self._clock()
         for (guarded, state), promotions in batches.items():
-            guarded.load_blocks_reserved -= len(promotions)
+            guarded.loads.reserved_blocks -= len(promotions)
             blocks = [promotion.block for promotion in promotions]
             keys = [block.key for block in blocks]
-            # A half-open breaker admits one job, and another of this step may have been first.
+            # A half-open breaker admits one job, which may be another one of this step.
             refusal = guarded.refusal()
             if not refusal and not self._is_worth(keys, guarded, state):
-                refusal = TOO_SLOW
-                asked_for = sum(not promotion.is_ahead for promotion in promotions)
-                if asked_for:
-                    guarded.counters.add("too_slow_blocks_total", count=asked_for)
-                if asked_for == len(blocks) and guarded.pace.tries(now_s):
-                    for promotion in promotions:
-                        promotion.is_try = True
-                        self._fail(promotion, refusal)
-                    refusal = ""
+                refusal = self._try_or_refuse(promotions, guarded, now_s)
             if refusal or not guarded.submit(keys, blocks, state.req_context, is_promotion=True):
                 for block in blocks:
-                    self._drop(block.key, block, refusal)
+                    self._drop(block, refusal)
                 self._primary.abandon(blocks)
 
     def finish(self, job: SubmittedJob, result: JobResult) -> list[CPUBlock]:
-        """End a load that was reported; return the blocks that are now ready."""
+        """Process a load that was reported; return the blocks that are now ready."""
         if job.is_expired:
             for block in job.blocks:
                 self._primary.backend.free(block)
@@ -141,26 +131,26 @@ class Promotions:
             if key in ok and self._arrive(key, block):
                 ready.append(block)
             else:
-                self._drop(key, block, result.reason)
+                self._drop(block, result.reason)
                 self._primary.abandon([block])
-        self._primary.tell_stored([block.key for block in ready])
+        self._primary.note_stored([block.key for block in ready])
         return ready
 
     def expire(self, job: SubmittedJob) -> None:
-        """Give up an expired load: its keys are a miss, and its blocks stay with the job until the tier reports it."""
+        """Make the keys of an expired load misses. The blocks stay with the job until the tier reports it."""
         for block in job.blocks:
-            self._drop(block.key, block, "expired")
+            self._drop(block, "expired")
             self._primary.forget(block)
 
     def release(self, state: RequestState, keys: Iterable[OffloadKey] | None = None) -> None:
-        """End the holds of a request: on `keys`, which it loads, or on all of its blocks."""
+        """End holds of a request: on `keys`, which it loads, or by default on all blocks."""
         held = state.held
         if keys is None:
             blocks = list(held.values())
             held.clear()
         else:
             blocks = [held.pop(key) for key in keys if key in held]
-            if blocks:  # the request has got the blocks that it waited for
+            if blocks:  # the request has received blocks that it waited for
                 state.waited_s, state.asked_s = 0.0, math.inf
         if not held:
             self._holders.pop(state, None)
@@ -170,15 +160,15 @@ class Promotions:
                 self._held[block.block_id] = holders
         self._primary.unpin(blocks)
 
-    def release_overdue(self, now_s: float) -> int:
-        """End the holds whose time is over, and return how many blocks were released."""
+    def release_overdue(self, now_s: float) -> None:
+        """End expired holds."""
         before = len(self._held)
         for state in [state for state in self._holders if state.held_until_s <= now_s]:
             self.release(state)
-        return before - len(self._held)
+        self.released_holds += before - len(self._held)
 
     def leave(self, state: RequestState) -> None:
-        """Forget a request that ends: its promotions continue, but are not held for it."""
+        """Forget a request that ends. Its promotions continue, without holds for it."""
         for key in state.promoting:
             promotion = self._table.get(key)
             if promotion is not None:
@@ -187,7 +177,7 @@ class Promotions:
         self.release(state)
 
     def reset(self) -> None:
-        """Forget all promotions; blocks of jobs in flight become free when the jobs are reported."""
+        """Forget all promotions. Blocks of jobs in flight become free when the jobs are reported."""
         for state in list(self._holders):
             self.release(state)
         for promotion in self._table.values():
@@ -196,14 +186,14 @@ class Promotions:
         self._table.clear()
         batches, self._batches = self._batches, {}
         for (guarded, _), promotions in batches.items():
-            guarded.load_blocks_reserved -= len(promotions)
+            guarded.loads.reserved_blocks -= len(promotions)
             self._primary.abandon([promotion.block for promotion in promotions])
 
     def _is_worth(self, keys: Sequence[OffloadKey], guarded: GuardedTier, state: RequestState) -> bool:
-        """Return whether a tier brings a batch sooner than the request would compute what it lacks without it.
+        """Return whether a tier delivers a batch sooner than the engine would compute what the batch saves.
 
-        That is what is behind the batch's first block. What earlier loads of the tier bring counts, too: the request
-        waits for them in any case.
+        Without the batch, the engine computes all blocks from the batch's first one on. Blocks of the tier's earlier
+        loads count too: the request waits for them in any case.
         """
         if guarded.pace.compute_block_s == math.inf:
             return True
@@ -213,6 +203,18 @@ class Promotions:
         computed = computed_blocks(dict.fromkeys([*of_tier, *behind]) or keys)
         compute_s = guarded.pace.compute_s(computed, state.blocks_before or 0)
         return guarded.pace.is_worth(guarded.loads.blocks + len(keys), compute_s)
+
+    def _try_or_refuse(self, promotions: list[Promotion], guarded: GuardedTier, now_s: float) -> str:
+        """Count a batch that is too slow. Return "" if it is loaded as a try, else the reason to refuse it."""
+        asked_for = sum(not promotion.is_ahead for promotion in promotions)
+        if asked_for:
+            guarded.counters.add("too_slow_blocks_total", count=asked_for)
+        if asked_for < len(promotions) or not guarded.pace.tries(now_s):
+            return TOO_SLOW
+        for promotion in promotions:
+            promotion.is_try = True
+            self._fail(promotion, TOO_SLOW)
+        return ""
 
     def _arrive(self, key: OffloadKey, block: CPUBlock) -> bool:
         promotion = self._table.get(key)
@@ -229,7 +231,7 @@ class Promotions:
         return True
 
     def _hold(self, block: CPUBlock, states: Sequence[RequestState]) -> None:
-        """Note that a block, which was pinned once for each, is held for requests."""
+        """Hold a block for requests. The caller has pinned it once for each of them."""
         until_s = self._clock() + self._hold_s
         for state in states:
             state.held[block.key] = block
@@ -237,20 +239,19 @@ class Promotions:
             self._holders[state] = None
         self._held[block.block_id] = self._held.get(block.block_id, 0) + len(states)
 
-    def _drop(self, key: OffloadKey, block: CPUBlock, reason: str = "") -> None:
-        """End the waiting for a block whose load failed."""
-        promotion = self._table.get(key)
-        if promotion is None or promotion.block is not block:
-            return
-        del self._table[key]
-        self._fail(promotion, reason)
+    def _drop(self, block: CPUBlock, reason: str) -> None:
+        """End the promotion of a block whose load failed, unless it was reset meanwhile."""
+        promotion = self._table.get(block.key)
+        if promotion is not None and promotion.block is block:
+            del self._table[block.key]
+            self._fail(promotion, reason)
 
     def _fail(self, promotion: Promotion, reason: str) -> None:
-        """Let nobody wait for a block any more."""
+        """Let no request wait for a block any more, nor ask its tier for it again."""
         key, is_undecided = promotion.block.key, promotion.is_ahead and reason == TOO_SLOW
         for state in promotion.waiters:
             state.promoting.pop(key, None)
             if not is_undecided:
                 state.failed.setdefault(key, set()).add(promotion.guarded)
-                state.troubles.setdefault(key, {})[promotion.guarded.number] = reason
+                state.failure_reasons.setdefault(key, {})[promotion.guarded.number] = reason
         promotion.waiters.clear()

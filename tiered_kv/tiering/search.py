@@ -9,38 +9,34 @@ from enum import Enum
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.observe.fates import Fate, fate_of
-from tiered_kv.observe.history import BlockHistory
+from tiered_kv.observe.history import BlockHistory, Page, next_page
 from tiered_kv.observe.ledger import RequestLog
-from tiered_kv.observe.pages import Page, next_page
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import computed_blocks
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestState, RequestTable
 
 PAUSE_S_MAX = 1.0
-"""The most that counts as waiting between two lookups of a request: an engine that is busy elsewhere does not wait."""
-
+"""The most that counts as waiting between two lookups: an engine that does not ask for longer does not wait."""
 
 _Lookup = Callable[[OffloadKey, ReqContext], bool | None]
 
 
 class _Verdict(Enum):
-    """The outcome of a tier's answer to one key."""
+    """What follows from a tier's answer to one key."""
 
-    NEXT = "next"
-    """This tier doesn't have it; ask the next."""
+    ASK_NEXT_TIER = "ask next tier"
     WAIT = "wait"
     MISS = "miss"
 
 
 class Search:
-    """Answers lookups from the secondary tiers, and starts the promotion of their blocks.
+    """Answers lookups from the secondary tiers, and starts promotions. Owned by the manager's thread.
 
-    A request has one bound for all that it waits for: a tier's answer, room, another's store, a promotion. From its
-    first answer None on, the time between two lookups counts, up to `PAUSE_S_MAX`. The count begins anew when the
-    request loads blocks that were promoted for it. At the bound, blocks that are not ready are misses until it ends.
-
-    Owned by the manager's thread.
+    `wait_max_s` bounds the whole waiting of a request: for a tier's answer, for room, for another request's store, and
+    for a promotion. The time between two lookups counts from the first answer None on, up to `PAUSE_S_MAX`. It is reset
+    when the request loads blocks that were promoted for it. At the bound, blocks that are not ready are misses for the
+    request until it ends.
     """
 
     def __init__(
@@ -55,10 +51,10 @@ class Search:
         self._tiers = tiers
         self._history = history
         self._asking: RequestState | None = None
-        """The request that asked last in this turn."""
+        """The request that asked last since `refresh`."""
         self._missed: Page | None = None if history is None else []
         self._noted = 0
-        """How many of these, which all requests missed, were passed on to the history."""
+        """How many keys of `_missed` were passed on to the history."""
         self._promotions = promotions
         self._requests = requests
         self._states = requests.states
@@ -68,7 +64,7 @@ class Search:
         self.refresh(clock())
 
     def refresh(self, now_s: float) -> None:
-        """Note which tiers are in use, and the time; called at a step's end and when a breaker may have changed."""
+        """Begin a turn: note the time and the tiers in use. Called after a step, and when a breaker may have opened."""
         self.report()
         self._asking = None
         self._now_s = now_s
@@ -76,17 +72,16 @@ class Search:
         self._searched = [(guarded, guarded.tier.lookup) for guarded in self._tiers if guarded.is_searched]
 
     def stop(self) -> None:
-        """Ask no tier from now on."""
         self._searched = []
 
     def below(self, key: OffloadKey, block: CPUBlock | None, req_context: ReqContext) -> bool | None:
-        """Return the answer for a key whose primary block is absent, or (`block`) being written."""
-        # The cost of each key that is not in the primary tier: no needless calls.
+        """Return the answer for a key whose primary block is absent (None) or being written."""
+        # Hot path: runs for each key that is not in the primary tier.
         state = self._states.get(req_context.req_id) or self._requests.state_of(req_context)
         if state is not self._asking:
             self._attend(state)
         if state.has_waited:
-            return self._miss(key, state)
+            return self._miss(key)
         if block is not None:
             return self._await(key, block, state)
         failed, timed_out, is_unanswered = state.failed, state.timed_out, bool(state.unanswered)
@@ -101,7 +96,7 @@ class Search:
             if answer is False and not is_unanswered:  # by far the most frequent
                 continue
             verdict = self._judge(key, answer, guarded, state)
-            if verdict is not _Verdict.NEXT:
+            if verdict is not _Verdict.ASK_NEXT_TIER:
                 if verdict is _Verdict.WAIT:
                     return None
                 break
@@ -112,12 +107,12 @@ class Search:
     def below_many(
         self, keys: Collection[OffloadKey], blocks: Mapping[OffloadKey, CPUBlock], req_context: ReqContext
     ) -> dict[OffloadKey, bool | None]:
-        """Return `below` of distinct keys, with one call of each tier for all of its keys."""
+        """Return `below` of distinct keys, with one call for each tier."""
         state = self._requests.state_of(req_context)
         if state is not self._asking:
             self._attend(state)
         if state.has_waited:
-            return {key: self._miss(key, state) for key in keys}
+            return {key: self._miss(key) for key in keys}
         answers: dict[OffloadKey, bool | None] = {}
         rest: list[OffloadKey] = []
         promoting = len(state.promoting)
@@ -132,7 +127,7 @@ class Search:
                 break
             if guarded not in state.timed_out:
                 rest = self._ask_many(guarded, rest, req_context, state, answers)
-        if len(state.promoting) > promoting:  # in the order of the tiers
+        if len(state.promoting) > promoting:  # new ones are in the order of the tiers, not of the prefix
             for key in [key for key in keys if key in state.promoting]:
                 state.promoting[key] = state.promoting.pop(key)
         if self._missed is not None:
@@ -141,11 +136,11 @@ class Search:
         return answers
 
     def skip(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return the answers for a request that wants no blocks: no tier is asked."""
+        """Return the answers for a request that skips loads: no tier is asked."""
         state = self._requests.state_of(req_context)
         if state is not self._asking:
             self._attend(state)
-        return [self._miss(key, state) for key in keys]
+        return [self._miss(key) for key in keys]
 
     def _ask_many(
         self,
@@ -155,7 +150,7 @@ class Search:
         state: RequestState,
         answers: dict[OffloadKey, bool | None],
     ) -> list[OffloadKey]:
-        """Ask one tier, put final answers into `answers`, and return the keys for the next tier."""
+        """Ask one tier, put final answers into `answers`, and return the keys to ask the next tier for."""
         asked = keys
         if state.failed:
             asked = [key for key in keys if guarded not in state.failed.get(key, ())]
@@ -174,12 +169,12 @@ class Search:
                 rest.append(key)
                 continue
             verdict = self._judge(key, answer, guarded, state)
-            if verdict is _Verdict.NEXT:
+            if verdict is _Verdict.ASK_NEXT_TIER:
                 rest.append(key)
             elif verdict is _Verdict.WAIT:
                 answers[key] = None
             else:
-                answers[key] = self._miss(key, state)
+                answers[key] = self._miss(key)
         return rest
 
     def _await(self, key: OffloadKey, block: CPUBlock, state: RequestState) -> bool | None:
@@ -187,8 +182,8 @@ class Search:
         if block.writer is PROMOTION:
             is_known = key in state.promoting
             if not self._promotions.join(key, state):
-                return self._miss(key, state)
-            if not is_known and self._history is not None:  # a request that waits asks again in each step
+                return self._miss(key)
+            if not is_known and self._history is not None:  # once, although a waiting request asks in each step
                 state.found.append(key)
         state.asked_s = self._now_s
         return None
@@ -201,61 +196,62 @@ class Search:
                 return _Verdict.WAIT
             guarded.counters.add("lookup_timeouts_total")
             self._fail(guarded, state)
-            return _Verdict.NEXT
+            return _Verdict.ASK_NEXT_TIER
         asked_s = state.unanswered.pop((key, guarded), None)
-        if asked_s is not None and guarded.measures.noted_s != self._now_s:  # the first such answer of a step
+        if asked_s is not None and guarded.measures.noted_s != self._now_s:  # one sample a step
             guarded.measures.noted_s = self._now_s
             guarded.measures.lookup_seconds.add(self._clock() - asked_s)
             if state.is_asking:
                 guarded.pace.add_lookup(self._clock() - asked_s, self._now_s)
         if not answer:
-            return _Verdict.NEXT
+            return _Verdict.ASK_NEXT_TIER
         if self._promotions.begin(key, guarded, state):
-            if key in state.promoting and self._history is not None:  # and not only waiting for room
+            if key in state.promoting and self._history is not None:  # not if it waits for room
                 state.found.append(key)
             state.asked_s = self._now_s
             return _Verdict.WAIT
         if not state.is_asking:
-            return _Verdict.WAIT  # nobody waits for it, so it may wait for room whatever it has already
+            return _Verdict.WAIT  # a prefetch may wait for room without a bound
         guarded.counters.add("refused_promotion_blocks_total")
-        state.troubles.setdefault(key, {})[guarded.number] = "refused"
+        state.failure_reasons.setdefault(key, {})[guarded.number] = "refused"
         return _Verdict.MISS
 
     # For the history.
 
     def report(self) -> None:
-        """Pass on what the request that asked last was told not to have."""
+        """Pass on the misses, and the promotions, of the request that asked last."""
         state, history, page, start = self._asking, self._history, self._missed, self._noted
         if state is None or history is None or page is None:
             return
         if len(page) > start:
-            # A request that waits asks again in each step; the history notes its first two answers, then new ones only.
-            noted = 0 if state.noted is None else hash(tuple(page[start:]))  # most requests ask once
-            if state.is_asking and noted != state.noted:
-                state.noted = noted
-                history.missed(self.log_of(state), state.because, page, start, state.troubles)
+            # A waiting request asks in each step. Its first two reports are passed on, then only those that differ.
+            # Most requests ask once, and need no hash.
+            misses_hash = 0 if state.reported_hash is None else hash(tuple(page[start:]))
+            if state.is_asking and misses_hash != state.reported_hash:
+                state.reported_hash = misses_hash
+                history.missed(self.log_of(state), state.reasons_not_asked, page, start, state.failure_reasons)
                 self._missed = next_page(page)
                 self._noted = len(self._missed)
             else:
                 del page[start:]
         if state.found:
-            history.promoted(self.log_of(state), state.because, state.found)
+            history.promoted(self.log_of(state), state.reasons_not_asked, state.found)
             state.found = []
 
-    def _miss(self, key: OffloadKey, state: RequestState) -> bool:
-        """Return the answer for a key that nobody has, or that cannot be had."""
+    def _miss(self, key: OffloadKey) -> bool:
+        """Record a miss, and return the answer."""
         if (missed := self._missed) is not None:
             missed.append(key)
         return False
 
     def log_of(self, state: RequestState) -> RequestLog:
-        """Return the history's log of a request, and begin one if it has none."""
+        """Return the history's log of a request; begin it if there is none."""
         if state.log is None:
             state.log = RequestLog(state.req_context.req_id, self._clock())
         return state.log
 
     def _attend(self, state: RequestState) -> None:
-        """Note that another request asks than before, or the first one since the tiers in use may have changed."""
+        """Note that `state` asks now, and not the same request as before in this turn."""
         self.report()
         self._asking = state
         if state.turn is not self._turn:
@@ -266,24 +262,23 @@ class Search:
                 self._leave_late_tiers(state)
             if self._history is not None:
                 self.log_of(state)
-                state.because = self._because(state)
+                state.reasons_not_asked = self._reasons_not_asked(state)
 
-    def _because(self, state: RequestState) -> bytes:
-        """Return why tiers are not asked for this request, a byte for each; b"" where all are."""
+    def _reasons_not_asked(self, state: RequestState) -> bytes:
+        """Return why tiers are not asked for this request, one byte for each tier; b"" if all are asked."""
         if state.has_waited or state.skips_load:
             return bytes([Fate.TOO_LATE if state.has_waited else Fate.BY_REQUEST]) * (len(self._tiers) + 1)
         if len(self._searched) == len(self._tiers) and not state.timed_out:
             return b""
-        because = bytearray(len(self._tiers) + 1)
+        reasons = bytearray(len(self._tiers) + 1)
         for guarded in self._tiers:
             if guarded in state.timed_out:
-                because[guarded.number] = state.timed_out[guarded]
+                reasons[guarded.number] = state.timed_out[guarded]
             elif not guarded.is_searched:
-                because[guarded.number] = fate_of(guarded.refusal() or "budget")
-        return bytes(because)
+                reasons[guarded.number] = fate_of(guarded.refusal() or "budget")
+        return bytes(reasons)
 
     def _count_wait(self, state: RequestState) -> None:
-        """Count the time since the request asked last."""
         state.waited_s += min(self._now_s - state.asked_s, PAUSE_S_MAX)
         state.asked_s = self._now_s
         if state.waited_s >= self._wait_max_s:
@@ -291,8 +286,8 @@ class Search:
             state.unanswered.clear()
 
     def expect(self, blocks: int, before: int, state: RequestState) -> None:
-        """Ask no tier from which so many blocks, behind `before` that the engine has, would come too late."""
-        if blocks <= 0 or state.blocks_before is not None or state.skips_load:  # it asks again in each step
+        """See `TieringOffloadingManager.expect`. Only the first call for a request counts."""
+        if blocks <= 0 or state.blocks_before is not None or state.skips_load:
             return
         state.blocks_before = before
         if not (state.promoting or state.held):
@@ -300,7 +295,7 @@ class Search:
                 self._leave_if_late(guarded, state, blocks, blocks, self._now_s)
 
     def _leave_late_tiers(self, state: RequestState) -> None:
-        """Ask tiers no more whose answers, with the blocks behind them, would come too late."""
+        """Stop asking tiers whose answer and blocks would arrive later than the blocks are computed."""
         for guarded in self._compared():
             asked = {key: since_s for (key, tier), since_s in state.unanswered.items() if tier is guarded}
             if asked and self._leave_if_late(guarded, state, len(asked), computed_blocks(asked), min(asked.values())):
@@ -308,15 +303,15 @@ class Search:
                     del state.unanswered[key, guarded]
 
     def _compared(self) -> list[GuardedTier]:
-        """Return the tiers whose blocks may be computed sooner than they come."""
+        """Return the tiers in use, if the time to compute a block is known."""
         return [guarded for guarded, _ in self._searched if guarded.pace.compute_block_s < math.inf]
 
     def _leave_if_late(
         self, guarded: GuardedTier, state: RequestState, blocks: int, computed: int, since_s: float
     ) -> bool:
-        """Ask a tier no more if `blocks` of it would come later than as many as `computed` are computed."""
+        """Stop asking a tier for this request if its blocks would arrive later than `computed` ones are computed."""
         compute_s = guarded.pace.compute_s(computed, state.blocks_before or 0)
-        in_flight = guarded.loads.blocks + guarded.load_blocks_reserved + blocks
+        in_flight = guarded.loads.blocks + guarded.loads.reserved_blocks + blocks
         if guarded.pace.is_answer_worth(in_flight, compute_s, self._now_s - since_s, self._now_s):
             return False
         state.timed_out[guarded] = Fate.TOO_SLOW
@@ -324,7 +319,7 @@ class Search:
         return True
 
     def _fail(self, guarded: GuardedTier, state: RequestState, raised_in: str = "") -> None:
-        """Ask this tier no more for this request: one failure a request, however many keys it asks for."""
+        """Stop asking a tier for this request. The breaker counts one failure, however many keys were asked for."""
         if raised_in:
             guarded.observer.note_exception(raised_in)
         state.timed_out[guarded] = Fate.TIMEOUT

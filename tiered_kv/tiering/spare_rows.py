@@ -1,4 +1,4 @@
-"""The request that is audited, and spare rows: rows of the primary tier that take a second copy of a block."""
+"""The audited request, and spare rows: rows of the primary tier for a second copy of a block."""
 
 from __future__ import annotations
 
@@ -25,38 +25,31 @@ _SPARE_KEY: Final = b"\0tiered-kv audit "
 
 @dataclass(slots=True, eq=False)
 class Audited:
-    """The request that is being audited.
-
-    Attributes:
-        context: The audit's own towards the tiers, so that their answers outlive the request.
-        until_s: When the audit is given up.
-        first_key: The first key that was withheld. An engine looks up blocks that it has neither computed nor kept. So
-            the blocks that it stores from this key on, in the same group, are computed anew.
-        storer: The request that stores `first_key`. A program's `get` and `put` are two requests.
-        is_finished: Whether the request has ended; only then may another be the storer.
-        is_taking: Whether further blocks are compared.
-        taken: Blocks that were considered.
-        asked: Blocks that the storer is storing, with the tier that has them; None while that is not known.
-        compared: How many copies have been compared.
-        different: Keys of those that differ.
-        largest: The largest difference so far.
-    """
+    """The request that is being audited."""
 
     req_id: str
     context: ReqContext
+    """The audit's own request towards the tiers, so that their answers outlive the audited request."""
     until_s: float
     first_key: OffloadKey | None = None
+    """The first key that was withheld. An engine looks up blocks that it has neither computed nor kept. So the blocks
+    that it stores from this key on, in the same group, are computed anew."""
     storer: str | None = None
+    """The request that stores `first_key`. The facade's `get` and `put` are two requests."""
     is_finished: bool = False
+    """Whether the request has ended; only then may another one be the storer."""
     is_taking: bool = True
+    """Whether further blocks will be compared."""
     taken: set[OffloadKey] = field(default_factory=set)
     asked: dict[OffloadKey, GuardedTier | None] = field(default_factory=dict)
+    """Blocks that the storer is storing, with the tier that has them; None while that is unknown."""
     compared: int = 0
     different: list[OffloadKey] = field(default_factory=list)
     largest: float = 0.0
+    """The largest difference so far."""
 
     def computed(self, req_id: str, keys: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Return those of `keys`, which a request stores, that this one computed anew and has not considered yet."""
+        """Return those `keys` of a store whose blocks were computed anew, without those in `taken`."""
         if not req_id or not self.is_taking or self.first_key is None:
             return []
         if self.storer is None and (req_id == self.req_id or self.is_finished) and self.first_key in keys:
@@ -70,27 +63,20 @@ class Audited:
 
 @dataclass(slots=True, eq=False)
 class Pair:
-    """Two copies of a block: one under its key, pinned, and one in a spare row.
-
-    Attributes:
-        audited: The request that they are compared for.
-        tier: The tier of the stored copy.
-        block: The block under its key.
-        spare: The spare row; its `writer` is the request whose store fills it, or `PROMOTION` if a tier's load does.
-    """
+    """Two copies of a block: `block`, under its key and pinned, and `spare`, in a spare row."""
 
     audited: Audited
     tier: str
+    """The tier of the stored copy."""
     block: CPUBlock
     spare: CPUBlock
+    """Its `writer` is the request whose store fills it, or `PROMOTION` if a tier's load fills it."""
 
 
 class SpareRows:
-    """Gives blocks of the primary tier a spare row each. A thread of its own compares both.
+    """Pairs blocks of the primary tier with spare rows, and compares both on a separate thread.
 
-    No lookup ever finds a spare row: its key is no block's, and it stays in state writing.
-
-    Owned by the manager's thread. `dtype` is the type of the blocks' values, as the namespace names it.
+    No lookup finds a spare row: it has a special key, and stays in state writing. Owned by the manager's thread.
     """
 
     def __init__(self, primary: CPUOffloadingManager, dtype: str) -> None:
@@ -105,16 +91,14 @@ class SpareRows:
 
     @property
     def room(self) -> int:
-        """Rows that may be taken."""
         return self._rows_max - len(self._pairs) - self._expired_rows
 
     @property
     def in_flight(self) -> int:
-        """Comparisons that have not ended."""
         return len(self._comparing)
 
     def pending(self, audited: Audited) -> int:
-        """Return how many pairs of a request have not been compared."""
+        """Return how many pairs of a request are not compared yet."""
         return sum(pair.audited is audited for pair in self._pairs)
 
     def pair(
@@ -125,10 +109,15 @@ class SpareRows:
         evicted: list[OffloadKey],
         tier: str = "",
     ) -> list[Pair]:
-        """Pin ready blocks and give each a spare row; return none if there is no room for all of them.
+        """Pin ready blocks and give each a spare row; return [] if there is no room for all of them.
 
-        The blocks of `req_context`, which stores them, are evicted last; `evicted` gets the keys of those that are.
-        A load from `tier` fills the rows, or by default that request. Then the stored copies are the blocks themselves.
+        Args:
+            audited: The request that the pairs are compared for.
+            blocks: The blocks.
+            req_context: The request that stores them. Its blocks are evicted last.
+            evicted: Receives the keys of evicted blocks.
+            tier: The tier whose load fills the rows. By default `req_context` fills them, and `blocks` are the stored
+                copies.
         """
         self._primary.pin(blocks)
         names = [OffloadKey(_SPARE_KEY + next(self._numbers).to_bytes(8, "big")) for _ in blocks]
@@ -145,28 +134,28 @@ class SpareRows:
         return pairs
 
     def compare(self, pair: Pair) -> None:
-        """Compare two complete copies; `take` returns and releases them."""
+        """Begin to compare two complete copies; `take` releases them."""
         rows = pair.spare.block_id, pair.block.block_id
         stored_row, computed_row = rows if pair.spare.writer is PROMOTION else reversed(rows)
         self._comparing.append((pair, self._thread.submit(self._difference, stored_row, computed_row)))
 
     def take(self) -> list[tuple[Pair, float | None]]:
-        """Return what has been compared since the last call, released; None where that was not possible."""
+        """Release the pairs compared since the last call, and return their differences; None after an error."""
         compared: list[tuple[Pair, float | None]] = []
         while self._comparing and self._comparing[0][1].done():
             pair, future = self._comparing.popleft()
             self.release(pair)
-            compared.append((pair, None if future.exception() else future.result()))  # for example, too little memory
+            compared.append((pair, None if future.exception() else future.result()))  # e.g. MemoryError
         return compared
 
     def release(self, pair: Pair) -> None:
-        """Unpin a block, and free its spare row, which no job uses any more."""
+        """Unpin a block, and free its spare row, which no job uses."""
         self._primary.abandon([pair.spare])
         self._primary.unpin([pair.block])
         self._pairs.remove(pair)
 
     def expire(self, pair: Pair) -> None:
-        """Unpin a block whose spare row a tier may still be writing into; `free` follows."""
+        """Unpin a block whose spare row a tier may still be writing; `free` follows."""
         self._primary.forget(pair.spare)
         self._primary.unpin([pair.block])
         self._pairs.remove(pair)
@@ -178,10 +167,10 @@ class SpareRows:
         self._expired_rows -= 1
 
     def stop(self, timeout_s: float) -> None:
-        """End the comparing thread after its last comparison; wait at most `timeout_s`."""
+        """End the thread; wait at most `timeout_s` for the last comparison."""
         running = wait([future for _, future in self._comparing], timeout_s).not_done
         self._thread.shutdown(wait=not running)
 
     def _difference(self, stored_row: int, computed_row: int) -> float:
-        region = self._primary.backend.region  # no array is kept beyond the next line: it would keep the memory mapped
+        region = self._primary.backend.region  # no variable for an array: it would keep the memory mapped
         return difference_of(region.array[stored_row], region.array[computed_row], self._dtype)

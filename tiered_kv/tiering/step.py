@@ -13,12 +13,12 @@ from __future__ import annotations
 import time
 
 PAUSES_MAX = 200
-"""Pauses of all workers after the last mark, so that a step whose end nobody announces delays them by 20 ms at most."""
+"""Pauses of all workers after the last mark. A step without `on_schedule_end` delays them by 20 ms at most."""
 PAUSE_S = 0.0001
 
 
 class Step:
-    """The step of this process's scheduler. It needs no lock: two threads that count at once count one pause less."""
+    """The step of this process's scheduler. It needs no lock: a race of two workers miscounts by one pause."""
 
     __slots__ = ("pauses_left",)
 
@@ -31,13 +31,10 @@ STEP = Step()
 
 
 def give_way(pause_s: float = PAUSE_S) -> None:
-    """Let a scheduler's step go first. A worker calls this between two blocks, holding no lock; never the scheduler.
+    """Pause while a scheduler's step runs. Workers call this between two blocks, without holding a lock.
 
-    It costs less than 100 ns where no step runs, and else releases the interpreter for 100 microseconds.
-
-    Args:
-        pause_s: A longer pause, for work that nobody waits for. A thread that wakes while the scheduler computes takes
-            the interpreter from it, so fewer pauses cost the step less.
+    It costs less than 100 ns if no step runs. Background work passes a longer `pause_s`: each thread that wakes takes
+    the interpreter from the scheduler, so fewer pauses cost the step less.
     """
     if STEP.pauses_left > 0:
         STEP.pauses_left -= 1

@@ -1,9 +1,10 @@
-"""What a guarded tier tells others: its counts and measures, its notices, its part of the history, and its events."""
+"""Counters, histograms, notices, history and events of one guarded tier."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -15,11 +16,16 @@ from tiered_kv.observe.fates import Fate, fate_of
 from tiered_kv.observe.histogram import BYTES, SECONDS, SHORT_SECONDS, Histogram
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.notices import Notices
-from tiered_kv.tiering.base import JobId, JobMetadata, JobResult
-from tiered_kv.tiering.events import TierEvents
-from tiered_kv.toolkit.status import DAMAGE_REASONS
+from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.toolkit.status import DAMAGE_REASONS, UNUSABLE_REASONS
 
 logger = logging.getLogger(__name__)
+
+EVENTS_MAX: Final = 1 << 12
+"""Events of a tier's jobs that are kept until they are taken; the oldest are dropped."""
+
+_GONE_REASONS: Final = UNUSABLE_REASONS | {"absent", "missing"}
+"""Reasons of failed loads after which the tier has no usable copy of the block."""
 
 _NAMES: Final = (
     "stored_blocks_total",
@@ -39,15 +45,9 @@ _LABELLED: Final = ("submitted_jobs_total", "skipped_blocks_total", "failed_bloc
 
 
 class TierObserver:
-    """Counts what one guarded tier does, and notes it for the history and the events. Owned by the manager's thread.
+    """Counts what one guarded tier does, and records it in the history and as events. Owned by the manager's thread.
 
-    Args:
-        name: The tier's name.
-        number: Its place in the order of the search.
-        block_bytes: Bytes of one block.
-        notices: Where its changes of state are noted.
-        history: Where it is noted what became of its blocks; None for nowhere.
-        events: Its events; None where nobody takes them.
+    `event_source` is the tier itself if its events are collected, else None. `GuardedTier` explains the others.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TierObserver:
         block_bytes: int,
         notices: Notices,
         history: BlockHistory | None,
-        events: TierEvents | None,
+        event_source: SecondaryTierManager | None,
     ) -> None:
         self.counters = Counters(_NAMES, _LABELLED)
         self.measures = TierMeasures()
@@ -66,88 +66,110 @@ class TierObserver:
         self._block_bytes = block_bytes
         self._notices = notices
         self._history = history
-        self._events = events
+        self._event_source = event_source
+        self._tier_tells_stored = event_source is not None and event_source.tells_stored
+        self._job_events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
         self._jobs_before_reset: frozenset[JobId] = frozenset()
 
     def notice(self, what: str) -> None:
-        """Note a change of state of the tier."""
+        """Record a change of the tier's state."""
         self._notices.add(self._name, what)
 
     def skipped(self, reason: str, blocks: Sequence[CPUBlock]) -> None:
-        """Count, and note, blocks that are not stored to this tier."""
+        """Record blocks that are not stored to this tier."""
         if blocks:
             self.counters.add("skipped_blocks_total", reason, count=len(blocks))
             if self._history is not None:
                 self._history.note(self._number, fate_of(reason), [block.key for block in blocks])
 
     def ended(self, job: JobMetadata, result: JobResult, done: int, total: int) -> None:
-        """Count and note the result of a job that succeeded for `done` of its `total` blocks."""
+        """Record the result of a job that succeeded for `done` of its `total` blocks."""
         what = "loaded" if job.is_promotion else "stored"
         self.counters.add(f"{what}_blocks_total", count=done)
         self.counters.add(f"{what}_bytes_total", count=done * self._block_bytes)
         if done < total:
             self.failed(job, total - done, result.reason or "failed")
-        if job.job_id in self._jobs_before_reset:  # the tier has forgotten what it stored
+        if job.job_id in self._jobs_before_reset:  # the tier has forgotten these blocks
             result, done = JobResult(job.job_id, False, reason="reset"), 0
         if self._history is not None:
-            self._note(self._history, job, result, done)
-        if self._events is not None:
-            self._events.note(job, result)
+            self._note_fates(self._history, job, result, done)
+        if self._event_source is not None:
+            self._note_event(job, result)
 
     def failed(self, job: JobMetadata, num_blocks: int, reason: str) -> None:
-        """Count blocks of a job that were not loaded, or not stored."""
+        """Count blocks that a job did not load or store."""
         self.counters.add("failed_blocks_total", direction_of(job), reason, count=num_blocks)
         if reason in DAMAGE_REASONS:
             self._notices.add(self._name, "damaged blocks", num_blocks)
 
     def expired(self, job: JobMetadata) -> None:
-        """Count a job whose deadline has passed, and note the blocks of a store; a load's requests say it of theirs."""
+        """Record a job whose deadline has passed. In the history, a load's requests report its blocks."""
         self.failed(job, len(job.keys), "expired")
         if self._history is not None and not job.is_promotion:
             self._history.note(self._number, fate_of("expired"), job.keys)
 
-    def gave_up(self) -> None:
-        """Note that the tier answered a lookup with a miss because it could not know."""
+    def note_lookup_timeout(self) -> None:
+        """Record that the tier answered a lookup with a miss because it could not know."""
         if self._history is not None:
             self._history.gave_up(self._number)
 
     def reset(self, jobs: Sequence[JobId]) -> None:
-        """Note that the tier has forgotten its blocks, those of stores in flight (`jobs`) included."""
+        """Record that the tier has forgotten its blocks, including those of `jobs`, which are in flight."""
         self._jobs_before_reset = frozenset(jobs)
         if self._history is not None:
             self._history.reset(self._number)
-        if self._events is not None:
-            try:
-                self._events.reset()
-            except Exception:
-                self.note_exception("take_events")
+        self._job_events.clear()
+        self._take_from_tier()
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Return the tier's events since the last call."""
-        if self._events is None:
-            return []
-        try:
-            return self._events.take()
-        except Exception:
-            self.note_exception("take_events")
-            return []
+        """Return the tier's events since the last call: those of its jobs, then those that it reports itself."""
+        reported = self._take_from_tier()
+        if reported is None or not self._job_events:
+            return reported or []
+        events = [*self._job_events, *reported]
+        self._job_events.clear()
+        return events
 
     def note_exception(self, operation: str) -> None:
-        """Count an exception of the tier, in an `except` block; the first is logged.
+        """Count an exception of the tier; called in an `except` block. Log the first one.
 
-        The log has its type and place, but not its text: a client library may have put a password into the text.
+        The log has the exception's type and place, but not its text: a client library may have put a password there.
         """
         self.counters.add("exceptions_total")
         if self.counters["exceptions_total"] == 1:
-            # The others are counted only; a broken tier must not flood the log.
             self.notice(f"first exception, in {operation}")
             kind, _, traceback = sys.exc_info()
             nameless = TierError(kind.__name__ if kind else "", tier=self._name, operation=operation)
             about = "tier %r raised in %s; further exceptions are only counted"
             logger.error(about, self._name, operation, exc_info=(TierError, nameless, traceback))
 
-    def _note(self, history: BlockHistory, job: JobMetadata, result: JobResult, done: int) -> None:
-        """Note which blocks the tier has now, or does not have any more."""
+    def _note_event(self, job: JobMetadata, result: JobResult) -> None:
+        """Derive an event from a job: a store has stored blocks, a load may have found blocks removed."""
+        if self._tier_tells_stored or (job.is_promotion and (result.success or result.reason not in _GONE_REASONS)):
+            return
+        keys = job.keys if isinstance(job.keys, list) else list(job.keys)
+        if not result.success:
+            done = frozenset(result.successful_keys or ())
+            keys = [key for key in keys if (key in done) is not job.is_promotion]
+        if keys:
+            self._job_events.append(OffloadingEvent(keys, self._block_bytes, self._name, removed=job.is_promotion))
+
+    def _take_from_tier(self) -> list[OffloadingEvent] | None:
+        """Return the events that the tier reports itself; None if it raises an exception."""
+        if self._event_source is None:
+            return []
+        try:
+            return [
+                OffloadingEvent(list(event.keys), self._block_bytes, self._name, bool(event.removed))
+                for event in self._event_source.take_events()
+                if event.removed or self._tier_tells_stored
+            ]
+        except Exception:
+            self.note_exception("take_events")
+            return None
+
+    def _note_fates(self, history: BlockHistory, job: JobMetadata, result: JobResult, done: int) -> None:
+        """Record in the history which blocks the tier has gained or lost."""
         keys, is_load = job.keys, job.is_promotion
         if done == len(keys):
             if not is_load:
@@ -157,7 +179,7 @@ class TierObserver:
         if done and not is_load:
             history.note(self._number, Fate.STORED, [key for key in keys if key in ok])
         fate = fate_of(result.reason or "failed")
-        if not is_load or fate in (Fate.EVICTED, Fate.CORRUPT):  # after others the tier still has the block
+        if not is_load or fate in (Fate.EVICTED, Fate.CORRUPT):  # after other failures the tier still has the block
             history.note(self._number, fate, [key for key in keys if key not in ok])
 
 
@@ -165,8 +187,8 @@ class TierMeasures:
     """The histograms of one secondary tier. The manager's thread adds, any thread may read.
 
     Attributes:
-        lookup_seconds: How long the tier took to answer a lookup.
-        noted_s: The step whose first late answer is in `lookup_seconds` already, by the time of its beginning.
+        lookup_seconds: How long the tier took to answer a lookup; at most one sample a step.
+        noted_s: When the step began that has added its sample.
     """
 
     __slots__ = ("_job_bytes", "_job_seconds", "lookup_seconds", "noted_s")
@@ -178,12 +200,11 @@ class TierMeasures:
         self._job_bytes = {direction: Histogram(BYTES) for direction in _DIRECTIONS}
 
     def add_job(self, direction: str, seconds: float, size_bytes: int) -> None:
-        """Count a job that the tier has reported, whatever became of it."""
+        """Count a job that the tier has reported, successful or not."""
         self._job_seconds[direction].add(seconds)
         self._job_bytes[direction].add(size_bytes)
 
     def snapshot(self) -> dict[str, Any]:  # Any: as `Histogram.snapshot`, some by direction
-        """Return all histograms by name."""
         return {
             "job_seconds": {direction: seconds.snapshot() for direction, seconds in self._job_seconds.items()},
             "job_bytes": {direction: sizes.snapshot() for direction, sizes in self._job_bytes.items()},

@@ -1,4 +1,4 @@
-"""A tier that wraps another one: the base of tiers that change one thing about another."""
+"""The base class of tiers that wrap another tier."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 
 class WrapperTier(SecondaryTierManager):
-    """Passes every call to the wrapped tier. A subclass overrides the calls that it changes.
+    """Passes every call to the wrapped tier, on the caller's thread. A subclass overrides the calls that it changes.
 
-    Each method is called on the thread that calls the wrapper. A subclass says `is_nonblocking` only where its own
-    methods, and those of the tiers that it wraps, return at once.
+    A subclass may set `is_nonblocking` only if its own methods and those of the wrapped tier return at once.
 
     Args:
-        inner: The wrapped tier. The wrapper takes over its name and its memory, and shuts it down.
+        inner: The wrapped tier, which is shut down with the wrapper.
     """
 
     def __init__(self, inner: SecondaryTierManager) -> None:
@@ -28,7 +27,7 @@ class WrapperTier(SecondaryTierManager):
         return self.inner.lookup(key, req_context)
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        if type(self).lookup is not WrapperTier.lookup:  # so that overriding `lookup` changes both
+        if type(self).lookup is not WrapperTier.lookup:  # a subclass that overrides `lookup` changes both
             return super().lookup_many(keys, req_context)
         return self.inner.lookup_many(keys, req_context)
 

@@ -1,4 +1,4 @@
-"""A write budget: which requests' blocks a tier stores where it may store only so many bytes an hour."""
+"""A write budget: chooses which requests' blocks a tier stores if it may store only a number of bytes an hour."""
 
 from __future__ import annotations
 
@@ -17,101 +17,92 @@ from tiered_kv.tiering.admission import Admission, Selection
 
 MINUTE_S: Final = 60.0
 WINDOW_MINUTES: Final = 61
-"""Any hour lies within so many minutes of the clock."""
+"""Calendar minutes that cover any hour."""
 AHEAD_MINUTES: Final = 10
-"""What is left over is spent within so many minutes."""
+"""Minutes over which unused budget is spent."""
 RATE_WEIGHT: Final = 0.1
-"""Weight of the last minute in the rates at which blocks are offered."""
+"""Weight of the last minute in the offer rates."""
 FORGET: Final = 0.98
-"""What the evidence of returns counts for, each minute: it halves in half an hour."""
+"""Factor for the counted returns each minute: they halve in half an hour."""
 PRIOR_BLOCKS: Final = 64.0
-"""Blocks that the prior counts for in each group: as likely to return as those of all groups."""
+"""Weight, in blocks, of the prior in each group: its blocks return as often as those of all groups."""
 LIFETIMES: Final = 11
-"""Lifetimes that are told apart: two for each doubling, from the time in which as much is offered as the tier holds."""
+"""Lifetime classes, two for each doubling. The first ends when as many blocks were offered as the tier holds."""
 OFFERS_MAX: Final = 1 << 16
 """Offers that are remembered, in about 20 MiB."""
 REQUESTS_MAX: Final = 1 << 14
 """Requests whose decision is remembered."""
 SIZES: Final = (0.5, 1.0, 2.0)
-"""Limits between the numbers of new blocks that are told apart, as multiples of their mean."""
+"""Bounds of the size classes of requests: their number of new blocks, as a multiple of the mean."""
 SHARED_HEAD: Final = 0.25
-"""A request with fewer hits, as a part of their mean, may only share its head with others."""
+"""A request with fewer hits than this part of the mean may only share its head with others."""
 MEAN_WEIGHT: Final = 0.01
-"""Weight of a request in these means."""
+"""Weight of a request in both means."""
 HELD, LOST, NEW = range(3)
-"""Groups: blocks that were refused and are used in the primary tier, those that it had lost, and the first new ones."""
+"""Groups: refused blocks that are used in the primary tier, blocks that the primary tier has lost, first new group."""
 GROUPS: Final = NEW + 2 * (len(SIZES) + 1)
 
 
 def admission_of(
     settings: TierSettings, block_bytes: int, clock: Callable[[], float], moved_blocks: Callable[[], int]
 ) -> Admission:
-    """Return what admits blocks to a tier with these settings; the rest is as for `WriteBudget`."""
+    """Return the admission of a tier with these settings; the other arguments are those of `WriteBudget`."""
     if settings.write_budget is None:
         return Admission(settings.admit_after)
-    capacity = getattr(settings, "capacity", None)  # a stranger's may be anything
+    capacity = getattr(settings, "capacity", None)  # of any type in a third-party tier's settings
     capacity_bytes = capacity if isinstance(capacity, int) else None
     return WriteBudget(settings.write_budget // HOURS_A_DAY, block_bytes, capacity_bytes, clock, moved_blocks)
 
 
 @dataclass(slots=True)
 class _Offer:
-    """Blocks that were offered together, by the one of them that is looked for.
-
-    Attributes:
-        group: Their group.
-        count: How many they are.
-        place: That of the one among them.
-        since: How many blocks had been offered before.
-        is_stored: Whether they were admitted.
-        is_held: Whether they were refused, and found in the primary tier.
-        has_returned: Whether the primary tier had lost one of them when it was asked for.
-    """
+    """Blocks that were offered together. Only one of them, the sample, is remembered by its key."""
 
     group: int
     count: int
     place: int
+    """The sample's index in the offer."""
     since: int
+    """How many blocks had been offered before."""
     is_stored: bool
     is_held: bool = False
+    """Refused, and later used in the primary tier."""
     has_returned: bool = False
+    """The sample was asked for after the primary tier had lost it."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """What was decided of a request.
-
-    Attributes:
-        group: Of its new blocks; negative before the first.
-        admitted: The groups that were decided on, and how.
-        is_cut: Whether a block of it was refused, so that those behind it are worthless.
-    """
+    """The decisions for a request."""
 
     group: int = -1
+    """The group of its new blocks; negative before the first."""
     admitted: dict[int, bool] = field(default_factory=dict)
+    """By group."""
     is_cut: bool = False
+    """A block was refused, so that later blocks of the request are worthless."""
 
 
 class WriteBudget(Admission):
-    """Admits the requests whose blocks bring most hits for their bytes, as far as the rate of storing allows.
+    """Admits the requests whose blocks bring most hits for their bytes, within a rate.
 
-    In no hour more than `hour_bytes` are admitted. Blocks that the tier moves count as admitted, from the next minute
-    on. The budget begins as after an hour in which it was used up evenly. What was admitted before a restart is not
-    known: an hour with one may have nearly twice as much.
+    At most `hour_bytes` are admitted in any hour. Blocks that the tier moves count too, from the next minute on. The
+    budget begins as if the hour before had used it up evenly. Blocks admitted before a restart are unknown, so an hour
+    with a restart may have nearly twice the budget.
 
-    All blocks of a request that are in one group are admitted, or none. Behind one that is refused all of the request
-    are refused: without those before them they are worthless.
+    All blocks of a request in one group are admitted, or none. After a refused block, all later blocks of the request
+    are refused: without that block they are worthless.
 
-    What is learned is how many blocks of each group are asked for again after the primary tier has lost them. Each
-    minute the groups with most returns are chosen, as far as the budget allows. If storing less would bring more hits,
-    because blocks would stay in the tier for longer, less is stored.
+    Each block belongs to a group. The budget learns how many blocks of each group are asked for again after the primary
+    tier has lost them (*returns*). Each minute it chooses the groups with most returns. It uses less than the budget if
+    that brings more hits, because blocks then stay in the tier for longer.
 
     Args:
         hour_bytes: The most bytes that may be stored in an hour.
         block_bytes: Bytes of a block.
-        capacity_bytes: Bytes of the tier; None where nobody knows.
-        clock: Seconds, of a monotonic clock.
-        moved_blocks: Returns how many blocks the tier has moved, and so written again, since it was opened.
+        capacity_bytes: Capacity of the tier; None if unknown.
+        clock: Seconds of a monotonic clock.
+        moved_blocks: Returns how many blocks the tier has relocated, and so written again, since it was opened.
     """
 
     reason = "write_budget"
@@ -132,9 +123,11 @@ class WriteBudget(Admission):
         self._moved_blocks, self._moved = moved_blocks, 0  # as of this minute's beginning
         self._minute = int(clock() // MINUTE_S)
         a_minute = hour_bytes // WINDOW_MINUTES
-        self._stored_bytes = deque([a_minute] * (WINDOW_MINUTES - 1) + [0])  # in the last minutes, moved ones too
+        self._stored_bytes = deque(
+            [a_minute] * (WINDOW_MINUTES - 1) + [0]
+        )  # in each of the last minutes, including moved blocks
         self.room_bytes = hour_bytes - sum(self._stored_bytes)
-        """Bytes that may be stored now; below zero once more has moved than there was room for."""
+        """Bytes that may be stored now; negative if the tier has moved more than that."""
         self._requests: OrderedDict[str, _Request] = OrderedDict()
         self._offers: OrderedDict[OffloadKey, _Offer] = OrderedDict()
         self._offered = 0  # blocks
@@ -143,12 +136,12 @@ class WriteBudget(Admission):
         self._minutes_seen = 0
         self._offered_before = 0  # this minute
         self._rate = 0.0  # blocks a minute
-        self._wanted = [0] * GROUPS  # in this minute, but for those behind a refused one
-        self._rates = [0.0] * GROUPS  # of these
-        self._seen = [0.0] * GROUPS
-        self._returned = [[0.0] * LIFETIMES for _ in range(GROUPS)]  # by the lifetime that they needed
-        self._parts = [1.0] * GROUPS  # of each group, that are admitted
-        self._due = [0.0] * GROUPS
+        self._wanted = [0] * GROUPS  # blocks offered in this minute, without those after a refused one
+        self._rates = [0.0] * GROUPS  # of `_wanted`, in blocks a minute
+        self._seen = [0.0] * GROUPS  # blocks offered, with decay
+        self._returned = [[0.0] * LIFETIMES for _ in range(GROUPS)]  # by the lifetime that a hit needs
+        self._parts = [1.0] * GROUPS  # the part of each group that is admitted
+        self._due = [0.0] * GROUPS  # accumulated parts: a request is admitted at 1
 
     def is_open(self) -> bool:
         return False
@@ -173,7 +166,7 @@ class WriteBudget(Admission):
             self._count_return(offer)
 
     def again(self, loaded: list[CPUBlock], req_id: str) -> list[CPUBlock]:
-        """Return those blocks that a request has loaded from elsewhere and that were refused before."""
+        """Return the loaded blocks that were refused before."""
         places: set[int] = set()
         for place in [place for place, block in enumerate(loaded) if block.key in self._offers]:
             offer = self._offers[loaded[place].key]
@@ -194,7 +187,7 @@ class WriteBudget(Admission):
         return request
 
     def _known(self, offered: Sequence[CPUBlock]) -> tuple[int, int]:
-        """Return how many of the blocks, from the first on, were offered before, and the group of those."""
+        """Return how many blocks at the head of an offer were offered before, and their group."""
         is_promoted = bool(offered and offered[0].source)
         known, group = len(offered) if is_promoted else 0, HELD if is_promoted else LOST
         for place in [place for place, block in enumerate(offered) if block.key in self._offers]:
@@ -207,7 +200,7 @@ class WriteBudget(Admission):
         return min(known, len(offered)), group
 
     def _group_of(self, position: int, count: int) -> int:
-        """Return the group of new blocks by what a request has before them, and by their number."""
+        """Return the group of a request's `count` new blocks, which begin at `position` of its prefix."""
         self._decided += 1
         weight = max(MEAN_WEIGHT, 1 / self._decided)
         self._position_mean += weight * (position - self._position_mean)
@@ -216,7 +209,7 @@ class WriteBudget(Admission):
         return NEW + turn * (len(SIZES) + 1) + bisect_right(SIZES, count / self._count_mean)
 
     def _offer(self, offered: Sequence[CPUBlock], group: int, room: int, request: _Request) -> int:
-        """Count blocks of one group, and return how many of them are stored: at most `room`."""
+        """Offer blocks of one group; return how many of them, from the first on, are stored."""
         total, count = len(offered), 0
         if not request.is_cut:
             self._wanted[group] += total
@@ -237,7 +230,7 @@ class WriteBudget(Admission):
         return count
 
     def _charge(self, blocks: int) -> None:
-        """Count blocks that are written."""
+        """Take blocks that are written from the budget."""
         self._stored_bytes[-1] += blocks * self._block_bytes
         self.room_bytes -= blocks * self._block_bytes
 
@@ -247,13 +240,13 @@ class WriteBudget(Admission):
             self._returned[offer.group][self._lifetime(self._offered - offer.since)] += offer.count
 
     def _lifetime(self, age_blocks: int) -> int:
-        """Return the number of the shortest lifetime in which a tier keeps a block for so many others."""
+        """Return the shortest lifetime class in which a tier keeps a block while `age_blocks` others are offered."""
         number, capacity = 0, float(self._capacity_blocks or age_blocks + 1)
         while age_blocks > capacity and number < LIFETIMES - 1:
             number, capacity = number + 1, capacity * 2**0.5
         return number
 
-    def counted(self) -> Mapping[str, int]:
+    def snapshot(self) -> Mapping[str, int]:
         return {"write_budget_bytes": self.hour_bytes, "write_budget_used_bytes": self.hour_bytes - self.room_bytes}
 
     # Each minute.
@@ -280,7 +273,7 @@ class WriteBudget(Admission):
         self._returned = [[FORGET * blocks for blocks in group] for group in self._returned]
 
     def _plan(self) -> None:
-        """Choose the part of each group that is admitted in the next minute."""
+        """Choose the part of each group that is admitted in the next minute, for the most hits."""
         ahead_bytes = max(0, self.room_bytes + sum(islice(self._stored_bytes, AHEAD_MINUTES)))
         most = min(self._rate, ahead_bytes / AHEAD_MINUTES / self._block_bytes)
         best = 0.0
@@ -290,7 +283,7 @@ class WriteBudget(Admission):
                 best, self._parts = hits, parts
 
     def _chosen(self, blocks: float) -> tuple[float, list[float]]:
-        """Return the hits a minute if `blocks` a minute are admitted, and the part of each group that is."""
+        """Return the expected hits a minute if `blocks` a minute are admitted, and the admitted part of each group."""
         lifetime = 0
         while lifetime < LIFETIMES - 1 and blocks * 2 ** ((lifetime + 1) / 2) <= self._rate:
             lifetime += 1

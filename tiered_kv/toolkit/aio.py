@@ -1,4 +1,4 @@
-"""A base for tiers made of asyncio clients. Importing it is what loads asyncio."""
+"""The base of tiers whose client uses asyncio. A module of its own, so that only its users load asyncio."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 from tiered_kv.base import OffloadKey
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.jobs import Outcome, Part, checked_answers, checked_outcome
-from tiered_kv.toolkit.queued import PART_DEADLINE, PROBE_REQ_IDS, QueuedTier, block_bytes_of
+from tiered_kv.toolkit.queued import QueuedTier, block_bytes_of
 
 T = TypeVar("T")
 
 
 async def uninterrupted(work: Awaitable[T]) -> T:
-    """Await work that a cancellation does not end and that uses primary blocks, such as a call on a thread.
+    """Await `work` to its end, also if the caller is cancelled, and raise the cancellation then.
 
-    Cancelling a coroutine that awaits `asyncio.to_thread(...)`, or a file of aiofiles, ends the waiting but not the
-    work. This function raises the cancellation when the work has ended. The event loop's thread.
+    Cancelling a coroutine that awaits `asyncio.to_thread(...)` or a file of aiofiles ends the waiting, not the work. So
+    await all such work that uses blocks of the primary tier through this function. The event loop's thread.
     """
     task = asyncio.ensure_future(work)
     cancellation: asyncio.CancelledError | None = None
@@ -40,19 +40,18 @@ async def uninterrupted(work: Awaitable[T]) -> T:
 
 
 class AsyncTier(QueuedTier):
-    """A tier whose author writes coroutines, which all run on one event loop in a thread of its own.
+    """A tier whose author writes coroutines. They all run on one event loop, in a daemon thread.
 
-    Jobs are cut into parts, and as many parts run at once as `blocks_in_flight_max` allows; lookups need no room.
-    Lookups go before loads and loads before stores, and stores leave room for one part of a load. A coroutine that has
-    not returned by its job's deadline is cancelled; its job is reported once it has really ended: until then it may
-    write into its blocks. An exception fails the part it was raised in.
+    Jobs are cut into parts, of which as many run at once as `blocks_in_flight_max` allows. Lookups go before loads and
+    loads before stores, and stores leave room for one part of a load. An exception fails the part it was raised in.
 
-    The thread is started by the first job or lookup, and is a daemon. Nothing may block the event loop: to compress or
-    hash megabytes use `uninterrupted(asyncio.to_thread(...))`, or build on `BlockingTier`.
+    A coroutine that has not returned by the deadline of its job is cancelled. Its job is reported when the coroutine
+    has ended, because until then it may write into its blocks. Nothing may block the event loop: to compress or hash
+    megabytes use `uninterrupted(asyncio.to_thread(...))`, or build on `BlockingTier`.
 
     Args:
-        blocks_in_flight_max: Blocks in running parts, at most; at least 1.
-        shutdown_timeout_s: How long `shutdown` waits; from half of it on, what still runs is cancelled.
+        blocks_in_flight_max: Blocks in running parts; at least 1. Lookups do not count.
+        shutdown_timeout_s: How long `shutdown` waits. After half of it, running coroutines are cancelled.
         offloading_spec, primary_kv_view, tier_type, part_bytes, lookup_timeout_s: As in `BlockingTier`.
     """
 
@@ -82,7 +81,7 @@ class AsyncTier(QueuedTier):
         self._blocks_in_flight_max = blocks_in_flight_max
         self._loop_thread: threading.Thread | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._wake_is_on_its_way = True  # until the loop runs, and looks into the queue by itself
+        self._is_wake_pending = True  # until the loop runs, and looks into the queue by itself
         # Owned by the loop's thread.
         self._part_tasks: set[asyncio.Task[None]] = set()
         self._blocks_in_flight = 0
@@ -90,10 +89,10 @@ class AsyncTier(QueuedTier):
         self._client_opening = asyncio.Lock()
         self._loop_stop = asyncio.Event()
 
-    # What an author writes; all on the event loop.
+    # What an author writes. All run on the event loop.
 
     async def open(self) -> None:
-        """Connect; awaited before the first use. If it raises, that use fails, and the next one tries again."""
+        """Connect; awaited before the first use. If it raises, that use fails, and the next use tries again."""
         return
 
     @abstractmethod
@@ -102,29 +101,29 @@ class AsyncTier(QueuedTier):
 
     @abstractmethod
     async def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        """As `BlockingTier.load_blocks`. When cancelled, end when nothing writes to `blocks`: see `uninterrupted`."""
+        """As `BlockingTier.load_blocks`. If cancelled, end when nothing writes to `blocks`: see `uninterrupted`."""
 
     @abstractmethod
     async def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """Return for each key whether its block is completely here."""
+        """As `BlockingTier.contains_blocks`."""
 
     async def close(self) -> None:
-        """Disconnect; awaited once, after `open` succeeded and when nothing else runs."""
+        """Disconnect; awaited once, if `open` succeeded, when nothing else runs."""
         return
 
     # Any thread.
 
     def _wake(self) -> None:
-        if self._loop_thread is None:  # only the scheduler's thread comes here first
+        if self._loop_thread is None:  # the scheduler's thread, which alone adds the first work
             self._loop_thread = threading.Thread(target=self._run_loop, name=f"tiered-kv-{self.name}-loop", daemon=True)
             try:
                 self._loop_thread.start()
-            except RuntimeError as error:  # no thread available: the next job or lookup tries again
+            except RuntimeError as error:  # no thread available; the next job or lookup tries again
                 self._loop_thread = None
                 self._note_error("thread start", error)
-        elif self._loop_thread is not threading.current_thread() and not self._wake_is_on_its_way:
-            # One write to the loop's pipe for a whole burst; on the loop's own thread `_start_parts` follows anyway.
-            self._wake_is_on_its_way = True
+        elif self._loop_thread is not threading.current_thread() and not self._is_wake_pending:
+            # Once for a burst: each call writes to the loop's pipe. On the loop's own thread `_start_parts` follows.
+            self._is_wake_pending = True
             assert self._event_loop is not None
             self._event_loop.call_soon_threadsafe(self._start_parts)
 
@@ -133,7 +132,7 @@ class AsyncTier(QueuedTier):
     def _stop_workers(self, deadline: float) -> int:
         if self._loop_thread is None:
             return 0
-        while self._event_loop is None and time.monotonic() < deadline:  # it has been started a moment ago
+        while self._event_loop is None and time.monotonic() < deadline:  # the thread has just been started
             time.sleep(0.001)
         if self._event_loop is not None and self._loop_thread.is_alive():
             with suppress(RuntimeError):  # the loop has been closed
@@ -146,7 +145,7 @@ class AsyncTier(QueuedTier):
     def _run_loop(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as error:  # an author's mistake must not print from an ending thread
+        except BaseException as error:
             self._note_error("the event loop", error)
 
     async def _serve(self) -> None:
@@ -166,7 +165,7 @@ class AsyncTier(QueuedTier):
                 self._note_error("close", error)
 
     def _start_parts(self) -> None:
-        self._wake_is_on_its_way = False  # first: work that is added from now on wakes the loop again
+        self._is_wake_pending = False  # first, so that work that is added from now on wakes the loop again
         while True:
             give_way()
             if self._part_queue.take_lookups():
@@ -181,24 +180,20 @@ class AsyncTier(QueuedTier):
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
-        self._part_tasks.add(task)  # the loop itself keeps only weak references
+        self._part_tasks.add(task)  # the loop keeps only weak references
         task.add_done_callback(self._part_tasks.discard)
 
     async def _run_part(self, part: Part) -> None:
-        try:
-            outcome = await self._transfer(part)
-        except BaseException as error:  # cancelled before its first step, or outside the author's method
-            outcome = Outcome((), self._reason_of("transfer", error))
+        refused = self._begin_part(part)
+        outcome = await self._transfer(part) if refused is None else refused
         self._blocks_in_flight -= part.stop - part.start
         self._end_part(part, outcome)
         self._start_parts()
 
     async def _transfer(self, part: Part) -> Outcome:
-        job = part.job
-        if (refused := self._begin_part(part)) is not None:
-            return refused
-        transfer = self.load_blocks if job.metadata.is_promotion else self.store_blocks
-        timeout = asyncio.timeout_at(None if job.deadline == math.inf else job.deadline)
+        deadline = part.job.deadline
+        transfer = self.load_blocks if part.job.metadata.is_promotion else self.store_blocks
+        timeout = asyncio.timeout_at(None if deadline == math.inf else deadline)
         try:
             async with timeout:
                 await self._ensure_open()
@@ -208,10 +203,8 @@ class AsyncTier(QueuedTier):
             return Outcome((), reason)
 
     async def _run_probes(self) -> None:
-        while (probe := self._batched_lookups.take()) is not None:
+        while (probe := self._take_probe()) is not None:
             answers = [False] * len(probe.keys)
-            PART_DEADLINE.set(probe.deadline)
-            PROBE_REQ_IDS.set([req_context.req_id for req_context in probe.req_contexts])
             timeout = asyncio.timeout_at(probe.deadline)
             try:
                 async with timeout:
@@ -230,7 +223,7 @@ class AsyncTier(QueuedTier):
                     self._client_is_open = True
 
     def _reason_of(self, operation: str, error: BaseException) -> str:
-        """Return the reason that `error` counts as; apart from deadlines, only `shutdown` cancels."""
+        """Return the reason for `error` in the counters; apart from deadlines, only `shutdown` cancels."""
         if isinstance(error, asyncio.CancelledError) and self._is_shut_down:
             return "shutdown"
         return self._note_error(operation, error)

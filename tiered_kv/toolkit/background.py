@@ -1,4 +1,4 @@
-"""A small piece of work that is done soon, on a thread of its own."""
+"""A background task: short work on a thread that lives as long as the work."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundTask:
-    """Runs an action soon after a request, once for all requests before it begins; its exceptions are logged only.
+    """Runs an action soon after a request; one run serves all requests before it. Exceptions are logged only.
 
-    The thread, called `name`, lives for the task only, so an action that hangs blocks nothing else. There is never more
-    than one. If no thread can be started, the action is not run: its owner must have another way to run it.
+    There is at most one thread, called `name`, which ends with the action: an action that hangs blocks nothing else. If
+    no thread can be started, the action is not run, and its owner must have another way to run it.
     """
 
     def __init__(self, action: Callable[[], None], name: str) -> None:
         self._action = action
         self._name = name
-        self._lock = threading.Lock()  # guards the two below; held for assignments, and while a thread is started
+        self._lock = threading.Lock()  # guards the two below; held for assignments and the start of a thread
         self._is_asked = False
         self._thread: threading.Thread | None = None
 
     def ask(self) -> None:
-        """Run the action once more from its beginning, if a thread can be started. Does not wait; any thread."""
+        """Run the action once more from its beginning, if a thread can be started. Does not wait. Any thread."""
         with self._lock:
             self._is_asked = True
-            if self._thread is not None:
+            if self._thread is not None and self._thread.is_alive():  # a log handler that raises would end it
                 return
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
@@ -36,7 +36,7 @@ class BackgroundTask:
                 self._thread = None
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until nothing runs any more; return whether that is so."""
+        """Wait until nothing runs; return whether that is so."""
         with self._lock:
             thread = self._thread
         if thread is not None:
@@ -44,20 +44,15 @@ class BackgroundTask:
         return thread is None or not thread.is_alive()
 
     def _run(self) -> None:
-        try:
-            while self._goes_on():
-                try:
-                    self._action()
-                except BaseException:  # SystemExit too: later requests would not run
-                    logger.exception("%s failed", self._name)
-        except BaseException:  # of a foreign log handler
-            with self._lock:
-                self._thread = None
-            raise
+        while self._take_request():
+            try:
+                self._action()
+            except BaseException:  # SystemExit too: later requests would not run
+                logger.exception("%s failed", self._name)
 
-    def _goes_on(self) -> bool:
+    def _take_request(self) -> bool:
         with self._lock:
-            if not self._is_asked:
-                self._thread = None
             is_asked, self._is_asked = self._is_asked, False
+            if not is_asked:
+                self._thread = None
             return is_asked

@@ -1,4 +1,4 @@
-"""A base for tiers made of blocking calls: files, sockets, any synchronous client."""
+"""The base of tiers that use blocking calls: files, sockets, any synchronous client."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from typing import Any
 from tiered_kv.base import OffloadKey
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part, checked_answers, checked_outcome
-from tiered_kv.toolkit.queued import PART_DEADLINE, PROBE_REQ_IDS, QueuedTier, block_bytes_of
+from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
 
 _WORK = True
 _STOP = False
 
 
 class BlockingTier(QueuedTier):
-    """A tier whose author writes four blocking methods, each called on worker threads, several at a time.
+    """A tier whose author writes blocking methods. Worker threads call them, several at a time.
 
-    Jobs are cut into parts of at most `part_bytes`, so that all threads serve one large job. Where many small jobs
-    wait, one call gets the blocks of several, as many as a part may have. Lookups go before loads and loads before
-    stores, and stores leave one thread free (if there are two). An exception fails the part it was raised in, or all
-    those of the call. Parts that have not started by their job's deadline never start. A call that is running cannot be
-    ended from outside, so an author gives each call to a client or server a timeout of its own.
+    Jobs are cut into parts, so that all threads serve one large job. If many small jobs wait, one call gets the blocks
+    of several. Lookups go before loads and loads before stores, and stores leave one of several threads free. An
+    exception fails all blocks of the call.
 
-    Threads are started by the first job or lookup and are daemons: one that hangs for ever does not keep the process.
+    Parts that have not started by the deadline of their job never start. Nothing can end a running call from outside,
+    so give each call to a client or server a timeout. Threads are daemons: one that hangs does not keep the process.
 
     Args:
         offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`.
         threads: Worker threads, at least 1.
         part_bytes: Bytes of one part of a job, at most; a part has at least one block.
-        lookup_timeout_s: How long a lookup may go unanswered before it is a miss.
-        shutdown_timeout_s: How long `shutdown` waits for the threads before it leaves them behind.
-        lookup_thread: Whether one more thread serves lookups and nothing else, so that none waits for a part to end.
+        lookup_timeout_s: After how long a lookup without an answer is a miss.
+        shutdown_timeout_s: How long `shutdown` waits for the threads.
+        lookup_thread: Whether one more thread serves lookups only, so that no lookup waits for a part to end.
     """
 
     def __init__(
@@ -63,37 +62,36 @@ class BlockingTier(QueuedTier):
         )
         self._threads_max = threads
         self._has_lookup_thread = lookup_thread
-        self._work_tokens: SimpleQueue[bool] = SimpleQueue()  # one for each possible part in the queue
-        self._lookup_tokens: SimpleQueue[bool] = SimpleQueue()  # the same, of the thread for lookups
+        self._work_tokens: SimpleQueue[bool] = SimpleQueue()  # one for each part that may be in the queue
+        self._lookup_tokens: SimpleQueue[bool] = SimpleQueue()  # for the thread that serves lookups only
         self._threads_lock = threading.Lock()  # guards the three below
         self._worker_threads: list[threading.Thread] = []
         self._threads_running = 0
         self._is_stopping = False
 
-    # What an author writes; worker threads.
+    # What an author writes. Worker threads call it.
 
     @abstractmethod
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        """Store blocks, except those that are there already (which succeed).
+        """Store blocks. A block that is stored already succeeds, and is not written again.
 
         Args:
-            keys: The blocks' keys.
             blocks: Read-only views of `block_bytes` each, in the order of `keys`. They must not be kept.
         """
 
     @abstractmethod
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        """Load blocks into place, the views of `store_blocks` but writable.
+        """Load blocks into `blocks`, which are as in `store_blocks` but writable.
 
-        A block that is absent or fails verification is not a successful key.
+        A key whose block is absent or fails verification is not successful.
         """
 
     @abstractmethod
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """Return for each key whether its block is completely here."""
+        """Return for each key whether its block is stored completely."""
 
     def close(self) -> None:
-        """Release files and connections; called once, by the last worker thread, when nothing else runs."""
+        """Release files and connections; the last worker thread calls it once, when nothing else runs."""
         return
 
     # The threads.
@@ -109,7 +107,7 @@ class BlockingTier(QueuedTier):
             self._lookup_tokens.put(_WORK)
 
     def _start_thread(self) -> None:
-        """Start one more thread; it starts the next, so that the scheduler waits for one start at most."""
+        """Start one more thread; it starts the next, so that the scheduler waits for at most one start."""
         with self._threads_lock:
             number = len(self._worker_threads)
             if number >= self._threads_max + self._has_lookup_thread or self._is_stopping:
@@ -119,7 +117,7 @@ class BlockingTier(QueuedTier):
             thread = threading.Thread(target=self._serve, args=(is_for_lookups,), name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # no more threads available: use fewer, and try again later
+            except RuntimeError as error:  # no thread available: use fewer, and try again later
                 self._note_error("thread start", error)
                 return
             self._worker_threads.append(thread)
@@ -133,18 +131,18 @@ class BlockingTier(QueuedTier):
             if self._part_queue.take_lookups():
                 self._run_probes()
             elif not is_for_lookups and (part := self._part_queue.take()) is not None:
-                self._run_parts([part, *self._part_queue.take_beside(part)])
+                self._run_parts([part, *self._part_queue.take_small_jobs(part)])
         with self._threads_lock:
             self._threads_running -= 1
             is_last = self._threads_running == 0
         if is_last:
             try:
                 self.close()
-            except BaseException as error:  # an author's mistake must not print from an ending thread
+            except BaseException as error:
                 self._note_error("close", error)
 
     def _run_parts(self, parts: Sequence[Part]) -> None:
-        """Run parts in one call of the author's method; they are of one epoch, and have no key in common."""
+        """Run parts of one epoch, which have no key in common, in one call of the author's method."""
         outcomes = [self._begin_part(part) for part in parts]
         ready = [part for part, refused in zip(parts, outcomes, strict=True) if refused is None]
         done = ALL_DONE
@@ -161,13 +159,11 @@ class BlockingTier(QueuedTier):
         keys = [key for part in parts for key in part.keys]
         try:
             return checked_outcome(transfer(keys, [block for part in parts for block in self._blocks_of(part)]), keys)
-        except BaseException as error:  # any exception of an author's method fails the part, and the thread continues
+        except BaseException as error:  # whatever it is, the thread continues
             return Outcome((), self._note_error(transfer.__name__, error))
 
     def _run_probes(self) -> None:
-        while (probe := self._batched_lookups.take()) is not None:
-            PART_DEADLINE.set(probe.deadline)
-            PROBE_REQ_IDS.set([req_context.req_id for req_context in probe.req_contexts])
+        while (probe := self._take_probe()) is not None:
             try:
                 answers = checked_answers(self.contains_blocks(probe.keys), probe.keys)
             except BaseException as error:

@@ -1,12 +1,12 @@
-"""A claimed directory: its marker says that a tier keeps its blocks in it.
+"""A claimed directory: a marker file in it says which type of tier keeps its blocks there.
 
-Opening one takes these steps. A tier that has a lock takes it between 2 and 3.
+A tier opens its directory in these steps. If it has a lock, it takes it between steps 2 and 3.
 
 1. Open the directory, which must not be a symbolic link. A missing one is made.
-2. `check`: refuse it if it holds foreign files and no marker, or if other users can access it.
-3. `mark`: read the marker and refuse another format version; or write the marker.
+2. `check`: refuse a directory with foreign files and no marker, or one that other users can access.
+3. `mark`: read the marker, and refuse another format version. Without a marker, write one.
 
-Any thread may call, except the scheduler's: every call may wait for the file system.
+Any thread but the scheduler's may call: every call may wait for the file system.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, as_text, fields_
 TEMPORARY: Final = re.compile(r"\.[a-z.-]+\.[0-9a-f]{16}\.tmp")
 """A small file while it is written; see `small_files.replace_file`."""
 LOST_AND_FOUND: Final = "lost+found"
-"""Made by mkfs(8), and always owned by root."""
+"""Made by mkfs(8), always owned by root."""
 _REMEDIES: Final = {
     errno.ENOSPC: "; free some space on its disk, or give a directory on another",
     errno.EDQUOT: "; free some of your quota on its disk, or give a directory on another",
@@ -40,14 +40,13 @@ _REMEDIES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The identity of a tier's blocks: the namespace's digest of 16 bytes, its readable form, and a block's size."""
+    """The identity of a tier's blocks."""
 
-    digest: bytes
-    namespace: Mapping[str, object]
+    digest: bytes  # of the namespace, 16 bytes
+    namespace: Mapping[str, object]  # its readable form
     block_bytes: int
 
     def fields(self) -> dict[str, object]:
-        """Return the form that is written beside the blocks."""
         return {
             "block_bytes": self.block_bytes,
             "namespace_digest": self.digest.hex(),
@@ -62,15 +61,15 @@ class ClaimedDirectory:
     path: str  # absolute; see `absolute`
     marker_name: str
     format_version: int  # that this release reads and writes
-    own_names: Set[str]  # other names that the tier may have made before there is a marker
+    own_names: Set[str]  # files that the tier may make before the marker
     tier: str = ""  # its name, for messages
     private: bool = True  # whether to refuse a directory that other users can access; see `tiered_kv.permissions`
 
     def check(self, fd: int) -> None:
-        """Refuse the open directory if it is not this tier's, or if other users can access it. Writes nothing.
+        """Refuse a directory that is not this tier's, or that other users can access. Writes nothing.
 
         Raises:
-            ConfigError: It is another user's, or open to others.
+            ConfigError: Another user owns it, or can access it.
             FormatError: It holds foreign files and no marker.
             OSError: The file system refuses.
         """
@@ -79,24 +78,21 @@ class ClaimedDirectory:
             check_directory(fd, self.path, may_tighten=not names)
 
     def mark(self, fd: int, fields: Mapping[str, object]) -> Mapping[str, object] | None:
-        """Return the marker's fields; or write a marker with `fields`, and return None.
-
-        Raises:
-            FormatError, NotPrivateError, OSError: As `marker` and `check`.
-        """
+        """Return the marker's fields; without a marker, write one and return None. Raises as `marker`."""
         found = self.marker(fd)
         if found is None:
-            # Flushed: a power failure may leave an empty marker, which would lock out its owner for good.
+            # Flushed: a power failure may leave an empty marker, which would make the directory unusable.
             marker = {"format": self.format_version, **fields}
             replace_file(self.marker_name, as_text(marker), dir_fd=fd, flush=True)
         return found
 
     def marker(self, fd: int) -> Mapping[str, object] | None:
-        """Return the marker's fields; None if there is none, and no foreign file.
+        """Return the marker's fields; None if there is no marker and no foreign file.
 
         Raises:
             FormatError: It is damaged, of another format version, or missing beside foreign files.
-            NotPrivateError, OSError: It may be another user's, or cannot be read.
+            NotPrivateError: Another user may have written it.
+            OSError: It cannot be read.
         """
         path = f"{self.path}/{self.marker_name}"
         try:
@@ -119,11 +115,11 @@ class ClaimedDirectory:
 
     @contextmanager
     def opened(self, operation: str) -> Iterator[int | None]:
-        """Yield a descriptor of the directory, None if it is missing; errors name the caller's `operation`.
+        """Yield a descriptor of the directory, None if it is missing. `operation` is for errors.
 
         Raises:
             ConfigError: It is a symbolic link.
-            TierUnavailableError: The file system refuses; also if the caller raises an `OSError`.
+            TierUnavailableError: The file system refuses, here or in the `with` block.
         """
         fd = None
         try:
@@ -138,7 +134,6 @@ class ClaimedDirectory:
             raise self.unavailable(error, operation) from error
 
     def unavailable(self, error: OSError, operation: str = "open") -> TierUnavailableError:
-        """Return the error for a directory that the file system refuses."""
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             return TierUnavailableError(f"{self.path} is a file; give a directory", tier=self.tier, operation=operation)
         remedy = "" if isinstance(error, NotPrivateError) else _REMEDIES.get(error.errno or 0, "")
@@ -147,25 +142,24 @@ class ClaimedDirectory:
         return TierUnavailableError(message, tier=self.tier, operation=operation)
 
     def format_error(self, message: str) -> FormatError:
-        """Return the error for a directory with unexpected content."""
         return FormatError(message, tier=self.tier, operation="open")
 
     def _refuse_foreign(self, fd: int) -> set[str]:
-        """Refuse a directory that holds foreign files and no marker; return the names in it."""
+        """Return the names in the directory; refuse foreign files without a marker."""
         names = set(os.listdir(fd)) - {LOST_AND_FOUND}
         if self.marker_name in names:
             return names
         ours = {name for name in names if name in self.own_names or TEMPORARY.fullmatch(name)}
-        if strangers := sorted(names - {name for name in ours if not self.private or _is_own(name, fd)}):
+        if foreign := sorted(names - {name for name in ours if not self.private or _is_own(name, fd)}):
             raise self.format_error(
-                f"{self.path} is not empty and not a directory of this tier (it holds {strangers[0]!r}); "
+                f"{self.path} is not empty and not a directory of this tier (it holds {foreign[0]!r}); "
                 "give an empty or a new directory"
             )
         return names
 
 
 def _is_own(name: str, directory_fd: int) -> bool:
-    """Return whether an entry is this user's; also where it has vanished."""
+    """Return whether this user owns an entry, or it has vanished."""
     try:
         return os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_uid == os.geteuid()
     except FileNotFoundError:
@@ -173,10 +167,10 @@ def _is_own(name: str, directory_fd: int) -> bool:
 
 
 def walk(root: str) -> Iterator[list[tuple[str, os.stat_result]]]:
-    """Yield what each directory below `root` holds, a list each, outer ones first; no symbolic link is followed.
+    """Yield the entries of each directory below `root`: their paths relative to `root`, and their status.
 
-    What vanishes meanwhile is left out, and so is what another user does not let this process see. Entries are paths
-    below `root`, and their status.
+    Symbolic links are not followed. Entries that vanish meanwhile are left out, and so are directories of other users
+    that this process may not read.
     """
     waiting = [""]
     while waiting:
@@ -194,10 +188,9 @@ def walk(root: str) -> Iterator[list[tuple[str, os.stat_result]]]:
             pass
         except PermissionError:
             if os.lstat(f"{root}/{above}").st_uid == os.geteuid():
-                raise  # it may hold blocks of ours, which count
+                raise  # it may hold this user's blocks
         yield found
 
 
 def absolute(path: str) -> str:
-    """Return the absolute path of a directory; a `~` at its beginning is the home directory."""
     return os.path.abspath(os.path.expanduser(path))

@@ -1,4 +1,4 @@
-"""The settings of compression and encryption; every built-in tier has them."""
+"""The settings of compression and encryption."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KeyId = Annotated[Count, Field(ge=1, le=KEY_ID_MAX)]
 
 
 class EncryptionSettings(StrictModel):
-    """The keys that a tier's blocks are encrypted with."""
+    """The keys of a tier."""
 
     keys: dict[KeyId, SecretStr] = Field(
         default={},
@@ -63,11 +63,6 @@ class EncryptionSettings(StrictModel):
         return self
 
     def read_keys(self) -> dict[int, bytes]:
-        """Return all keys by their ids; reads the files.
-
-        Raises:
-            ConfigError: A file cannot be used.
-        """
         found = {key_id: parse_key(text.get_secret_value()) for key_id, text in self.keys.items()}
         for key_id, path in self.key_files.items():
             found[key_id] = read_key_file(path, location=f"encryption.key_files.{key_id}")
@@ -75,7 +70,7 @@ class EncryptionSettings(StrictModel):
 
 
 class CodecSettings(TierSettings):
-    """The settings of a tier whose blocks may be encoded."""
+    """The base of the settings of a tier that offers compression and encryption."""
 
     codec: Literal["raw", "zstd", "aes-256-gcm", "zstd+aes-256-gcm"] = Field(
         default="raw",
@@ -94,7 +89,7 @@ class CodecSettings(TierSettings):
         return self
 
     def open_codecs(self) -> CodecSet:
-        """Return the codecs of these settings; reads key files.
+        """Return the codecs of these settings. Reads the key files.
 
         Raises:
             ConfigError: A key file cannot be used.

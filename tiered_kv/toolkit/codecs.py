@@ -1,32 +1,28 @@
-"""What may be done to a block's bytes on their way into storage: compression, encryption, both, or nothing.
-
-A record names its codec by number; a configuration names it by word. `formats.md` has both, and the form of
-each payload.
-"""
+"""Codecs of blocks: compression, encryption, both, or none. `docs/reference/formats.md` describes the payloads."""
 
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from tiered_kv.errors import MissingExtraError
 from tiered_kv.toolkit.encryption import ENVELOPE_BYTES, Cipher
-from tiered_kv.toolkit.room import ThreadRoom
 from tiered_kv.toolkit.status import RecordStatus
 
 _LEVEL: Final = 1
-"""Higher levels gain nothing on key/value blocks, whose mantissas are noise, and take up to three times as long."""
+"""Higher levels gain nothing on KV blocks, whose mantissas are noise, and take up to three times as long."""
 _WINDOW_BYTES_MIN: Final = 1 << 20
 _FRAME_LENGTH_BYTES: Final = 4
 
 
 class Zstd:
-    """Compresses the bytes at even offsets, and those at odd ones, each with a Huffman table of its own.
+    """Compresses the bytes at even offsets and those at odd offsets separately. Any thread may call.
 
-    In 16-bit floats one byte holds the exponent, which compresses, and the other mantissa, which does not. Apart,
-    they take about a tenth of the block less than together. Any thread may call, several at once.
+    In 16-bit floats one byte holds the exponent, which compresses, and the other byte mantissa, which does not.
+    Separate Huffman tables save about a tenth of the block.
 
     Raises:
         MissingExtraError: The zstandard library is not installed.
@@ -40,7 +36,7 @@ class Zstd:
         self._zstandard = zstandard
 
     def compress(self, block: memoryview) -> bytes:
-        """Return both planes, which may be longer than the block."""
+        """Return the payload, which may be longer than the block."""
         values = np.frombuffer(block, dtype=np.uint8)
         compressor = self._zstandard.ZstdCompressor(level=_LEVEL)
         evens: bytes = compressor.compress(np.ascontiguousarray(values[0::2]).data)
@@ -48,17 +44,14 @@ class Zstd:
         return b"".join((len(evens).to_bytes(_FRAME_LENGTH_BYTES, "little"), evens, odds))
 
     def decompress(self, payload: memoryview, block: memoryview) -> RecordStatus:
-        """Write the block that `payload` stands for into `block`; return why not, and leave anything in it then.
-
-        The payload may be hostile: nothing is allocated that is much larger than `block`.
-        """
+        """As `CodecSet.decode`."""
         first = _FRAME_LENGTH_BYTES + int.from_bytes(payload[:_FRAME_LENGTH_BYTES], "little")
         pairs = len(block) // 2
         evens = self._plane(payload[_FRAME_LENGTH_BYTES:first], len(block) - pairs)
         odds = self._plane(payload[first:], pairs)
         if evens is None or odds is None:
             return RecordStatus.BAD_PAYLOAD
-        # One pass over 16-bit words is three times as fast as two strided ones over bytes.
+        # One pass over 16-bit words is three times as fast as two strided passes over bytes.
         words = np.frombuffer(block, dtype="<u2", count=pairs)
         words[:] = odds
         words <<= 8
@@ -69,7 +62,7 @@ class Zstd:
 
     def _plane(self, frame: memoryview, size: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
         try:
-            # The library allocates what a frame claims to hold, so the claim is checked first.
+            # The library allocates the content size that a frame states, so that is checked first.
             if self._zstandard.frame_content_size(frame) != size:
                 return None
             decompressor = self._zstandard.ZstdDecompressor(max_window_size=max(_WINDOW_BYTES_MIN, size))
@@ -84,18 +77,18 @@ ZSTD_ID: Final = 1
 AES_ID: Final = 2
 ZSTD_AES_ID: Final = 3
 CODEC_IDS: Final = {"raw": RAW_ID, "zstd": ZSTD_ID, "aes-256-gcm": AES_ID, "zstd+aes-256-gcm": ZSTD_AES_ID}
-"""By name. A number, 0 to 65535, is never given to another codec."""
+"""Numbers, 0 to 65535, by name. A number is never given to another codec."""
 COMPRESSED_IDS: Final = frozenset({ZSTD_ID, ZSTD_AES_ID})
 ENCRYPTED_IDS: Final = frozenset({AES_ID, ZSTD_AES_ID})
 
 OVERHEAD_BYTES_MAX: Final = ENVELOPE_BYTES
-"""By how much a payload may exceed its block, whatever the codec."""
+"""By how much a payload may exceed its block, in any codec."""
 
 
 def payload_bytes_range(codec_id: int, raw_bytes: int) -> range:
-    """Return the possible lengths of a payload of a block of `raw_bytes`; all lengths for an unknown codec.
+    """Return the possible payload lengths of a block of `raw_bytes`; all lengths for an unknown codec.
 
-    Only `raw` has the length of the block, so a reader may read a payload of that length into the block's place.
+    Only a `raw` payload is as long as its block, so a reader may read a payload of that length straight into the block.
     """
     overhead_bytes = ENVELOPE_BYTES if codec_id in ENCRYPTED_IDS else 0
     if codec_id in COMPRESSED_IDS:
@@ -106,30 +99,43 @@ def payload_bytes_range(codec_id: int, raw_bytes: int) -> range:
 
 
 def binding_of(namespace_digest: bytes, key: bytes) -> bytes:
-    """Return a namespace and a whole key as bytes. An encrypted payload is bound to them, and is a miss elsewhere."""
-    return namespace_digest + key  # digests have one length, so no two pairs give the same
+    """Return the bytes that bind an encrypted payload to its namespace and its whole key."""
+    return namespace_digest + key  # unique, since all digests have one length
+
+
+class ThreadBuffer:
+    """A reusable buffer for each calling thread. New memory costs more than the codec: the kernel clears each page."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def take(self, size_bytes: int) -> memoryview:
+        """Return `size_bytes` of this thread's buffer, with undefined content. Earlier results become invalid."""
+        buffer: memoryview | None = getattr(self._local, "buffer", None)
+        if buffer is None or len(buffer) < size_bytes:
+            buffer = self._local.buffer = memoryview(bytearray(size_bytes))
+        return buffer[:size_bytes]
 
 
 class Draft(NamedTuple):
-    """A block on its way into storage: its payload's length is known, and where it is encrypted, no byte of it yet."""
+    """A block before it is stored: compressed, and not yet encrypted. The length of its payload is known."""
 
-    codec_id: int  # what the record will name
+    codec_id: int
     raw_bytes: int  # of the block
-    content: memoryview  # the payload, or what will be encrypted; it may be the block itself, not a copy
-    cipher: Cipher | None = None  # what encrypts it; None where `content` is the payload
+    content: memoryview  # the payload before encryption; it may be the block itself
+    cipher: Cipher | None = None  # None if it is not encrypted
 
     @property
     def key_id(self) -> int:
-        """Which key encrypts it; 0 for none."""
+        """The id of the key that encrypts it; 0 for none."""
         return 0 if self.cipher is None else self.cipher.write_key
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the payload."""
         return len(self.content) if self.cipher is None else len(self.content) + ENVELOPE_BYTES
 
     def write_into(self, target: memoryview, binding: bytes) -> None:
-        """Write the payload, which belongs to `binding` (`binding_of`), into `payload_bytes` apart from `content`."""
+        """Write the payload into `target`, `payload_bytes` long, which must not overlap `content`. See `binding_of`."""
         if self.cipher is None:
             target[:] = self.content
         else:
@@ -137,41 +143,41 @@ class Draft(NamedTuple):
 
 
 class CodecSet:
-    """What a tier does to blocks: the codec that it writes with, and those that it reads. Any thread may call.
+    """The codec that a tier writes with, and the codecs that it reads. Any thread may call.
 
-    Every codec that is here is read, whatever is written, so that the setting can be changed at any time. But where
-    blocks are encrypted, others are refused: who can write into the storage could plant them.
+    All codecs are read, so that the setting can change at any time. The exception: a tier that encrypts refuses plain
+    blocks, which anyone who can write into the storage could plant.
 
     Args:
-        name: How blocks are written, one of `CODEC_IDS`. One that would not get shorter is not compressed.
-        cipher: The keys, if there are any.
-        accept_plain: Whether to read what is not encrypted even if `name` encrypts.
+        name: The codec to write with, one of `CODEC_IDS`. A block that would not get shorter is not compressed.
+        cipher: The keys; None if there are none.
+        accept_plain: Whether to read plain blocks even if `name` encrypts.
 
     Raises:
-        MissingExtraError: The library that `name` needs is not installed.
+        MissingExtraError: The library for `name` is not installed.
     """
 
     def __init__(self, name: str = "raw", cipher: Cipher | None = None, *, accept_plain: bool = False) -> None:
         codec_id = CODEC_IDS[name]
         self.name = name
         self.writes_raw = codec_id == RAW_ID
-        """Whether blocks are stored as they are, so that nothing has to be done to them."""
+        """Whether blocks are stored unchanged."""
         encrypts = codec_id in ENCRYPTED_IDS
         assert cipher is not None or not encrypts, "there is a key to write with"
         self.accepts_plain = accept_plain or not encrypts
         self.overhead_bytes = ENVELOPE_BYTES if encrypts else 0
-        """By how much a payload that is written may exceed its block."""
+        """By how much a written payload may exceed its block."""
         self._cipher = cipher
         self._write_cipher = cipher if encrypts else None
         self._compresses = codec_id in COMPRESSED_IDS
         if self._compresses:
             self._zstd = Zstd()
-        self._room = ThreadRoom()
+        self._room = ThreadBuffer()
 
     def draft(self, block: memoryview) -> Draft:
-        """Return how a block will be stored. Compresses, and does not encrypt yet."""
+        """Compress a block, and choose its codec. Encryption follows in `Draft.write_into`."""
         if self._compresses:
-            assert self._zstd is not None, "its library was there"
+            assert self._zstd is not None, "__init__ has made it"
             content = self._zstd.compress(block)
             if len(content) + self.overhead_bytes < len(block):
                 codec_id = ZSTD_ID if self._write_cipher is None else ZSTD_AES_ID
@@ -179,7 +185,7 @@ class CodecSet:
         return Draft(RAW_ID if self._write_cipher is None else AES_ID, len(block), block, self._write_cipher)
 
     def refusal(self, codec_id: int, payload: memoryview | None = None) -> RecordStatus:
-        """Return why a sound record of this codec, and with this `payload` if it is given, is not read, or OK."""
+        """Return OK if a sound record of this codec can be read, else why not. With `payload`, check its key too."""
         is_encrypted = codec_id in ENCRYPTED_IDS
         if is_encrypted and (self._cipher is None or not (payload is None or self._cipher.has_key_of(payload))):
             return RecordStatus.UNKNOWN_KEY
@@ -188,15 +194,14 @@ class CodecSet:
         return RecordStatus.OK if is_encrypted or self.accepts_plain else RecordStatus.UNENCRYPTED
 
     def decode(self, codec_id: int, payload: memoryview, block: memoryview, binding: bytes) -> RecordStatus:
-        """Write the block that a payload stands for into `block`; return why not, and leave anything in it then.
+        """Write the block of a payload into `block`. Any status but OK leaves undefined bytes there.
 
         The payload may be hostile: nothing is allocated that is much larger than `block`.
 
         Args:
-            codec_id: What the record names.
-            payload: The payload. The caller has verified its checksum, unless it is encrypted: then the tag answers for
-                it, and the checksum may be asked afterwards.
-            block, binding: Where the block belongs; see `binding_of`.
+            codec_id: The codec in the record's header.
+            payload: The caller has verified its checksum. That may be left out if it is encrypted, and so has a tag.
+            binding: See `binding_of`.
         """
         status = self.refusal(codec_id)
         if status is not RecordStatus.OK:
@@ -204,14 +209,14 @@ class CodecSet:
         if len(payload) not in payload_bytes_range(codec_id, len(block)):
             return RecordStatus.BAD_PAYLOAD
         if codec_id in ENCRYPTED_IDS:
-            assert self._cipher is not None, "it was not refused"
+            assert self._cipher is not None, "refusal() has checked it"
             content = self._room.take(len(payload) - ENVELOPE_BYTES) if codec_id in COMPRESSED_IDS else block
             status = self._cipher.decrypt_into(payload, content, codec_id, len(block), binding)
             if status is not RecordStatus.OK:
                 return status
             payload = content
         if codec_id in COMPRESSED_IDS:
-            assert self._zstd is not None, "it was not refused"
+            assert self._zstd is not None, "refusal() has checked it"
             return self._zstd.decompress(payload, block)
         if payload is not block:
             block[:] = payload
@@ -219,7 +224,7 @@ class CodecSet:
 
     @functools.cached_property
     def _zstd(self) -> Zstd | None:
-        """What compresses; imported when the first compressed block is read if not before, None without its library."""
+        """The compressor, imported at its first use; None if its library is not installed."""
         try:
             return Zstd()
         except MissingExtraError:
@@ -227,4 +232,3 @@ class CodecSet:
 
 
 PLAIN = CodecSet()
-"""Blocks written as they are."""

@@ -1,14 +1,12 @@
-"""Authenticated encryption of blocks: AES-256-GCM (NIST SP 800-38D), of the library `cryptography`.
+"""Authenticated encryption of blocks: AES-256-GCM (NIST SP 800-38D), with the library `cryptography`.
 
-A payload is an envelope (`formats.md`): key id, key check, salt, nonce, ciphertext, tag. The associated
-data is the head of the envelope, the codec's number, the block's length, the namespace's digest and the block's whole
-key. So a payload that was changed, or moved to another key, namespace or codec, fails its tag.
+A payload is an envelope: key id, key check, salt, nonce, ciphertext, tag. `docs/reference/formats.md` describes it. The
+tag also covers the namespace, the whole key, the codec and the block's length, so that a payload is valid in one place.
 
-Under one key no nonce may be used twice. Random nonces of 96 bits are safe for 2**32 messages (SP 800-38D, 8.3), which
-many processes that share a key reach. So a `Cipher` draws a random salt of 128 bits and derives a *session key* from
-key and salt by HKDF-SHA256 (RFC 5869), under which it counts its nonces from 0. A new session begins after
-`SESSION_MESSAGES_MAX` messages, and in the child of a fork. `formats.md` says how likely two equal salts are. A process
-cannot detect that it was copied while it ran, as by a snapshot of its virtual machine that is resumed twice.
+No nonce may be used twice under one key. Random nonces of 96 bits are safe for 2**32 messages (SP 800-38D, 8.3), which
+processes that share a key reach. So a `Cipher` draws a random salt of 128 bits, derives a *session key* from key and
+salt by HKDF-SHA256 (RFC 5869), and counts its nonces from 0. A new session begins after `SESSION_MESSAGES_MAX` messages
+and in a forked child. A copy of a running process, such as a resumed snapshot of its machine, is not detected.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ KEY_ID_MAX: Final = (1 << 32) - 1
 
 SESSION_MESSAGES_MAX: Final = 1 << 24
 """TLS 1.3 changes the key after 2**24.5 records of 16 KiB, 2**34.5 AES blocks, for a margin of 2**-57 (RFC 8446, 5.5).
-The bound grows with the square: of blocks of 1 MiB this many are 2**40 AES blocks, which leaves 2**-46."""
+The bound grows with the square: 2**24 blocks of 1 MiB are 2**40 AES blocks, with a margin of 2**-46."""
 SESSIONS_CACHED_MAX: Final = 1024
-"""Session keys that a reader keeps; deriving one takes microseconds."""
+"""Session keys that a reader keeps; to derive one takes microseconds."""
 
 _HEAD = struct.Struct("<I8s16s12s")  # key id, key check, salt, nonce
 _CONTEXT = struct.Struct("<HQ")  # codec, bytes of the block
@@ -42,9 +40,9 @@ _NONCE_BYTES = 12
 _CHECK_BYTES = 8
 _TAG_BYTES = 16
 ENVELOPE_BYTES: Final = _HEAD.size + _TAG_BYTES
-"""By how much an envelope is longer than what it holds."""
+"""By how much an envelope is longer than its content."""
 
-# Another derivation from a key must use another text.
+# Each derivation from a key uses another text.
 _SESSION_INFO = b"tiered-kv aes-256-gcm session 1"
 _CHECK_INFO = b"tiered-kv aes-256-gcm key check 1"
 
@@ -60,8 +58,6 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class _Session:
-    """One session key, and the nonces that have not been used under it."""
-
     def __init__(self, key_id: int, check: bytes, salt: bytes, aead: AESGCM) -> None:
         self.fields = (key_id, check, salt)
         self.aead = aead
@@ -70,7 +66,7 @@ class _Session:
         self._next = 0
 
     def nonce(self) -> bytes | None:
-        """Return an unused nonce; None if there are no more."""
+        """Return an unused nonce; None if all are used."""
         with self._lock:
             number = self._next
             if number >= SESSION_MESSAGES_MAX:
@@ -80,7 +76,7 @@ class _Session:
 
 
 class Cipher:
-    """Encrypts with one key and decrypts with several. Any thread may call, several at once; so may forked children.
+    """Encrypts with one key and decrypts with several. Any thread may call, in forked children too.
 
     Args:
         keys: Keys of 32 bytes by their ids, 1 to `KEY_ID_MAX`.
@@ -115,7 +111,7 @@ class Cipher:
     def encrypt_into(
         self, content: memoryview, target: memoryview, codec_id: int, raw_bytes: int, binding: bytes
     ) -> None:
-        """Write the envelope of `content` into `target`, which is `ENVELOPE_BYTES` longer; the rest as below."""
+        """Write the envelope of `content` into `target`, which is `ENVELOPE_BYTES` longer."""
         session, nonce = self._take_nonce()
         head = _HEAD.pack(*session.fields, nonce)
         target[: _HEAD.size] = head
@@ -125,10 +121,7 @@ class Cipher:
     def decrypt_into(
         self, payload: memoryview, target: memoryview, codec_id: int, raw_bytes: int, binding: bytes
     ) -> RecordStatus:
-        """Decrypt an envelope into `target`, which is `ENVELOPE_BYTES` shorter; the rest as `CodecSet.decode`.
-
-        A failure may leave unauthenticated bytes there.
-        """
+        """Decrypt an envelope into `target`, which is `ENVELOPE_BYTES` shorter. An error leaves undefined bytes."""
         head = bytes(payload[: _HEAD.size])
         key_id, check, salt, nonce = _HEAD.unpack(head)
         if self._checks.get(key_id) != check:
@@ -141,17 +134,16 @@ class Cipher:
         return RecordStatus.OK
 
     def has_key_of(self, payload: memoryview) -> bool:
-        """Return whether the key of an envelope is one of these."""
         key_id, check, _, _ = _HEAD.unpack(payload[: _HEAD.size])
         return bool(self._checks.get(key_id) == check)
 
     def _take_nonce(self) -> tuple[_Session, bytes]:
         session = self._session
         assert session is not None, "there is a key to write with"
-        # In the child of a fork a thread that does not exist may hold the session's lock, so it is not used.
+        # In a forked child the session's lock may be held by a thread that does not exist there.
         if session.forks == _forks and (nonce := session.nonce()) is not None:
             return session, nonce
-        # Several threads may do this at once. Each then uses a session of its own, and the last one's is kept.
+        # If several threads do this at once, each uses its own session, and the last one is kept.
         session = self._session = self._new_session()
         nonce = session.nonce()
         assert nonce is not None, "the session is new"
@@ -166,5 +158,5 @@ class Cipher:
 
 
 def key_id_of(payload: memoryview) -> int:
-    """Return which key an envelope says it was encrypted with; 0 where it is none."""
+    """Return the key id in an envelope; 0 if the payload is too short for one."""
     return int.from_bytes(payload[:4], "little") if len(payload) >= ENVELOPE_BYTES else 0

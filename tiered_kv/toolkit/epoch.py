@@ -1,19 +1,19 @@
 """The epoch of a namespace: it separates the blocks from before a reset from those after it.
 
-An epoch is a random *value* that stands in the name of every block. A reset makes another value, so no process asks for
-the older names again. The storage keeps a small *mark*, which tells later processes which epoch to join.
+An epoch is a random *value* in the name of every block. A reset draws another value, so no process asks for the older
+names again. The storage keeps a small *mark*, from which later processes learn which epoch to join.
 
-A mark also has a *number*: how many resets came before it. Storage can fall back to an older mark (a failover to a
-lagging replica, a restored snapshot). Its smaller number shows that, and a running process repairs it (rule 4).
+A mark also has a *number*: how many resets came before it. Storage may return to an older mark (a failover to a lagging
+replica, a restored snapshot). The smaller number shows that, and a running process repairs it (rule 4).
 
 Rules:
 
-1. A process joins an epoch once, when it first uses the storage. Later it stays in its own until its own next reset.
-   After a change of weights, other servers may still store blocks of the old ones for a while.
+1. A process joins an epoch once, at its first use of the storage, and keeps it until its own next reset. After a change
+   of weights, other servers may still store blocks of the old ones for a while.
 2. A process never joins an epoch that it has seen retired, not even after its tier was closed and opened again.
-3. A missing or damaged mark is replaced by a new one. Blocks are lost then, and none comes back.
-4. A process whose mark is lost writes it again, also over a mark that it has seen retired. Where another process may
-   have been reset since, it writes a new mark instead: later processes find no blocks, rather than invalid ones.
+3. A missing or damaged mark is replaced by a new one. The blocks are lost, and none comes back.
+4. A process whose mark is lost writes it again, also over a mark that it has seen retired. If another process may have
+   been reset since, it writes a new mark instead: later processes find no blocks, rather than invalid ones.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,11 +33,11 @@ from tiered_kv.errors import FormatError
 
 FORMAT_VERSION = 1
 MARK_BYTES_MAX = 128
-"""The longest mark of any version; a store need not read more."""
+"""Bytes of the longest mark of any version."""
 CHECK_PAUSE_S = 10.0
 """How often a process checks that the storage still has its mark."""
 CHECK_WAIT_S = 1.0
-"""How long that check may take, and delay the job that makes it."""
+"""How long that check may delay the job that makes it."""
 
 _FORM = re.compile(rb"tiered-kv epoch (\d{1,10}) (.*)", re.DOTALL)
 _BODY = re.compile(rb"((\d{1,15}) ([0-9a-f]{16})) ([0-9a-f]{16})\n")
@@ -45,23 +46,18 @@ _RETIRED_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class EpochMark:
-    """The storage's record of an epoch: how many resets came before it, and its value of 16 hexadecimal digits."""
+    """An epoch as the storage keeps it."""
 
-    number: int
-    value: str
+    number: int  # of resets before it
+    value: str  # 16 hexadecimal digits
 
     def encode(self) -> bytes:
-        """Return the mark's stored form: one line of text with a checksum."""
         body = f"{self.number} {self.value}"
         return f"tiered-kv epoch {FORMAT_VERSION} {body} {xxhash.xxh3_64_hexdigest(body.encode())}\n".encode()
 
     @classmethod
     def decode(cls, data: bytes) -> EpochMark | None:
-        """Return the mark in `data`, or None if it is damaged.
-
-        Raises:
-            FormatError: Another version of this project wrote it.
-        """
+        """Return the mark in `data`; None if it is damaged. Raises `FormatError` for another format version."""
         form = _FORM.fullmatch(data)
         if form is None:
             return None
@@ -79,45 +75,45 @@ class EpochMark:
 class EpochStore(Protocol):
     """Keeps the mark of one namespace in a storage.
 
-    Any thread calls, one at a time. Every method ends by `deadline` (seconds of `time.monotonic()`), and raises its
-    tier's errors if the storage cannot be used.
+    `Epoch` calls it from any thread, one at a time. Every method ends by `deadline`, in seconds of `time.monotonic()`,
+    and raises the tier's errors if the storage cannot be used.
     """
 
     def read(self, deadline: float) -> bytes | None:
-        """Return the stored bytes, at most `MARK_BYTES_MAX` of them, or None if there are none."""
+        """Return the stored bytes, at most `MARK_BYTES_MAX`; None if there are none."""
 
     def create(self, data: bytes, deadline: float) -> None:
-        """Store `data` unless a mark is stored already, which is no error."""
+        """Store `data`, unless a mark is stored already."""
 
     def write(self, data: bytes, deadline: float) -> None:
         """Store `data` in place of the stored mark."""
 
 
 class Epoch:
-    """The epoch that this process is in, with its mark in `store`. Deadlines are times of `time.monotonic()`.
+    """The epoch of this process, with its mark in `store`. Deadlines are times of `time.monotonic()`.
 
-    Threads: `renew` belongs to the scheduler's thread and does no I/O. Any other thread may call the rest.
+    The scheduler's thread calls `renew`, which does no I/O. Workers call the rest.
     """
 
     def __init__(self, store: EpochStore, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._clock = clock
-        self._io_lock = threading.Lock()  # held by the thread that reads or writes the mark
+        self._io_lock = threading.Lock()  # held while the mark is read or written
         self._lock = threading.Lock()  # guards the two below; held for assignments only
-        self._mark: EpochMark | None = None  # None until the storage has been read, or after a reset
+        self._mark: EpochMark | None = None  # None before the first read of the storage and the first reset
         self._is_saved = False
         self._checked_at_s = clock()
         self._is_doubted = False
         self.repairs = 0
-        """How often the storage had lost the mark or fallen back to an older one, and was repaired."""
+        """How often this process wrote the mark because the storage had lost it or had an older one."""
 
     @property
     def is_saved(self) -> bool:
-        """Whether the storage has the mark of this process's last reset; True before the first."""
+        """Whether the storage has the mark of this process's last reset; True before the first reset."""
         return self._mark is None or self._is_saved
 
     def renew(self) -> str:
-        """Retire the epoch and make another. The next use of `saved_value` writes it. Return its value."""
+        """Retire the epoch and return the value of a new one. The next `saved_value` writes its mark."""
         with self._lock:
             number = 1
             if self._mark is not None:
@@ -128,21 +124,21 @@ class Epoch:
             return self._mark.value
 
     def doubt(self) -> None:
-        """Check the storage's mark before the next use: the storage may have been restarted, or failed over."""
+        """Check the mark at the next use: the storage may have been restarted, or failed over."""
         self._is_doubted = True
 
     def save_again(self) -> None:
-        """Write the mark once more at the next use: the storage may have lost it, as when a flush fails."""
+        """Write the mark again at the next use: the storage may have lost it, for example because a flush failed."""
         with self._lock:
             self._is_saved = False
 
     def value(self, deadline: float) -> str:
-        """Return the value of this process's epoch, for reading; before a first reset it is joined here.
+        """Return the epoch's value, to load with. Joins the epoch if necessary.
 
         Raises:
             TimeoutError: Another thread reads or writes the mark until the deadline.
             FormatError: Another version of this project wrote the mark.
-            Exception: Any of the store's exceptions.
+            Exception: An error of the store.
         """
         mark = self._mark
         if mark is None:
@@ -151,11 +147,7 @@ class Epoch:
         return mark.value
 
     def saved_value(self, deadline: float) -> str:
-        """Return the value of this process's epoch, whose mark the storage has; for storing.
-
-        Raises:
-            As `value`.
-        """
+        """Return the epoch's value, to store with. Writes the mark first if necessary; raises as `value`."""
         mark = self._saved_mark()
         if mark is not None:
             self._check_if_due(deadline)
@@ -168,7 +160,6 @@ class Epoch:
             self._io_lock.release()
 
     def _saved_mark(self) -> EpochMark | None:
-        """Return this process's mark if the storage has it."""
         with self._lock:
             return self._mark if self._is_saved else None
 
@@ -177,25 +168,21 @@ class Epoch:
         return data, None if data is None else EpochMark.decode(data)
 
     def _check_if_due(self, deadline: float) -> None:
-        """Check periodically. Other threads continue meanwhile, and so does a job whose check fails."""
+        """Check the mark periodically. Other threads do not wait for it, and an error does not fail the job."""
         now_s = self._clock()
         if not self._is_doubted and now_s - self._checked_at_s < CHECK_PAUSE_S:
             return
         if not self._io_lock.acquire(blocking=False):
             return
         try:
-            self._checked_at_s = now_s
-            self._check(min(deadline, time.monotonic() + CHECK_WAIT_S))
-        except Exception:  # the job uses the same storage, and reports why it fails
-            # Made again soon if it failed fast; a mark that does not answer must not cost each job CHECK_WAIT_S.
-            took_s = self._clock() - now_s
-            self._checked_at_s = now_s - CHECK_PAUSE_S + took_s / CHECK_WAIT_S * CHECK_PAUSE_S
+            self._is_doubted, self._checked_at_s = False, now_s
+            with suppress(Exception):  # the job uses the same storage, and reports the error
+                self._check(min(deadline, time.monotonic() + CHECK_WAIT_S))
         finally:
             self._io_lock.release()
 
     def _check(self, deadline: float) -> None:
-        """Look whether the storage still has the mark, and repair it where it was lost or fell back."""
-        self._is_doubted = False
+        """Repair the storage's mark if it is lost or older than this process's."""
         mark = self._saved_mark()
         if mark is None:
             return  # the next use joins, or writes
@@ -208,7 +195,7 @@ class Epoch:
             if found.number >= mark.number:
                 _retire(mark.value)
                 return
-            # The storage fell back, and another process may have been reset since: no process knows the right epoch.
+            # The storage has an older mark, and another process may have been reset since: no mark is right.
         repaired = EpochMark(max(mark.number, found.number if found else 0) + 1, _draw()) if is_over else mark
         write = self._store.create if data is None else self._store.write
         write(repaired.encode(), deadline)
@@ -219,14 +206,14 @@ class Epoch:
     def _settle(self, deadline: float) -> str:
         """Join the stored epoch, or write this process's own."""
         saved, mark = self._saved_mark(), self._mark
-        if saved is not None:  # another thread was first
+        if saved is not None:  # by another thread, meanwhile
             return saved.value
         data, found = self._read(deadline)
         if mark is None:
             settled = self._joined(data, found, deadline)
         else:
             settled = mark
-            is_another = found is not None and found.value != mark.value  # not where an unanswered write was done
+            is_another = found is not None and found.value != mark.value  # equal after a write without an answer
             if found is not None:
                 settled = EpochMark(max(mark.number, found.number + is_another), mark.value)
             self._store.write(settled.encode(), deadline)
@@ -234,7 +221,7 @@ class Epoch:
                 _retire(found.value)
         self._checked_at_s = self._clock()
         with self._lock:
-            if self._mark is mark:  # otherwise a reset came meanwhile, and the next use writes its own
+            if self._mark is mark:  # else a reset came meanwhile, and the next use writes its mark
                 self._mark, self._is_saved = settled, True
         return settled.value
 
@@ -251,7 +238,7 @@ class Epoch:
 
 
 def forget_retired() -> None:
-    """Forget which epochs this process has seen retired, for tests that simulate a new process."""
+    """Forget the retired epochs, for tests that simulate a new process."""
     with _retired_lock:
         _retired.clear()
 
@@ -261,7 +248,7 @@ def _draw() -> str:
 
 
 _retired: dict[str, None] = {}
-"""Values that this process has seen retired, in any tier; in order, the oldest is removed first."""
+"""Values that this process has seen retired, in any tier; the oldest first."""
 _retired_lock = threading.Lock()
 
 

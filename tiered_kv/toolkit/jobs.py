@@ -1,4 +1,4 @@
-"""The toolkit's jobs: queued, divided into parts that run in parallel, and reported when the last part has ended."""
+"""Jobs of a tier: the queue that divides them into parts for the workers, and what workers report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,11 +24,11 @@ _REASONS: tuple[tuple[type[TierError], str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a batch of blocks; an author's `store_blocks` and `load_blocks` return it.
+    """What `store_blocks` and `load_blocks` of a tier return.
 
     Args:
-        successful_keys: The keys that succeeded; None for all of them.
-        reason: One word for the counters if some did not, such as "checksum", "absent" or "no_space".
+        successful_keys: The keys that succeeded; None if all did.
+        reason: One word for the counters if a key failed, such as "checksum", "absent" or "no_space".
     """
 
     successful_keys: Collection[OffloadKey] | None = None
@@ -36,47 +36,32 @@ class Outcome:
 
 
 ALL_DONE = Outcome()
-"""Every block succeeded."""
 
 
-@dataclass(slots=True, eq=False)
 class Job:
-    """A job on its way through a `PartQueue`.
+    """A job in a `PartQueue`.
 
-    The fields up to `part_blocks` never change. The cursors belong to the queue and are read and written
-    under its lock; `failed_parts` is only appended to until the last part has ended.
+    The queue reads and writes the cursors under its lock. Workers append to `failed_parts` until the last part ends.
     """
 
-    metadata: JobMetadata
-    keys: Sequence[OffloadKey]
-    """The job's, in a sequence."""
-    epoch: int
-    """The tier's epoch when the job was submitted; see `QueuedTier.begin_epoch`."""
-    part_blocks: int
-    """Blocks in one part, at most."""
-    end_block: int
-    """Blocks from here on never run: the number of keys, or of those started when the rest was cancelled."""
-    next_block: int = 0
-    """Blocks before this one have been started."""
-    ended_blocks: int = 0
-    drop_reason: str = ""
-    failed_parts: list[tuple[Part, Outcome]] = field(default_factory=list)
+    def __init__(self, metadata: JobMetadata, epoch: int, part_blocks: int) -> None:
+        keys = metadata.keys
+        self.metadata = metadata
+        self.keys: Sequence[OffloadKey] = keys if isinstance(keys, Sequence) else tuple(keys)
+        self.deadline = math.inf if metadata.deadline is None else metadata.deadline  # seconds of the tier's clock
+        self.epoch = epoch  # the tier's, when the job was submitted
+        self.part_blocks = part_blocks  # of one part, at most
+        # Cursors.
+        self.next_block = 0  # blocks before it have been started
+        self.end_block = len(self.keys)  # blocks from here on will not be started
+        self.ended_blocks = 0
+        self.drop_reason = ""
+        self.failed_parts: list[tuple[Part, Outcome]] = []
 
-    @classmethod
-    def of(cls, metadata: JobMetadata, epoch: int, part_blocks: int) -> Job:
-        """Return the job that `metadata` describes, in the same time for any number of keys in a sequence."""
-        keys = metadata.keys if isinstance(metadata.keys, Sequence) else tuple(metadata.keys)
-        return cls(metadata, keys, epoch, part_blocks, end_block=len(keys))
-
-    @property
-    def deadline(self) -> float:
-        """Seconds of the tier's clock; infinite for never."""
-        return math.inf if self.metadata.deadline is None else self.metadata.deadline
-
-    def result(self) -> JobResult:
-        """Return how the job ended. Call it once its last part has ended."""
+    def result(self, ended_s: float | None = None) -> JobResult:
+        """Return the result; call it after the last part has ended."""
         if not self.failed_parts and self.end_block == len(self.keys):
-            return JobResult(self.metadata.job_id, True)
+            return JobResult(self.metadata.job_id, True, ended_s=ended_s)
         successful: list[OffloadKey] = []
         reason = self.drop_reason
         position = 0
@@ -86,7 +71,7 @@ class Job:
             position = part.stop
             reason = reason or outcome.reason
         successful += self.keys[position : self.end_block]
-        return JobResult(self.metadata.job_id, False, successful, reason)
+        return JobResult(self.metadata.job_id, False, successful, reason, ended_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,17 +81,15 @@ class Part:
     job: Job
     start: int
     stop: int
-    is_beside: bool = False
-    """Whether its worker took it beside another part, which is the one that counts as running."""
+    is_extra: bool = False  # whether it runs in one call with another part, which alone counts as running
 
     @property
     def keys(self) -> Sequence[OffloadKey]:
-        """Its blocks' keys."""
         return self.job.keys[self.start : self.stop]
 
 
 def checked_outcome(returned: object, keys: Sequence[OffloadKey]) -> Outcome:
-    """Return the result `returned` by an author's method for `keys`, without keys that were not requested."""
+    """Return what `store_blocks` or `load_blocks` returned, without keys that were not requested."""
     if not isinstance(returned, Outcome):
         return Outcome((), "bad_outcome")
     if returned.successful_keys is None:
@@ -117,7 +100,7 @@ def checked_outcome(returned: object, keys: Sequence[OffloadKey]) -> Outcome:
 
 
 def checked_answers(returned: object, keys: Sequence[OffloadKey]) -> list[bool]:
-    """Return the answers of `contains_blocks` for `keys`; all False if they are invalid."""
+    """Return what `contains_blocks` returned; all False if that is invalid."""
     if not isinstance(returned, Sequence | np.ndarray) or len(returned) != len(keys):
         return [False] * len(keys)
     return [bool(answer) for answer in returned]
@@ -135,52 +118,53 @@ def failure_reason(error: BaseException) -> str:
 
 
 TOGETHER_MAX = 4
-"""Jobs that one worker does together: fewer than the failures that open a breaker, since one may fail all of them."""
+"""Jobs that one worker runs together: fewer than the failures that open a breaker, since one error fails all."""
 _TOGETHER_S = 1.0
-"""How far the deadlines of such jobs may be apart: the first of them holds for all."""
+"""Greatest difference of the deadlines of jobs that run together: the earliest holds for all."""
 
 
 class PartQueue:
-    """Two queues of jobs, taken in parts: loads before stores, each first in, first out. Lookups go before both; the
-    queue only notes that there are some.
+    """Two queues of jobs: loads go before stores, each first in, first out. Lookups go before both.
 
-    A job is added in one step, whatever its size. The workers take parts of it, so all of them serve one large job. The
-    scheduler appends without taking the lock: a worker that loses the interpreter lock while it holds this lock cannot
-    delay it. The lock is held for a few assignments, never during a transfer.
+    Workers take jobs in parts, so that all of them serve one large job. The scheduler adds jobs without the lock: a
+    worker that holds the lock, and has lost the interpreter, cannot delay it. The lock is held for a few assignments.
 
     Args:
-        wake: Called, by any thread, when one more worker may find a part. Must not wait.
-        stores_running_max: Store parts that may run at once, so that slow stores leave a worker to others.
+        wake: Called by any thread when one more worker may find a part. Must not wait.
+        stores_running_max: Parts of stores that may run at once, so that slow stores leave a worker to loads.
     """
 
     def __init__(self, wake: Callable[[], None], *, stores_running_max: int) -> None:
         self._wake = wake
         self._stores_running_max = stores_running_max
         self._stores_running = 0  # under the lock
-        self._loads: deque[Job] = deque()  # appended to by the scheduler, like the next
+        self._loads: deque[Job] = deque()
         self._stores: deque[Job] = deque()
         self._has_lookups = False
         self._lock = threading.Lock()  # guards removals from the queues, and the cursors of jobs
 
+    # The scheduler's thread.
+
     def put(self, job: Job) -> None:
-        """Add a job that has at least one block; scheduler thread."""
+        """Add a job that has at least one block."""
         self._queue_of(job).append(job)
         self._wake()
 
     def put_lookups(self) -> None:
-        """Let a worker take the collected lookups; scheduler thread."""
         self._has_lookups = True
         self._wake()
 
+    # Any thread.
+
     def take_lookups(self) -> bool:
-        """Return whether there are lookups; one caller gets True, seldom two. Any thread."""
+        """Return whether there are lookups to take; mostly one caller gets True."""
         if not self._has_lookups:
             return False
-        self._has_lookups = False  # before they are taken: lookups that are put from now on set it again
+        self._has_lookups = False  # before they are taken: later lookups set it again
         return True
 
     def take(self) -> Part | None:
-        """Return the next part, or None; any thread. Pair each part with `end`."""
+        """Return the next part, or None. Call `end` for each part."""
         with self._lock:
             queue = self._loads or self._stores
             if not queue:
@@ -199,11 +183,11 @@ class PartQueue:
             self._wake()
         return Part(job, start, stop)
 
-    def take_beside(self, part: Part) -> list[Part]:
-        """Return whole jobs that one worker may do together with `part`, with which they make one part at most.
+    def take_small_jobs(self, part: Part) -> list[Part]:
+        """Return whole small jobs to run together with `part`: one call costs less than one for each job.
 
-        Small jobs, each alone, would cost a worker more than their blocks do. One job for each other worker stays. No
-        two of them have a key in common. Any thread. Pair each with `end`, and `part` last.
+        Together they have at most the blocks of one part, and each key once. One job for each other worker stays in
+        the queue. Call `end` for each, and for `part` last.
         """
         first = part.job
         queue, room = self._queue_of(first), first.part_blocks - (part.stop - part.start)
@@ -221,17 +205,17 @@ class PartQueue:
                 keys.update(job.keys)
                 queue.popleft()
                 job.next_block = job.end_block
-                taken.append(Part(job, 0, job.end_block, is_beside=True))
+                taken.append(Part(job, 0, job.end_block, is_extra=True))
         return taken
 
     def end(self, part: Part) -> bool:
-        """Note that a part has ended; return whether it was its job's last, True once for each job."""
+        """Note that a part has ended; return whether it was the last of its job."""
         job = part.job
         with self._lock:
             job.ended_blocks += part.stop - part.start
             is_last = job.ended_blocks == job.end_block
             unblocks_stores = False
-            if not job.metadata.is_promotion and not part.is_beside:
+            if not job.metadata.is_promotion and not part.is_extra:
                 unblocks_stores = self._stores_running == self._stores_running_max
                 self._stores_running -= 1
         if unblocks_stores:
@@ -239,9 +223,9 @@ class PartQueue:
         return is_last
 
     def drop_rest(self, job: Job, reason: str) -> bool:
-        """Take back the blocks of `job` that have not been started; return whether the caller has to report it.
+        """Cancel the blocks of `job` that have not been started; return whether the caller has to report the job.
 
-        Otherwise it has ended already, or the worker that ends its last part reports it. Any thread.
+        If not, it has ended, or the worker that ends its last part reports it.
         """
         with self._lock:
             if job.next_block == job.end_block:
@@ -252,7 +236,7 @@ class PartQueue:
             return job.ended_blocks == job.end_block
 
     def drop_all(self, reason: str) -> list[Job]:
-        """Take back everything that has not been started; return the jobs that the caller has to report."""
+        """Cancel all blocks that have not been started; return the jobs that the caller has to report."""
         with self._lock:
             queued = [*self._loads, *self._stores]
         return [job for job in queued if self.drop_rest(job, reason)]

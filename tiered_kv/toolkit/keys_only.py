@@ -1,8 +1,4 @@
-"""Tiers that keep keys and no bytes: `tiered-kv simulate` puts them in the place of a stack's own.
-
-`KeyStore` decides which blocks a tier has. It is a plain cache; a tier type that evicts in another way gives a subclass
-as `TierType.key_store`. `KeysOnlyTier` stands behind the manager in the tier's place.
-"""
+"""Tiers that keep keys without bytes, with which `tiered-kv simulate` replaces the tiers of a stack."""
 
 from __future__ import annotations
 
@@ -20,35 +16,33 @@ from tiered_kv.toolkit.record import HEADER_BYTES
 
 
 class KeyStore:
-    """The keys of a tier, within its capacity and `ttl`. What is full evicts the block that was used least recently.
+    """The keys of a simulated tier, within its capacity and `ttl`. One thread uses it.
 
-    Compression is not simulated: every block takes its full size. One thread uses it.
+    By default it evicts the block that was used least recently. A tier type that evicts in another way names a subclass
+    as `TierType.key_store`. Compression is not simulated.
 
     Args:
         settings: The tier's YAML entry.
-        block_bytes: Bytes of a block.
         clock: Seconds, in the time of the requests.
 
     Attributes:
-        written_blocks, moved_blocks: Blocks that were stored, and those of them that only moved inside the tier.
+        written_blocks, moved_blocks: Blocks that were stored, and how many of them only moved inside the tier.
         read_blocks: Blocks that were loaded.
-        evicted_blocks: Blocks that went to make room.
-        lookup_requests: Requests to a server that lookups took.
+        evicted_blocks: Blocks that were evicted.
+        lookup_requests: Requests that lookups sent to a server.
 
     Raises:
         ConfigError: The capacity does not hold a block.
     """
 
     evicts_by_use: ClassVar[bool] = True
-    """Whether a load makes a block the last to go; if not, the block that was written first goes first."""
+    """True: evicts the block that was used least recently. False: the block that was written first."""
     renews: ClassVar[bool] = False
-    """Whether a block that is loaded past half of its `ttl` gets a new one."""
-
+    """Whether a load past half of the `ttl` starts it anew."""
     load_steps: ClassVar[int] = 2
-    """Steps that a load lasts beyond that of its submission.
+    """Steps that a load takes after the step of its submission.
 
-    Requests that wait for loads overlap with others, which costs the primary tier some hits. Two steps agree best with
-    what memory and nvme tiers do when a replay drives them; four with fs and redis.
+    Measured against replays: 2 agrees best with the memory and nvme tiers, 4 with fs and redis.
     """
 
     def __init__(self, settings: TierSettings, block_bytes: int, clock: Callable[[], float]) -> None:
@@ -56,29 +50,27 @@ class KeyStore:
         encrypts = CODEC_IDS.get(getattr(settings, "codec", "raw")) in ENCRYPTED_IDS
         self.overhead_bytes = ENVELOPE_BYTES if encrypts else 0
         self.record_bytes = self.room_bytes(HEADER_BYTES + block_bytes + self.overhead_bytes)
-        # A stranger's may be anything.
+        # The settings of a third-party tier may have other types.
         capacity, ttl = getattr(settings, "capacity", None), getattr(settings, "ttl", None)
         self.capacity_bytes = capacity if isinstance(capacity, int) else None
         self.ttl_s = float(ttl) if isinstance(ttl, (int, float)) else None
         self.written_blocks = self.moved_blocks = self.read_blocks = self.evicted_blocks = self.lookup_requests = 0
-        self._written_s: OrderedDict[OffloadKey, float] = OrderedDict()  # the next to go first
+        self._written_s: OrderedDict[OffloadKey, float] = OrderedDict()  # the next to evict first
         if self.capacity_bytes is not None and self.capacity_bytes < self.record_bytes:
             raise ConfigError(f"{self.capacity_bytes} bytes do not hold one block", location="capacity")
 
     @staticmethod
     def room_bytes(record_bytes: int) -> int:
-        """Return the bytes of the capacity that a record takes; some storage rounds them up."""
+        """Return the bytes that a record takes of the capacity; some storage rounds them up."""
         return record_bytes
 
     @property
     def used_bytes(self) -> int:
-        """What the blocks take."""
         for key in list(self._written_s):
             self.has(key)
         return len(self._written_s) * self.record_bytes
 
     def has(self, key: OffloadKey) -> bool:
-        """Return whether a block can be loaded."""
         written_s = self._written_s.get(key)
         if written_s is None:
             return False
@@ -88,13 +80,13 @@ class KeyStore:
         return True
 
     def note_lookup(self, count: int) -> None:
-        """Count the requests of one lookup of the first `count` blocks of a prompt, for tiers that make any."""
+        """Count the requests to a server for a lookup of the first `count` blocks of a prompt."""
         return
 
     def store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Store blocks of one prompt, given in its order, and return those that are there now."""
+        """Store blocks of one prompt, in its order, and return those that are stored now."""
         records = self._written_s
-        for key in reversed(keys):  # the tail of a prompt goes before its head
+        for key in reversed(keys):  # the tail of a prompt is evicted before its head
             if self.has(key):
                 continue
             if self.capacity_bytes is not None and (len(records) + 1) * self.record_bytes > self.capacity_bytes:
@@ -105,7 +97,6 @@ class KeyStore:
         return [key for key in keys if key in records]
 
     def load(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Load blocks, and return those that were there."""
         loaded = [key for key in keys if self.has(key)]
         self.read_blocks += len(loaded)
         for key in loaded:
@@ -118,23 +109,23 @@ class KeyStore:
 
 
 class KeysOnlyTier(SecondaryTierManager):
-    """Stands behind one manager for a tier. Several of them share a `KeyStore` where servers share the storage."""
+    """A simulated tier of one manager. The tiers of several managers may share a `KeyStore`."""
 
     is_nonblocking = True
 
     def __init__(self, keys: KeyStore, name: str) -> None:
         super().__init__(None, memoryview(b""), name)
         self._keys = keys
-        self._stores: list[JobMetadata] = []  # of this step: loads go first, as in the toolkit's queue
+        self._stores: list[JobMetadata] = []  # of this step; loads go first, as in the toolkit's queue
         self._ended: list[tuple[int, JobResult]] = []  # with the step in which it is reported
         self._step = 0
-        self._noted: set[str] = set()
+        self._noted: set[str] = set()  # requests whose lookup has been counted
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool:
         return self._keys.has(key)
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        if req_context.req_id not in self._noted:  # a request that waits asks again in each step
+        if req_context.req_id not in self._noted:  # a waiting request asks again in each step
             self._noted.add(req_context.req_id)
             self._keys.note_lookup(len(keys))
         return [self._keys.has(key) for key in keys]

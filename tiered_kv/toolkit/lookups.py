@@ -1,4 +1,4 @@
-"""Lookups in a tier with a remote index: batched, with deadlines."""
+"""Batched lookups in a remote index, with deadlines."""
 
 from __future__ import annotations
 
@@ -6,59 +6,52 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tiered_kv.base import OffloadKey, ReqContext
 
 PENDING_KEYS_MAX = 65_536
-"""Keys that may be without an answer, over all requests; further ones are a miss at once."""
+"""Keys without an answer, over all requests; further keys are a miss at once."""
 PROBE_KEYS_MAX = 1024
-"""Keys in one probe."""
 REQUESTS_MAX = 100_000
-"""Requests whose answers are kept; beyond that the first one is forgotten."""
+"""Requests whose answers are kept; beyond it the oldest is forgotten."""
 
 
 @dataclass(slots=True, eq=False)
 class _Question:
     key: OffloadKey
     deadline: float
-    req_context: ReqContext
-    """The request that asked first; mostly the only one."""
-    others: set[str] | None = None
-    """The other requests; owned by the scheduler thread."""
+    req_context: ReqContext  # the request that asked first; mostly the only one
+    others: set[str] | None = None  # the other requests; owned by the scheduler's thread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """Keys to be looked up in one round trip; at `deadline`, in seconds of the clock, the first becomes a miss."""
+    """Keys to look up in one round trip. At `deadline`, in seconds of the clock, the first key becomes a miss."""
 
     keys: list[OffloadKey]
     deadline: float
     questions: list[_Question]
 
-    @property
-    def req_contexts(self) -> list[ReqContext]:
-        """The request that asked first for each key."""
-        return [question.req_context for question in self.questions]
-
 
 class BatchedLookups:
-    """Answers of a remote index, gathered for the requests that asked.
+    """Answers of a remote index, kept for the requests that asked.
 
-    The first unanswered key calls `start_probe`. Until the probe ends, further keys are collected, and the same runner
-    takes them as its next probe. An answer is kept for the requests that asked, until they finish. A key whose answer
-    is None is probed again. A key without an answer at its deadline is a miss for them, and so is one that would exceed
-    `PENDING_KEYS_MAX`. Answers for an empty request id are not kept: each is returned once.
+    - The first key without an answer calls `start_probe`. Keys that are asked for meanwhile make the next probe.
+    - An answer is kept for the requests that asked, until they finish. With an empty request id it is returned once.
+    - A key whose answer is None is probed again.
+    - A key is a miss if it has no answer at its deadline, or if `PENDING_KEYS_MAX` keys have none.
 
-    The scheduler thread owns everything here but two deques, `_gathered` and `_arrived`, over which it and the runners
-    hand each other messages. It calls all methods except `take` and `answer`, which belong to the runners.
+    The scheduler's thread calls all methods except `take` and `answer`, which belong to the runners. It owns all state
+    except the two deques that carry messages, `_gathered` to the runners and `_arrived` back.
 
     Args:
-        start_probe: Must start a runner without waiting. The runner calls `take` until it returns
-            None, and `answer` for each probe.
+        start_probe: Starts a runner, and must not wait. The runner calls `take` until it returns None, and `answer`
+            for each probe.
         timeout_s: How long a key may go without an answer.
         clock: Seconds, monotonic.
-        on_answered: Called by the runner after each `answer`; must not wait.
+        on_answered: Called after each `answer`, on the runner's thread; must not wait.
     """
 
     def __init__(
@@ -70,24 +63,24 @@ class BatchedLookups:
         on_answered: Callable[[], None] | None = None,
     ) -> None:
         self.timeouts = 0
-        """Keys that became a miss because no answer came in time."""
+        """Keys that became a miss at their deadline."""
         self.refused = 0
-        """Keys that became a miss because too many were waiting."""
+        """Keys that became a miss because of `PENDING_KEYS_MAX`."""
         self._start_probe = start_probe
         self._timeout_s = timeout_s
         self._clock = clock
         self._on_answered = on_answered
         self._answers: dict[str, dict[OffloadKey, bool]] = {}
-        self._pending: dict[OffloadKey, _Question] = {}  # ordered by deadline, since each waits equally long
+        self._pending: dict[OffloadKey, _Question] = {}  # ordered by deadline, since all have the same timeout
         self._gathered: deque[_Question] = deque()
         self._next_deadline = math.inf  # of the first in `_pending`, or earlier
         self._arrived: deque[tuple[list[_Question], Sequence[bool | None]]] = deque()
         self._has_runner = False
 
-    # The scheduler thread.
+    # The scheduler's thread.
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return for each key, in order, True or False where the answer is known, and None where it is not yet."""
+        """Return for each key, in order, its answer; None if that is not known yet."""
         if self._arrived:
             self._collect()
         answers = self._answers.get(req_context.req_id)
@@ -104,36 +97,35 @@ class BatchedLookups:
         return known
 
     def correct(self, key: OffloadKey, req_id: str) -> None:
-        """Note that a load for the request found the key missing or unusable."""
+        """Make the key a miss for the request, after a load that failed."""
         answers = self._answers.get(req_id)
         if answers is not None and key in answers:
             answers[key] = False
 
     def expire(self) -> None:
-        """Count keys that are late; once a step, so that a timeout is counted when it happens, whoever asks next."""
+        """Answer late keys with a miss. Called once a step, so that a timeout counts even if no request asks again."""
         now = self._clock()
         if self._next_deadline <= now:
             self._collect()
             self._expire(now)
 
     def forget_request(self, req_id: str) -> None:
-        """Drop the request's answers."""
         self._answers.pop(req_id, None)
 
     def clear(self) -> None:
-        """Drop every answer, even those that have not arrived yet."""
+        """Drop all answers, and ignore those of running probes."""
         self._answers.clear()
         self._pending.clear()
         self._gathered.clear()
         self._next_deadline = math.inf
 
     def _ask(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Look up `keys`, none of which has an answer for the request."""
+        """Queue keys that have no answer for the request."""
         now, req_id = self._clock(), req_context.req_id
         if self._next_deadline <= now:
             self._expire(now)
             return self.lookup_many(keys, req_context)
-        self._expect(req_id)
+        self._keep_answers(req_id)
         pending, gathered = self._pending, self._gathered
         deadline = now + self._timeout_s
         room = PENDING_KEYS_MAX - max(len(pending), len(gathered))
@@ -159,15 +151,15 @@ class BatchedLookups:
             self._start_probe()
         return result
 
-    def _expect(self, req_id: str) -> None:
-        """Make room for the request's answers; one that has none when they arrive has finished."""
+    def _keep_answers(self, req_id: str) -> None:
+        """Keep answers for the request from now on, until it finishes."""
         answers = self._answers.get(req_id)
         if answers is None:
             if len(self._answers) >= REQUESTS_MAX:
                 del self._answers[next(iter(self._answers))]
             self._answers[req_id] = {}
         elif not req_id and len(answers) >= PENDING_KEYS_MAX:
-            answers.clear()  # nobody came back for them
+            answers.clear()  # no call has fetched them
 
     def _collect(self) -> None:
         pending = self._pending
@@ -183,7 +175,7 @@ class BatchedLookups:
                     self._settle(question, answer)
 
     def _expire(self, now: float) -> None:
-        """Answer late keys with a miss, and stop waiting for the runner that did not take them."""
+        """Answer late keys with a miss, and let the next key start another runner."""
         pending = self._pending
         self._next_deadline = math.inf
         while pending:
@@ -205,22 +197,22 @@ class BatchedLookups:
             if answers is not None:
                 answers[question.key] = answer
 
-    # The runners.
+    # Runners.
 
     def take(self) -> Probe | None:
-        """Return the collected keys, or None; then the runner ends. Runner threads."""
+        """Return the collected keys; None ends the runner."""
         while True:
             questions = self._drain()
             if questions:
                 return Probe([question.key for question in questions], questions[0].deadline, questions)
             self._has_runner = False
-            # Check again: the scheduler may have added a key while it still relied on this runner.
+            # Check again: the scheduler may have added a key before it saw the assignment.
             if not self._gathered:
                 return None
             self._has_runner = True
 
     def answer(self, probe: Probe, answers: Sequence[bool | None]) -> None:
-        """Report a probe's answers, in the order of its keys. Runner threads."""
+        """Report a probe's answers, in the order of its keys."""
         self._arrived.append((probe.questions, answers))
         if self._on_answered is not None:
             self._on_answered()
@@ -228,11 +220,9 @@ class BatchedLookups:
     def _drain(self) -> list[_Question]:
         now = self._clock()
         questions: list[_Question] = []
-        try:
+        with suppress(IndexError):  # empty; another runner may take from it too
             while len(questions) < PROBE_KEYS_MAX:
                 question = self._gathered.popleft()
                 if question.deadline > now:
                     questions.append(question)
-        except IndexError:
-            pass
         return questions

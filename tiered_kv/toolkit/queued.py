@@ -1,8 +1,7 @@
-"""The scheduler's side of a tier with workers: submit, look up, collect, and never wait."""
+"""The scheduler's side of a tier with workers. No call waits."""
 
 from __future__ import annotations
 
-import heapq
 import logging
 import math
 import time
@@ -11,29 +10,28 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.toolkit.jobs import ALL_DONE, Job, Outcome, Part, PartQueue, failure_reason
-from tiered_kv.toolkit.lookups import BatchedLookups
+from tiered_kv.toolkit.lookups import BatchedLookups, Probe
 
 _log = logging.getLogger("tiered_kv.toolkit")
 
 PART_DEADLINE: ContextVar[float] = ContextVar("tiered_kv_part_deadline", default=math.inf)
-"""The deadline of the job or lookups that this thread, or task, is serving."""
+"""The deadline of the job or lookups that this thread or task serves."""
 PROBE_REQ_IDS: ContextVar[Sequence[str]] = ContextVar("tiered_kv_probe_req_ids", default=())
-"""The request that asked first for each key of the lookups that this thread, or task, is serving."""
+"""Of the lookups that this thread or task serves: for each key the request that asked first."""
 PART_EPOCH: ContextVar[int] = ContextVar("tiered_kv_part_epoch")
-"""The epoch of the job that this thread, or task, is serving."""
+"""The epoch of the job that this thread or task serves."""
 
 
 def block_bytes_of(primary_kv_view: memoryview) -> int:
-    """Return the bytes of one block of a primary tier's region.
+    """Return the bytes of a block of the primary tier.
 
     Raises:
-        ValueError: It is no writable, C-contiguous view of shape (num_blocks, block_bytes).
+        ValueError: The view is not writable, not C-contiguous, or not of shape (num_blocks, block_bytes).
     """
     shape = primary_kv_view.shape
     if shape is None or len(shape) != 2 or primary_kv_view.readonly or not primary_kv_view.c_contiguous:
@@ -44,11 +42,14 @@ def block_bytes_of(primary_kv_view: memoryview) -> int:
 class QueuedTier(SecondaryTierManager):
     """What `BlockingTier` and `AsyncTier` share; not for authors to subclass directly.
 
-    Threads: the scheduler's thread calls the public methods. Workers share `_part_queue`, `_batched_lookups`
-    and `_job_results` with it, and use nothing else that it owns.
+    The scheduler's thread calls the public methods. It shares only `_part_queue`, `_batched_lookups` and `_job_results`
+    with the workers.
 
-    Arguments are those of `SecondaryTierManager` and `BlockingTier`. A part has at most `part_blocks`, at most
-    `stores_running_max` parts of stores run at once, and `clock` is that of the jobs' deadlines.
+    Args:
+        part_blocks: Blocks in one part of a job, at most.
+        stores_running_max: Parts of stores that run at once, at most.
+        clock: The clock of the jobs' deadlines.
+        offloading_spec, primary_kv_view, tier_type, lookup_timeout_s, shutdown_timeout_s: As in `BlockingTier`.
     """
 
     is_nonblocking: ClassVar[bool] = True
@@ -73,7 +74,7 @@ class QueuedTier(SecondaryTierManager):
         memory: memoryview | None = getattr(offloading_spec, "memory", None)
         self._row_bytes = self.block_bytes if memory is None else 1
         self._primary_flat = (primary_kv_view if memory is None else memory).cast("B")
-        self._primary_flat_readonly = self._primary_flat.toreadonly()  # for stores, which do not write to it
+        self._primary_flat_readonly = self._primary_flat.toreadonly()  # for stores
         self._clock = clock
         self._part_blocks = part_blocks
         self._shutdown_timeout_s = shutdown_timeout_s
@@ -83,20 +84,18 @@ class QueuedTier(SecondaryTierManager):
             self._put_probe, timeout_s=lookup_timeout_s, clock=clock, on_answered=self._on_finished
         )
         self._jobs_in_flight: dict[int, Job] = {}  # submitted and not yet reported
-        self._job_deadlines: list[tuple[float, int]] = []  # heap of (deadline, job id); may name jobs that have ended
+        self._next_deadline = math.inf  # the earliest of the jobs in flight, or earlier
         self._job_results: deque[JobResult] = deque()  # workers append
-        self._errors_logged: dict[str, object] = {}  # by kind; workers only add to it, each in one atomic step
+        self._errors_logged: dict[str, object] = {}  # by kind; workers add to it, each in one atomic step
         self._is_shut_down = False
-
-    # For the two kinds of workers.
 
     @abstractmethod
     def _wake(self) -> None:
-        """Let a worker look into the queue. Any thread; must not wait."""
+        """Let a worker look into the queue. Must not wait. Any thread."""
 
     @abstractmethod
     def _stop_workers(self, deadline: float) -> int:
-        """End the workers and call the author's `close`; return how many still run at the deadline."""
+        """End the workers and call the author's `close`; return how many workers still run at the deadline."""
 
     # The scheduler's thread.
 
@@ -114,13 +113,13 @@ class QueuedTier(SecondaryTierManager):
         return self._batched_lookups.timeouts
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        if type(self).lookup is not QueuedTier.lookup:  # an author who answers from memory
+        if type(self).lookup is not QueuedTier.lookup:  # the author answers from memory
             return super().lookup_many(keys, req_context)
         return self._batched_lookups.lookup_many(keys, req_context)
 
     def get_finished(self) -> Iterable[JobResult]:
-        if self._job_deadlines and self._job_deadlines[0][0] <= self._clock():
-            self._expire()
+        if self._next_deadline <= (now := self._clock()):
+            self._expire(now)
         self._batched_lookups.expire()
         if not self._job_results:
             return ()
@@ -143,14 +142,13 @@ class QueuedTier(SecondaryTierManager):
         return {"refused_lookups_total": self._batched_lookups.refused}
 
     def begin_epoch(self, epoch: int | None = None) -> None:
-        """Invalidate all submitted jobs; for an author's `reset_cache`, on the scheduler's thread.
+        """Invalidate all submitted jobs. Call it from `reset_cache`, on the scheduler's thread.
+
+        Jobs of an earlier epoch that have not started will not run. Running ones are reported as failed. A running
+        store must not publish its blocks: compare `part_epoch` with `epoch` under a lock that `reset_cache` takes too.
 
         Args:
             epoch: The new `epoch`, never used before; by default the old one plus 1.
-
-        Jobs of an earlier epoch that have not started will not run; those that are running are reported as
-        failed. The author must prevent that a running store publishes its blocks: compare
-        `part_epoch` with `epoch` before that, under a lock that `reset_cache` takes too.
         """
         self.epoch = self.epoch + 1 if epoch is None else epoch
         self._batched_lookups.clear()
@@ -168,30 +166,26 @@ class QueuedTier(SecondaryTierManager):
         self._primary_flat.release()
 
     def _submit(self, metadata: JobMetadata) -> None:
-        job = Job.of(metadata, self.epoch, self._part_blocks)
+        job = Job(metadata, self.epoch, self._part_blocks)
         self._jobs_in_flight[metadata.job_id] = job
         if self._is_shut_down or not job.keys:
             job.end_block = 0
             job.drop_reason = "shutdown" if job.keys else ""
             self._report([job])
             return
-        if job.deadline != math.inf:
-            heapq.heappush(self._job_deadlines, (job.deadline, metadata.job_id))
-            if len(self._job_deadlines) > 2 * len(self._jobs_in_flight) + 64:  # mostly jobs that have ended
-                self._job_deadlines = [(live.deadline, job_id) for job_id, live in self._jobs_in_flight.items()]
-                heapq.heapify(self._job_deadlines)
+        self._next_deadline = min(self._next_deadline, job.deadline)
         self._part_queue.put(job)
 
-    def _expire(self) -> None:
-        """Cancel the parts that have not started of the jobs whose deadline has passed."""
-        now = self._clock()
-        while self._job_deadlines and self._job_deadlines[0][0] <= now:
-            job = self._jobs_in_flight.get(heapq.heappop(self._job_deadlines)[1])
-            if job is not None and self._part_queue.drop_rest(job, "expired"):
+    def _expire(self, now: float) -> None:
+        """Cancel parts that have not started, of jobs whose deadline has passed."""
+        self._next_deadline = math.inf
+        for job in self._jobs_in_flight.values():
+            if job.deadline > now:
+                self._next_deadline = min(self._next_deadline, job.deadline)
+            elif self._part_queue.drop_rest(job, "expired"):
                 self._report([job])
 
     def _put_probe(self) -> None:
-        """Let a worker take the collected lookups."""
         if not self._is_shut_down:
             self._part_queue.put_lookups()
 
@@ -199,27 +193,24 @@ class QueuedTier(SecondaryTierManager):
 
     @property
     def part_deadline(self) -> float:
-        """The deadline of the work that this thread, or task, is serving, in seconds of the clock.
-
-        The work is a job, or lookups, the first of which is a miss from then on.
-        """
+        """The deadline of the job or lookups that this thread or task serves, in seconds of the clock."""
         return PART_DEADLINE.get()
 
     @property
     def probe_req_ids(self) -> Sequence[str]:
-        """For each key that this thread, or task, looks up, which request asked for it first.
+        """For each key that this thread or task looks up, the request that asked for it first.
 
-        The keys of one request and KV cache group stand in the order in which they were asked for, mostly a prefix's.
+        The keys of one request and KV cache group are in the order of the request's prefix, with rare exceptions.
         """
         return PROBE_REQ_IDS.get()
 
     @property
     def part_epoch(self) -> int:
-        """The epoch in which the job was submitted that an author's method is serving; see `begin_epoch`."""
+        """The epoch in which the job was submitted that this thread or task serves; see `begin_epoch`."""
         return PART_EPOCH.get()
 
     def _begin_part(self, part: Part) -> Outcome | None:
-        """Let a part run, or return why it must not."""
+        """Return None if the part may run, else its outcome."""
         job = part.job
         if job.deadline <= self._clock():
             return Outcome((), "expired")
@@ -230,7 +221,7 @@ class QueuedTier(SecondaryTierManager):
         return None
 
     def _end_part(self, part: Part, outcome: Outcome) -> None:
-        """Note how a part ended, and report its job if it was the last. Nothing touches its blocks any more."""
+        """Note how a part ended, and report its job if it was the last. Nothing may touch its blocks from now on."""
         if part.job.epoch != self.epoch:
             outcome = Outcome((), outcome.reason or "reset")
         if outcome is not ALL_DONE:
@@ -239,11 +230,19 @@ class QueuedTier(SecondaryTierManager):
             self._report([part.job])
 
     def _report(self, jobs: Iterable[Job]) -> None:
-        """Pass jobs whose last part has ended to `get_finished`; any thread."""
+        """Pass jobs whose last part has ended to `get_finished`. Any thread."""
         ended_s = self._clock()
-        self._job_results.extend(replace(job.result(), ended_s=ended_s) for job in jobs)
+        self._job_results.extend(job.result(ended_s) for job in jobs)
         if self._on_finished is not None:
             self._on_finished()
+
+    def _take_probe(self) -> Probe | None:
+        """Return the next lookups, which this thread or task serves from now on."""
+        probe = self._batched_lookups.take()
+        if probe is not None:
+            PART_DEADLINE.set(probe.deadline)
+            PROBE_REQ_IDS.set([question.req_context.req_id for question in probe.questions])
+        return probe
 
     def _blocks_of(self, part: Part) -> list[memoryview]:
         metadata, size, step = part.job.metadata, self.block_bytes, self._row_bytes
@@ -252,15 +251,15 @@ class QueuedTier(SecondaryTierManager):
         return [flat[row * step : row * step + size] for row in rows]
 
     def _note_error(self, operation: str, error: BaseException) -> str:
-        """Return the reason that `error` counts as, and log the first of each kind: a dead server fails often.
+        """Return the reason for `error` in the counters, and log the first error of each kind.
 
-        The error's text is left out: a client library may have put a password into it.
+        The log omits the text of the error: a client library may have put a password into it.
         """
         reason = failure_reason(error)
         kind = f"{operation} raised {type(error).__name__}"
         first = object()
         if self._errors_logged.setdefault(kind, first) is first:
-            frames = traceback.extract_tb(error.__traceback__)
-            where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{frame.filename}:{frame.lineno}"
             _log.warning("tier '%s': %s at %s; further ones are only counted", self.name, kind, where)
         return reason

@@ -1,8 +1,7 @@
-"""The block record: the header before a block in a secondary tier's storage.
+"""The block record: the header before a block in a secondary tier's storage, and how it is verified.
 
-`formats.md` describes it byte by byte; golden files in the tests pin it. Read data counts as
-hostile until its checksum has been verified: bad bytes raise no exception, and no length in them is used to allocate
-memory.
+`docs/reference/formats.md` describes it byte by byte. Data is hostile until its checksum has been verified: bad bytes
+raise no exception, and no length in them is used to allocate memory.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from tiered_kv.toolkit.codecs import (
     payload_bytes_range,
 )
 from tiered_kv.toolkit.encryption import key_id_of
-from tiered_kv.toolkit.status import RecordStatus as RecordStatus  # for those who import it from here
+from tiered_kv.toolkit.status import RecordStatus as RecordStatus  # authors import it from here
 
-MAGIC = b"\x89TKVREC\n"  # not text; detects programs that strip the eighth bit or translate line ends
+MAGIC = b"\x89TKVREC\n"  # detects programs that strip the eighth bit or translate line ends
 FORMAT_VERSION = 1
 HEADER_BYTES = 128
 DIGEST_BYTES = 16
@@ -43,45 +42,47 @@ assert _LAYOUT.size == HEADER_BYTES
 _PLAIN_IDS = (RAW_ID, ZSTD_ID)
 
 Bytes = bytes | bytearray | memoryview
-Room = Callable[[int], memoryview]
-"""Returns as many bytes of memory, valid until the record has been written."""
+Allocate = Callable[[int], memoryview]
+"""Returns a buffer of that many bytes, valid until the record has been written."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """A header's fields, not verified. It has no flags in this version. The last three have 16 bytes each."""
+    """The fields of a header, not verified. The last three have 16 bytes each."""
 
-    codec_id: int  # how the payload was written
-    key_id: int  # which key encrypted the payload; 0 for none. The envelope in the payload says it too
+    codec_id: int
+    key_id: int  # of the key that encrypted the payload; 0 for none
     raw_bytes: int  # of the block
-    payload_bytes: int  # of the payload, which follows the header
+    payload_bytes: int
     namespace_digest: bytes  # see `tiered_kv.config.namespace`
     key_digest: bytes  # see `digest_of`
     checksum: bytes  # XXH3-128 over the header, with this field zero, and the payload
 
 
 def digest_of(key: OffloadKey) -> bytes:
-    """Return the digest of `key` in a header: its XXH3-128, seed 0, in canonical order."""
+    """Return the digest of `key` in a header: XXH3-128, seed 0, in canonical byte order."""
     return xxhash.xxh3_128_digest(key)
 
 
 def record_bytes_max(block_bytes: int) -> int:
-    """Return the greatest length of a record of a block, in any codec."""
+    """Return the greatest length of a record, in any codec."""
     return HEADER_BYTES + block_bytes + OVERHEAD_BYTES_MAX
 
 
-def _new_room(size_bytes: int) -> memoryview:
+def _new_buffer(size_bytes: int) -> memoryview:
     return memoryview(bytearray(size_bytes))
 
 
 def encode_record(
-    key: OffloadKey, block: memoryview, namespace_digest: bytes, codecs: CodecSet = PLAIN, room: Room = _new_room
+    key: OffloadKey, block: memoryview, namespace_digest: bytes, codecs: CodecSet = PLAIN, room: Allocate = _new_buffer
 ) -> tuple[bytes, memoryview]:
     """Return a block's header and payload, to be written one after the other.
 
-    Where the codec would not make the block shorter, and always with `raw`, the payload is `block` itself, not a copy.
+    With `raw`, and if compression would not make the block shorter, the payload is `block` itself, not a copy.
 
-    `block` is one-dimensional. An encrypted payload goes into the memory that `room` gives, by default new memory.
+    Args:
+        block: One-dimensional.
+        room: Allocates the buffer of an encrypted payload.
     """
     give_way()
     draft = codecs.draft(block)
@@ -93,7 +94,7 @@ def encode_record(
 
 
 def read_header(header: Bytes) -> RecordHeader | RecordStatus:
-    """Return the fields in the first 128 bytes of a record, or why they are no header of this version."""
+    """Return the fields in the first 128 bytes of a record, or why they are not a header of this version."""
     if len(header) < HEADER_BYTES:
         return RecordStatus.TRUNCATED
     magic, version, codec_id, flags, key_id, reserved, *rest, reserved_tail = _LAYOUT.unpack_from(header)
@@ -111,20 +112,6 @@ def read_header(header: Bytes) -> RecordHeader | RecordStatus:
     return RecordHeader(codec_id, key_id, *rest)
 
 
-def check_header(header: RecordHeader, key_digest: bytes, block_bytes: int, namespace_digest: bytes) -> RecordStatus:
-    """Return OK if the header is that of a block of `block_bytes` under a key of `key_digest`, else what is wrong.
-
-    A reader that fetches a payload separately calls this first: a record is then at most
-    `record_bytes_max(block_bytes)` long, and only a raw payload, which may be read straight into its block, is as long
-    as the block.
-    """
-    if header.namespace_digest != namespace_digest:
-        return RecordStatus.WRONG_NAMESPACE
-    if header.key_digest != key_digest:
-        return RecordStatus.WRONG_KEY
-    return RecordStatus.OK if header.raw_bytes == block_bytes else RecordStatus.BAD_LENGTH
-
-
 def decode_record(
     header: Bytes,
     payload: Bytes,
@@ -133,14 +120,14 @@ def decode_record(
     namespace_digest: bytes,
     codecs: CodecSet = PLAIN,
 ) -> RecordStatus:
-    """Verify a record and put its block into place. Any status but OK is a miss, and leaves `block` undefined.
+    """Verify a record and write its block into `block`. Any status but OK is a miss, and leaves undefined bytes there.
 
     Args:
-        header: The record's first 128 bytes.
-        payload: The bytes after them, one-dimensional, without anything that may follow. Where a payload of the
-            block's length has already been read into `block`, pass `block` itself: nothing is copied then.
-        key, namespace_digest: What was asked for.
-        block: Where the block belongs, one-dimensional and writable, of the block's size.
+        header: The first 128 bytes of the record.
+        payload: The bytes after the header, one-dimensional, to the end of the record. If the payload is as long as the
+            block and has been read into `block`, pass `block` itself: then nothing is copied.
+        key, namespace_digest: Those that were asked for.
+        block: One-dimensional, writable, of the block's size.
         codecs: The codecs that may be read.
     """
     give_way()
@@ -150,22 +137,13 @@ def decode_record(
             block[:] = payload
         payload = block  # verify the copied bytes, so that they cannot change between the check and the copy
         if header == _header(key_digest, RAW_ID, 0, len(block), block, namespace_digest):
-            return RecordStatus.OK  # it has the one header of a raw block; what follows finds out why another has not
-    parsed = read_header(header)
+            return RecordStatus.OK
+    parsed = _checked_header(header, payload, key_digest, len(block), namespace_digest)
     if isinstance(parsed, RecordStatus):
         return parsed
-    status = check_header(parsed, key_digest, len(block), namespace_digest)
-    if status is not RecordStatus.OK:
-        return status
-    status = _check_payload(parsed, payload)
-    if status is not RecordStatus.OK:
-        return status
     if parsed.codec_id == RAW_ID:
-        return RecordStatus.UNENCRYPTED  # a plain one that is accepted has been returned
-    view = memoryview(payload)
-    if parsed.codec_id in ENCRYPTED_IDS and key_id_of(view) != parsed.key_id:
-        return RecordStatus.BAD_HEADER
-    return codecs.decode(parsed.codec_id, view, block, binding_of(namespace_digest, key))
+        return RecordStatus.UNENCRYPTED  # an accepted one has been returned above
+    return codecs.decode(parsed.codec_id, memoryview(payload), block, binding_of(namespace_digest, key))
 
 
 def verify_record(
@@ -175,42 +153,49 @@ def verify_record(
     codecs: CodecSet = PLAIN,
     key_digest: bytes | None = None,
 ) -> RecordStatus:
-    """Check a whole stored record whose key is not known. So the tag of an encrypted one is not checked.
+    """Check a whole record whose key is unknown. So the tag of an encrypted payload is not checked.
 
     Args:
-        record: Header and payload, one-dimensional, without anything that may follow.
-        namespace_digest: The namespace that it was found in.
-        block: Room for its block, to try a compressed payload; None if the size of blocks is not known.
+        record: Header and payload, one-dimensional.
+        namespace_digest: The namespace in which it was found.
+        block: A buffer of the block's size, to decompress into; None if the size is unknown.
         codecs: The codecs that may be read.
-        key_digest: The digest of its key, if its name tells that.
+        key_digest: The digest of its key, if its name contains it.
     """
     give_way()
-    parsed = read_header(record)
+    payload = record[HEADER_BYTES:]
+    parsed = _checked_header(record, payload, key_digest, None if block is None else len(block), namespace_digest)
     if isinstance(parsed, RecordStatus):
         return parsed
-    payload = record[HEADER_BYTES:]
-    block_bytes = parsed.raw_bytes if block is None else len(block)
-    status = check_header(parsed, key_digest or parsed.key_digest, block_bytes, namespace_digest)
-    if status is RecordStatus.OK:
-        status = _check_payload(parsed, payload)
-    if status is not RecordStatus.OK:
-        return status
     if parsed.codec_id in ENCRYPTED_IDS:
-        is_consistent = key_id_of(payload) == parsed.key_id
-        return codecs.refusal(parsed.codec_id, payload) if is_consistent else RecordStatus.BAD_HEADER
+        return codecs.refusal(parsed.codec_id, payload)
     if block is None or parsed.codec_id == RAW_ID:
         return codecs.refusal(parsed.codec_id)
     return codecs.decode(parsed.codec_id, payload, block, b"")
 
 
-def _check_payload(header: RecordHeader, payload: Bytes) -> RecordStatus:
-    """Return OK if the payload is the one that the header was written for, else what is wrong."""
-    if len(payload) != header.payload_bytes:
-        return RecordStatus.TRUNCATED if len(payload) < header.payload_bytes else RecordStatus.BAD_LENGTH
-    key_digest, codec_id, namespace_digest = header.key_digest, header.codec_id, header.namespace_digest
-    written = _header(key_digest, codec_id, header.key_id, header.raw_bytes, payload, namespace_digest)
-    is_sound = written[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + DIGEST_BYTES] == header.checksum
-    return RecordStatus.OK if is_sound else RecordStatus.BAD_CHECKSUM
+def _checked_header(
+    header: Bytes, payload: Bytes, key_digest: bytes | None, block_bytes: int | None, namespace_digest: bytes
+) -> RecordHeader | RecordStatus:
+    """Return the header of a sound record of this block, else what is wrong. None stands for any key or size."""
+    parsed = read_header(header)
+    if isinstance(parsed, RecordStatus):
+        return parsed
+    if parsed.namespace_digest != namespace_digest:
+        return RecordStatus.WRONG_NAMESPACE
+    if key_digest not in (None, parsed.key_digest):
+        return RecordStatus.WRONG_KEY
+    if block_bytes not in (None, parsed.raw_bytes):
+        return RecordStatus.BAD_LENGTH
+    if len(payload) != parsed.payload_bytes:
+        return RecordStatus.TRUNCATED if len(payload) < parsed.payload_bytes else RecordStatus.BAD_LENGTH
+    codec_id, key_id = parsed.codec_id, parsed.key_id
+    written = _header(parsed.key_digest, codec_id, key_id, parsed.raw_bytes, payload, namespace_digest)
+    if written[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + DIGEST_BYTES] != parsed.checksum:
+        return RecordStatus.BAD_CHECKSUM
+    if codec_id in ENCRYPTED_IDS and key_id_of(memoryview(payload)) != key_id:
+        return RecordStatus.BAD_HEADER
+    return parsed
 
 
 def _header(

@@ -1,29 +1,31 @@
-"""Connecting to a server within a deadline, the look-up of its name included, which the system does not bound."""
+"""Connections to servers: a deadline that includes the look-up of the name, and the log of refused certificates."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+_log = logging.getLogger("tiered_kv.toolkit")
+_warn_once = functools.cache(_log.warning)
+
 Addresses = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]]  # Any: an address of any family
 
 _lock = threading.Lock()
 _lookups: dict[tuple[str, int], Future[Addresses]] = {}
-"""The running look-ups, one for each server; guarded by the lock. Several callers may wait for one."""
+"""Running look-ups, one for each server; guarded by the lock. Several callers may wait for one look-up."""
 
 
 def addresses_of(host: str, port: int, timeout_s: float) -> Addresses:
-    """Return the addresses of a server. Any thread; a look-up that takes too long continues for the next caller.
-
-    Raises:
-        OSError: It has no address; `TimeoutError` if the look-up did not end in time.
-    """
+    """Return the addresses of a server, or raise `OSError`. A look-up that times out continues for the next caller."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except (socket.gaierror, UnicodeError):  # it is a name, or invalid
+    except (socket.gaierror, UnicodeError):  # a name, or invalid
         pass
     with _lock:
         lookup = _lookups.get((host, port))
@@ -39,12 +41,13 @@ def addresses_of(host: str, port: int, timeout_s: float) -> Addresses:
 
 
 def connect(host: str, port: int, next_timeout_s: Callable[[], float]) -> socket.socket:
-    """Return a socket that is connected to the first of a server's addresses that answers. Any thread.
+    """Return a socket that is connected to the first address of a server that answers. Any thread.
 
-    `next_timeout_s` returns how long the next step may take; it raises `TimeoutError` where no time is left.
+    Args:
+        next_timeout_s: Returns how long the next step may take; raises `TimeoutError` if no time is left.
 
     Raises:
-        OSError: None answers.
+        OSError: No address answers.
     """
     failure = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in addresses_of(host, port, next_timeout_s()):
@@ -58,6 +61,15 @@ def connect(host: str, port: int, next_timeout_s: Callable[[], float]) -> socket
             connected.close()
             failure = error
     raise failure
+
+
+def note_refused(error: ssl.SSLCertVerificationError) -> None:
+    """Log why a server's certificate was refused, once for each reason: all reasons are one word in the counters.
+
+    `docs/reference/redis.md` says what to do about each. Any thread.
+    """
+    wrong = error.verify_message.split(",")[0].rstrip(".")  # a host's name may follow a comma
+    _warn_once("a server's certificate was refused: %s; see 'A certificate that is refused' in redis.md", wrong)
 
 
 def _look_up(host: str, port: int, lookup: Future[Addresses]) -> None:

@@ -1,4 +1,4 @@
-"""Small files of a tier's directory, read whole or not at all, and replaced in one step. No link is followed."""
+"""Files of a tier's directory: small ones are read whole and replaced in one step. No symbolic link is followed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tiered_kv.permissions import FILE_MODE
 SMALL_FILE_BYTES_MAX: Final = 1 << 20
 
 _SAFE_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""O_NONBLOCK, so that opening a pipe in a file's place does not wait for its other end."""
+"""O_NONBLOCK: to open a pipe in place of the file does not wait for its other end."""
 _NOT_A_FILE: Final = frozenset({errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR})
 
 
 @contextmanager
 def opened(path: str, flags: int, *, dir_fd: int | None = None) -> Iterator[int]:
-    """Yield a descriptor of a file, which must not be a symbolic link, and close it. New files have mode 0600."""
+    """Open a file, which must not be a symbolic link, and close it at the end. New files have mode 0600."""
     fd = os.open(path, flags | _SAFE_FLAGS, FILE_MODE, dir_fd=dir_fd)
     try:
         yield fd
@@ -31,7 +31,7 @@ def opened(path: str, flags: int, *, dir_fd: int | None = None) -> Iterator[int]
 
 
 def read_file(path: str, size_max_bytes: int) -> bytes | None:
-    """Return a small file's bytes; None if it is missing, longer, or no regular file."""
+    """Return a file's bytes; None if it is missing, longer than `size_max_bytes`, or not a regular file."""
     try:
         with opened(path, os.O_RDONLY) as fd:
             status = os.fstat(fd)
@@ -47,12 +47,12 @@ def read_file(path: str, size_max_bytes: int) -> bytes | None:
 def replace_file(
     path: str, data: bytes, *, dir_fd: int | None = None, only_new: bool = False, flush: bool = False
 ) -> None:
-    """Put a small file into place in one step: a reader finds the old bytes or the new ones.
+    """Write a small file in one step: a reader finds the old bytes or the new ones.
 
     Args:
-        path: Its path; relative to `dir_fd` if that is given.
-        only_new: Do not replace an existing file.
-        flush: Whether the file must be whole after a power failure, which may leave an empty one otherwise.
+        path: Relative to `dir_fd` if that is given.
+        only_new: Whether to keep an existing file.
+        flush: Whether to flush: without it a power failure may leave an empty file.
     """
     directory, name = os.path.split(path)
     temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.tmp")
@@ -71,7 +71,7 @@ def replace_file(
 
 
 def _link(temporary: str, path: str) -> bool:
-    """Return whether a file is in place: this one, or another process's. Without hard links (CIFS, FUSE) it is not."""
+    """Return whether a file is in place, perhaps another process's. False without hard links (CIFS, FUSE)."""
     try:
         os.link(temporary, path)
     except OSError as error:
@@ -80,14 +80,13 @@ def _link(temporary: str, path: str) -> bool:
 
 
 def write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
-    """Write buffers one after the other, with as few calls as the file system allows."""
     views = [memoryview(part).cast("B") for part in parts]
     while views:
         views = rest_of(views, os.writev(fd, views))
 
 
 def rest_of(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of `buffers` after their first `done` bytes."""
+    """Return the rest of `buffers` after their first `done` bytes."""
     rest: list[memoryview] = []
     for buffer in buffers:
         if done < len(buffer):
@@ -97,7 +96,7 @@ def rest_of(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 def remove(path: str, *, dir_fd: int | None = None) -> bool:
-    """Remove a file; return whether it was this call that did."""
+    """Remove a file; return whether this call removed it."""
     with suppress(OSError):
         os.unlink(path, dir_fd=dir_fd)
         return True
@@ -105,7 +104,7 @@ def remove(path: str, *, dir_fd: int | None = None) -> bool:
 
 
 def fields_of(text: bytes | str | None) -> dict[str, object]:
-    """Return the fields of a small JSON file, none if it cannot be read."""
+    """Return the fields of a JSON object; empty if `text` is not one."""
     try:
         fields = json.loads(text or b"")
     except (ValueError, RecursionError):
@@ -114,5 +113,4 @@ def fields_of(text: bytes | str | None) -> dict[str, object]:
 
 
 def as_text(fields: Mapping[str, object]) -> bytes:
-    """Return the text of a small JSON file."""
     return (json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n").encode()

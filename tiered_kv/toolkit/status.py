@@ -1,4 +1,4 @@
-"""The result of reading a record."""
+"""The status of a record that was read."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from enum import Enum
 
 
 class RecordStatus(Enum):
-    """Whether a record is the one that was asked for; the value is the reason's name in the counters."""
+    """OK, or why a record is not loaded. The value is the reason in the counters."""
 
     OK = "ok"
     TRUNCATED = "truncated"
     BAD_MAGIC = "bad_magic"
     BAD_VERSION = "bad_version"
     BAD_HEADER = "bad_header"
-    """A reserved field is not zero, a flag is not known to this version, or the key id is not the payload's."""
+    """A reserved field or a flag is not zero, or the key id is not that of the payload."""
     UNKNOWN_CODEC = "unknown_codec"
     """The record is sound, but this process lacks the codec or its library."""
     BAD_LENGTH = "bad_length"
@@ -23,22 +23,21 @@ class RecordStatus(Enum):
     BAD_PAYLOAD = "bad_payload"
     """The checksum is right, but the codec cannot read the payload: a fault of the writer."""
     UNKNOWN_KEY = "unknown_key"
-    """The record is sound, but encrypted with a key that this process lacks. Others may have it."""
+    """The record is sound, but encrypted with a key that this process lacks."""
     BAD_TAG = "bad_tag"
-    """The checksum and the key are right, but the tag is not: an attacker changed or moved the record."""
+    """The checksum and the key are right, but not the tag: an attacker changed or moved the record."""
     UNENCRYPTED = "unencrypted"
-    """The record is sound but plain, where only encrypted ones are accepted."""
+    """The record is sound and plain, but only encrypted records are accepted."""
 
 
 UNREADABLE = frozenset({RecordStatus.UNKNOWN_CODEC, RecordStatus.UNKNOWN_KEY})
-"""Sound records that cannot be read here. Another installation that shares the storage may be able to, so they stay
-there: see `unreadable.py`."""
+"""Sound records that this process cannot read. Another process may be able to, so they are not deleted: see
+`unreadable.py`."""
 
 UNUSABLE_REASONS = frozenset(status.value for status in RecordStatus if status is not RecordStatus.OK)
-"""Reasons for which a record that was read is not loaded."""
 
 DAMAGE_REASONS = UNUSABLE_REASONS - {status.value for status in UNREADABLE}
-"""Those of them that count as damage."""
+"""Reasons that count as damage."""
 
 REFUSED = frozenset({RecordStatus.UNKNOWN_KEY, RecordStatus.BAD_TAG, RecordStatus.UNENCRYPTED})
-"""Records that encryption refuses. Each has a reason of its own; other damage counts as a wrong checksum."""
+"""Statuses that only encryption has. The counters name each; all other damage counts as `checksum`."""

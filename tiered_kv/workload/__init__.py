@@ -1,1 +1,1 @@
-"""Request workloads and what is measured with them: traces, a chat generator, replay, and the tier bench."""
+"""Request workloads: traces and generated chats, and their replay, simulation and bench."""

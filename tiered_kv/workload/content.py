@@ -1,7 +1,7 @@
-"""Block contents that are cheap to write and to check: a function of the block's id and the offset in it.
+"""Contents of blocks, as a function of the block's id and the offset in it: cheap to write and to check.
 
-A block is fixed random words, each XORed with a word that is mixed from the block's id. So a flipped bit differs in its
-word; a block, or any sector of one, that belongs to another id or another place differs in every word; and so do zeros.
+A block is fixed random words, each XORed with a word that is mixed from the block's id. So a block or a sector of
+another id or offset differs in every word, and so do zeros.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ import numpy as np
 Rows = np.ndarray[Any, np.dtype[np.uint8]]
 
 _WORD_BYTES = 8
-# Any seed would do, but it must never change: the blocks of an earlier run are checked against it.
+# It must never change: the blocks of earlier runs are checked against it.
 _SEED = 0x7469657265646B76
 
 
 class BlockContent:
-    """Writes and checks the bytes of blocks of one size. One instance serves one thread.
-
-    Args:
-        block_bytes: Bytes of a block, at least 1.
-    """
+    """Writes and checks the bytes of blocks of one size. One instance serves one thread."""
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -32,22 +28,12 @@ class BlockContent:
         self._expected = np.empty_like(self._fixed)
 
     def fill(self, rows: Rows, row_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Write the content of each block into its row.
-
-        Args:
-            rows: C-contiguous uint8 array of shape (n, block_bytes).
-            row_ids: The rows to write.
-            block_ids: The blocks whose content is written, 0 to 2**64 - 1 each, in the order of `row_ids`.
-        """
+        """Write the content of each block, with ids from 0 to 2**64 - 1, into its row of a C-contiguous array."""
         for row_id, block_id in zip(row_ids, block_ids, strict=True):
             rows[row_id] = self._expect(block_id)
 
     def check(self, rows: Rows, row_ids: Sequence[int], block_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Compare each row with the content of its block; the arguments are those of `fill`.
-
-        Returns:
-            For each row that differs, its position in `row_ids` and the offset of its first wrong byte.
-        """
+        """Return, for each row that differs from its block, the position in `row_ids` and the first wrong offset."""
         wrong: list[tuple[int, int]] = []
         for position, (row_id, block_id) in enumerate(zip(row_ids, block_ids, strict=True)):
             differs = rows[row_id] != self._expect(block_id)

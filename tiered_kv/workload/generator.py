@@ -1,10 +1,9 @@
 """The built-in workload: multi-turn chats that share system prompts.
 
-A chat starts with one of a few system prompts. Each turn appends blocks to the prompt (the last answer, the
-next question), so a turn's prompt has all earlier prompts of its chat as prefixes. `active_chats` chats are
-active at once, and each request is of a random one. A chat that has ended is replaced by a new one. So the
-number of active chats determines how much is stored between two turns of one chat. That decides in which tier the
-second turn finds its prefix.
+A chat starts with one of a few system prompts. Each turn appends blocks to the prompt, so it has all earlier prompts
+of its chat as prefixes. Each request belongs to a random one of `active_chats` chats. A new chat replaces one that has
+ended. The more chats are active, the more is stored between two turns of a chat, and the lower the tier that still has
+its prefix.
 """
 
 from __future__ import annotations
@@ -25,17 +24,7 @@ BLOCK_TOKENS = 512
 class ChatWorkload:
     """A reproducible workload: equal settings give equal requests, in every process.
 
-    Args:
-        seed: Chooses the turns' lengths, their order, and the blocks' ids.
-        chats: Chats in all. The workload has `chats * turns` requests.
-        turns: Requests in a chat.
-        active_chats: Chats that are active at once.
-        turn_blocks: Blocks that a turn appends on average; uniform from 1 to `2 * turn_blocks - 1`.
-        system_prompts: Distinct system prompts; each chat begins with one of them.
-        system_blocks: Length of a system prompt, in blocks; 0 for none.
-
-    Raises:
-        ConfigError: A number is out of its range.
+    `docs/reference/command.md` describes each setting.
     """
 
     seed: int = 0
@@ -52,7 +41,6 @@ class ChatWorkload:
 
     @property
     def requests_total(self) -> int:
-        """How many requests `requests` yields."""
         return self.chats * self.turns
 
     def requests(self) -> Iterator[Request]:
@@ -82,6 +70,6 @@ class ChatWorkload:
 
 
 def _block_id(*parts: int | str) -> int:
-    """Return a 64-bit id that chats, prompts, seeds and numbered traces practically never share."""
+    """Return a 64-bit id, practically unique to these parts, and not one of the small ids of traces."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

@@ -18,7 +18,7 @@ _SIZES = 10
 
 @dataclass(frozen=True, slots=True)
 class HitRate:
-    """The share of blocks that a policy hits; off by `error` at most in 95 of 100 samples, 0 where it is exact."""
+    """The share of blocks that a policy hits. In 95 of 100 samples it is off by at most `error`, 0 if exact."""
 
     policy: str
     capacity_blocks: int
@@ -35,18 +35,10 @@ def hit_rate(
     *,
     on_progress: Callable[[int], None] = lambda requests: None,
 ) -> HitRate:
-    """Return what a policy hits.
+    """Return the hit rate of a policy, where each request ends before the next one begins.
 
-    Args:
-        policy: Its name, as in a stack's file.
-        capacity_blocks: Blocks that the primary tier holds.
-        requests: In order; each ends before the next one begins.
-        curve: What LRU hits of them: every policy does where there is room for all blocks.
-        sample: Some of their sessions, to run these alone where that leaves enough room; None to run all requests.
-        on_progress: Called with the number of requests that began.
-
-    Raises:
-        ConfigError: There is no such policy.
+    `curve` is that of LRU; with room for all blocks every policy hits the same. A `sample` runs in place of all
+    requests, unless its capacity is too small. `on_progress` gets the number of requests so far.
     """
     blocks = 0 if sample is None else sample.capacity(capacity_blocks)
     error = 0.0
@@ -57,8 +49,8 @@ def hit_rate(
         tally = _run(policy, capacity_blocks, requests, on_progress)
         rate = sum(tally.request_hits) / max(tally.blocks, 1)
     else:
-        # LRU is known exactly, so what the sample says of LRU corrects what it says of the policy. The error is told
-        # without that: it leaves room for what a small cache does differently, which no sample tells.
+        # The hit rate of LRU is known exactly, so the sample's error for LRU corrects the policy's rate. The reported
+        # error ignores the correction: it allows for the different behaviour of a smaller cache.
         rate, error = sample.estimate(_run(policy, blocks, sample.requests, on_progress).request_hits)
         corrected = rate + curve.rate(capacity_blocks) - hit_curve(sample.requests).rate(blocks)
         rate = min(max(corrected, 0.0), 1.0)

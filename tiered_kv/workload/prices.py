@@ -1,4 +1,4 @@
-"""What the storage of a simulated stack costs, by prices of the user's."""
+"""The costs of a simulated stack, by the user's file of prices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Costs = dict[str, dict[str, float]]
 
 
 class TierPrices(StrictModel):
-    """What one tier costs, each price 0 unless it is given."""
+    """The prices of one tier."""
 
     gib_month: _Price = Field(default=0.0, description="A GiB of storage for a month.")
     gib_written: _Price = Field(default=0.0, description="A GiB that is written.")
@@ -34,18 +34,14 @@ class TierPrices(StrictModel):
 
 
 class Prices(StrictModel):
-    """The user's file of prices."""
+    """A file of prices."""
 
     currency: str = Field(default="USD", max_length=16, description="What the prices are in.")
     tiers: dict[str, TierPrices] = Field(description="Prices by the tier's name; the primary tier is cpu.")
 
 
 def load_prices(path: str | os.PathLike[str], tiers: Sequence[str]) -> Prices:
-    """Return the prices in a YAML file; `tiers` are the names of those that may have any.
-
-    Raises:
-        ConfigError: It cannot be read or used; with a line for each setting at fault.
-    """
+    """Return the prices in a YAML file for the `tiers` with these names."""
     return from_source(path, lambda raw: _checked(raw, tiers), what="the file of prices", keys="currency and tiers")
 
 
@@ -59,11 +55,7 @@ def _checked(raw: Mapping[str, object], tiers: Sequence[str]) -> Prices:
 
 
 def times_a_month(requests: Sequence[Request]) -> float:
-    """Return how often what happens with these requests happens in a month, if they come again and again.
-
-    Raises:
-        ConfigError: They came all at one time.
-    """
+    """Return how often these requests, repeated without a pause, come in a month."""
     seconds = span_s(requests)
     if not seconds:
         raise ConfigError("what a month costs cannot be told: the requests came at one time", location="--prices")
@@ -71,9 +63,9 @@ def times_a_month(requests: Sequence[Request]) -> float:
 
 
 def costs(simulated: Simulated, prices: Prices, times: float) -> Costs:
-    """Return what each tier with a price costs in a month in which the simulated requests come so many times.
+    """Return the monthly costs of each tier with a price, if the simulated requests come this many `times` a month.
 
-    Storage is that of its capacity, or without one of what it held at the end; of all servers.
+    Storage is charged for the capacity on all servers, or without a capacity for what was stored at the end.
     """
     found = {}
     for name, price in prices.tiers.items():

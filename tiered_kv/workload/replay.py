@@ -1,9 +1,10 @@
 """Drives real bytes through a manager by a sequence of requests, and checks every loaded block.
 
-The replay plays both of an engine's parts. As scheduler it runs several requests at once in steps: a step
-admits requests, moves each one on by the manager's calls, and ends with `on_schedule_end`. As worker it then
-executes the step's transfers. It compares every byte of the blocks that were pinned for a load, and
-writes the rows that were reserved for a store. The next step reports those transfers as complete.
+The replay acts as an engine's scheduler and worker, in steps:
+
+1. As scheduler it admits requests, makes the manager's calls for each, and ends with `on_schedule_end`.
+2. As worker it compares every byte of the blocks that were pinned for a load, and writes the rows that were reserved
+   for a store. The next step reports those transfers as complete.
 
 Requests run in their order, as fast as the stack accepts them. Their timestamps are ignored.
 """
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from itertools import islice
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -23,38 +25,31 @@ from tiered_kv.facade import rows_of
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.workload.content import BlockContent, Rows
 from tiered_kv.workload.request import Request, block_key, require_at_least
-from tiered_kv.workload.tally import CorruptBlock, ReplayReport, Tally
+from tiered_kv.workload.tally import CorruptBlock, Counts, LatencyUs, ReplayReport, Tally, traffic
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
+_LOOKUP_BLOCKS = 64
+"""Keys in a lookup call. A request makes no further call after an absent block."""
 _IDLE_S = 0.0005
-"""How long the scheduler sleeps after a step in which every request waited for its storage."""
+"""Sleep after a step in which every request waited for storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """How requests are driven.
-
-    Args:
-        concurrency: Requests that run at once.
-        lookup_blocks: Keys in a lookup call. After a call that finds an absent block, a request makes no other.
-        store_blocks: Blocks that a step stores for one request, as a server stores a chunk of its prefill.
-        request_timeout_s: How long a request waits for its prefix before the rest of it counts as missed.
-        drain_timeout_s: How long to wait for stores in flight after the last request.
-
-    Raises:
-        ConfigError: A number is out of its range.
-    """
+    """How requests are driven."""
 
     concurrency: int = 8
-    lookup_blocks: int = 64
     store_blocks: int = 32
+    """Blocks that a step stores for one request, as a server stores a chunk of its prefill."""
     request_timeout_s: float = 5.0
+    """How long a request waits for its prefix before the rest of it counts as missed."""
     drain_timeout_s: float = 30.0
+    """How long to wait for stores in flight after the last request."""
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "concurrency", "lookup_blocks", "store_blocks")
+        require_at_least(1, self, "concurrency", "store_blocks")
         require_at_least(0, self, "request_timeout_s", "drain_timeout_s")
 
 
@@ -67,32 +62,22 @@ def replay(
     should_stop: Callable[[], bool] = lambda: False,
     on_progress: Callable[[Tally], None] = lambda tally: None,
 ) -> ReplayReport:
-    """Run `requests` through `manager` to their end.
+    """Run `requests` through the manager of a stack that has no other user; `kv_view` is its primary region.
 
-    Args:
-        manager: The manager of a stack that has no other user meanwhile.
-        kv_view: The stack's primary region, of shape (num_blocks, block_bytes).
-        requests: Consumed one by one as there is room to run them.
-        settings: How to drive them; None for the defaults.
-        should_stop: Called before every step; when it returns True, the replay finishes normally.
-        on_progress: Called with the counts after every step.
-
-    Raises:
-        ConfigError: From `requests`, where a trace has a bad line. Nothing stays pinned.
+    `should_stop` is called before every step; when it returns True, the replay finishes normally. An exception of
+    `requests`, as for a bad line of a trace, ends the replay, and leaves nothing pinned.
     """
     run = Replay(manager, np.asarray(kv_view), settings or ReplaySettings())
     return run.drive(iter(requests), should_stop, on_progress)
 
 
 class _Phase(Enum):
-    """What a request waits for."""
-
     LOOKUP = "lookup"
-    """Answers about its prefix."""
+    """It waits for answers about its prefix."""
     LOAD = "load"
-    """The worker, which reads its pinned blocks."""
+    """The worker reads its pinned blocks."""
     STORE = "store"
-    """The worker, which writes the blocks that room was taken for."""
+    """The worker writes its reserved rows."""
     DONE = "done"
 
 
@@ -102,7 +87,8 @@ class _Running:
 
     Args:
         done_blocks: Number of its blocks that were loaded, or submitted to be stored.
-        transfer_keys: The blocks that the worker has in hand; likewise their ids, rows, and where loads were found.
+        transfer_keys: Keys of the blocks that the worker transfers. `transfer_ids`, `transfer_rows` and
+            `transfer_tiers` are their ids, their rows, and for a load the tiers that had them.
     """
 
     ids: tuple[int, ...]
@@ -121,9 +107,9 @@ class Replay:
     """The state of one replay; used by one thread.
 
     Args:
-        rows: The primary region; None where no byte is moved, for tiers that keep keys only.
+        rows: The primary region; None for a simulation, which moves no bytes.
         clock: Seconds, for the deadlines of requests.
-        sleep: What passes the time after a step in which every request waited.
+        sleep: Called after a step in which every request waited.
     """
 
     def __init__(
@@ -149,7 +135,7 @@ class Replay:
 
     @property
     def running(self) -> int:
-        """How many requests run."""
+        """The number of running requests."""
         return len(self._running)
 
     def drive(
@@ -161,35 +147,35 @@ class Replay:
         started_s = time.monotonic()
         interrupted = False
         try:
-            while self._fill(requests) or self._running:
-                if should_stop():
-                    interrupted = True
-                    break
+            self._fill(requests)
+            while self._running and not (interrupted := should_stop()):
                 self.step()
                 on_progress(self.tally)
+                self._fill(requests)
         finally:
             self._abandon()
         drained = self._manager.drain_jobs(0.0 if interrupted else self._settings.drain_timeout_s)
-        return self.tally.report(
-            self._manager.counters(),
+        seconds = time.monotonic() - started_s
+        tally, counters = self.tally, self._manager.counters()
+        hits = sum(tally.hits.values())
+        return ReplayReport(
+            **{each.name: getattr(tally, each.name) for each in fields(Counts)},
+            misses=tally.blocks - hits,
+            hit_rate=round(hits / tally.blocks, 6) if tally.blocks else 0.0,
+            seconds=round(seconds, 3),
+            step_us=LatencyUs.of_seconds(tally.step_s),
+            steps=len(tally.step_s),
             block_bytes=self._block_bytes,
-            seconds=time.monotonic() - started_s,
             interrupted=interrupted,
             drained=drained,
+            tiers={name: traffic(tier_hits, counters.get(name, {}), seconds) for name, tier_hits in tally.hits.items()},
         )
 
-    def _fill(self, requests: Iterator[Request]) -> bool:
-        """Admit requests while there is room; return whether one was admitted."""
-        before = self._admitted
-        while len(self._running) < self._settings.concurrency:
-            request = next(requests, None)
-            if request is None:
-                break
+    def _fill(self, requests: Iterator[Request]) -> None:
+        for request in islice(requests, self._settings.concurrency - len(self._running)):
             self.admit(request)
-        return self._admitted > before
 
     def admit(self, request: Request) -> None:
-        """Begin a request; `step` moves it on."""
         context = ReqContext(req_id=f"replay-{self._admitted}")
         self._timed(self._manager.on_new_request, context)
         deadline_s = self._clock() + self._settings.request_timeout_s
@@ -198,7 +184,7 @@ class Replay:
         self._admitted += 1
 
     def step(self) -> None:
-        """Move every request on by one step of the scheduler, and execute the step's transfers."""
+        """Run one step of the scheduler for every request, and then the worker's transfers."""
         all_wait = True
         for running in self._running:
             all_wait &= not self._advance(running)
@@ -212,7 +198,7 @@ class Replay:
             self._sleep(_IDLE_S)
 
     def _advance(self, running: _Running) -> bool:
-        """Make the scheduler's calls for one request; return False if it still waits for its prefix."""
+        """Make the scheduler's calls for one request; return False if it waits for its prefix."""
         if running.phase is _Phase.LOOKUP:
             prefix_blocks = self._look_up(running)
             if prefix_blocks is None:
@@ -241,16 +227,16 @@ class Replay:
             self._spent_s += time.perf_counter() - started_s
 
     def _look_up(self, running: _Running) -> int | None:
-        """Return how many leading blocks can be loaded now, or None if the request should wait."""
+        """Return how many leading blocks can be loaded now; None if the request should wait."""
         known_blocks = 0
         waits = False
-        for first in range(0, len(running.keys), self._settings.lookup_blocks):
-            keys = running.keys[first : first + self._settings.lookup_blocks]
+        for first in range(0, len(running.keys), _LOOKUP_BLOCKS):
+            keys = running.keys[first : first + _LOOKUP_BLOCKS]
             answers = self._timed(self._manager.lookup_many, keys, running.context)
             hit = next((i for i, answer in enumerate(answers) if answer is not True), len(answers))
             if not waits:
                 known_blocks += hit
-            # A None before the first False is worth waiting for; one after it is not.
+            # Only a None before the first False can extend the prefix.
             absent = next((i for i, answer in enumerate(answers) if answer is False), len(answers))
             waits |= None in answers[:absent]
             if absent < len(answers):
@@ -272,12 +258,12 @@ class Replay:
         running.phase = _Phase.LOAD
 
     def _begin_store(self, running: _Running) -> None:
-        """Take room for the request's next blocks; the request is done when there are none, or no room."""
+        """Reserve rows for the next blocks of a request; it is done if it has no further block, or gets no rows."""
         while running.done_blocks < len(running.keys):
             chunk = slice(running.done_blocks, running.done_blocks + self._settings.store_blocks)
             output = self._timed(self._manager.prepare_store, running.keys[chunk], running.context)
             if output is None:
-                # Blocks after an absent one are of no use, so the rest is not offered.
+                # Without these blocks the following ones cannot be used, so they are not offered.
                 self.tally.skipped_stores += len(running.keys) - running.done_blocks
                 break
             running.done_blocks = min(chunk.stop, len(running.keys))
@@ -309,7 +295,7 @@ class Replay:
             if running.phase is _Phase.LOAD:
                 self._manager.complete_load(running.transfer_keys, running.context)
             elif running.phase is _Phase.STORE:
-                # The worker may not have written them, so they are completed as failed.
+                # The worker may not have written them.
                 self._manager.complete_store(running.transfer_keys, running.context, success=False)
             self._manager.on_request_finished(running.context)
         self._running.clear()

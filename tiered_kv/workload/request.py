@@ -1,4 +1,4 @@
-"""A request as a workload sees it: the ids of its prompt's blocks, and the keys they have."""
+"""A request of a workload: the ids of its prompt's blocks, and their keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.errors import ConfigError
 
 HASH_ID_MAX = 2**64 - 1
-"""Block ids are unsigned 64-bit numbers."""
 
 _KEY_PERSON = b"tiered-kv replay"
 _KEY_HASH_BYTES = 16
@@ -23,8 +22,8 @@ class Request:
         timestamp_ms: Arrival, in milliseconds since the workload began.
         input_length: Tokens in the prompt.
         output_length: Tokens that were generated.
-        hash_ids: One id for each block of the prompt, in order. An id stands for the block and all blocks
-            before it. So two requests with an equal id have an equal prefix up to it. No id occurs twice.
+        hash_ids: One id for each block of the prompt, in order. An id identifies the block and all blocks
+            before it, so no id occurs twice.
     """
 
     timestamp_ms: int
@@ -34,7 +33,7 @@ class Request:
 
 
 def block_key(hash_id: int) -> OffloadKey:
-    """Return the key of the block `hash_id`: the same in every process and on every machine."""
+    """Return the key of a block: the same in every process and on every machine."""
     digest = hashlib.blake2b(hash_id.to_bytes(8, "little"), digest_size=_KEY_HASH_BYTES, person=_KEY_PERSON).digest()
     return make_offload_key(digest, 0)
 

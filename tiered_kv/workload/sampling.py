@@ -1,9 +1,9 @@
 """Samples of a trace by session, to simulate a large cache by a small one.
 
-After Waldspurger et al., "Efficient MRC Construction with SHARDS" (FAST 2015). A hash of its name decides whether
-something is in the sample. A cache of the sample has room for the same share of all blocks. Here it is a session that
-is in the sample or not, so that prefixes stay whole. A session is what has a block in common that few requests have.
-Blocks that many have, those of a system prompt, are in every sample, and so is the room for them.
+After Waldspurger et al., "Efficient MRC Construction with SHARDS" (FAST 2015). A hash decides whether a session is in
+the sample, and the cache shrinks by the same share. Whole sessions are sampled, so that prefixes stay whole. Requests
+of a session share a block that few others have. Blocks of many requests, as of a system prompt, are in every sample,
+with room for all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tiered_kv.workload.request import Request
 
 _COMMON_REQUESTS_MIN = 50
 _COMMON_SHARE = 0.01
-"""A block that more requests have, and more than this share of all, is no session's own."""
+"""A block that more requests than both of these have belongs to no session."""
 _CAPACITY_MIN = 500
 """A smaller cache behaves differently."""
 _SURE = 1.96
@@ -33,8 +33,8 @@ class Sample:
     Args:
         requests: Their requests, in order.
         roots: The session of each.
-        rate: The share of all blocks of sessions that they have.
-        common_blocks: Blocks of no session's own.
+        rate: Their share of the blocks of all sessions.
+        common_blocks: Blocks that belong to no session.
     """
 
     requests: list[Request]
@@ -43,31 +43,30 @@ class Sample:
     common_blocks: int
 
     def capacity(self, capacity_blocks: int) -> int:
-        """Return the capacity with which the sample stands for the trace with `capacity_blocks`; 0 if it does not."""
+        """Return the sample's capacity for a trace with `capacity_blocks`; 0 if it is too small to be compared."""
         of_sessions = max(0, capacity_blocks - self.common_blocks)
         scaled = min(capacity_blocks, self.common_blocks) + round(self.rate * of_sessions)
         return scaled if scaled >= _CAPACITY_MIN else 0
 
     def estimate(self, hits: Sequence[int]) -> tuple[float, float]:
-        """Return the hit rate of the whole trace, and how far off that is at most, in 95 of 100 samples.
+        """Return the hit rate of the whole trace, and its error bound for 95 of 100 samples.
 
-        Args:
-            hits: Blocks of each request that were hits.
+        `hits` are the blocks of each request of the sample that were hits.
         """
         blocks = sum(len(request.hash_ids) for request in self.requests)
         rate = sum(hits) / max(blocks, 1)
         residuals: defaultdict[int, float] = defaultdict(float)
         for root, hit, request in zip(self.roots, hits, self.requests, strict=True):
             residuals[root] += hit - rate * len(request.hash_ids)
-        # The linearized variance of a ratio of two sums over sessions, of which a share was drawn.
+        # The linearized variance of a ratio of two sums over a sample of sessions.
         variance = sum(value * value for value in residuals.values()) * (1 - self.rate)
         return rate, _SURE * math.sqrt(variance) / max(blocks, 1)
 
 
 def sessions(requests: Sequence[Request]) -> tuple[list[int], set[int]]:
-    """Return the session of each request, and the blocks that are no session's own.
+    """Return the session of each request, and the blocks that belong to no session.
 
-    A session is named by the first block that it alone has; a request that has none, by its last block.
+    The first block that only the session has identifies it; if a request has none, its last block.
     """
     uses = Counter(each for request in requests for each in request.hash_ids)
     limit = max(_COMMON_REQUESTS_MIN, _COMMON_SHARE * len(requests))
@@ -77,11 +76,7 @@ def sessions(requests: Sequence[Request]) -> tuple[list[int], set[int]]:
 
 
 def draw(requests: Sequence[Request], rate: float) -> Sample:
-    """Return about `rate` of the sessions of a trace; the same ones each time.
-
-    Raises:
-        ConfigError: There are none.
-    """
+    """Return about `rate` of the sessions of a trace, the same each time; at least one, or raise ConfigError."""
     roots, common = sessions(requests)
     taken = [(request, root) for request, root in zip(requests, roots, strict=True) if hash_share(root) < rate]
     every = {each for request in requests for each in request.hash_ids} - common
@@ -92,6 +87,6 @@ def draw(requests: Sequence[Request], rate: float) -> Sample:
 
 
 def hash_share(number: int) -> float:
-    """Return a number from 0 to 1 that depends on `number` alone."""
+    """Return a hash of `number`, from 0 to 1."""
     digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64

@@ -1,14 +1,15 @@
-"""Runs requests through the manager of a stack without moving a byte: what each tier would hit, write and evict.
+"""Simulates a stack without moving a byte: what each tier would hit, write and evict.
 
-The manager, the policy and the replay that drives them are those of a real stack. In place of each secondary tier
-stands one that keeps keys only, and ends each job after a fixed number of steps. So nothing depends on time: storage
-is always fast enough.
+The manager, the policy and the replay are those of a real stack. A tier that keeps only keys replaces each secondary
+tier, and ends each job after a fixed number of steps. So storage is always fast enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import PRIMARY_TIER_NAME, StackConfig
@@ -23,25 +24,20 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.keys_only import KeysOnlyTier, KeyStore
 from tiered_kv.workload.replay import Replay, ReplaySettings
 from tiered_kv.workload.request import Request, require_at_least
-from tiered_kv.workload.routing import routes
+from tiered_kv.workload.sampling import hash_share, sessions
 
 SERVERS_MAX = 1000
+ROUTERS = ("random", "round-robin", "sticky", "prefix")
+_PREFIX_SHARE_MIN = 0.5
+"""A server gets a request for its prefix if it had at least this share of the prompt before."""
 _MS_PER_S = 1000
 _COUNTS = ("written_blocks", "moved_blocks", "read_blocks", "evicted_blocks", "lookup_requests", "used_bytes")
-"""What a `KeyStore` counts."""
+"""The counters of a `KeyStore`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Servers that have a stack each; those of its tiers whose storage is shared are one for all.
-
-    Args:
-        router: Which of them gets a request, one of `routing.ROUTERS`.
-        concurrency: Requests that run at once, on all servers together.
-
-    Raises:
-        ConfigError: A number is out of its range.
-    """
+    """Servers with a stack each, which share the storage of shared tiers. `concurrency` is that of all together."""
 
     servers: int = 1
     router: str = "round-robin"
@@ -55,7 +51,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """What one tier did, on all servers; `docs/reference/command.md` describes each field."""
+    """The result for one tier, on all servers; `docs/reference/command.md` describes each field."""
 
     hits: int
     hit_rate: float
@@ -74,7 +70,7 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What a simulation found; `docs/reference/command.md` describes each field."""
+    """The result of a simulation; `docs/reference/command.md` describes each field."""
 
     policy: str
     capacity_blocks: int
@@ -94,16 +90,9 @@ def simulate(
     *,
     on_progress: Callable[[int], None] = lambda requests: None,
 ) -> Simulated:
-    """Run `requests` through stacks like `config` to their end.
+    """Run `requests`, of which there is at least one, through simulated stacks of this configuration.
 
-    Args:
-        config: The stack. No tier of it is opened.
-        requests: In order; at least one.
-        fleet: The servers; None for one.
-        on_progress: Called with the number of requests that began.
-
-    Raises:
-        ConfigError: There is no such policy or router, or a capacity does not hold a block.
+    `on_progress` gets the number of requests so far.
     """
     return _simulated(config, requests, run_servers(config, requests, fleet or Fleet(), on_progress))
 
@@ -111,14 +100,14 @@ def simulate(
 def run_servers(
     config: StackConfig, requests: Sequence[Request], fleet: Fleet, on_progress: Callable[[int], None]
 ) -> list[Server]:
-    """Return the servers after `simulate` has run `requests` through them."""
+    """Return the servers after all `requests` have run; see `simulate`."""
     clock = _Clock(requests[0].timestamp_ms / _MS_PER_S)
     shared = {
         tier.name: _key_store(config, tier, clock)
         for tier in config.secondary
         if tier_plugins().resolve(tier.type).is_shared
     }
-    servers = [Server(config, shared, clock, fleet.concurrency) for _ in range(fleet.servers)]
+    servers = [Server(config, shared, clock) for _ in range(fleet.servers)]
     running: dict[Server, None] = {}
     chosen = routes(fleet.router, requests, len(servers))
     for count, (request, number) in enumerate(zip(requests, chosen, strict=False), 1):
@@ -138,11 +127,7 @@ def span_s(requests: Sequence[Request]) -> float:
 
 
 def with_tier(config: StackConfig, name: str, **changes: object) -> StackConfig:
-    """Return a stack with other settings, not checked, of one tier.
-
-    Raises:
-        ConfigError: There is no such tier.
-    """
+    """Return a stack with other settings of one tier, which are not validated."""
     tiers = {PRIMARY_TIER_NAME: config.primary, **{tier.name: tier for tier in config.secondary}}
     if name not in tiers:
         raise ConfigError(f"there is no tier '{name}'; there are: {', '.join(tiers)}", location="--limit")
@@ -150,8 +135,39 @@ def with_tier(config: StackConfig, name: str, **changes: object) -> StackConfig:
     return config.model_copy(update={"primary": tiers.pop(PRIMARY_TIER_NAME), "secondary": tuple(tiers.values())})
 
 
+def routes(router: str, requests: Sequence[Request], servers: int) -> Iterator[int]:
+    """Return an iterator over the number of the server of each request, from 0.
+
+    Router "sticky" keeps a session on one server. "prefix" chooses the server that had the longest part of the prompt
+    before, if that is half of it, and else the server with the fewest blocks.
+    """
+    if router == "random":
+        chance = random.Random(0)
+        return (chance.randrange(servers) for _ in requests)
+    if router == "round-robin":
+        return cycle(range(servers))
+    if router == "sticky":
+        return (int(hash_share(session) * servers) for session in sessions(requests)[0])
+    if router == "prefix":
+        return _by_prefix(requests, servers)
+    raise ConfigError(f"expected one of {', '.join(ROUTERS)}, found {router!r}", location="--router")
+
+
+def _by_prefix(requests: Sequence[Request], servers: int) -> Iterator[int]:
+    had_last: dict[int, int] = {}  # by block, the server that got it last
+    loads = [0] * servers
+    for request in requests:
+        ids = request.hash_ids
+        known = next((at for at, each in enumerate(ids) if each not in had_last), len(ids))
+        is_known = known and known >= _PREFIX_SHARE_MIN * len(ids)
+        server = had_last[ids[known - 1]] if is_known else min(range(servers), key=loads.__getitem__)
+        had_last.update(dict.fromkeys(ids, server))
+        loads[server] += len(ids)
+        yield server
+
+
 class _Clock:
-    """Seconds that go on when somebody says so."""
+    """Simulated seconds."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s
@@ -164,7 +180,7 @@ class _Clock:
 
 
 class _NoMemory(PrimaryRegion):
-    """The sizes of a region that nobody reads or writes."""
+    """A region of this size without memory, for a simulation."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks = num_blocks
@@ -172,10 +188,10 @@ class _NoMemory(PrimaryRegion):
 
 
 class Server:
-    """One stack, and the replay that drives it. `clock` tells the time of the requests, in which blocks expire."""
+    """A simulated stack, and the replay that drives it. By `clock`, the time of the requests, blocks expire."""
 
-    def __init__(self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _Clock, concurrency: int) -> None:
-        blocks, waited = config.primary_blocks, _Clock()
+    def __init__(self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _Clock) -> None:
+        blocks, waiting_clock = config.primary_blocks, _Clock()
         self.primary = CPUOffloadingManager(CPUBackend(_NoMemory(blocks, config.block.bytes)), config.primary.policy)
         self.stores = [shared.get(tier.name) or _key_store(config, tier, clock) for tier in config.secondary]
         self.manager = TieringOffloadingManager(
@@ -183,12 +199,11 @@ class Server:
             [KeysOnlyTier(keys, tier.name) for keys, tier in zip(self.stores, config.secondary, strict=True)],
             settings=config.secondary,
             limits=limits_of(config),
-            clock=waited,
+            clock=waiting_clock,
             wear_clock=clock,
         )
-        settings = ReplaySettings(concurrency)
-        settings = replace(settings, store_blocks=min(settings.store_blocks, blocks))
-        self.replay = Replay(self.manager, None, settings, clock=waited, sleep=waited.sleep)
+        settings = ReplaySettings(store_blocks=min(ReplaySettings().store_blocks, blocks))
+        self.replay = Replay(self.manager, None, settings, clock=waiting_clock, sleep=waiting_clock.sleep)
 
 
 def _key_store(config: StackConfig, settings: TierSettings, clock: Callable[[], float]) -> KeyStore:
@@ -198,7 +213,7 @@ def _key_store(config: StackConfig, settings: TierSettings, clock: Callable[[], 
 
 
 def _step(running: dict[Server, None], concurrency: int) -> None:
-    """Step all servers that have requests until fewer than `concurrency` run."""
+    """Step the `running` servers until fewer than `concurrency` requests run."""
     while sum(server.replay.running for server in running) >= concurrency:
         for server in list(running):
             server.replay.step()

@@ -1,12 +1,12 @@
 """The hits of LRU at every size, in one pass over the requests.
 
-LRU keeps its blocks in one order, whatever its size: a cache of n blocks holds the first n of them (Mattson et al.,
-"Evaluation techniques for storage hierarchies", 1970). So a block is a hit in every cache that is larger than its
-*distance*, the number of blocks before it in this order. After a request its blocks are the first, head before tail.
-So what is held is always a set of whole prefixes, as in the primary tier.
+LRU has one order of blocks for all sizes: a cache of n blocks holds the first n (Mattson et al., "Evaluation
+techniques for storage hierarchies", 1970). A block is a hit in every cache that is larger than its *distance*, the
+number of blocks before it in this order. A request moves its blocks to the front, head before tail. So the cache always
+holds whole prefixes, as the primary tier does.
 
-The blocks that a request was the last to use stand together in the order, and the next request takes the head of them.
-So it is enough to count how many blocks each request is the last user of, in a Fenwick tree (Fenwick, 1994).
+Blocks with the same last user are adjacent in the order, and the next request takes the head of them. So a Fenwick tree
+(Fenwick, 1994) over requests, with the number of blocks that each was the last to use, is enough.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tiered_kv.workload.request import Request
 
 @dataclass(frozen=True, slots=True)
 class HitCurve:
-    """What LRU hits by its capacity.
+    """The hits of LRU by capacity.
 
     Args:
-        hits: Blocks that are hits with room for so many blocks, from 0 to the number of distinct blocks.
+        hits: Hits by capacity in blocks, from 0 to the number of distinct blocks.
         blocks: Blocks that requests asked for.
-        longest_blocks: Those of the longest prompt. With less room, the real LRU hits less than this says.
+        longest_blocks: Blocks of the longest prompt. With a smaller capacity the real LRU has fewer hits than this.
     """
 
     hits: np.ndarray[Any, np.dtype[np.int64]]
@@ -38,18 +38,16 @@ class HitCurve:
 
     @property
     def distinct_blocks(self) -> int:
-        """Distinct blocks: more room than for these is of no use."""
         return len(self.hits) - 1
 
     def rate(self, capacity_blocks: int) -> float:
-        """Return the share of blocks that are hits with room for `capacity_blocks`."""
+        """Return the hit rate with room for `capacity_blocks`."""
         return int(self.hits[min(capacity_blocks, self.distinct_blocks)]) / max(self.blocks, 1)
 
 
 def hit_curve(requests: Sequence[Request]) -> HitCurve:
-    """Return what LRU hits at every size."""
-    last_user: dict[int, int] = {}  # of each block, the number of the request that used it last, from 1
-    tree = [0] * (len(requests) + 1)  # how many blocks each request is the last user of
+    last_user: dict[int, int] = {}  # by block, the number of the request that used it last, from 1
+    tree = [0] * (len(requests) + 1)  # Fenwick tree over requests: of how many blocks each is the last user
 
     def add(number: int, change: int) -> None:
         while number < len(tree):
@@ -69,9 +67,9 @@ def hit_curve(requests: Sequence[Request]) -> HitCurve:
         runs = [(user, len(list(blocks))) for user, blocks in users]
         distance = -1
         for user, length in runs:
-            if user is None:  # the blocks behind one that nobody has used are of no use
+            if user is None:  # a miss ends the prefix
                 break
-            # The blocks of later users stand before these. A trace that is no set of prefixes still gets an order.
+            # The blocks of later users come before these. The maximum keeps the order where ids are no prefixes.
             distance = max(distance + 1, len(last_user) - sum_to(user))
             distances.extend(range(distance, distance + length))
             distance += length - 1

@@ -1,10 +1,10 @@
-"""The counts of a replay, and its report."""
+"""The counters of a replay, and its report."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ _CORRUPT_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class LatencyUs:
-    """The median, the 99th percentile and the greatest of some latencies, in microseconds."""
+    """Percentiles of latencies, in microseconds."""
 
     p50: float
     p99: float
@@ -24,7 +24,7 @@ class LatencyUs:
 
     @classmethod
     def of_seconds(cls, samples_s: Sequence[float]) -> LatencyUs:
-        """Sum up samples in seconds; all zero where there are none."""
+        """Return the percentiles of samples in seconds; zeros without samples."""
         if not len(samples_s):
             return NO_LATENCY
         p50, p99, greatest = np.percentile(np.asarray(samples_s), [50, 99, 100]) * _US_PER_S
@@ -36,7 +36,7 @@ NO_LATENCY = LatencyUs(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class CorruptBlock:
-    """A block that came back with other bytes than were stored: from which tier, and its first wrong byte."""
+    """A block that was loaded with wrong bytes; `offset` is its first wrong byte."""
 
     hash_id: int
     tier: str
@@ -45,7 +45,7 @@ class CorruptBlock:
 
 @dataclass(frozen=True, slots=True)
 class TierTraffic:
-    """What one tier did during a replay; rates are averages over the whole run, in 1e9 bytes per second."""
+    """Traffic of one tier during a replay; rates are averages over the run, in 1e9 bytes per second."""
 
     hits: int
     stored_bytes: int
@@ -57,7 +57,7 @@ class TierTraffic:
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What is counted while a replay runs; `docs/reference/command.md` describes each field."""
+    """Counters of a replay; `docs/reference/command.md` describes each field."""
 
     hits: dict[str, int]
     requests: int = 0
@@ -73,7 +73,7 @@ class Counts:
 
 @dataclass(slots=True, kw_only=True)
 class ReplayReport(Counts):
-    """The outcome of a replay; `docs/reference/command.md` describes each field."""
+    """The result of a replay; `docs/reference/command.md` describes each field."""
 
     misses: int
     hit_rate: float
@@ -88,43 +88,19 @@ class ReplayReport(Counts):
 
 @dataclass(slots=True, kw_only=True)
 class Tally(Counts):
-    """The counts of a replay that runs, how long each step has taken, and how many blocks each request hit."""
+    """Counters of a running replay, with the time of each step and the hits of each request."""
 
     step_s: array[float] = field(default_factory=lambda: array("d"))
     request_hits: array[int] = field(default_factory=lambda: array("q"))
 
     def note_corrupt(self, block: CorruptBlock) -> None:
-        """Count a corrupt block, and keep the first few."""
         self.corrupt_blocks += 1
         if len(self.corrupt) < _CORRUPT_SHOWN:
             self.corrupt.append(block)
 
-    def report(
-        self,
-        counters: Mapping[str, Mapping[str, Any]],
-        *,
-        block_bytes: int,
-        seconds: float,
-        interrupted: bool,
-        drained: bool,
-    ) -> ReplayReport:
-        """Return the report; `counters` are the manager's, by tier."""
-        hits = sum(self.hits.values())
-        return ReplayReport(
-            **{each.name: getattr(self, each.name) for each in fields(Counts)},
-            misses=self.blocks - hits,
-            hit_rate=round(hits / self.blocks, 6) if self.blocks else 0.0,
-            seconds=round(seconds, 3),
-            step_us=LatencyUs.of_seconds(self.step_s),
-            steps=len(self.step_s),
-            block_bytes=block_bytes,
-            interrupted=interrupted,
-            drained=drained,
-            tiers={name: _traffic(tier_hits, counters.get(name, {}), seconds) for name, tier_hits in self.hits.items()},
-        )
 
-
-def _traffic(hits: int, counters: Mapping[str, Any], seconds: float) -> TierTraffic:
+def traffic(hits: int, counters: Mapping[str, Any], seconds: float) -> TierTraffic:
+    """Return the traffic of a tier with these hits and the manager's counters, in so many seconds."""
     stored_bytes = counters.get("stored_bytes_total", 0)
     loaded_bytes = counters.get("loaded_bytes_total", 0)
     return TierTraffic(

@@ -1,7 +1,6 @@
 """Request traces: JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`.
 
-The form is that of the traces released with Mooncake (Qin et al., FAST'25): one id for each block of the
-prompt, equal ids for equal prefixes. Fields that are not named here are ignored.
+This is the format of the traces released with Mooncake (Qin et al., FAST'25). Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -40,32 +39,22 @@ class _Line(BaseModel):
 
 
 def read_trace(path: Path, *, requests_max: int | None = None) -> Iterator[Request]:
-    """Yield the requests of a trace, one line at a time.
-
-    Args:
-        path: The trace. Empty lines are skipped.
-        requests_max: Stop after this many; None for all.
-
-    Raises:
-        ConfigError: The file cannot be read or is empty, or a line is not a request; the message names file and line.
-    """
+    """Yield the requests of a trace, at most `requests_max`, one line at a time; empty lines are skipped."""
+    count = 0
     try:
         with path.open("rb") as file:
-            count = 0
-            number = 0
-            while requests_max is None or count < requests_max:
-                line = file.readline(LINE_BYTES_MAX + 1)
-                if not line:
-                    break
-                number += 1
+            lines = iter(lambda: file.readline(LINE_BYTES_MAX + 1), b"")
+            for number, line in enumerate(lines, 1):
                 if len(line) > LINE_BYTES_MAX:
                     problem = f"the line is longer than {format_bytes(LINE_BYTES_MAX)}"
                     raise ConfigError(problem, location=f"{path}:{number}")
                 if line.strip():
                     yield _parse(line, f"{path}:{number}")
                     count += 1
-            if not count and requests_max != 0:
-                raise ConfigError("the trace is empty: expected a request in each line", location=str(path))
+                    if count == requests_max:
+                        break
+        if not count:
+            raise ConfigError("the trace is empty: expected a request in each line", location=str(path))
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
 

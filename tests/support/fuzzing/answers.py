@@ -72,10 +72,10 @@ def _run(data: bytes) -> None:
     with mock.patch.object(s3_connection, "connect", return_value=_ScriptedSocket(data)):
         connection = Connection(Endpoint("server", 80, False, ""), None, patience)
     with contextlib.suppress(ConnectionError):
-        answer = connection.receive_head(patience)
+        answer = connection.receive_head()
         _check_answer(answer)
         if answer.status != 200:
-            body = connection.receive_error(answer, patience)
+            body = connection.receive_error(answer)
             verdict = verdict_of(answer, body)
             assert isinstance(verdict, Verdict)
             assert verdict is not Verdict.DONE

@@ -1,11 +1,13 @@
 """Adaptive replacement, by request.
 
-After N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST 2003): blocks used by one
-request (T1) and blocks used by several (T2) are kept apart, and the share of T1 adapts to the keys of evicted blocks
-(B1, B2) that come back. One rule is added. A block of T2 may be the head of a prefix whose tail is still in T1, and
-the tail must be evicted first. A tail was never used after its head. So T2 evicts only when its oldest request is older
-than T1's. For the same reason a block that comes back goes to T2 only if its request has no new block in T1: that one
-would be its head.
+After N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST 2003). Blocks used by one
+request (T1) and blocks used by several (T2) are in separate lists. The share of T1 adapts to the keys of evicted blocks
+(B1, B2) that return.
+
+One rule is added, because the tail of a prefix must be evicted before its head. The head may be in T2 while the tail
+is in T1. A tail is never used after its head, so T2 evicts only when its oldest request is older than the oldest of T1.
+For the same reason, a block that returns goes to T2 only if its request has no new block in T1: that block would be its
+head.
 """
 
 from __future__ import annotations

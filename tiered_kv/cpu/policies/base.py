@@ -9,20 +9,18 @@ from tiered_kv.cpu.backend import CPUBlock, RequestChain
 
 
 class CachePolicy(ABC):
-    """Decides which evictable block is evicted next.
+    """Decides which evictable block is evicted next. Owned by the manager's thread.
 
-    A policy only ever holds blocks that may be evicted: the manager removes a block when it is pinned and adds it
-    again when the last pin is gone, so pinned blocks cost eviction nothing. Within a request, the tail must go before
-    the head, because a block is worthless once a block before it in its prefix is gone; `CPUBlock.chain` and
-    `CPUBlock.position` tell which request used a block last, and where in its prefix.
+    A policy contains only blocks that may be evicted. The manager removes a block when it is pinned, and adds it again
+    when its last pin is gone. Within a request the tail must go before the head: a block is worthless once a block
+    before it in its prefix is gone. `CPUBlock.chain` is the request that used a block last, and `CPUBlock.position` its
+    position in that request's prefix.
 
     Args:
         num_blocks: Blocks in the primary tier, pinned ones included.
 
     Attributes:
         now_s: When the last request began, by a monotonic clock; 0 until a request has had hints.
-
-    Owned by the manager's thread.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -34,7 +32,7 @@ class CachePolicy(ABC):
         """Return the number of blocks held."""
 
     def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
-        """Note that `blocks` were allocated for new keys of the request of `chain`; they are added once written."""
+        """Note that `blocks` were allocated for new keys of `chain`'s request; `add` follows when they are written."""
         return
 
     @abstractmethod
@@ -47,9 +45,9 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
-        """Note that the request of `chain` uses `blocks`, in the order of its prefix; some may be pinned.
+        """Note that the request of `chain` uses `blocks`, in the order of its prefix; set their `chain` and `position`.
 
-        Sets their `chain` and `position`.
+        Some of them may be pinned.
         """
 
     @abstractmethod
@@ -57,14 +55,15 @@ class CachePolicy(ABC):
         """Remove and return the `count` least valuable blocks.
 
         Args:
-            count: How many.
-            step: Blocks whose `step` is this one stay.
-            spare: The request that wants the room, whose own blocks stay. The manager has just called `use` for it.
+            count: Number of blocks.
+            step: The current step. Blocks with this `step` are not evicted.
+            spare: The request that needs the room; its own blocks are not evicted. The manager has just called `use`
+                for it.
 
         Returns:
-            The blocks, or None, with nothing changed, if there are not enough.
+            The blocks; or None, with nothing changed, if too few can be evicted.
         """
 
     def end_step(self) -> None:
-        """Note that blocks which were protected in this step may be evicted from now on."""
+        """End the step: blocks that it protected may be evicted from now on."""
         return

@@ -1,9 +1,9 @@
-"""Recency by request: the order that every prefix-aware policy is built from.
+"""Recency by request: the order that `lru`, `arc` and `s3fifo` are built from.
 
-An LRU list of blocks has to be rebuilt for a whole request whenever it grows, or its head would go before its tail.
-Here the list is one of *chains* instead, one for each request, and each chain is a stack of the blocks which that
-request was the last to use. Eviction pops from the top of the stack (the tail of the prefix) of the least recently
-used chain, so growing a request, using it again and evicting from it cost O(1) for each block.
+In an LRU list of blocks, each use of a request would have to move all of its blocks, so that the tail goes before the
+head. Here the list contains *chains*, one for each request. A chain is a stack of the blocks that its request was the
+last to use. Eviction pops from the top of the least recently used chain: the tail of its prefix. So storing, using and
+evicting cost O(1) a block.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ class _Stack:
 
 
 class ChainOrder:
-    """Evictable blocks, least recently used chain first, and within a chain the tail first.
+    """Evictable blocks: the least recently used chain first, and within a chain the tail first.
 
     Owned by the manager's thread.
     """
 
     def __init__(self) -> None:
         self._stacks: OrderedDict[RequestChain, _Stack] = OrderedDict()
-        self._held: dict[int, CPUBlock] = {}  # by block_id: ctypes structures have no hash
+        self._held: dict[
+            int, CPUBlock
+        ] = {}  # set aside in this step; by block_id, since ctypes structures have no hash
         self._size = 0
 
     def __len__(self) -> int:
@@ -84,14 +86,14 @@ class ChainOrder:
             self._stacks.move_to_end(chain)
 
     def oldest(self) -> RequestChain | None:
-        """Return the least recently used chain, or None where the order is empty."""
+        """Return the least recently used chain, or None if the order is empty."""
         return next(iter(self._stacks), None)
 
     def pop(self, count: int, step: int, spare: RequestChain | None) -> list[CPUBlock]:
-        """Remove and return up to `count` blocks, those that must go first in front, none of the chain `spare`.
+        """Remove and return up to `count` blocks in the order of eviction, none of the chain `spare`.
 
-        Blocks whose `step` is the given one are set aside, so that they are met once a step at most. `spare` must be
-        the most recently used chain.
+        Blocks with this `step` are set aside until the step ends, so each is visited once a step at most. `spare` must
+        be the most recently used chain.
         """
         popped: list[CPUBlock] = []
         stacks = self._stacks

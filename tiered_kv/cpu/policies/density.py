@@ -1,9 +1,9 @@
-"""Learned hit density, by tail: evicts what brings the fewest hits for its room and time.
+"""Learned hit density, by tail: evicts the blocks with the fewest expected hits for their room and time.
 
 After N. Beckmann, H. Chen and A. Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018). Their
-unit is an object. Here it is a tail: the blocks that one request was the last to use. Blocks leave a tail deepest
-first, and not before the tails that hang off them, so what is resident is whole prefixes. `tiered_kv/hit_density.py`
-has the estimates. docs/explanation/hit-rates.md says what each part is worth, and why each number is what it is.
+unit is an object. Here it is a tail (`tails.py`): the blocks that one request was the last to use.
+`tiered_kv/hit_density.py` computes the estimates. docs/explanation/hit-rates.md says what each part gains, and gives
+the reason of each number.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from tiered_kv.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, HitDensity
 LEARN_EVERY = 64
 """Requests between two computations of the densities."""
 DECAY = 0.94
-"""What the evidence counts for, each time: it halves in 11 times."""
+"""Factor of the evidence at each computation: it halves in 11 of them."""
 GHOSTS_MIN = 100
 GHOST_BLOCKS = 8
-"""Evicted tails that are remembered: one for so many blocks of the tier, and `GHOSTS_MIN` more."""
+"""Limit of remembered evicted tails: `GHOSTS_MIN`, and one more for each `GHOST_BLOCKS` blocks of the tier."""
 TURNS = 4
-"""Turns that are told apart: 0, 1, 2, and more."""
+"""Classes of turns: 0, 1, 2, and more."""
 SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Limits between the numbers of new blocks that are told apart, as multiples of their mean."""
+"""Limits between the classes of sizes, as multiples of the mean number of new blocks."""
 KINDS = 2
-"""A request's own tail, and a shared one."""
+"""Kinds at the start: tails of one request, and shared tails."""
 KIND_GROUPS = TURNS * (len(SIZES) + 1)
 SLACK_BLOCKS = 1
-"""Blocks at a prompt's end that the next turn may lack: the last block of a prompt is often not full."""
+"""Blocks at a prompt's end that the next turn may not use: the last block of a prompt is often not full."""
 MEAN_WEIGHT = 0.01
 """Weight of a request in the mean number of new blocks, and in the mean priority."""
 RETURNS_S = (2.0, 8.0, 32.0, 128.0, 512.0)
-"""Limits between the times of return that are told apart where requests say them. Each is a kind of its own."""
+"""Limits between the classes of the hint `expect_return`. Each class is a kind."""
 PRIORITY_WEIGHT = 2.0
-"""What a hit is worth for each priority above the mean."""
+"""Factor of a hit's value for each priority above the mean."""
 EXPIRED, EXPIRED_WEIGHT = (-1, 0), 0.1
-"""The kind of tails that are older than their request said, and what their hits are worth."""
+"""The kind of tails that are older than their hint `ttl`, and the value of their hits."""
 
 
 class DensityPolicy(CachePolicy):
-    """Evicts the tail of the least hit density, as it was learned from the requests so far."""
+    """Evicts from the tail with the lowest hit density, learned from the requests so far."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self._admitted = 0
         self._begun = 0
-        self._now = 0.0  # the blocks admitted, and the requests begun, in `AGES_PER_TURNOVER` of the tier
+        self._now = 0.0  # in units of age: admitted blocks and begun requests, `AGES_PER_TURNOVER` for each turnover
         self._new_blocks = 0  # since a request last began
         self._new_blocks_mean = 1.0
         self._ghosts: OrderedDict[OffloadKey, Tail] = OrderedDict()
         self._aging: list[deque[Tail]] = [deque() for _ in range(BUCKETS)]
         self._density = HitDensity(KINDS, KIND_GROUPS, decay=DECAY)
         self._order = TailOrder(self._density.level)
-        self._kinds = {(0, 0): 0}  # of requests' own tails, by the time of return that they said, and their priority
+        self._kinds = {(0, 0): 0}  # kinds of requests' own tails, by class of `expect_return` and priority
         self._priority_mean = 0.0
 
     def __len__(self) -> int:
@@ -94,11 +94,11 @@ class DensityPolicy(CachePolicy):
         runs = [(tail, run) for tail, run in runs_of(blocks) if run[0].chain is not chain]
         held = self._order.take_out(blocks)
         cut: CPUBlock | None = None  # the last block that is shared
-        is_late = own.is_storing or own.end > 0  # others have stored the same meanwhile: it did not find that
+        is_late = own.is_storing or own.end > 0  # other requests stored these blocks meanwhile: no hits of this one
         if runs and is_late:
             own.turn = max(own.turn, *(tail.turn for tail, _ in runs))
         elif runs:
-            # A request that goes on from the end of another's tail takes it over. Else what it has used is shared.
+            # A request that continues from the end of another's tail takes it over. Otherwise the used part is shared.
             source, run = runs[-1]
             cut = run[-1]
             if not source.is_shared and cut.position >= source.end - 1 - SLACK_BLOCKS:
@@ -129,7 +129,7 @@ class DensityPolicy(CachePolicy):
     def end_step(self) -> None:
         self.add(self._order.end_step())
 
-    # Requests, and what they tell.
+    # Requests.
 
     def _begin(self, chain: RequestChain) -> Tail:
         self._begun += 1
@@ -144,19 +144,19 @@ class DensityPolicy(CachePolicy):
         hints = chain.hints
         self._priority_mean += weight * ((hints.priority if hints else 0) - self._priority_mean)
         if hints is not None:
-            self._heed(tail, hints)
+            self._apply_hints(tail, hints)
         return tail
 
     def _learn(self) -> None:
-        for said, kind in self._kinds.items():
-            worth = EXPIRED_WEIGHT if said == EXPIRED else PRIORITY_WEIGHT ** (said[1] - max(0.0, self._priority_mean))
-            self._density.weights[kind] = worth
+        for hinted, kind in self._kinds.items():
+            priority = hinted[1] - max(0.0, self._priority_mean)
+            self._density.weights[kind] = EXPIRED_WEIGHT if hinted == EXPIRED else PRIORITY_WEIGHT**priority
         self._density.learn()
         self._order.sort(self._density.level)
 
     # Hints.
 
-    def _heed(self, tail: Tail, hints: Hints) -> None:
+    def _apply_hints(self, tail: Tail, hints: Hints) -> None:
         returns = 0 if hints.expect_return_s is None else 1 + bisect_right(RETURNS_S, hints.expect_return_s)
         tail.kind = self._kind_of((returns, hints.priority))
         if hints.ttl_s is not None:
@@ -165,17 +165,17 @@ class DensityPolicy(CachePolicy):
             if not hints.ttl_s:
                 tail.kind = expired
 
-    def _kind_of(self, said: tuple[int, int]) -> int:
-        """Return the kind of tails of which requests have said this; the first one adds it."""
-        if said not in self._kinds:
-            self._kinds[said] = self._density.add_kind()
+    def _kind_of(self, hinted: tuple[int, int]) -> int:
+        """Return the kind of tails with this class of `expect_return` and priority; add it if it is new."""
+        if hinted not in self._kinds:
+            self._kinds[hinted] = self._density.add_kind()
             self._learn()
-        return self._kinds[said]
+        return self._kinds[hinted]
 
-    # Ages, and what they tell.
+    # Ages.
 
     def _age(self) -> None:
-        """Move tails on whose age has passed the end of their bucket."""
+        """Move tails to the next bucket when they reach its age."""
         seen = self._density.seen
         for bucket in range(BUCKETS - 1):
             aging, older = self._aging[bucket], self._aging[bucket + 1]
@@ -187,7 +187,7 @@ class DensityPolicy(CachePolicy):
                     tail.kind = self._kinds[EXPIRED]
                 cell = tail.group * BUCKETS + bucket
                 tail.bucket = bucket + 1
-                tail.is_aging = bool(tail.blocks or tail.ghost)  # a return of others would not be noticed
+                tail.is_aging = bool(tail.blocks or tail.ghost)  # no return of other tails would be noticed
                 if tail.is_aging:
                     if not bucket:
                         seen[cell] += tail.share
@@ -203,7 +203,7 @@ class DensityPolicy(CachePolicy):
             aging.popleft()
 
     def _returned(self, tail: Tail, count: int, is_late: bool = False) -> None:
-        """Note that a request uses `count` blocks of a tail; no hits are learned from one that is late."""
+        """Note that a request uses `count` blocks of a tail; with `is_late` they do not count as hits."""
         if count and tail.group >= 0:
             part = min(tail.share, count / max(count, tail.end - tail.start + tail.lost))
             tail.share -= part
@@ -214,7 +214,7 @@ class DensityPolicy(CachePolicy):
                     self._density.seen[cell] += part
 
     def _remember(self, cuts: Sequence[tuple[Tail, Sequence[CPUBlock]]]) -> None:
-        """Keep the key of the last block that each tail lost, the first of them that a prompt needs."""
+        """Keep the key of each tail's first evicted block: a prompt that returns asks for it first."""
         ghosts = self._ghosts
         for tail, cut in cuts:
             if cut:
@@ -227,7 +227,7 @@ class DensityPolicy(CachePolicy):
             tail.lost, tail.ghost = 0, NO_KEY
 
     def _file(self, tail: Tail) -> None:
-        """Let a tail wait for its eviction, by its group and age."""
+        """Put a tail into the cell of its group and age."""
         group = tail.kind * KIND_GROUPS + min(tail.turn, TURNS - 1) * (len(SIZES) + 1)
         if not tail.is_shared:
             group += bisect_right(SIZES, tail.new_blocks / max(1.0, self._new_blocks_mean))

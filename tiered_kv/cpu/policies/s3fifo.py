@@ -1,8 +1,8 @@
-"""S3-FIFO, by request: a small queue for what is new, and a main queue for what was used again.
+"""S3-FIFO, by request: a small queue for new blocks, and a main queue for blocks that were used again.
 
 After J. Yang, Y. Zhang, Z. Qiu, Y. Yue and R. Vigfusson, "FIFO Queues are All You Need for Cache Eviction" (SOSP 2023).
 Most blocks are never used again, and pass through the small queue only. The paper's queues keep the order of arrival,
-and put back a used block when its time has come. Here a used block belongs to the request that used it last, so it
+and reinsert a used block when it would be evicted. Here a used block belongs to the request that used it last, so it
 moves at once.
 """
 
@@ -18,16 +18,16 @@ SMALL_SHARE = 0.1
 
 
 class S3FIFOPolicy(ARCPolicy):
-    """Evicts blocks used once while they have more than a tenth of the room, then the longest unused.
+    """Evicts blocks used once while they take more than a tenth of the tier, then the least recently used.
 
-    The queues are those of `ARCPolicy`, with a share that does not adapt. A block that returns soon after its eviction
-    goes to the main queue.
+    The queues are the lists of `ARCPolicy`, with a fixed share. A block that returns soon after its eviction goes to
+    the main queue.
     """
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self._recent_target = SMALL_SHARE * num_blocks
-        # One list for both queues: a block that returns may not come before the head of its prompt in the order.
+        # One list for both queues: a returning block must not be evicted after the head of its prefix.
         self._frequent_ghosts = self._recent_ghosts
 
     def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:

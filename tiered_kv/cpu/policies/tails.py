@@ -1,6 +1,6 @@
-"""Tails: blocks by the request that was the last to use them, and the order in which they are evicted.
+"""Tails: blocks grouped by the request that was the last to use them, and the order of their eviction.
 
-Blocks leave a tail deepest first, and not before the tails that hang off them, so what is resident is whole prefixes.
+A tail loses its deepest block first, and no block that another tail follows. So the resident blocks are whole prefixes.
 """
 
 from __future__ import annotations
@@ -18,56 +18,40 @@ from tiered_kv.cpu.backend import NO_KEY, CPUBlock, RequestChain
 from tiered_kv.hit_density import BUCKETS
 
 CIRCLE_MAX = 100
-"""Tails in the longest circle that is noticed."""
+"""Limit of tails in a circle of waiting tails; a longer circle is not detected."""
 _position_of = attrgetter("position")
 
 
 @dataclass(slots=True, eq=False)
 class Tail:
-    """Blocks of one request from one place in its prefix on: those that follow what it shares, or those shared.
+    """A range of positions in one request's prefix: the part shared with other requests, or the part after it."""
 
-    Attributes:
-        number: Of the request, in the order in which they began; `since`, when it did.
-        turn: How many requests in a row have used it.
-        kind: By what its request said; `group`, by that, its turn and its size; -1 before it has had blocks.
-        expires_s: When it expires.
-        new_blocks: How many the request added; `is_storing`, whether it has begun to.
-        blocks: Those that may be evicted, by position; in rising order where `is_sorted`.
-        start: The first position; `end`, the first that is not resident; `lost`, how many were evicted from there on.
-        shared: Of the tail that follows it, the one that is shared.
-        share: Of the tail, what no request has used since.
-        bucket: Of its age; while `is_aging`, the tail waits for the next one.
-        cell: Where it waits for eviction; negative while it does not.
-        parent: The key of the block that it hangs off while `is_attached`, which was at the position `after`.
-        ghost: The key by which its evicted part is known.
-    """
-
-    number: int
-    since: float
+    number: int  # requests are numbered in the order of their begin
+    since: float  # when the request began, in units of age
     is_shared: bool = False
-    turn: int = 0
-    kind: int = 0
-    group: int = -1
+    turn: int = 0  # requests in a row that have used it
+    kind: int = 0  # from the request's hints
+    group: int = -1  # from kind, turn and size; -1 before it has had blocks
     expires_s: float = math.inf
-    new_blocks: int = 0
-    blocks: dict[int, CPUBlock] = field(default_factory=dict)
-    is_sorted: bool = True
-    start: int = 0
-    end: int = 0
-    lost: int = 0
-    shared: Tail | None = None
-    share: float = 1.0
-    bucket: int = 0
-    is_aging: bool = False
-    is_storing: bool = False
-    cell: int = -1
-    parent: OffloadKey = NO_KEY
-    after: int = 0
-    is_attached: bool = False
-    ghost: OffloadKey = NO_KEY
+    new_blocks: int = 0  # that the request added
+    blocks: dict[int, CPUBlock] = field(default_factory=dict)  # evictable, by position
+    is_sorted: bool = True  # whether `blocks` is in the order of positions
+    start: int = 0  # first position
+    end: int = 0  # first position that is not resident
+    lost: int = 0  # evicted blocks from `end` on
+    shared: Tail | None = None  # the shared part of the same prefix
+    share: float = 1.0  # the part of it that no request has used since
+    bucket: int = 0  # of its age
+    is_aging: bool = False  # whether it will move to the next bucket
+    is_storing: bool = False  # whether the request has begun to store blocks
+    cell: int = -1  # where it waits for eviction; -1 while it does not wait
+    parent: OffloadKey = NO_KEY  # the block that it follows
+    after: int = 0  # position of `parent`
+    is_attached: bool = False  # whether `parent` must stay while this tail has blocks
+    ghost: OffloadKey = NO_KEY  # key of its first evicted block
 
     def first(self) -> int:
-        """Return the lowest position of its blocks, which are in order then."""
+        """Sort the blocks if needed, and return the lowest position."""
         if not self.is_sorted:
             self.blocks = dict(sorted(self.blocks.items()))
             self.is_sorted = True
@@ -75,7 +59,7 @@ class Tail:
 
 
 def runs_of(blocks: Iterable[CPUBlock]) -> Iterator[tuple[Tail, list[CPUBlock]]]:
-    """Return the blocks by their tails, in runs, without those of no tail."""
+    """Yield runs of consecutive blocks of one tail; blocks without a tail are left out."""
     chain: RequestChain | None = None
     tail: Tail | None = None
     start, stop = 0.0, 0.0
@@ -100,12 +84,12 @@ def runs_of(blocks: Iterable[CPUBlock]) -> Iterator[tuple[Tail, list[CPUBlock]]]
 
 
 class TailOrder:
-    """The blocks that may be evicted, and which tail is the next to lose some: the oldest of the least level.
+    """The evictable blocks by tail. The oldest tail of the lowest level loses blocks first.
 
-    Tails wait in cells, by group and age: number `group * BUCKETS + bucket`. Owned by the manager's thread.
+    Tails wait in cells, one for each group and age: cell `group * BUCKETS + bucket`. Owned by the manager's thread.
 
     Args:
-        levels: Of each cell.
+        levels: The level of each cell.
     """
 
     def __init__(self, levels: Sequence[float]) -> None:
@@ -113,13 +97,13 @@ class TailOrder:
         self._cells: list[OrderedDict[Tail, None]] = []
         self._mask = 0  # its nth bit stands for the nth cell of the order
         self._protected: dict[int, CPUBlock] = {}  # by block_id: looked up in this step
-        self._hanging: dict[OffloadKey, int] = {}  # tails that hang off a block, by its key
-        self._blocked: dict[OffloadKey, Tail] = {}  # left their cell, because of what hangs off the block of this key
+        self._hanging: dict[OffloadKey, int] = {}  # number of attached tails, by the key of their parent
+        self._blocked: dict[OffloadKey, Tail] = {}  # tails that wait for those attached to their block, by its key
         self._spared: Sequence[Tail] = ()
         self.sort(levels)
 
     def sort(self, levels: Sequence[float]) -> None:
-        """Take the levels of all cells, of which there may be more than before."""
+        """Set the levels of all cells; the number of cells may have grown."""
         order = np.argsort(levels, kind="stable")
         rank = np.empty_like(order)
         rank[order] = np.arange(order.size)
@@ -130,7 +114,7 @@ class TailOrder:
         self._mask = sum(1 << place for place, queue in zip(self._rank, self._cells, strict=True) if queue)
 
     def add(self, blocks: Iterable[CPUBlock]) -> dict[Tail, None]:
-        """Add blocks, and return their tails, which are to `enter`."""
+        """Add blocks, and return their tails; the caller then calls `enter` for each."""
         touched: dict[Tail, None] = {}
         for tail, run in runs_of(blocks):
             positions = list(map(_position_of, run))
@@ -146,7 +130,7 @@ class TailOrder:
         return touched
 
     def take_out(self, blocks: Iterable[CPUBlock]) -> list[CPUBlock]:
-        """Remove those of the blocks that are in the order, and return them."""
+        """Remove the blocks that are in the order, and return them."""
         taken: list[CPUBlock] = []
         for tail, run in runs_of(blocks):
             held = tail.blocks
@@ -160,14 +144,14 @@ class TailOrder:
             if len(taken) == before:
                 continue
             if held:
-                self.enter(tail)  # what hung off the blocks hangs off none of the tail's now
+                self.enter(tail)  # it no longer waits for tails that were attached to these blocks
             else:
                 self._emptied(tail)
         self.size -= len(taken)
         return taken
 
     def enter(self, tail: Tail) -> None:
-        """Let a tail wait in the cell of its group and age, if it has blocks."""
+        """Put a tail with blocks into the cell of its group and age."""
         if tail.cell < 0 and tail.blocks and tail not in self._spared:
             tail.cell = cell = tail.group * BUCKETS + tail.bucket
             queue = self._cells[cell]
@@ -176,7 +160,7 @@ class TailOrder:
             queue[tail] = None
 
     def leave(self, tail: Tail) -> None:
-        """Let a tail wait no longer."""
+        """Remove a tail from its cell."""
         cell = tail.cell
         if cell >= 0:
             tail.cell = -1
@@ -186,10 +170,10 @@ class TailOrder:
                 self._mask ^= 1 << self._rank[cell]
 
     def pop(self, count: int, step: int, spared: Sequence[Tail]) -> list[tuple[Tail, list[CPUBlock]]] | None:
-        """Remove `count` blocks, and return them by their tails, with the deepest of a tail first.
+        """Remove `count` blocks, and return them by tail, the deepest block first.
 
-        Blocks whose `step` is the given one are set aside until the step ends. Blocks of spared tails stay.
-        None, with nothing removed, if there are not enough.
+        Blocks with this `step` are set aside until the step ends. Blocks of spared tails stay. If too few blocks can
+        be removed, none is, and the result is None.
         """
         self._spared = spared
         for tail in spared:
@@ -218,7 +202,7 @@ class TailOrder:
         return list(held.values())
 
     def hang(self, tail: Tail, parent: CPUBlock) -> None:
-        """Note that a tail follows `parent` from now on."""
+        """Attach a tail to the block that it follows."""
         self._detach(tail)
         tail.parent, tail.after = parent.key, parent.position
         if tail.blocks:
@@ -238,7 +222,7 @@ class TailOrder:
         return found
 
     def _cut(self, tail: Tail, count: int, step: int) -> list[CPUBlock]:
-        """Remove up to `count` blocks from the end of a tail, and none off which something hangs."""
+        """Remove up to `count` blocks from the end of a tail, as far as no other tail is attached to them."""
         tail.first()
         blocks, hanging = tail.blocks, self._hanging
         cut: list[CPUBlock] = []
@@ -256,9 +240,9 @@ class TailOrder:
         return cut
 
     def _block(self, tail: Tail, key: OffloadKey) -> bool:
-        """Let a tail wait for what hangs off its block. It does not if that waits for the tail itself.
+        """Let a tail wait for the tails attached to its block; return False if one of them waits for this tail.
 
-        Requests that used blocks in contradicting orders would hold them for ever.
+        Without that check, requests that used blocks in contradicting orders would keep them for ever.
         """
         self._blocked[key] = tail
         waiting = tail
@@ -274,7 +258,7 @@ class TailOrder:
         return True
 
     def _unblock(self) -> bool:
-        """Enter a tail off which spared ones hang, or any where all wait for others."""
+        """Enter the tails that wait for spared ones, or any tail if all wait for each other."""
         for tail in self._spared:
             self._detach(tail)
         while self._blocked and not self._mask:
@@ -290,7 +274,7 @@ class TailOrder:
 
     def _attach(self, tail: Tail) -> None:
         if not tail.parent or (tail.start <= tail.after and tail.first() <= tail.after):
-            self._detach(tail)  # blocks are back that the parent follows
+            self._detach(tail)  # the tail has blocks before its parent again
         elif not tail.is_attached:
             self._hanging[tail.parent] = self._hanging.get(tail.parent, 0) + 1
             tail.is_attached = True

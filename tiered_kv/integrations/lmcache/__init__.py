@@ -3,23 +3,24 @@
 LMCache finds `TieredKVL2Adapter` by the name of this module; docs/how-to/lmcache.md has the configuration.
 
 Raises:
-    ConfigError: On import, where LMCache is not installed or its version is unknown.
+    ConfigError: On import, if LMCache is not installed or its version is not tested.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tiered_kv.integrations.lmcache.version import LMCACHE_VERSION, TESTED_VERSIONS
+from tiered_kv.integrations.versions import checked_version, imported_on_use
 
 if TYPE_CHECKING:
     from tiered_kv.integrations.lmcache.adapter import TieredKVL2Adapter
 
 __all__ = ["LMCACHE_VERSION", "TESTED_VERSIONS", "TieredKVL2Adapter"]
 
+TESTED_VERSIONS = ("0.5.6",)
+"""The versions that the tests run. Patch releases change the interface, so no other is accepted."""
 
-def __getattr__(name: str) -> Any:  # Any: the class
-    if name != "TieredKVL2Adapter":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("tiered_kv.integrations.lmcache.adapter").TieredKVL2Adapter
+LMCACHE_VERSION = checked_version("lmcache", "LMCache", TESTED_VERSIONS, parts=4)
+"""The installed version."""
+
+__getattr__ = imported_on_use(__name__, {"TieredKVL2Adapter": "adapter"})

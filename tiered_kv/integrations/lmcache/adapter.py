@@ -19,6 +19,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError, ShutdownError
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.integrations.lmcache.keys import in_prefix_order, object_key, offload_key
@@ -35,11 +36,9 @@ class _Kind(Enum):
 
 
 class _Work:
-    """A task of LMCache's, and the answers of the tiers that are asked. Any thread.
+    """A task of LMCache, split into parts for sets of tiers. Any thread.
 
-    Args:
-        parts: How many times `end_part` will be called.
-        finish: Called with an answer for each key when the last part has ended; at once if there is none.
+    `finish` is called with an answer for each of `size` keys when the last part has ended; at once if there is none.
     """
 
     def __init__(self, size: int, parts: int, finish: Callable[[list[bool]], None]) -> None:
@@ -51,7 +50,7 @@ class _Work:
             finish(self._answers)
 
     def end_part(self, places: Sequence[int], answers: Sequence[bool]) -> None:
-        """Note the answers of some tiers for the keys at `places`."""
+        """Note the answers for the keys at `places`."""
         with self._lock:
             for place, is_done in zip(places, answers, strict=True):
                 self._answers[place] |= is_done
@@ -62,37 +61,34 @@ class _Work:
 
 
 class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there when types are checked
-    """Stores objects of LMCache's L1 in our tiers, and loads them, with no copy in between.
+    """Stores objects of LMCache's L1 in our tiers, and loads them, without a copy.
 
-    LMCache's controllers call it from two threads; no call waits. Tasks end on the tiers' threads, each when no tier
-    touches its objects any more.
-
-    LMCache asks for a lock on what it finds, until it has loaded it. There is none: tiers evict by themselves, and an
-    object that is gone by then is a miss of the load.
+    LMCache's controllers call it from two threads; no call waits. A task ends on a tier's thread, when no tier uses its
+    objects any more. LMCache wants objects locked from lookup to load. Our tiers lock nothing: an object that was
+    evicted in between is a miss of the load.
 
     Args:
         params: `adapter_params` of the configuration; see `AdapterSettings`.
-        l1_memory_desc: Where LMCache's L1 is.
+        l1_memory_desc: Address and size of LMCache's L1.
 
     Raises:
-        ConfigError: The parameters cannot be used, a library is missing, or LMCache's L1 is no memory of this process.
+        ConfigError: The parameters cannot be used, a library is missing, or L1 is not in this process's memory.
     """
 
     def __init__(self, params: Mapping[str, object], l1_memory_desc: L1MemoryDesc | None = None) -> None:
-        super().__init__(max_capacity_bytes=0)  # for LMCache's eviction, which would be a second one
+        super().__init__(max_capacity_bytes=0)  # LMCache evicts nothing: the tiers do
         self._settings = read_settings(params)
         if l1_memory_desc is None:
             raise ConfigError("LMCache's L1 is not in this process's memory, and the tiers read and write it in place")
         for tier in self._settings.tiers:
-            tier_plugins().resolve(tier.type).load()  # now, so that no object waits, and a missing library is told
+            tier_plugins().resolve(tier.type).load()  # now, so that a missing library is an error at the start
         self._l1 = l1_memory_desc
         self._notifiers = {kind: create_event_notifier() for kind in _Kind}
         self._numbers = itertools.count()
         self._places = Places(self._settings.sets)
-        self._lock = threading.Lock()  # guards the four below; held for dictionary operations only
+        self._lock = threading.Lock()  # guards the fields below; held for dictionary operations only
         self._results: dict[_Kind, dict[int, Any]] = {kind: {} for kind in _Kind}
         self._sets: dict[tuple[object, ...], TierSet] = {}
-        self._is_closing = False  # whether no further set is opened
         self._is_closed = False
         self._was_asked_to_delete = False
 
@@ -138,7 +134,8 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         work = _Work(len(keys), len(parts), partial(self._end_transfer, kind, number, keys, names, parts))
         for tier_set, places in parts.items():
             offsets = [objects[place].data_ptr - self._l1.ptr for place in places]
-            task = partial(_begin, kind, work, places, [names[place] for place in places], offsets)
+            part = [names[place] for place in places]
+            task = partial(_begin, kind=kind, work=work, places=places, names=part, offsets=offsets)
             tier_set.use(task, stores=kind is _Kind.STORE)
         return number
 
@@ -158,7 +155,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
                 stored = list(dict.fromkeys(keys[place] for place in places if names[place] in new))
                 if stored:
                     self._notify_keys_stored(stored, [tier_set.block_bytes] * len(stored))
-                    self._tell_removed(tier_set, tier_set.too_many())
+                    self._report_removed(tier_set, tier_set.too_many())
             loaded = [key for key, is_done in zip(keys, answers, strict=True) if is_done]
             if loaded and kind is _Kind.LOAD:
                 self._notify_keys_accessed(loaded)
@@ -180,7 +177,8 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
                 parts.setdefault(tier_set, []).append(place)
         work = _Work(len(keys), len(parts), lambda answers: self._put(_Kind.LOOKUP, number, _bitmap(answers)))
         for tier_set, places in parts.items():
-            task = partial(_begin, _Kind.LOOKUP, work, places, [offload_key(keys[place]) for place in places])
+            part = [offload_key(keys[place]) for place in places]
+            task = partial(_begin, kind=_Kind.LOOKUP, work=work, places=places, names=part)
             tier_set.use(task, stores=False)
         return number
 
@@ -190,12 +188,12 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         return  # nothing is locked
 
-    def _sets_of(self, model: str, told: MemoryLayoutDesc | None) -> list[TierSet]:
-        """Return the tiers that may have an object: those of its layout, or all of its model where none is told."""
-        if told is not None and told.shapes:
-            size = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(told.shapes, told.dtypes, strict=True))
+    def _sets_of(self, model: str, layout: MemoryLayoutDesc | None) -> list[TierSet]:
+        """Return the sets that may have an object: that of its layout, or all of its model if that is unknown."""
+        if layout is not None and layout.shapes:
+            sizes = [shape.numel() * dtype.itemsize for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)]
             align_bytes = self._l1.align_bytes
-            return [self._set_of(model, told.shapes, told.dtypes, -(-size // align_bytes) * align_bytes)]
+            return [self._set_of(model, layout.shapes, layout.dtypes, -(-sum(sizes) // align_bytes) * align_bytes)]
         with self._lock:
             return [each for each in self._sets.values() if each.model == model]
 
@@ -206,20 +204,25 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         with self._lock:
             found = self._sets.get(layout)
             if found is None:
-                memory = (self._l1.ptr, self._l1.size)
-                told = (model, _text_of(shapes, dtypes), block_bytes, self._settings, memory)
-                found = TierSet(*told, self._places, self._tell_removed)
-                if self._is_closing:
-                    found.close()  # it opens nothing, so that its tasks end with misses
+                found = TierSet(
+                    model,
+                    _text_of(shapes, dtypes),
+                    block_bytes,
+                    self._settings,
+                    (self._l1.ptr, self._l1.size),
+                    self._places,
+                    self._report_removed,
+                )
+                if self._is_closed:
+                    found.close()  # its tasks end with misses
                 else:
                     self._sets[layout] = found
             return found
 
-    def _tell_removed(self, tier_set: TierSet, keys: Sequence[OffloadKey]) -> None:
-        lost = tier_set.forget(keys)
-        if lost:
-            told = [object_key(key, tier_set.model) for key in lost]
-            self._notify_keys_deleted(told, [tier_set.block_bytes] * len(told))
+    def _report_removed(self, tier_set: TierSet, keys: Sequence[OffloadKey]) -> None:
+        removed = [object_key(key, tier_set.model) for key in tier_set.forget(keys)]
+        if removed:
+            self._notify_keys_deleted(removed, [tier_set.block_bytes] * len(removed))
 
     # Results, status, the end.
 
@@ -227,10 +230,10 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         with self._lock:
             if not self._is_closed:
                 results = self._results[kind]
-                # Stores are collected all at once, so that one notice is enough for those that wait.
-                is_noticed = kind is _Kind.STORE and bool(results)
+                # LMCache collects all ended stores at once, so that one notice is enough for them.
+                is_notified = kind is _Kind.STORE and bool(results)
                 results[number] = result
-                if not is_noticed:
+                if not is_notified:
                     self._notifiers[kind].notify()
 
     def _take(self, kind: _Kind, number: int) -> Any:
@@ -247,10 +250,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
             )
 
     def report_status(self) -> dict[str, Any]:
-        """Return the state and the counters of all tiers. The adapter is healthy while it is open.
-
-        A tier that is down costs hits, which the breaker and the counters show.
-        """
+        """Return the state and the counters of all tiers. The adapter is healthy while it is open."""
         with self._lock:
             sets = list(self._sets.values())
         return {
@@ -261,24 +261,29 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
 
     def close(self) -> None:
         with self._lock:
-            self._is_closing = True
+            if self._is_closed:
+                return
+            self._is_closed = True
             sets = list(self._sets.values())
-        for each in sets:
+        for each in [*sets, *self._notifiers.values()]:
             each.close()
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                for notifier in self._notifiers.values():
-                    notifier.close()
 
 
-def _begin(kind: _Kind, work: _Work, places: list[int], names: list[OffloadKey], *offsets_and_tiers: Any) -> None:
-    """Let the tiers do a part of a task; what they cannot take has failed."""
-    *offsets, tiers = offsets_and_tiers  # a lookup has no offsets
+def _begin(
+    tiers: DirectTiers | None,
+    *,
+    kind: _Kind,
+    work: _Work,
+    places: list[int],
+    names: list[OffloadKey],
+    offsets: list[int] | None = None,
+) -> None:
+    """Let the tiers do a part of a task, which fails if they are None or refuse it. A lookup has no `offsets`."""
     end = partial(work.end_part, places)
     if tiers is not None:
+        arguments = [names] if offsets is None else [names, offsets]
         try:
-            getattr(tiers, kind.value)(names, *offsets, end)
+            getattr(tiers, kind.value)(*arguments, end)
             return
         except (ValueError, ShutdownError) as error:
             _log.error("%s of %d objects: %s", kind.value, len(names), error)
@@ -302,7 +307,7 @@ def _bitmap(answers: Sequence[bool]) -> Bitmap:
 
 
 def _clear_padding(each: MemoryObj) -> None:
-    """Zero what is behind an object's bytes in its part of L1: another object's may stand there."""
+    """Zero the rest of an object's part of L1, which may have another object's bytes."""
     used = each.get_size()
     padding = each.get_physical_size() - used
     if padding > 0:

@@ -1,10 +1,10 @@
-"""LMCache's keys as ours, and back.
+"""Conversions between LMCache's keys and ours.
 
-A key of ours is, with LMCache's object group as its group index:
+The group index of our key is LMCache's object group, and its hash is:
 
     length of the chunk's hash (1 byte) || hash || rank (8 bytes, big-endian) || salt (UTF-8)
 
-The model's name is not in it: each model has tiers of its own.
+The model's name is not in it: each model has its own tiers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RANK_BYTES = 8
 
 
 def offload_key(key: ObjectKey) -> OffloadKey:
-    """Return the key of a block of LMCache's in the tiers of its model."""
+    """Return the key of an LMCache object in the tiers of its model."""
     chunk_hash = key.chunk_hash
     rank = key.kv_rank.to_bytes(_RANK_BYTES, "big")
     return make_offload_key(
@@ -29,7 +29,7 @@ def offload_key(key: ObjectKey) -> OffloadKey:
 
 
 def object_key(key: OffloadKey, model: str) -> ObjectKey:
-    """Return the key of LMCache's that `offload_key` made `key` of."""
+    """Return the key of LMCache from which `offload_key` made `key`."""
     text = get_offload_block_hash(key)
     rank_at = 1 + text[0]
     salt_at = rank_at + _RANK_BYTES
@@ -43,10 +43,10 @@ def object_key(key: OffloadKey, model: str) -> ObjectKey:
 
 
 def in_prefix_order(keys: Sequence[ObjectKey]) -> list[int]:
-    """Return the places of `keys` so that the keys of a group stand in the order of the prompt's chunks.
+    """Return the places of `keys`, sorted by group and within a group by the prompt's chunks.
 
-    LMCache asks for all chunks of one rank, then for those of the next. A tier that searches a prefix by parts needs
-    all ranks of a chunk before the next chunk.
+    LMCache looks up all chunks of one rank, then all of the next. A tier that searches a prefix by parts needs all
+    ranks of a chunk before the next chunk.
     """
     chunks_before: Counter[tuple[int, int]] = Counter()
     order = []

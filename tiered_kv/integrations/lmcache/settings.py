@@ -1,46 +1,42 @@
-"""What `adapter_params` may say."""
+"""LMCache's `adapter_params`, checked."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field, field_validator
 
 from tiered_kv.config.namespace import Label, Seed
 from tiered_kv.config.reading import fill_variables
-from tiered_kv.config.settings import StrictModel, TierSettings
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import Count
 from tiered_kv.config.validation import validate
 from tiered_kv.direct.settings import HostSettings
 from tiered_kv.errors import ConfigError
+from tiered_kv.integrations.user_namespace import UserNamespace
 
 LOCATION = "adapter_params"
 
 QUEUE_S_MAX = 60.0
 JOB_TIMEOUT_S_MAX = 120.0
-"""LMCache gives an object's memory to others when the object's lock is 300 s old (a store) or 600 s (a load), in use or
-not. So an object waits at most `QUEUE_S_MAX` for a tier, and the tier begins no work on it after its `job_timeout`."""
+"""LMCache reuses an object's memory when the object's lock is 300 s old (a store) or 600 s (a load), in use or not. So
+an object waits at most `QUEUE_S_MAX` for a tier, and a tier begins no work on it after its `job_timeout`."""
 
 
-class SaidNamespace(StrictModel):
-    """What LMCache does not tell of a block's bytes, said by the user."""
+class AdapterNamespace(UserNamespace):
+    """The user's part of the namespace: what LMCache does not report."""
 
     unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("model", "dtype", "layout", "layers", "groups", "parallel"), "LMCache tells it"
+        ("model", "dtype", "layout", "layers", "groups", "parallel"), "LMCache sets it"
     )
 
     revision: Label = Field(
-        description="Names the state of the weights and of all else that LMCache does not tell: change it with them."
+        description="Names the state of the weights and of all else that LMCache does not report: change it with them."
     )
-    quantization: Label = Field(default="none", description="How keys and values are quantized.")
-    tenant: Label = Field(default="default", description="Keeps one user's blocks from another's.")
-    hash_algorithm: Label = Field(default="default", description="The server's --hash-algorithm.")
-    hash_seed: Seed = Field(default="", description="The seed of that hash: text, or an integer.")
-    extra: dict[Label, str] = Field(
-        default={}, max_length=256, description="Whatever else must agree, such as adapters."
-    )
+    hash_algorithm: Label | None = Field(default=None, description="The server's --hash-algorithm.")
+    hash_seed: Seed | None = Field(default=None, description="The seed of that hash: text, or an integer.")
 
 
 class AdapterSettings(HostSettings):
@@ -48,7 +44,7 @@ class AdapterSettings(HostSettings):
 
     location = LOCATION
 
-    namespace: SaidNamespace = Field(description="What LMCache does not tell of a block's bytes.")
+    namespace: AdapterNamespace = Field(description="What LMCache does not report of a block's bytes.")
     sets: Count = Field(
         default=1,
         ge=1,
@@ -69,13 +65,6 @@ class AdapterSettings(HostSettings):
         return tiers
 
 
-def read_settings(params: object, environ: Mapping[str, str] = os.environ) -> AdapterSettings:
-    """Return `adapter_params` as settings; `${NAME}` in texts stands for a variable of the environment.
-
-    Raises:
-        ConfigError: They cannot be used; with a line for each setting at fault.
-    """
-    data: Any = params  # Any: until it is checked
-    if isinstance(params, Mapping):
-        data = fill_variables(params, environ)
-    return validate(AdapterSettings, data, (LOCATION,))
+def read_settings(params: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> AdapterSettings:
+    """Return `adapter_params` as settings; `${NAME}` in texts stands for a variable of the environment."""
+    return validate(AdapterSettings, fill_variables(params, environ), (LOCATION,))

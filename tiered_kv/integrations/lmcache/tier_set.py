@@ -1,4 +1,4 @@
-"""The tiers of one model and one layout of its blocks: opened when they may be of use, by a thread of their own."""
+"""The tiers of one model and one layout of its blocks, opened by a thread when they may be of use."""
 
 from __future__ import annotations
 
@@ -15,60 +15,59 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import lmcache
+
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.config.validation import validate
 from tiered_kv.direct import DirectTiers
 from tiered_kv.direct.settings import OWN_STORAGE, part_of
 from tiered_kv.errors import ConfigError, ShutdownError, TieredKVError, TierError
 from tiered_kv.integrations.lmcache.settings import LOCATION, QUEUE_S_MAX, AdapterSettings
-from tiered_kv.integrations.lmcache.version import LMCACHE_VERSION
 
 _log = logging.getLogger(__name__)
 
 RETRY_S = 10.0
-"""How long tiers that could not be opened, or can have no block, are left alone."""
+"""Pause before tiers are opened again that could not be opened, or can have no block."""
 OPEN_S_MAX = 10.0
-"""How long tasks wait for the tiers to open; meanwhile they hold objects of L1, or a request waits for them."""
+"""How long tasks wait for the tiers to open; they hold objects of L1 meanwhile, or a request waits for them."""
 CLOSE_TIMEOUT_S = 30.0
 LOOKUP_SETS_MAX = 16
-"""How many sets whose tiers all share their storage may be open although nothing is stored into them."""
+"""Sets that may be open for lookups only: their tiers all share their storage, and nothing is stored into them."""
 KNOWN_MAX = 1 << 20
-"""How many blocks of a set LMCache is told to be there, in some 200 MiB. Most tiers do not report what they remove."""
+"""Stored blocks of a set that LMCache counts, in some 200 MiB. Most tiers do not report which blocks they remove."""
 _DIGEST_CHARACTERS = 12
 _DIRECTORY = re.compile(rf"[0-9a-f]{{{_DIGEST_CHARACTERS}}}")
 
 Task = Callable[[DirectTiers | None], None]
-"""What is done with the tiers; None stands for tiers that cannot be opened."""
+"""Called with the tiers, or with None if they cannot be opened."""
 
 
 class Places:
-    """How many sets can still be opened: `free` for any use, and some for lookups and loads alone. Any thread."""
+    """Limits the open sets: `free` for any use, and `LOOKUP_SETS_MAX` for lookups and loads only. Any thread."""
 
     def __init__(self, free: int) -> None:
-        self.opening = threading.Lock()  # held while a set opens: no two find room in a directory for the same one
+        self.opening = threading.Lock()  # held while a set opens, so that no two take the last room in a directory
         self._lock = threading.Lock()
         self._free = {True: free, False: LOOKUP_SETS_MAX}
 
     def take(self, *, stores: bool) -> bool:
-        """Take a place, for stores or for none, and return whether there was one."""
+        """Take a place for stores, or for lookups only, and return whether there was one."""
         with self._lock:
             is_free = self._free[stores] > 0
             self._free[stores] -= is_free
             return is_free
 
     def give_back(self, *, stores: bool) -> None:
-        """Leave a place to other sets."""
         with self._lock:
             self._free[stores] += 1
 
 
 class TierSet:
-    """Lets tasks use the tiers of a layout, and knows which of its blocks LMCache was told of. Any thread.
+    """The tiers of a layout, and the blocks in them that LMCache counts. Any thread.
 
-    A store opens the tiers. A lookup or a load opens them only where they can have blocks already: in storage that all
-    share, or in a directory of this layout.
+    A store opens the tiers. A lookup or a load opens them only if they may have blocks: in shared storage, or in a
+    directory of this layout.
 
     Args:
         layout: Data type and shape of each array of an object, as text.
@@ -97,91 +96,88 @@ class TierSet:
         self._on_removed = on_removed
         self._tiers: DirectTiers | None = None
         self._lock = threading.Lock()  # never held across I/O or a callback
-        self._known: OrderedDict[OffloadKey, bool] = OrderedDict()  # all True; those used last are at the end
-        self._waiting: list[tuple[Task, bool]] = []  # with whether it stores
+        self._known: OrderedDict[OffloadKey, bool] = OrderedDict()  # all True, in the order of use
+        self._waiting: list[tuple[Task, bool]] = []  # and whether it stores
         self._opener: threading.Thread | None = None
         self._is_closed = False
-        self._stores = False  # whether a store was asked for
-        self._may_store = False  # whether the open tiers have a place for stores
+        self._stores = False  # a store has been submitted
+        self._may_store = False  # the open tiers have a place for stores
         self._retry_at_s = 0.0
         self._error = ""
 
     def use(self, task: Task, *, stores: bool) -> None:
-        """Call `task` with the tiers: at once if they are open or can have nothing, or when they have been opened."""
+        """Call `task` with the tiers: at once, or when they have been opened."""
         with self._lock:
             if stores and not self._stores:
                 self._stores = True
-                self._retry_at_s = 0.0 if self._opener is None else self._retry_at_s
+                if self._opener is None:
+                    self._retry_at_s = 0.0
             tiers = None if self._is_closed else self._tiers
             if tiers is None and not self._is_closed and time.monotonic() >= self._retry_at_s:
-                with suppress(RuntimeError):  # no more threads: a later task tries again
-                    if self._opener is None:
-                        opener = threading.Thread(target=self._open, name="tiered-kv-open", daemon=True)
-                        opener.start()
-                        self._opener = opener
-                    self._waiting.append((task, stores))
-                    return
+                if self._opener is None:
+                    opener = threading.Thread(target=self._open, name="tiered-kv-open", daemon=True)
+                    opener.start()
+                    self._opener = opener
+                self._waiting.append((task, stores))
+                return
         self._begin(task, tiers, stores)
 
     def _begin(self, task: Task, tiers: DirectTiers | None, stores: bool) -> None:
         task(None if tiers is not None and stores and not self._takes_stores() else tiers)
 
     def _takes_stores(self) -> bool:
-        """Return whether the open tiers have a place for stores; that for lookups is given back for it."""
+        """Return whether the open tiers have a place for stores; they exchange that for lookups for it."""
         with self._lock:
             if not self._may_store and self._places.take(stores=True):
                 self._places.give_back(stores=False)
                 self._may_store, self._error = True, ""
-            is_refused = not self._may_store
-            is_new = is_refused and not self._error
-            if is_new:
-                self._error = self._no_place
+            if self._may_store:
+                return True
+            is_new, self._error = not self._error, self._no_place
         if is_new:
             _log.error("nothing is stored for %s: %s", self._what, self._no_place)
-        return not is_refused
+        return False
 
     def _open(self) -> None:
-        patience = threading.Timer(OPEN_S_MAX, self._stop_waiting)
-        patience.daemon = True
+        timer = threading.Timer(OPEN_S_MAX, self._stop_waiting)
+        timer.daemon = True
         tiers, error = None, ""
         try:
-            patience.start()
+            timer.start()
             with self._places.opening:
-                tiers = self._opened()
-        except Exception as problem:  # whatever a tier raises: LMCache goes on without its tiers
-            # A client library may have put a password into the text of others than ours.
-            error = str(problem) if isinstance(problem, TieredKVError) else type(problem).__name__
-        patience.cancel()
+                tiers = self._open_tiers()
+        except Exception as raised:  # LMCache goes on without the tiers
+            # A client library may have put a password into the text of its errors.
+            error = str(raised) if isinstance(raised, TieredKVError) else type(raised).__name__
+        timer.cancel()
         if error:
             _log.error("no tiers for %s; trying again in %g s: %s", self._what, RETRY_S, error)
         with self._lock:
-            # A store that was asked for since opens them.
-            is_again = tiers is None and not error and self._stores and not self._is_closed
             late, self._tiers = (tiers, None) if self._is_closed else (None, tiers)
-            self._error = error
-            if not is_again:
-                self._opener = None
-                self._retry_at_s = 0.0 if tiers is not None else time.monotonic() + RETRY_S
-        if is_again:
-            self._open()
-            return
+            self._error, self._opener = error, None
+            # A store that was submitted meanwhile fails, and the next one opens the tiers.
+            is_wanted = tiers is not None or (self._stores and not error)
+            self._retry_at_s = 0.0 if is_wanted else time.monotonic() + RETRY_S
         if late is not None:
             late.close()
         self._end_waiting()
 
-    def _opened(self) -> DirectTiers | None:
-        """Return the tiers, or None where nothing is to be stored and no tier can have a block."""
+    def _open_tiers(self) -> DirectTiers | None:
+        """Return the tiers, or None if there is nothing to store and no tier can have a block."""
         settings = self._settings
         namespace = namespace_of(self.model, self.layout, settings)
         digest = namespace.identify(block_bytes=self.block_bytes, block_tokens=1).digest.hex()
         directory = digest[:_DIGEST_CHARACTERS]
         if not may_have_blocks(settings.tiers, directory) and not self._stores:
             return None
-        # A part of a capacity, and a directory, are for those that store.
+        # Tiers with their own storage take a part of the capacity, and a directory, when they open.
         stores = self._stores or any(tier.type in OWN_STORAGE for tier in settings.tiers)
         if not self._places.take(stores=stores):
-            looked_up = f"{LOOKUP_SETS_MAX} other models or layouts have been looked up, and not stored"
-            raise ConfigError(self._no_place if stores else looked_up)
+            raise ConfigError(
+                self._no_place
+                if stores
+                else f"{LOOKUP_SETS_MAX} other models or layouts have been looked up, and not stored"
+            )
         try:
             tiers = DirectTiers(
                 self._memory,
@@ -202,7 +198,7 @@ class TierSet:
         return f"{self._settings.sets} other models or layouts use the tiers already; raise {LOCATION}.sets"
 
     def _stop_waiting(self) -> None:
-        """Let no task wait for tiers that take too long to open. They are used when they are open."""
+        """End the tasks that wait for tiers that take too long to open. Later tasks use them when they are open."""
         with self._lock:
             if self._opener is None:
                 return
@@ -222,10 +218,10 @@ class TierSet:
     def _what(self) -> str:
         return f"model '{self.model}' with objects of {self.layout}"
 
-    # What LMCache was told of.
+    # The blocks that LMCache counts.
 
     def learn(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
-        """Note blocks that the tiers have; return those that LMCache was not told of yet."""
+        """Note stored blocks; return those that LMCache does not count yet."""
         with self._lock:
             new = {key for key in keys if key not in self._known}
             for key in keys:
@@ -234,12 +230,12 @@ class TierSet:
         return new
 
     def too_many(self) -> list[OffloadKey]:
-        """Return the blocks over `KNOWN_MAX`: those used longest ago."""
+        """Return the blocks over `KNOWN_MAX`, the least recently used."""
         with self._lock:
             return list(islice(self._known, max(len(self._known) - KNOWN_MAX, 0)))
 
     def forget(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Note blocks that LMCache is not to count any more; return those that it was told of."""
+        """Forget blocks; return those that LMCache has counted."""
         with self._lock:
             return [key for key in keys if self._known.pop(key, False)]
 
@@ -251,23 +247,24 @@ class TierSet:
             self._on_removed(self, known)
         elif known and tiers is not None:  # another tier may have the block
 
-            def tell(answers: list[bool]) -> None:
-                self._on_removed(self, [key for key, is_there in zip(known, answers, strict=True) if not is_there])
+            def report(answers: list[bool]) -> None:
+                self._on_removed(self, [key for key, is_found in zip(known, answers, strict=True) if not is_found])
 
             with suppress(ShutdownError):
-                tiers.contains(known, tell)
+                tiers.contains(known, report)
 
     def status(self) -> dict[str, Any]:  # Any: as `DirectTiers.status`
-        """Return what people want to know of these tiers."""
+        """Return the set for LMCache's status."""
         tiers = self._tiers
-        told = {"model": self.model, "layout": self.layout, "block_bytes": self.block_bytes}
-        if tiers is None:
-            return {**told, "error": self._error}
-        shown = {**told, "tiers": tiers.status(), "counters": tiers.counters()}
-        return {**shown, "error": self._error} if self._error else shown
+        shown: dict[str, Any] = {"model": self.model, "layout": self.layout, "block_bytes": self.block_bytes}
+        if tiers is not None:
+            shown |= {"tiers": tiers.status(), "counters": tiers.counters()}
+        if tiers is None or self._error:
+            shown["error"] = self._error
+        return shown
 
     def close(self) -> None:
-        """Close the tiers, when no task is in flight any more or `CLOSE_TIMEOUT_S` are over."""
+        """Close the tiers when no task is in flight any more, or after `CLOSE_TIMEOUT_S`."""
         with self._lock:
             self._is_closed = True
             opener = self._opener
@@ -282,33 +279,19 @@ class TierSet:
 
 
 def namespace_of(model: str, layout: str, settings: AdapterSettings) -> Namespace:
-    """Return the namespace of a model's objects, under what the user says.
-
-    Raises:
-        ConfigError: The user says what LMCache tells, or a text is too long.
-    """
-    said = settings.namespace
-    told = {"engine": "lmcache", "lmcache": LMCACHE_VERSION}
-    taken = sorted(told.keys() & said.extra.keys())
-    if taken:
-        location = f"{LOCATION}.namespace.extra"
-        raise ConfigError(f"LMCache tells '{taken[0]}'; choose another name", location=location)
-    told_and_said = {"model": model, "layout": layout, **said.model_dump(), "extra": {**said.extra, **told}}
-    return validate(Namespace, told_and_said, (LOCATION, "namespace"))
+    """Return the namespace of a model's objects."""
+    facts = {"engine": "lmcache", "lmcache": str(lmcache.__version__)}
+    return settings.namespace.complete("LMCache", {"model": model, "layout": layout}, facts, (LOCATION, "namespace"))
 
 
 def may_have_blocks(tiers: Sequence[TierSettings], directory: str) -> bool:
-    """Return whether a layout's blocks may be there before it is opened: in shared storage, or in its `directory`."""
+    """Return whether there may be blocks of a layout: in shared storage, or in its `directory`."""
     own = [part_of(tier, directory, Fraction(1)) for tier in tiers if tier.type in OWN_STORAGE]
     return len(own) < len(tiers) or any(Path(tier.path).is_dir() for tier in own if hasattr(tier, "path"))
 
 
 def own_part(tier: TierSettings, directory: str, sets: int) -> TierSettings:
-    """Return the settings of a tier for one of `sets` layouts: its part of a capacity, and its own directory.
-
-    Raises:
-        TierError: The directory is full of other layouts' blocks.
-    """
+    """Return a tier's settings for one of `sets` layouts: a part of the capacity, and a directory."""
     own = part_of(tier, directory, Fraction(1, sets))
     path = Path(getattr(tier, "path", ""))
     if tier.type == "nvme" and path.is_dir():

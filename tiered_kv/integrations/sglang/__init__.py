@@ -4,15 +4,14 @@
 docs/how-to/sglang.md has the configuration.
 
 Raises:
-    ConfigError: On import, where SGLang is not installed or its version is unknown.
+    ConfigError: On import, if SGLang is not installed or its version is not tested.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tiered_kv.integrations.versions import checked_version
+from tiered_kv.integrations.versions import checked_version, imported_on_use
 
 if TYPE_CHECKING:
     from tiered_kv.integrations.sglang.backend import TieredKVHiCache
@@ -20,13 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["SGLANG_VERSION", "TESTED_VERSIONS", "TieredKVHiCache"]
 
 TESTED_VERSIONS = ("0.5.23",)
-"""The versions that this integration's tests run. Patch releases change the interface, so no other is taken."""
+"""The versions that the tests run. Patch releases change the interface, so no other is accepted."""
 
 SGLANG_VERSION = checked_version("sglang", "SGLang", TESTED_VERSIONS, parts=4)
-"""The version that is installed."""
+"""The installed version."""
 
-
-def __getattr__(name: str) -> Any:  # Any: the class
-    if name != "TieredKVHiCache":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("tiered_kv.integrations.sglang.backend").TieredKVHiCache
+__getattr__ = imported_on_use(__name__, {"TieredKVHiCache": "backend"})

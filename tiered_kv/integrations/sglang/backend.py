@@ -1,8 +1,7 @@
-"""The storage backend of SGLang's HiCache: pages go from its host pools to our tiers, and back.
+"""The storage backend of SGLang's HiCache, which copies pages between its host pools and our tiers.
 
-SGLang calls from threads of its own: one asks what is stored, one loads, one stores. Each of our methods waits until no
-tier touches the pages any more, since SGLang gives them to others then. Registering, clearing and closing are the
-scheduler's thread's.
+SGLang has a thread for lookups, one for loads and one for stores. Our methods wait until no tier uses the pages
+any more, since SGLang reuses them then. The scheduler's thread registers pools, clears and closes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tiered_kv.direct import DirectTiers
 from tiered_kv.direct.settings import part_of
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.sglang.engine import engine_facts
-from tiered_kv.integrations.sglang.identity import check_sharing, namespace_of, own_variables
+from tiered_kv.integrations.sglang.identity import check_sharing, namespace_of, process_variables
 from tiered_kv.integrations.sglang.pools import PagePool, Parts
 from tiered_kv.integrations.sglang.settings import read_settings
 
@@ -42,35 +41,33 @@ _log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 
 _kept: list[PagePool] = []
-"""Pools whose memory a transfer that hangs may still touch. They stay mapped until the process ends."""
+"""Pools whose memory a hanging transfer may still use. They stay mapped until the process ends."""
 
 
 class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there when types are checked
     """Configured as `--hicache-storage-backend dynamic`; docs/how-to/sglang.md has the extra config.
 
     Args:
-        storage_config: SGLang's; its `extra_config` has ours.
-        kwargs: Nothing that is used.
+        storage_config: SGLang's; its `extra_config` has our settings.
+        kwargs: Not used.
 
     Raises:
         ConfigError: A setting cannot be used, or does not fit the engine.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: object = None) -> None:
-        variables = own_variables()
-        values = {name: str(value) for name, (value, _) in variables.items()}
-        counts = {name: count for name, (_, count) in variables.items()}
+        values, processes = process_variables()
         self._config = storage_config
-        self._settings = read_settings(storage_config.extra_config or {}, {**os.environ, **values}, counts)
+        self._settings = read_settings(storage_config.extra_config or {}, {**os.environ, **values}, processes)
         check_sharing(storage_config, self._settings)
         self._facts = engine_facts(self._settings.namespace)
         self._pools: dict[str, PagePool] = {}
         self._tiers: dict[str, list[tuple[Parts, DirectTiers]]] = {}
-        """Of each pool, by its name."""
+        """By the pool's name."""
         self._is_used = False
         self._load_s_max = sum(tier.job_timeout for tier in self._settings.tiers)
         self._load_until_s = math.inf
-        """When the load that runs should have ended. SGLang has one thread for loads."""
+        """Time at which the running load should have ended. SGLang has one thread for loads."""
         self._metrics = StorageMetrics()
         self._metrics_lock = threading.Lock()
 
@@ -84,7 +81,7 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         is_late = bool(self._tiers) and str(host_pool_name) not in self._pools
         self._add(host_pool_name, host_pool)
-        if is_late:  # that of a draft model
+        if is_late:  # a draft model's pool
             if self._is_used:
                 raise ConfigError(
                     f"SGLang's host pool '{host_pool_name}' comes too late: pages have been stored before"
@@ -93,11 +90,7 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
             self.on_host_pools_registered()
 
     def on_host_pools_registered(self) -> None:
-        """Open the tiers of all pools.
-
-        Raises:
-            ConfigError, TierError: A tier cannot be opened.
-        """
+        """Open the tiers of all pools."""
         all_bytes = sum(parts.pool_bytes for pool in self._pools.values() for parts in pool.parts)
         with ExitStack() as undo:
             undo.callback(self._close_tiers)
@@ -125,7 +118,7 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
 
     def batch_exists(self, keys: list[str], extra_info: object = None) -> int:
         if time.monotonic() > self._load_until_s:
-            return 0  # a load hangs, and a request that finds pages would wait for one behind it
+            return 0  # a load hangs, and the load of a request that finds pages would wait behind it
         return _prefix(self._run("contains", PoolName.KV, keys))
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: object = None) -> list[bool]:
@@ -144,13 +137,13 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         restorable = list(range(1, pages + 1))
         for transfer in pool_transfers or ():
             if transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
-                continue  # another form of the same pages, which never decides; none is stored here
-            there = self._run("contains", transfer.name, keys[:pages])
+                continue  # another form of the same pages; none is stored here
+            found = self._run("contains", transfer.name, keys[:pages])
             if transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES:
                 window = max(1, len(transfer.keys or ()))
-                ends = {end for end in range(1, pages + 1) if all(there[max(0, end - window) : end])}
+                ends = {end for end in range(1, pages + 1) if all(found[max(0, end - window) : end])}
             else:
-                ends = set(range(1, _prefix(there) + 1))
+                ends = set(range(1, _prefix(found) + 1))
             if ends:
                 hits[transfer.name] = max(ends)
             restorable = [end for end in restorable if end in ends]
@@ -168,7 +161,7 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
             for transfer in transfers
         }
 
-    # What SGLang calls without `interface_v1`, which is required here.
+    # Abstract methods, which SGLang calls without `interface_v1` only. That is required here.
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -190,33 +183,30 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
     # Administration.
 
     def clear(self) -> None:
-        """Forget every page in every tier, also of other engines that share it."""
+        """Forget every page in every tier, for all engines that share the tier."""
         for opened in self._tiers.values():
             for _, tiers in opened:
                 tiers.reset()
 
     def get_stats(self) -> StorageMetrics:
-        """Return how many pages went each way since the last call, by call, and how fast, in GB/s.
-
-        Nothing is measured where SGLang does not ask, because its metrics are off.
-        """
+        """Return the pages of each load and store since the last call, and their rates in GB/s, if metrics are on."""
         with self._metrics_lock:
             taken, self._metrics = self._metrics, StorageMetrics()
         return taken
 
     def counters(self) -> dict[str, dict[str, dict[str, Any]]]:  # Any: as `Counters.snapshot`
-        """Return the counts of each tier, by the name of the parts that it has: "kv", or "mamba-0" and so on."""
+        """Return the counters of each tier by the name of its parts: "kv", or "mamba-0" and so on."""
         return {parts.name: tiers.counters() for pool in self._tiers.values() for parts, tiers in pool}
 
     def close(self) -> None:
-        """Let what is on its way arrive, for a while, and close the tiers. SGLang has ended its threads before."""
+        """Wait a limited time for transfers, and close the tiers. SGLang has ended its threads before."""
         _log.info("the tiers of HiCache close; their counters: %s", self.counters())
         self._close_tiers()
 
     def _close_tiers(self) -> None:
         for name, opened in self._tiers.items():
-            has_let_go = [tiers.close(CLOSE_TIMEOUT_S) for _, tiers in opened]
-            if not all(has_let_go):
+            are_unused = [tiers.close(CLOSE_TIMEOUT_S) for _, tiers in opened]
+            if not all(are_unused):
                 _kept.append(self._pools[name])
         self._tiers = {}
 
@@ -247,7 +237,7 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         return moved
 
     def _run(self, method: str, name: str, keys: Sequence[str], host_indices: torch.Tensor | None = None) -> list[bool]:
-        """Call a method of the tiers of each size at once, wait for all, and return for each page whether all did."""
+        """Call a method of the tiers of each part size, wait for all, and return for each page if all succeeded."""
         self._is_used = True
         opened = self._tiers.get(str(name))
         if opened is None:
@@ -261,12 +251,12 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
                 arguments: list[Any] = [pool.keys(parts, keys)]
                 if host_indices is not None:
                     arguments.append(pool.offsets(parts, host_indices))
-                told: Future[list[bool]] = Future()
-                getattr(tiers, method)(*arguments, told.set_result)
-                waiting.append((len(parts.numbers), told))
-        finally:  # whatever was raised, nothing may touch the pages any more
-            for count, told in waiting:
-                for place, answer in enumerate(told.result()):
+                answers: Future[list[bool]] = Future()
+                getattr(tiers, method)(*arguments, answers.set_result)
+                waiting.append((len(parts.numbers), answers))
+        finally:  # after an error, too, no tier may use the pages any more
+            for count, answers in waiting:
+                for place, answer in enumerate(answers.result()):
                     whole[place // count] &= answer
             if method == "load":
                 self._load_until_s = math.inf

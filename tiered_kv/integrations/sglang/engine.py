@@ -21,14 +21,17 @@ from sglang.srt.runtime_context import get_context, get_device, get_parallel, ge
 from sglang.srt.server_args import ServerArgs
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.hf_config import has_fixed_rope, without_origin
-from tiered_kv.integrations.sglang.settings import LOCATION, NamespaceSaid
+from tiered_kv.integrations.hf_config import depends_on_length, without_origin
+from tiered_kv.integrations.sglang.settings import LOCATION
+from tiered_kv.integrations.user_namespace import UserModelNamespace
 from tiered_kv.integrations.versions import installed_versions
-from tiered_kv.integrations.weight_files import files_digest
+from tiered_kv.integrations.weight_files import files_digest, weights_in_files
+
+_NAMESPACE = f"{LOCATION}.namespace"
 
 _SECTIONS = ("model", "exec", "mm", "spec")
 """Sections of settings that count. The others are about places, memory, scheduling, serving and observing; about other
-transfers; and about adapters, which `_demand` covers. What they change in a page is told by the host pools."""
+transfers; and about adapters, which `check_adapters` covers. What they change in a page shows in the host pools."""
 
 _IRRELEVANT = re.compile(
     # The model's origin and length, which `_weights` and `_model` have; how its files are read.
@@ -63,7 +66,7 @@ _OTHERS = (
     "enable_dsa_cache_layer_split",
     "enable_kv_cache_sharding",
 )
-"""What counts of other sections. Hooks may change what layers compute; HiCache tells the sizes of `parallel`."""
+"""What counts of other sections. Hooks may change what layers compute; HiCache reports the sizes of `parallel`."""
 
 _FILES = ("quantization_param_path", "kt_weight_path", "modelopt_checkpoint_restore_path")
 """Settings that name files beside the model's, of which the content counts: scales, and weights."""
@@ -86,14 +89,11 @@ def model_path() -> str:
     return str(get_context().config_bag("model").model_path)
 
 
-def engine_facts(said: NamespaceSaid) -> dict[str, str]:
-    """Return what the namespace has to hold of the engine beside what HiCache and its host pools tell, by name.
-
-    Raises:
-        ConfigError: The engine is configured with something that SGLang does not tell, and `said` has to.
-    """
+def engine_facts(user: UserModelNamespace) -> dict[str, str]:
+    """Return what the namespace has to hold of the engine beside what HiCache and its host pools report, by name."""
     config = process_model_config()
-    _demand(said)
+    if _value("enable_lora", "lora"):
+        user.check_adapters("SGLang", _NAMESPACE)
     sections: dict[str, object] = {"hf_config": _model(config)}
     is_drafting = _has_draft()
     for name, path in sorted(sections_of(ServerArgs).items()):
@@ -114,8 +114,8 @@ def engine_facts(said: NamespaceSaid) -> dict[str, str]:
         "dtype": str(config.dtype),
         "platform": _platform(),
         "libraries": installed_versions(_PACKAGES),
-        "weights": _weights(config, str(_value("load_format", "model")), said),
-        **(_draft_weights(said) if is_drafting else {}),
+        "weights": _weights(config, str(_value("load_format", "model")), user),
+        **(_draft_weights(user) if is_drafting else {}),
         **{f"sglang.{name}": _digest(name, value) for name, value in sections.items()},
     }
 
@@ -128,36 +128,27 @@ def _value(name: str, path: str) -> object:
     return getattr(bag, name)
 
 
-def _demand(said: NamespaceSaid) -> None:
-    if _value("enable_lora", "lora") and not said.extra.get("adapters"):
-        raise ConfigError(
-            "LoRA is on. SGLang's hashes hold an adapter's name and path and nothing of its weights; name their state "
-            'here, such as "extra": {"adapters": "1"}, and change it whenever you replace weights under one path',
-            location=f"{LOCATION}.namespace",
-        )
-
-
 def _model(config: ModelConfig) -> dict[str, object]:
     described = {}
     for name in ("hf_config", "hf_text_config"):
-        told = {**getattr(config, name).to_dict()}
-        told.pop("context_len", None)  # SGLang puts it there
-        described[name] = without_origin(told)
-    follows_length = (
-        not has_fixed_rope(described["hf_config"])
-        or str(getattr(config.hf_text_config, "model_type", "")).startswith("llama4")
-        or bool(_value("trust_remote_code", "model"))
-        or str(_value("model_impl", "model")) not in ("auto", "sglang")
+        entries = {**getattr(config, name).to_dict()}
+        entries.pop("context_len", None)  # SGLang adds it
+        described[name] = without_origin(entries)
+    is_foreign_code = bool(_value("trust_remote_code", "model")) or str(_value("model_impl", "model")) not in (
+        "auto",
+        "sglang",
     )
-    return {**described, "context_length": config.context_len if follows_length else None}
+    model_type = getattr(config.hf_text_config, "model_type", "")
+    counts = depends_on_length(described["hf_config"], model_type, is_foreign_code=is_foreign_code)
+    return {**described, "context_length": config.context_len if counts else None}
 
 
 def _has_draft() -> bool:
-    """Return whether a draft model adds layers of its own."""
+    """Return whether a draft model adds layers."""
     return str(_value("speculative_algorithm", "spec") or "NGRAM").upper() != "NGRAM"
 
 
-def _draft_weights(said: NamespaceSaid) -> dict[str, str]:
+def _draft_weights(user: UserModelNamespace) -> dict[str, str]:
     path = _value("speculative_draft_model_path", "spec")
     revision = _value("speculative_draft_model_revision", "spec")
     if path is None or (path, revision) == (model_path(), _value("revision", "model")):
@@ -166,27 +157,19 @@ def _draft_weights(said: NamespaceSaid) -> dict[str, str]:
         get_server_args(), model_path=str(path), model_revision=revision, is_draft_model=True
     )
     load_format = _value("speculative_draft_load_format", "spec") or _value("load_format", "model")
-    return {"draft": _weights(config, str(load_format), said), "draft.hf_config": _digest("draft", _model(config))}
+    return {"draft": _weights(config, str(load_format), user), "draft.hf_config": _digest("draft", _model(config))}
 
 
-def _weights(config: ModelConfig, load_format: str, said: NamespaceSaid) -> str:
+def _weights(config: ModelConfig, load_format: str, user: UserModelNamespace) -> str:
     comes_later = _value("checkpoint_engine_wait_weights_before_ready", "model")
     if load_format == "dummy" and not comes_later:
         return f"dummy {get_device().random_seed}"
     if load_format in _FILE_FORMATS and not comes_later and not _value("custom_weight_loader", "model"):
-        digest = files_digest(config.model_path)
-        if digest is not None:
-            return f"files {digest} {load_format}"
         commit = getattr(config.hf_config, "_commit_hash", None)
-        if commit:
-            return f"commit {commit} {load_format}"
-    if said.revision is None:
-        raise ConfigError(
-            f"SGLang does not tell which weights '{config.model_path}' has (load format {load_format}); name them by "
-            '"revision" here',
-            location=f"{LOCATION}.namespace",
-        )
-    return f"revision, {load_format}"
+        found = weights_in_files(config.model_path, commit, load_format)
+        if found is not None:
+            return found
+    return user.named_weights("SGLang", config.model_path, load_format, _NAMESPACE)
 
 
 def _platform() -> str:
@@ -201,7 +184,7 @@ def _digest(name: str, value: object) -> str:
     try:
         text = json.dumps(value, sort_keys=True, default=_plain)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"SGLang's {name} has a value that cannot be told from others: {error}") from error
+        raise ConfigError(f"SGLang's {name} has a value without a stable text: {error}") from error
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"tiered-kv-sgl-v1").hexdigest()
 
 

@@ -10,7 +10,6 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.runtime_context import get_parallel
 
 from tiered_kv.config.namespace import Namespace, Parallel
-from tiered_kv.config.validation import validate
 from tiered_kv.direct.settings import OWN_STORAGE
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.sglang.engine import model_path
@@ -18,16 +17,18 @@ from tiered_kv.integrations.sglang.pools import PagePool
 from tiered_kv.integrations.sglang.settings import LOCATION, RANK_VARIABLE, REPLICA_VARIABLE, HiCacheSettings
 
 _GEOMETRY = ("start_layer", "end_layer", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
-"""What a host pool may say of its layers and heads."""
+"""Attributes that host pools may have for their layers and heads."""
 
 
-def own_variables() -> dict[str, tuple[int, int]]:
-    """Return for each variable that tells the processes of an engine apart this one's value, and how many there are."""
+def process_variables() -> tuple[dict[str, str], dict[str, int]]:
+    """Return the variables that identify an engine's process: their values here, and the numbers of processes."""
     parallel = get_parallel()
     ranks, replicas = int(parallel.launch_world_size), int(parallel.dp_size)
-    return {
-        RANK_VARIABLE: (int(parallel.launch_world_rank) if ranks > 1 else 0, ranks),
-        REPLICA_VARIABLE: (int(parallel.dp_rank or 0) if replicas > 1 else 0, replicas),
+    rank = int(parallel.launch_world_rank) if ranks > 1 else 0
+    replica = int(parallel.dp_rank or 0) if replicas > 1 else 0
+    return {RANK_VARIABLE: str(rank), REPLICA_VARIABLE: str(replica)}, {
+        RANK_VARIABLE: ranks,
+        REPLICA_VARIABLE: replicas,
     }
 
 
@@ -50,24 +51,16 @@ def check_sharing(config: HiCacheStorageConfig, settings: HiCacheSettings) -> No
 
 
 def namespace_of(
-    pool: PagePool, config: HiCacheStorageConfig, settings: HiCacheSettings, facts: Mapping[str, str]
+    pool: PagePool, config: HiCacheStorageConfig, settings: HiCacheSettings, engine_facts: Mapping[str, str]
 ) -> Namespace:
-    """Return the namespace of a host pool's pages; the size of a part is not in it yet.
-
-    Raises:
-        ConfigError: The user's part of it cannot be used, or the ranks cannot have the pool's pages.
-    """
-    said = settings.namespace
-    told = {
-        **facts,
+    """Return the namespace of a host pool's pages, without the size of a part."""
+    facts = {
+        **engine_facts,
         "engine": "sglang",
         "class": type(pool.pool).__name__,
         "parts": ",".join(map(str, pool.sizes)),
         "format": str(getattr(pool.pool, "storage_format_tag", None)),
     }
-    taken = sorted(set(said.extra) & set(told))
-    if taken:
-        raise ConfigError(f"SGLang tells '{taken[0]}'; choose another name", location=f"{LOCATION}.namespace.extra")
     geometry = {name: getattr(pool.pool, name, None) for name in _GEOMETRY}
     fields = {
         "model": model_path(),
@@ -79,10 +72,8 @@ def namespace_of(
             ", ".join([pool.name, *(f"{name} {value}" for name, value in geometry.items() if value is not None)]),
         ),
         "parallel": _parallel(pool.name, pool.pool, config),
-        **said.model_dump(exclude_none=True, exclude={"extra"}),
-        "extra": {**said.extra, **told},
     }
-    return validate(Namespace, fields, (LOCATION, "namespace"))
+    return settings.namespace.complete("SGLang", fields, facts, (LOCATION, "namespace"))
 
 
 def _parallel(name: str, pool: Any, config: HiCacheStorageConfig) -> Parallel:  # Any: a host pool
@@ -90,9 +81,6 @@ def _parallel(name: str, pool: Any, config: HiCacheStorageConfig) -> Parallel:  
 
     Replicas of a pool within the tensor parallel group are one part: SGLang stores them once. That is so in models with
     latent attention, but for states.
-
-    Raises:
-        ConfigError: SGLang stores the pool once, and the ranks' parts of it differ.
     """
     is_replicated = config.is_mla_model and name != PoolName.MAMBA
     if is_replicated and config.tp_size > 1 and isinstance(pool, MHATokenToKVPoolHost):

@@ -1,8 +1,8 @@
-"""SGLang's host pools: where the parts of a page lie in memory.
+"""SGLang's host pools: the places of a page's parts in memory.
 
-A page is the KV cache of some tokens, or a recurrent state at the end of a page. A host pool keeps it in one or more
-runs of bytes: keys and values, in a layer-first layout those of each layer, in a Mamba pool each kind of state. Such a
-run is a *part*. Parts are numbered within their page, and each is a block of a tier.
+A page is the KV cache of some tokens, or a recurrent state. A host pool keeps it in one or more runs of bytes: keys and
+values, in a layer-first layout those of each layer, in a Mamba pool each kind of state. Each run is a *part*, with a
+number within its page, and is a block of a tier.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BUFFERS = (
     "temporal_buffer",
     "conv_buffer",
 )
-"""Where host pools have their tensors."""
+"""Attributes in which host pools have their tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Parts:
     """The parts of a pool's pages that have one size.
 
     Args:
-        name: The name of a directory for them: the pool's, with a number where the pool has several sizes.
-        numbers: Which parts of a page they are.
-        address: Where the memory begins that has all of them.
-        memory_bytes: How long it is. There may be holes in it that are not mapped.
-        pool_bytes: Bytes that they have in the whole pool.
+        name: Name of their directory: the pool's, with a number if the pool has several sizes.
+        numbers: Their numbers within a page.
+        address: Begin of the memory that has all of them.
+        memory_bytes: Size of that memory. It may have holes that are not mapped.
+        pool_bytes: Their bytes in the whole pool.
     """
 
     name: str
@@ -50,22 +50,19 @@ class Parts:
 
 
 class PagePool:
-    """A host pool of SGLang's, by pages and parts. Any thread may use it.
+    """A host pool of SGLang, by pages and parts. Any thread may use it.
 
     Args:
-        name: SGLang's name of it, such as "kv" or "mamba".
+        name: SGLang's name for it, such as "kv" or "mamba".
         pool: SGLang's `HostKVCache`.
-
-    Raises:
-        ConfigError: A page has no fixed places in it.
     """
 
     def __init__(self, name: str, pool: Any) -> None:
         self.name, self.pool = name, pool
         self.page_slots = int(pool.page_size)
-        """Indices of SGLang's that a page takes."""
+        """SGLang's indices that a page takes."""
         self.tensors = _tensors_of(pool)
-        """The pool's memory, kept from being freed."""
+        """The pool's memory. SGLang drops it when the pool is destroyed; this keeps it."""
         pages = int(pool.size) // int(pool.page_size)
         addresses, self.sizes = self._places(torch.arange(self.page_slots))
         last, _ = self._places(torch.arange(self.page_slots) + (pages - 1) * self.page_slots)
@@ -86,7 +83,7 @@ class PagePool:
         return [make_offload_key(each, number) for each in hashes for number in parts.numbers]
 
     def offsets(self, parts: Parts, host_indices: torch.Tensor) -> list[int]:
-        """Return where those parts lie in their memory; `host_indices` are the slots of whole pages."""
+        """Return the offsets of those parts in their memory; `host_indices` are the slots of whole pages."""
         addresses, _ = self.pool.get_page_buffer_meta(host_indices)
         begin, count = parts.address, len(self.sizes)
         return [
@@ -94,12 +91,10 @@ class PagePool:
         ]
 
     def _places(self, host_indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Return the addresses and sizes of the parts of some pages.
-
-        SGLang's pools refuse with errors of several kinds what they cannot tell.
-        """
+        """Return the addresses and sizes of the parts of some pages."""
         try:
             addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
+        # What pools raise that have no fixed places.
         except (NotImplementedError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"SGLang's host pool '{self.name}' ({type(self.pool).__name__}, layout {self.pool.layout}) has no "
@@ -116,7 +111,7 @@ class PagePool:
                 return tensor
         raise ConfigError(
             f"part {number} of a page of SGLang's host pool '{self.name}' ({type(self.pool).__name__}, layout "
-            f"{self.pool.layout}) lies in no memory that is known here"
+            f"{self.pool.layout}) is in no known memory"
         )
 
 

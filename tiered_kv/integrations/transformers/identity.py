@@ -1,7 +1,7 @@
-"""Which model computed a block: digests of its configuration and of its weights, for the namespace.
+"""Digests of a model's configuration and weights, for the namespace.
 
-How the model is run (attention implementation, versions of torch and Transformers, kernels, threads) is not part of it:
-these change the last bits of a key or value, as they change those of a logit, and not what it stands for.
+How the model is run (attention implementation, versions of torch and Transformers, kernels, threads) does not count: it
+changes the last bits of a key or value, as of a logit, and not their meaning.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REMEDY = "name the model and its revision in the stack's namespace, and pass we
 
 _NOT_OF_THE_MODEL = frozenset(
     {
-        # Where it came from, and by what.
+        # The model's origin.
         "_name_or_path",
         "architectures",
         "transformers_version",
@@ -51,26 +51,22 @@ _NOT_OF_THE_MODEL = frozenset(
         "problem_type",
     }
 )
-"""Entries of a configuration that no key or value depends on. All others count, those of future versions too."""
+"""Entries of a configuration that no key or value depends on. All others count, in future versions too."""
 
 
 class Weights(StrEnum):
-    """How a model's weights are told from others."""
+    """What identifies a model's weights."""
 
     FULL = "full"
-    """By a hash of every byte."""
+    """A hash of every byte."""
     SAMPLED = "sampled"
-    """By a hash of 16 pages of each tensor: quick, and blind to a change of a few single values."""
+    """A hash of 16 pages of each tensor: quick, but it does not show a change of a few values."""
     REVISION = "revision"
-    """By the `model` and `revision` of the stack's namespace; no weight is read, and you vouch for the name."""
+    """The `model` and `revision` of the stack's namespace, for which you vouch; no weight is read."""
 
 
 def namespace_fields(model: Any, layout: BlockLayout, weights: Weights) -> dict[str, object]:
-    """Return what the namespace says of the model, by field; `model` is a PreTrainedModel.
-
-    Raises:
-        ValueError: The weights cannot be read.
-    """
+    """Return the model's fields of the namespace; `model` is a PreTrainedModel."""
     extra = {
         "config": config_digest(model.config.to_dict()),
         "code": f"{type(model).__module__}.{type(model).__qualname__}",  # of a model's repository, with its revision
@@ -96,14 +92,9 @@ def config_digest(config: Mapping[str, object]) -> str:
 
 
 def weights_digest(state: Mapping[str, torch.Tensor], *, sampled: bool = False) -> str:
-    """Return 32 hexadecimal digits for a model's weights, as its `state_dict` gives them.
+    """Return 32 hexadecimal digits for a model's weights, as its `state_dict` gives them, on any device.
 
-    Args:
-        state: Tensors by name, on any device.
-        sampled: Read 16 pages of 4 KiB of each tensor that has more, the first and the last among them.
-
-    Raises:
-        ValueError: An entry is not a tensor, or has no content.
+    If `sampled`, 16 pages of 4 KiB stand for a larger tensor, among them the first and the last.
     """
     entries = []
     for name, tensor in sorted(state.items()):
@@ -129,12 +120,12 @@ def _content_digest(tensor: torch.Tensor, sampled: bool) -> str:
 
 
 def _with_text_keys(value: object) -> object:
-    """Return `value` with keys that JSON can sort, and anything that it does not know as text."""
+    """Return `value` with keys that JSON can sort, and with text for types that JSON does not have."""
     if isinstance(value, Mapping):
         return {str(key): _with_text_keys(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_with_text_keys(item) for item in value]
-    if isinstance(value, (set, frozenset)):  # without an order, which would differ from start to start
+    if isinstance(value, (set, frozenset)):  # whose order differs from start to start
         return sorted(map(str, value))
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 

@@ -1,8 +1,8 @@
-"""A block: its bytes are the keys and values of some tokens, of every layer, one row of the primary tier.
+"""The layout of a block in a row of the primary tier: the keys and values of some tokens, of every layer.
 
-A row is an array of shape (layers, 2, kv_heads, block_tokens, head_dim) in C order, of the cache's data type: for
-each layer its keys, then its values. Tokens and head_dim stand last, as in the tensors of Transformers, so that a
-copy moves runs of `block_tokens * head_dim` elements.
+A row is an array of shape (layers, 2, kv_heads, block_tokens, head_dim) in C order, of the cache's data type: for each
+layer its keys, then its values. Tokens and head_dim come last, as in the tensors of Transformers, so that a copy moves
+runs of `block_tokens * head_dim` elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "layer,kv,head,token,dim"
-"""What the namespace calls this order."""
+"""The name of this order in the namespace."""
 
 States = Sequence["tuple[torch.Tensor, torch.Tensor]"]
 """For each layer its keys and its values, each of shape (1, kv_heads, tokens, head_dim)."""
@@ -34,10 +34,8 @@ class BlockLayout:
 
     Args:
         layers: Layers of the model, all alike.
-        kv_heads: Heads of the keys and values; fewer than those of the queries with grouped-query attention.
+        kv_heads: Heads of the keys and values; with grouped-query attention fewer than those of the queries.
         head_dim: Elements of a head.
-        block_tokens: Tokens of a block.
-        dtype: Data type of the keys and values.
     """
 
     layers: int
@@ -48,7 +46,6 @@ class BlockLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
         element_bytes: int = self.dtype.itemsize
         return math.prod(self._row_shape) * element_bytes
 
@@ -57,7 +54,7 @@ class BlockLayout:
         return (self.layers, 2, self.kv_heads, self.block_tokens, self.head_dim)
 
     def gather(self, states: States, first_block: int, blocks: int) -> Blocks:
-        """Copy `blocks` blocks, at least 1, from `first_block` on out of a cache's tensors, on any device.
+        """Copy `blocks` blocks, at least 1, from a cache's tensors on any device.
 
         Returns:
             uint8 of shape (blocks, block_bytes), which shares no memory with `states`.
@@ -70,7 +67,7 @@ class BlockLayout:
         return rows
 
     def scatter(self, rows: Blocks, states: States, first_block: int) -> None:
-        """Copy blocks from `first_block` on into a cache's tensors, all on one device.
+        """Copy blocks into a cache's tensors, all on one device.
 
         `rows` are uint8 of shape (blocks, block_bytes), contiguous and writable; they are not changed.
         """
@@ -81,7 +78,7 @@ class BlockLayout:
                 self._blocks_of(tensor, first_block, len(rows)).copy_(shaped[:, layer, part])
 
     def empty_states(self, blocks: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return tensors for the tokens of `blocks` blocks, their content undefined."""
+        """Return tensors for the tokens of `blocks` blocks, with undefined content."""
         import torch
 
         shape = (1, self.kv_heads, blocks * self.block_tokens, self.head_dim)
@@ -105,7 +102,7 @@ class BlockLayout:
 
 
 ALGORITHM = "blake2b-256-int64le-v1"
-"""What the namespace calls the definition of `block_keys`; a change of it gets a new name."""
+"""The name of `block_keys` in the namespace; a change of its definition gets a new name."""
 
 _DIGEST_BYTES = 32
 _PERSON = b"tiered-kv-tok-v1"
@@ -114,14 +111,13 @@ _GROUP = 0
 
 
 def block_keys(token_ids: np.ndarray[Any, np.dtype[Any]], block_tokens: int, seed: str = "") -> list[OffloadKey]:
-    """Return the keys of the full blocks of a prompt; tokens of a partial last block have none.
+    """Return the keys of a prompt's full blocks; tokens of a partial last block have none.
 
-    They are a chain of hashes over the ids, which `transformers.md` defines. The hash is a cryptographic one of 32
-    bytes, because strangers write prompts: two with one hash would be answered from each other's keys and values.
+    They are a chain of hashes over the ids, which `transformers.md` defines. The hash is cryptographic, with 32 bytes,
+    because users are not trusted: two prompts with one hash would be answered from each other's keys and values.
 
     Args:
         token_ids: Integers, of shape (tokens,).
-        block_tokens: Tokens of a block.
         seed: The namespace's `hash_seed`.
     """
     data = np.ascontiguousarray(token_ids, dtype="<i8").tobytes()

@@ -1,7 +1,4 @@
-"""The prefix cache: a prompt's keys and values into a stack, and back into a cache that a model takes.
-
-The stack's file leaves out what the model says; `_complete` adds that.
-"""
+"""The prefix cache: stores a prompt's keys and values in a stack, and restores them as a cache for the model."""
 
 from __future__ import annotations
 
@@ -33,15 +30,15 @@ if TYPE_CHECKING:
     from transformers import DynamicCache
 
 _PART_BYTES = 32 << 20
-"""Memory beside the cache's own that one `restore` takes: blocks are brought in by parts of this size."""
+"""Memory beside the cache's that one `restore` takes: it loads blocks in parts of this size."""
 
 
 class Restored(NamedTuple):
     """What `restore` found.
 
     Args:
-        cache: A `DynamicCache` of the model, for `past_key_values`; empty where nothing was found.
-        tokens: How many tokens of the prompt it has: whole blocks, and always fewer than the prompt.
+        cache: A `DynamicCache` of the model, for `past_key_values`; empty if nothing was found.
+        tokens: Tokens of the prompt in `cache`: whole blocks, and always fewer than the prompt.
     """
 
     cache: DynamicCache
@@ -53,10 +50,10 @@ class PrefixCacheStats:
     """What a prefix cache has done since it was opened, in blocks.
 
     Args:
-        restored_blocks: Given back by `restore`.
-        missed_blocks: Asked for by `restore` and not found, or not in time; all behind the first one included.
-        stored_blocks: Saved, or found to be in the stack already.
-        dropped_blocks: Not saved: no room for a snapshot, no room in the stack in time, or closed before.
+        restored_blocks: Returned by `restore`.
+        missed_blocks: Blocks of restored prompts from the first on that was not found in time.
+        stored_blocks: Saved, or in the stack already.
+        dropped_blocks: Not saved: no memory for a snapshot, no room in the stack in time, or closed before.
         pending_blocks: On their way into the stack at this moment.
     """
 
@@ -70,12 +67,12 @@ class PrefixCacheStats:
 class PrefixCache:
     """Keeps the keys and values of prompts in a stack, by blocks of tokens. Any thread may call any method.
 
-    It serves one model as it was when the cache was opened by `PrefixCache.open`: after a change of its weights, open
-    another. Prompts are single sequences without padding, positions counted from 0.
+    `PrefixCache.open` opens it for one model; after a change of the model's weights, open another. Prompts are single
+    sequences without padding, with positions from 0.
 
     Attributes:
-        layout: Of the model's blocks.
-        stack: The open stack, which nobody else uses and which `close` closes.
+        layout: Layout of the model's blocks.
+        stack: The open stack, for this cache alone; `close` closes it.
     """
 
     def __init__(
@@ -88,8 +85,8 @@ class PrefixCache:
         self._saver = Saver(stack, max(1, pending_bytes_max // layout.block_bytes), save_timeout_s)
         self._lock = threading.Lock()
         """Guards the fields below."""
-        self._kept: weakref.WeakKeyDictionary[DynamicCache, OffloadKey] = weakref.WeakKeyDictionary()
-        """For each cache that was restored or saved, the key of the last of its blocks that the stack was given."""
+        self._last_keys: weakref.WeakKeyDictionary[DynamicCache, OffloadKey] = weakref.WeakKeyDictionary()
+        """For each restored or saved cache, the key of its last block that the stack was given."""
         self._restored_blocks = 0
         self._missed_blocks = 0
 
@@ -108,37 +105,36 @@ class PrefixCache:
 
         Args:
             model: A causal language model of Transformers, in evaluation mode. It is not kept.
-            stack: The path of a stack's file, or a mapping of the same form. It need not say the size of a block, nor
-                what the model says of the namespace.
-            block_tokens: Tokens of a block; by default what the stack says, or 16.
-            weights: How the weights are told from others: a hash of every byte ("full"), of samples ("sampled"), or the
+            stack: The path of a stack's file, or a mapping of the same form, without the size of a block and what the
+                model says of the namespace.
+            block_tokens: Tokens of a block; by default `block.tokens` of the stack, or 16.
+            weights: What identifies the weights: a hash of every byte ("full"), of samples ("sampled"), or the
                 namespace's `model` and `revision`, for which you vouch ("revision").
-            pending_bytes_max: Memory that snapshots may take on their way into the stack; by default as much as the
-                primary tier.
+            pending_bytes_max: Memory for snapshots on their way into the stack; by default the primary tier's capacity.
             save_timeout_s: How long one snapshot may wait for room in the stack.
 
         Raises:
-            TypeError, ValueError: The model cannot be served, and why.
+            TypeError, ValueError: The model cannot be served.
             ConfigError: The stack's file cannot be used, or contradicts the model.
             TierError: A tier cannot be opened.
         """
         _require_extra()
-        told_by = Weights(weights)
-        config, layout = from_source(stack, lambda raw: _complete(raw, model, block_tokens, told_by))
+        kind = Weights(weights)
+        config, layout = from_source(stack, lambda raw: _complete(raw, model, block_tokens, kind))
         saver_bytes = config.primary.capacity if pending_bytes_max is None else pending_bytes_max
         return cls(model.config, layout, open_stack(config), saver_bytes, save_timeout_s)
 
     def restore(self, input_ids: torch.Tensor, *, timeout: float = 1.0) -> Restored:
         """Return a cache with the keys and values of the longest prefix of a prompt that the stack has.
 
-        At least one token of the prompt is left to compute, since a model answers only to tokens that it is given.
+        At least one token of the prompt is left to compute: a model gives logits only for tokens that it is given.
 
         Args:
             input_ids: The prompt's token ids, of shape (tokens,) or (1, tokens), on the model's device.
-            timeout: Seconds to wait for tiers, in all. What has come by then is what is returned.
+            timeout: Seconds to wait for tiers, in all. The cache has what was loaded by then.
 
         Raises:
-            TypeError, ValueError: `input_ids` are not those of one prompt.
+            TypeError, ValueError: `input_ids` are not one prompt's token ids.
             ShutdownError: The prefix cache is closed.
         """
         end_s = time.monotonic() + timeout
@@ -150,19 +146,18 @@ class PrefixCache:
             self._restored_blocks += blocks
             self._missed_blocks += len(keys) - blocks
             if blocks:
-                self._kept[cache] = keys[blocks - 1]
+                self._last_keys[cache] = keys[blocks - 1]
         return Restored(cache, blocks * self.layout.block_tokens)
 
     def save(self, input_ids: torch.Tensor, cache: DynamicCache) -> int:
-        """Store a prompt's full blocks in the background, those that this cache was restored or saved with left out.
+        """Store a prompt's full blocks in the background, without those that this cache was restored or saved with.
 
-        Their bytes are copied before this returns, so the model may go on with the cache at once. Where the copies that
-        are on their way already take `pending_bytes_max`, the blocks behind what fits are dropped and counted.
+        Their bytes are copied before this returns, so the model may go on with the cache at once. Blocks whose copies
+        exceed `pending_bytes_max` are dropped and counted.
 
         Args:
             input_ids: The tokens that the cache was computed from, from the first one on, of shape (tokens,) or
-                (1, tokens). There may be more than the cache has, as after `generate`, or fewer.
-            cache: The model's cache.
+                (1, tokens). There may be more tokens than the cache has, as after `generate`, or fewer.
 
         Returns:
             How many blocks are on their way into the stack.
@@ -175,18 +170,18 @@ class PrefixCache:
         token_ids = _token_ids(input_ids)
         states = states_of(cache, self.layout)
         keys = block_keys(token_ids[: token_count(states)], self.layout.block_tokens, self._seed)
-        first = self._kept_blocks(cache, keys)
+        first = self._known_blocks(cache, keys)
 
         def copy_blocks(blocks: int) -> Blocks:
             rows = self.layout.gather(states, first, blocks)
             with self._lock:
-                self._kept[cache] = keys[first + blocks - 1]
+                self._last_keys[cache] = keys[first + blocks - 1]
             return rows
 
         return self._saver.save(keys[first:], copy_blocks, functools.partial(self._forget, weakref.ref(cache)))
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait until everything that was saved has reached every tier, and return whether it has in time.
+        """Wait until all saved blocks have reached every tier, and return whether they have in time.
 
         Raises:
             ShutdownError: The prefix cache is closed.
@@ -195,16 +190,13 @@ class PrefixCache:
         return self._saver.wait(timeout) and self.stack.flush(max(0.0, end_s - time.monotonic()))
 
     def stats(self) -> PrefixCacheStats:
-        """Return what was done so far; `stack.counters()` has it by tier."""
+        """Return the counts so far; `stack.counters()` has those of each tier."""
         stored, dropped, pending = self._saver.counts()
         with self._lock:
             return PrefixCacheStats(self._restored_blocks, self._missed_blocks, stored, dropped, pending)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Wait for what was saved, `timeout` seconds at most, drop the rest, and close the stack.
-
-        A second call does nothing.
-        """
+        """Wait for saved blocks, at most `timeout` seconds, drop the rest, and close the stack."""
         self._saver.stop(timeout)
         self.stack.close(timeout)
         self._saver.wait(timeout)
@@ -215,25 +207,25 @@ class PrefixCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _kept_blocks(self, cache: DynamicCache, keys: Sequence[OffloadKey]) -> int:
+    def _known_blocks(self, cache: DynamicCache, keys: Sequence[OffloadKey]) -> int:
         """Return how many of a prompt's first blocks the stack was given from this cache.
 
-        A key stands for all tokens up to its block. So this holds also for a cache that was cropped or reset, and went
-        on with other tokens: it counts what both have in common, or nothing.
+        A key stands for all tokens up to its block. So for a cache that was cropped or reset, and went on with other
+        tokens, the last key is not among `keys`.
         """
         with self._lock:
-            kept = self._kept.get(cache)
-        return keys.index(kept) + 1 if kept in keys else 0
+            last = self._last_keys.get(cache)
+        return keys.index(last) + 1 if last in keys else 0
 
     def _forget(self, reference: weakref.ref[DynamicCache]) -> None:
-        """Take nothing for granted of a cache some of whose blocks were lost: its next `save` offers them all again."""
+        """Let the next `save` of a cache offer all of its blocks again, since some were not stored."""
         cache = reference()
         if cache is not None:
             with self._lock:
-                self._kept.pop(cache, None)
+                self._last_keys.pop(cache, None)
 
     def _load(self, keys: Sequence[OffloadKey], device: torch.device, end_s: float) -> tuple[States, int]:
-        """Return tensors with the longest prefix of `keys` that comes in time, and of how many blocks it is."""
+        """Return tensors with the longest prefix of `keys` that is loaded in time, and its number of blocks."""
         part_blocks = max(1, min(len(keys), _PART_BYTES // self.layout.block_bytes))
         rows = np.empty((part_blocks, self.layout.block_bytes), dtype=np.uint8)
         states: States = []
@@ -265,33 +257,33 @@ def _token_ids(input_ids: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
     if input_ids.dim() > 2 or input_ids.dim() == 0 or (input_ids.dim() == 2 and input_ids.shape[0] != 1):
         raise ValueError(
             f"input_ids must be of shape (tokens,) or (1, tokens), found {tuple(input_ids.shape)}; "
-            "a batch of several prompts has no prefix of its own: restore and save each by itself"
+            "a batch of several prompts has no common prefix: restore and save each by itself"
         )
     array: np.ndarray[Any, np.dtype[Any]] = input_ids.detach().reshape(-1).cpu().numpy()
     return array
 
 
 def _cache_of(model_config: Any, states: States) -> DynamicCache:
-    """Return a cache of the model that has `states` for its own, or an empty one."""
+    """Return a cache of the model with `states`, which it takes over, or an empty one."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model_config)
     for layer, (keys, values) in zip(cache.layers, states, strict=False):
-        layer.update(keys[:, :, :0], values[:, :, :0])  # it learns data type and device; no content is copied
+        layer.update(keys[:, :, :0], values[:, :, :0])  # sets data type and device; nothing is copied
         layer.keys, layer.values = keys, values
     return cache
 
 
 def _require_extra() -> None:
     try:
-        import torch  # noqa: F401 - whether it is there
+        import torch  # noqa: F401 - is it installed?
         import transformers  # noqa: F401 - the same
     except ImportError as error:
         raise MissingExtraError("the prefix cache for Transformers", "transformers") from error
 
 
 BLOCK_TOKENS = 16
-"""Where neither the caller nor the stack's file says otherwise."""
+"""The default."""
 
 
 def _complete(
@@ -299,8 +291,8 @@ def _complete(
 ) -> tuple[StackConfig, BlockLayout]:
     """Return the configuration of a stack for a model's blocks, and their layout.
 
-    In `raw`, `block` and `namespace` may be left out, or may have what the model does not say: `block.tokens`; the
-    namespace's `model`, `revision`, `tenant`, `hash_seed`, `extra`. The rest is as for `PrefixCache.open`.
+    In `raw`, `block` may have `tokens`, and `namespace` what the model does not say: `model`, `revision`, `tenant`,
+    `hash_seed`, `extra`.
     """
     given_block, given_names = _mapping(raw, "block"), _mapping(raw, "namespace")
     missing = [name for name in ("model", "revision") if name not in given_names]
@@ -312,7 +304,7 @@ def _complete(
     names = {"model": str(getattr(getattr(model, "config", None), "model_type", "")) or "model", **given_names}
     if "bytes" in given_block:
         raise ConfigError("the model says this; leave it out", location="block.bytes")
-    # Read with blocks of one byte, which fit everywhere; then once more, as it stands, with those of the model.
+    # Read first with blocks of one byte, which fit everywhere, and then with those of the model.
     draft = load_config({**raw, "block": {"bytes": 1, **given_block}, "namespace": names})
     layout = layout_of(model, _block_tokens(draft.block.tokens if "tokens" in given_block else None, block_tokens))
     namespace = _namespace(draft.namespace, given_names, namespace_fields(model, layout, weights))
@@ -339,9 +331,9 @@ def _block_tokens(in_file: int | None, asked: int | None) -> int:
 
 
 def _namespace(draft: Namespace, given: Mapping[str, object], fields: Mapping[str, Any]) -> Namespace:
-    """Return the namespace of the file with the model's `fields`, of which the file has none."""
-    told = [name for name in fields if name != "extra" and name in given]
-    told += [f"extra.{name}" for name in fields["extra"] if name in draft.extra]
-    if told:
-        raise ConfigError("the model says this; leave it out", location=f"namespace.{told[0]}")
+    """Return the file's namespace with the model's `fields`, which the file must not have."""
+    taken = [name for name in fields if name != "extra" and name in given]
+    taken += [f"extra.{name}" for name in fields["extra"] if name in draft.extra]
+    if taken:
+        raise ConfigError("the model says this; leave it out", location=f"namespace.{taken[0]}")
     return draft.model_copy(update={**fields, "extra": {**draft.extra, **fields["extra"]}})

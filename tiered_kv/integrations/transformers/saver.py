@@ -1,4 +1,4 @@
-"""Stores copies of blocks in a stack, on a thread of its own."""
+"""Stores copies of blocks in a stack, on one thread."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _log = logging.getLogger(__name__)
 
 
 class Saver:
-    """Stores blocks of prompts one after the other in a stack. Any thread may call any method.
+    """Stores prompts one after the other in a stack. Any thread may call any method.
 
-    At most `blocks_max` blocks are copied or queued at one time. Those of one prompt wait `put_timeout_s` for room.
+    At most `blocks_max` blocks are copied or queued at one time. A prompt's blocks wait `put_timeout_s` for room.
     """
 
     def __init__(self, stack: Stack, blocks_max: int, put_timeout_s: float) -> None:
@@ -27,7 +27,7 @@ class Saver:
         self._put_timeout_s = put_timeout_s
         self._pool = ThreadPoolExecutor(1, "tiered-kv-prefix-saver")
         self._changed = threading.Condition()
-        """Guards the fields below, and tells of their changes."""
+        """Guards the fields below; notified of their changes."""
         self._is_stopped = False
         self._pending_blocks = 0
         self._stored_blocks = 0
@@ -36,18 +36,12 @@ class Saver:
     def save(
         self, keys: Sequence[OffloadKey], copy_blocks: Callable[[int], Blocks], on_loss: Callable[[], None]
     ) -> int:
-        """Queue as many of one prompt's next blocks as there is room for; the others are dropped.
+        """Queue as many of a prompt's next blocks as there is room for, drop the others, and return how many.
 
         Args:
             keys: In the order of their prefix.
-            copy_blocks: Returns the bytes of the first n of them; called here, for those that have room.
-            on_loss: Called, by any thread, if not all that were queued could be stored.
-
-        Returns:
-            How many blocks were queued.
-
-        Raises:
-            ShutdownError: The saver was stopped.
+            copy_blocks: Called here for the bytes of the first n blocks.
+            on_loss: Called by any thread if a queued block could not be stored.
         """
         with self._changed:
             if self._is_stopped:
@@ -58,9 +52,12 @@ class Saver:
         if not granted:
             return 0
         try:
-            future = self._submit(keys[:granted], copy_blocks(granted))
-        except BaseException:
+            rows = copy_blocks(granted)
+            future = self._pool.submit(self._put, keys[:granted], rows)
+        except BaseException as error:
             self._end(granted, 0)
+            if isinstance(error, RuntimeError) and self._is_stopped:  # the pool was shut down meanwhile
+                raise ShutdownError("the prefix cache is closed") from error
             raise
 
         def end(future: Future[int]) -> None:
@@ -73,12 +70,12 @@ class Saver:
         return granted
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is pending, and return whether that came in time."""
+        """Wait until nothing is pending, and return False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._pending_blocks == 0, timeout_s)
 
     def stop(self, timeout_s: float) -> None:
-        """Take no more, wait for what is pending, then drop what has not begun; what has begun ends by itself."""
+        """Refuse further blocks, wait for pending ones, and drop those that the thread has not begun."""
         with self._changed:
             self._is_stopped = True
         self.wait(timeout_s)
@@ -89,18 +86,12 @@ class Saver:
         with self._changed:
             return self._stored_blocks, self._dropped_blocks, self._pending_blocks
 
-    def _submit(self, keys: Sequence[OffloadKey], rows: Blocks) -> Future[int]:
-        try:
-            return self._pool.submit(self._put, keys, rows)
-        except RuntimeError as error:  # the pool was shut down meanwhile
-            raise ShutdownError("the prefix cache is closed") from error
-
     def _put(self, keys: Sequence[OffloadKey], rows: Blocks) -> int:
         try:
             return self._stack.put(keys, rows, timeout=self._put_timeout_s)
         except ShutdownError:
             return 0
-        except Exception:  # whatever it is, it costs these blocks and not those to come
+        except Exception:  # costs these blocks, but not later ones
             _log.exception("%d blocks of a prompt could not be stored", len(keys))
             return 0
 

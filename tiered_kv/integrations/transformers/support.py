@@ -1,8 +1,7 @@
-"""Which models and caches can be served, and a clear refusal of all others.
+"""Which models and caches can be served; all others are refused.
 
-A block may be given back to any prompt that begins with its tokens. That is right only where the keys and values of
-a token depend on the tokens up to it and on nothing else, and where the cache keeps them all, unchanged. Whatever is
-known to be otherwise is refused: to save it wrong would be to answer wrong.
+A block is restored for any prompt that begins with its tokens. That is right only if a token's keys and values depend
+on the tokens up to it and on nothing else, and if the cache keeps them all, unchanged.
 """
 
 from __future__ import annotations
@@ -19,17 +18,12 @@ if TYPE_CHECKING:
 _DTYPES = ("bfloat16", "float16", "float32")
 
 _FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
-"""Rotary embeddings whose angles depend on a token's position alone. With "dynamic" and "longrope" they change with
-the length of the whole prompt, and so do the keys of its first tokens."""
+"""Rotary embeddings whose angles depend on a token's position alone. Those of "dynamic" and "longrope" change with the
+length of the whole prompt, and so do the keys of its first tokens."""
 
 
 def layout_of(model: Any, block_tokens: int) -> BlockLayout:  # Any: a PreTrainedModel
-    """Return the layout of a model's blocks, from its configuration.
-
-    Raises:
-        TypeError: It is no causal language model of Transformers.
-        ValueError: Its keys and values cannot be kept by token, and why.
-    """
+    """Return the layout of a model's blocks, from its configuration, or raise TypeError or ValueError."""
     reason = next(_refusals(model), "")
     if reason:
         raise ValueError(f"a prefix cache cannot serve this {type(model).__name__}: {reason}")
@@ -42,15 +36,11 @@ def layout_of(model: Any, block_tokens: int) -> BlockLayout:  # Any: a PreTraine
     return BlockLayout(config.num_hidden_layers, *shape, block_tokens, dtype)
 
 
-def states_of(cache: Any, layout: BlockLayout) -> States:  # Any: whatever a caller takes for a cache
-    """Return the tensors of a cache, each as it is at this moment.
+def states_of(cache: Any, layout: BlockLayout) -> States:  # Any: the caller's argument
+    """Return the tensors of a cache as they are at this moment, or raise TypeError or ValueError.
 
-    A `DynamicCache` puts a new tensor in the place of the old one when it grows, and changes none. So what is
-    returned stays as it is while a model goes on, in this thread or another.
-
-    Raises:
-        TypeError: The cache is of a kind that does not keep every token's keys and values as they were computed.
-        ValueError: It is not of the model that `layout` belongs to, holds several sequences, or was reset.
+    A `DynamicCache` replaces its tensors when it grows, and changes none. So the returned ones stay as they are while a
+    model goes on, in this thread or another.
     """
     _check_kind(cache)
     pairs = [(layer.keys, layer.values) for layer in cache.layers]
@@ -72,7 +62,7 @@ def states_of(cache: Any, layout: BlockLayout) -> States:  # Any: whatever a cal
 
 
 def token_count(states: States) -> int:
-    """Return how many tokens every layer has; while a model runs, its first layers have more than its last."""
+    """Return how many tokens all layers have; while a model runs, its first layers have more than its last."""
     return min((tensor.shape[2] for pair in states for tensor in pair), default=0)
 
 
@@ -88,7 +78,7 @@ def _refusals(model: Any) -> Iterator[str]:
     if config.is_encoder_decoder:
         yield "it is an encoder and a decoder, and a decoder's keys depend on what was encoded"
     if config.get_text_config(decoder=True) is not config:
-        yield "it takes more than text, and token ids do not tell one image or sound from another"
+        yield "it takes more than text, and token ids do not identify an image or a sound"
     if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False:
         yield "its attention is not causal, so a token's keys depend on the tokens after it"
     if model.training:
@@ -105,19 +95,19 @@ def _refusals(model: Any) -> Iterator[str]:
         names = ", ".join(kinds)
         yield f"not all of its layers keep every token ({names}): sliding windows, recurrent or shared states"
     elif not _has_default_cache(model):
-        yield "it keeps a cache of a kind of its own: recurrent states, most likely"
+        yield "it keeps a cache of another kind: recurrent states, most likely"
     elif _head_shape(config) is None:
         yield "its configuration does not give one number and size of key and value heads for all layers"
 
 
 def _has_default_cache(model: Any) -> bool:
-    # What `generate` asks before it makes a DynamicCache; in Transformers 4 recurrent models show by nothing else.
+    # `generate` calls this before it makes a DynamicCache; in Transformers 4 nothing else shows recurrent models.
     ask = getattr(model, "_supports_default_dynamic_cache", None)
     return ask is None or bool(ask())
 
 
 def _head_shape(config: Any) -> tuple[int, int] | None:
-    """Return how many key and value heads a layer has, and the elements of one; None where layers differ."""
+    """Return the number and size of a layer's key and value heads; None if layers differ."""
     shapes = []
     for layer in getattr(config, "per_layer_config", None) or [config]:
         heads = getattr(layer, "num_attention_heads", None)
@@ -131,7 +121,7 @@ def _head_shape(config: Any) -> tuple[int, int] | None:
 
 
 def _is_multi_query(config: Any) -> bool:
-    # Of Falcon; its new architecture repeats the keys of its groups for every head before it caches them.
+    # For Falcon; its new architecture repeats the keys of its groups for every head before it caches them.
     return bool(getattr(config, "multi_query", False)) and not getattr(config, "new_decoder_architecture", False)
 
 

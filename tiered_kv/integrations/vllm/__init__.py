@@ -5,15 +5,14 @@
 by the name of this module; docs/how-to/vllm.md has the configurations.
 
 Raises:
-    ConfigError: On import, where vLLM is not installed or its version is unknown.
+    ConfigError: On import, if vLLM is not installed or its version is not tested.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tiered_kv.integrations.versions import checked_version
+from tiered_kv.integrations.versions import checked_version, imported_on_use
 
 if TYPE_CHECKING:
     from tiered_kv.integrations.vllm.connector import TieredKVConnector
@@ -31,22 +30,18 @@ __all__ = [
 ]
 
 TESTED_VERSIONS = ("0.32.0", "0.33.0")
-"""The versions that this integration's tests run. Their patch releases are taken for the same."""
+"""The versions that the tests run. Their patch releases are accepted."""
 
 VLLM_VERSION = checked_version("vllm", "vLLM", TESTED_VERSIONS)
-"""The version that is installed."""
+"""The installed version."""
 
-_MODULES = {
-    "TieredKVConnector": "tiered_kv.integrations.vllm.connector",
-    "TieredKVOffloadingSpec": "tiered_kv.integrations.vllm.spec",
-    "TieredKVTier": "tiered_kv.integrations.vllm.tier",
-    "TieredKVTieringSpec": "tiered_kv.integrations.vllm.tiering_spec",
-}
-
-
-def __getattr__(name: str) -> Any:  # Any: one of the classes above
-    # Not before they are used: a scheduler with one of our tiers needs no worker.
-    module = _MODULES.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+# A scheduler with one of our tiers needs no worker.
+__getattr__ = imported_on_use(
+    __name__,
+    {
+        "TieredKVConnector": "connector",
+        "TieredKVOffloadingSpec": "spec",
+        "TieredKVTier": "tier",
+        "TieredKVTieringSpec": "tiering_spec",
+    },
+)

@@ -1,10 +1,8 @@
-"""vLLM's offloading connector, which also hands on the engine's configuration, its requests and its steps.
+"""vLLM's offloading connector, which also passes on the engine's configuration, its requests and its steps.
 
-vLLM's `OffloadingConnector` gives an offloading spec a summary: neither the rotary embedding nor the revision, the
-attention's settings or adapters are in it, and in the scheduler's process no global has them. A connector has them all.
-
-It gives a manager the keys of a request when the request is scheduled. A connector knows them when the request comes,
-so that promotions run while it waits for its turn.
+vLLM's `OffloadingConnector` gives an offloading spec a summary without rotary embedding, revision, attention settings
+and adapters, which the scheduler's process has nowhere else. It gives a manager a request's keys when the request is
+scheduled. This connector does so when the request comes, so that promotions run while the request waits.
 """
 
 from __future__ import annotations
@@ -28,13 +26,8 @@ from tiered_kv.integrations.vllm.metrics import forget_metrics
 class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not there when types are checked
     """Chosen by `"kv_connector": "TieredKVConnector", "kv_connector_module_path": "tiered_kv.integrations.vllm"`.
 
-    It does what vLLM's `OffloadingConnector` does, with the same settings. Its specs and tiers may ask for the engine's
-    configuration while they are made.
-
-    Args:
-        vllm_config: vLLM's `VllmConfig`.
-        role: The scheduler's connector, or a worker's.
-        kv_cache_config: vLLM's `KVCacheConfig`.
+    It has the settings of vLLM's `OffloadingConnector`. Its specs and tiers can read the engine's configuration while
+    they are made.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -42,30 +35,30 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
             super().__init__(vllm_config, role, kv_cache_config)
         scheduler = self.connector_scheduler
         manager = None if scheduler is None else scheduler.manager
-        self._ours: TieredKVManager | None = manager if isinstance(manager, TieredKVManager) else None
+        self._tiered_kv: TieredKVManager | None = manager if isinstance(manager, TieredKVManager) else None
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
         chooses_tiers = KV_LOAD_TIERS_KEY in (request.kv_transfer_params or ())
-        if self._ours is not None and not chooses_tiers and not request.skip_reading_prefix_cache:
-            self._ours.expect(request.request_id, self._prefix_of(request))
+        if self._tiered_kv is not None and not chooses_tiers and not request.skip_reading_prefix_cache:
+            self._tiered_kv.expect(request.request_id, self._prefix_of(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._ours is not None:
-            self._ours.was_scheduled(request.request_id, request.num_tokens, num_computed_tokens)
+        if self._tiered_kv is not None:
+            self._tiered_kv.was_scheduled(request.request_id, request.num_tokens, num_computed_tokens)
         answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return answer
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         meta = super().build_connector_meta(scheduler_output)
-        if self._ours is not None:
-            self._ours.step_began(scheduler_output)
+        if self._tiered_kv is not None:
+            self._tiered_kv.step_began(scheduler_output)
         return meta
 
     def _prefix_of(self, request: Any) -> Iterator[OffloadKey]:
-        """Yield the keys of a request's prefix that the GPU does not have, in their order, when they are asked for.
+        """Yield the keys of a request's prefix that the GPU does not have, in order and lazily.
 
-        Those of groups with full attention alone: which blocks of a window count is known when the prefix is.
+        Only groups with full attention count: which blocks of a window are needed depends on the prefix that is found.
         """
         hashes = request.block_hashes
         prefixes = []
@@ -83,6 +76,6 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
 
     @classmethod
     def build_prom_metrics(cls, *arguments: Any, **named: Any) -> Any:
-        """Declare the metrics of vLLM's connector and ours. vLLM takes back its own alone where it starts anew."""
+        """Declare the metrics of vLLM's connector and ours. For another engine, vLLM unregisters only its own first."""
         forget_metrics()
         return super().build_prom_metrics(*arguments, **named)

@@ -23,12 +23,13 @@ from vllm.config.utils import normalize_value
 from vllm.platforms import current_platform
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.hf_config import has_fixed_rope, without_origin
+from tiered_kv.integrations.hf_config import depends_on_length, without_origin
+from tiered_kv.integrations.user_namespace import UserModelNamespace
 from tiered_kv.integrations.versions import installed_versions
-from tiered_kv.integrations.weight_files import files_digest
+from tiered_kv.integrations.weight_files import weights_in_files
 
 LOCATION = "namespace"
-"""Where the user says what vLLM does not, for messages."""
+"""Path of the user's part of the namespace, for messages."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -46,12 +47,12 @@ _IRRELEVANT_SECTIONS = _names(
 )
 """Sections that do not count: memory, scheduling, serving, sampling and observing; other transfers, and this one; how
 kernels are made, which changes the last bits of a value and not its meaning. `quant_config` is made from what counts,
-and `_platform`, `_weights` and `_demand` cover the last three."""
+and `_platform`, `_weights` and `_check_user_namespace` cover the last three."""
 
 _IRRELEVANT: Mapping[str, frozenset[str]] = {
     section: _names(names)
     for section, names in {
-        # The model's origin, which `_weights` has; its length, which `_follows_length` decides; `hf_overrides`, whose
+        # The model's origin, which `_weights` has; its length, which `depends_on_length` decides; `hf_overrides`, whose
         # result counts. Then what concerns tokens, which the hashes cover; logits, samples and pools; serving, memory.
         "model_config": """
             model model_weights revision hf_config_path config_format hf_token max_model_len
@@ -117,53 +118,43 @@ def configured(vllm_config: Any, kv_cache_config: Any) -> Iterator[None]:
         _current.reset(token)
 
 
-def engine_facts(said: Mapping[str, object]) -> dict[str, str]:
-    """Return what the namespace has to hold of the engine beside vLLM's summary, by name.
-
-    Args:
-        said: What the user's configuration says of the namespace.
-
-    Raises:
-        ConfigError: The engine is configured without `TieredKVConnector`, or with something that vLLM does not tell
-            and `said` has to.
-    """
+def engine_facts(user: UserModelNamespace) -> dict[str, str]:
+    """Return what the namespace has to hold of the engine beside vLLM's summary, by name."""
     found = _current.get()
     if found is None:
         raise ConfigError(
-            'vLLM\'s OffloadingConnector does not tell what shapes a block; write "kv_connector": "TieredKVConnector", '
-            '"kv_connector_module_path": "tiered_kv.integrations.vllm"',
+            "vLLM's OffloadingConnector does not report what shapes a block; write "
+            '"kv_connector": "TieredKVConnector", "kv_connector_module_path": "tiered_kv.integrations.vllm"',
             location="kv_transfer_config",
         )
     config, kv_cache = found
-    _demand(config, said)
+    _check_user_namespace(config, user)
     sections = {"kv_cache": [_spec(group) for group in kv_cache.kv_cache_groups], **_sections(config)}
     sections["parallel_config"] = {name: getattr(config.parallel_config, name, None) for name in _PARALLEL}
     sections["variables"] = {
         name: read() for name, read in sorted(envs.environment_variables.items()) if _VARIABLES.search(name)
     }
-    return {
+    facts = {
         "vllm": str(vllm.__version__),
         "platform": _platform(),
         "libraries": installed_versions(_PACKAGES),
         "runner": "v2" if config.use_v2_model_runner else "v1",
-        "weights": _weights(config.model_config, config.load_config, said),
-        **_draft_weights(config.speculative_config, config.load_config, said),
+        "weights": _weights(config.model_config, config.load_config, user),
         **{f"vllm.{name}": _digest(name, value) for name, value in sections.items()},
     }
+    draft = config.speculative_config
+    if _has_draft(draft):
+        facts["draft"] = _weights(draft.draft_model_config, draft.draft_load_config or config.load_config, user)
+    return facts
 
 
-def _demand(config: Any, said: Mapping[str, object]) -> None:
-    extra = said.get("extra")
-    if config.lora_config is not None and not (isinstance(extra, Mapping) and extra.get("adapters")):
-        raise ConfigError(
-            "LoRA is on. vLLM's hashes hold an adapter's name and path and nothing of its weights; name their state "
-            'here, such as extra: {adapters: "1"}, and change it whenever you replace weights under one path',
-            location=LOCATION,
-        )
-    if config.weight_transfer_config is not None and "revision" not in said:
+def _check_user_namespace(config: Any, user: UserModelNamespace) -> None:
+    if config.lora_config is not None:
+        user.check_adapters("vLLM", LOCATION)
+    if config.weight_transfer_config is not None and user.revision is None:
         raise ConfigError(
             "the engine's weights are replaced while it runs (weight_transfer_config), and no file has them; "
-            "name the run by `revision` here, a new one for every start",
+            'name the run by "revision" here, a new one for every start',
             location=LOCATION,
         )
 
@@ -178,13 +169,13 @@ def _sections(config: Any) -> dict[str, object]:
             found[name] = _model(value)
         elif name == "speculative_config":
             if _has_draft(value):
-                found[name] = {**_counted(name, value), "draft_model_config": _model(value.draft_model_config)}
+                found[name] = {**_counting_fields(name, value), "draft_model_config": _model(value.draft_model_config)}
         else:
-            found[name] = _counted(name, value)
+            found[name] = _counting_fields(name, value)
     return found
 
 
-def _counted(section: str, value: Any) -> Any:
+def _counting_fields(section: str, value: Any) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
     names = (each.name for each in dataclasses.fields(value))
@@ -192,59 +183,35 @@ def _counted(section: str, value: Any) -> Any:
 
 
 def _model(config: Any) -> dict[str, object]:
-    counted: dict[str, object] = _counted("model_config", config)
+    counting: dict[str, object] = _counting_fields("model_config", config)
     for name in ("hf_config", "hf_text_config"):
-        counted[name] = without_origin(getattr(config, name).to_dict())
-    counted["multimodal_config"] = _counted("multimodal_config", config.multimodal_config)
-    if _follows_length(config, counted["hf_config"]):
-        counted["max_model_len"] = config.max_model_len
-    return counted
-
-
-def _follows_length(config: Any, described: object) -> bool:
-    """Return whether keys may depend on `max_model_len`.
-
-    LongRoPE chooses its factors by it, Llama 4 its attention's temperature; code that is not vLLM's may do anything.
-    """
-    return (
-        not has_fixed_rope(described)
-        or str(getattr(config.hf_text_config, "model_type", "")).startswith("llama4")
-        or config.trust_remote_code
-        or str(config.model_impl) not in ("auto", "vllm")
-    )
+        counting[name] = without_origin(getattr(config, name).to_dict())
+    counting["multimodal_config"] = _counting_fields("multimodal_config", config.multimodal_config)
+    if depends_on_length(
+        counting["hf_config"],
+        getattr(config.hf_text_config, "model_type", ""),
+        is_foreign_code=config.trust_remote_code or str(config.model_impl) not in ("auto", "vllm"),
+    ):
+        counting["max_model_len"] = config.max_model_len
+    return counting
 
 
 def _has_draft(config: Any) -> bool:
-    """Return whether a draft model adds layers of its own; ngram and suffix decoding have the target's."""
+    """Return whether a draft model adds layers; ngram and suffix decoding have the target's."""
     draft = None if config is None else config.draft_model_config
     return draft is not None and draft is not config.target_model_config
 
 
-def _draft_weights(config: Any, load_config: Any, said: Mapping[str, object]) -> dict[str, str]:
-    if not _has_draft(config):
-        return {}
-    return {"draft": _weights(config.draft_model_config, config.draft_load_config or load_config, said)}
-
-
-def _weights(model: Any, load: Any, said: Mapping[str, object]) -> str:
+def _weights(model: Any, load: Any, user: UserModelNamespace) -> str:
     load_format = str(load.load_format)
     if load_format == "dummy":
         return f"dummy {model.seed}"
     if load_format in _FILE_FORMATS and not model.model_weights:
-        which = f"{load_format} {load.ignore_patterns}"  # of several files with weights
-        digest = files_digest(model.model)
-        if digest is not None:
-            return f"files {digest} {which}"
         commit = None if model.hf_config_path else getattr(model.hf_config, "_commit_hash", None)
-        if commit:
-            return f"commit {commit} {which}"
-    if "revision" not in said:
-        raise ConfigError(
-            f"vLLM does not tell which weights '{model.model_weights or model.model}' has (load format {load_format}); "
-            "name them by `revision` here",
-            location=LOCATION,
-        )
-    return f"revision, {load_format}"
+        found = weights_in_files(model.model, commit, f"{load_format} {load.ignore_patterns}")
+        if found is not None:
+            return found
+    return user.named_weights("vLLM", model.model_weights or model.model, load_format, LOCATION)
 
 
 def _spec(group: Any) -> dict[str, object]:
@@ -256,7 +223,7 @@ def _spec(group: Any) -> dict[str, object]:
 
 
 def _platform() -> str:
-    """Return what vLLM chooses kernels by, and with them how a page looks within."""
+    """Return what vLLM chooses kernels by, and with them the layout within a page."""
     platform = current_platform
     name = str(getattr(platform, "device_name", None) or platform.device_type)
     if platform.is_cpu():
@@ -271,5 +238,5 @@ def _digest(name: str, value: object) -> str:
     try:
         text = json.dumps(normalize_value(value), sort_keys=True)
     except TypeError as error:
-        raise ConfigError(f"vLLM's {name} has a value that cannot be told from others: {error}") from error
+        raise ConfigError(f"vLLM's {name} has a value without a stable text: {error}") from error
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"tiered-kv-vlm-v1").hexdigest()

@@ -25,7 +25,7 @@ from tiered_kv.stack import Stack
 
 
 class _Transfer(NamedTuple):
-    """Blocks that vLLM's workers read or write; vLLM names them again, as a set, when they have."""
+    """Blocks that vLLM's workers read or write. vLLM names them again, as a set, when that is done."""
 
     is_store: bool
     keys: Sequence[OffloadKey]
@@ -33,15 +33,16 @@ class _Transfer(NamedTuple):
 
 
 class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """Answers vLLM's scheduler from a stack. All methods belong to its thread, and none but `shutdown` waits.
+    """Answers vLLM's scheduler from a stack. All methods belong to its thread, and only `shutdown` waits.
 
     Args:
         stack: The open stack, which this closes.
-        flush_steps: After how many steps a worker has surely done what `reset_cache` asked it to flush, for vLLM 0.32;
-            None where vLLM tells by `on_reset_flushed`.
+        has_events: Whether vLLM publishes events.
+        flush_steps: Steps after which workers have flushed their transfers at a `reset_cache`, for vLLM 0.32; None if
+            vLLM calls `on_reset_flushed`.
     """
 
-    def __init__(self, stack: Stack, *, tells_events: bool, flush_steps: int | None) -> None:
+    def __init__(self, stack: Stack, *, has_events: bool, flush_steps: int | None) -> None:
         self._stack = stack
         self._manager = stack.manager
         self._blocks = stack.primary.blocks
@@ -49,9 +50,9 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._report = CounterReport(stack.config.secret_texts())
         self._transfers: dict[str, list[_Transfer]] = {}  # by request
         self._stale: list[_Transfer] = []
-        self._tells_events = tells_events
+        self._has_events = has_events
         tiers = zip(stack.tier_names, stack.secondary_tiers, strict=True)
-        self._telling = frozenset(name for name, tier in tiers if tier.tells_stored)
+        self._reporting = frozenset(name for name, tier in tiers if tier.tells_stored)
         self._flush_steps = flush_steps
         self._steps_to_flush: int | None = None
         self._meter = PrefillMeter() if stack.config.is_prefill_measured else None
@@ -100,7 +101,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._transfers.setdefault(transfer.req_context.req_id, []).append(transfer)
 
     def _end(self, is_store: bool, keys: Collection[OffloadKey], req_context: Any) -> _Transfer | None:
-        """Return the transfer of these keys, and forget it."""
+        """Remove and return the transfer of these keys."""
         transfers = self._transfers.get(req_context.req_id, [])
         for index, transfer in enumerate(transfers):
             if transfer.is_store is is_store and len(transfer.keys) == len(keys) and transfer.keys[0] in keys:
@@ -118,20 +119,17 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL if is_whole else OffloadPolicy.CHUNK_LEVEL)
 
     def expect(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
-        """Begin to promote the prefix of a new request, until `was_scheduled`; the steps' ends take its keys."""
+        """Promote the prefix of a new request, some of its `keys` at the end of each step, until `was_scheduled`."""
         self._manager.prefetch(keys, ReqContext(req_id))
 
     def was_scheduled(self, req_id: str, tokens: int, computed_tokens: int) -> None:
-        """Note that vLLM asks for the blocks of a request itself now: of so many tokens, without those it has."""
+        """End the promotions of a waiting request: vLLM looks up its blocks now, behind `computed_tokens`."""
         context, size = ReqContext(req_id), self._stack.config.block.tokens
         self._manager.end_prefetch(context)
         self._manager.expect((tokens - computed_tokens) // size, context, before=computed_tokens // size)
 
     def step_began(self, output: Any) -> None:
-        """Note what vLLM's scheduler tells its workers of a step.
-
-        It asks for `get_stats` when each step has ended, in the same order.
-        """
+        """Note the tokens of a scheduled step. vLLM calls `get_stats` at the end of each, in the same order."""
         if self._meter is not None:
             running = output.scheduled_cached_reqs
             before = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
@@ -149,7 +147,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
                 self.on_reset_flushed()
 
     def has_pending_work(self) -> bool:
-        """Return False: what arrives while vLLM is idle is collected in its next step; nobody waits for it before."""
+        """Return False: jobs that end while vLLM is idle are collected in its next step."""
         return False
 
     # Resets, and the end.
@@ -157,8 +155,8 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
     def reset_cache(self) -> None:
         """Forget every block in every tier, as after an update of the weights.
 
-        vLLM forgets the transfers that its workers have not reported, and never completes them. Their rows stay out of
-        use until the workers have flushed them.
+        vLLM never completes the transfers that its workers have not reported. Their rows stay out of use until the
+        workers have flushed them.
         """
         self._manager.reset_cache()
         self._stale += [transfer for transfers in self._transfers.values() for transfer in transfers]
@@ -175,7 +173,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
                 self._manager.complete_load(transfer.keys, transfer.req_context)
 
     def take_events(self) -> Iterable[Any]:
-        return vllm_events(self._manager.take_events(), self._telling) if self._tells_events else ()
+        return vllm_events(self._manager.take_events(), self._reporting) if self._has_events else ()
 
     def get_stats(self) -> Any:
         cost = None if self._meter is None else self._meter.end()
@@ -199,7 +197,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         ]
 
     def shutdown(self) -> None:
-        """Let what is on its way to the tiers arrive, within the stack's time, and close them."""
+        """Flush the cascades within the stack's time, and close the tiers."""
         self._stack.close()
 
 

@@ -1,8 +1,7 @@
-"""What vLLM reports of us: our counters as its metrics, our events and hits in its words.
+"""Our counters as vLLM's metrics, and our events and hits as vLLM's types.
 
-vLLM declares the metrics of a connector in the process that serves `/metrics`, and adds the model's name and the
-engine's number as labels. It feeds them with what each engine's scheduler sends. So our vocabulary is declared there,
-and what has changed is sent: what a counter has grown by, a gauge's value, and a histogram's new values.
+vLLM declares a connector's metrics in the process that serves `/metrics`, and adds the labels of model and engine. Each
+engine's scheduler sends the changes: the growth of a counter, a gauge's value, and a histogram's new values.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from tiered_kv.observe.series import DROPPED, DROPPED_METRIC, STRANGE, Counters,
 from tiered_kv.observe.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX, TOTAL, Metric
 
 STRANGE_METRIC = f"{TIER_PREFIX}number"
-"""A number that a stranger's tier counts itself: vLLM knows no metric that was not declared."""
+"""A number that a third-party tier counts itself: vLLM has only metrics that were declared."""
 
 _INTERVAL_S = 1.0
 _STEP_SERIES_MAX = 16
 _OBSERVATIONS_MAX = 10_000
-"""New values of a histogram that are sent at a time; of more, the first."""
+"""New values of a histogram that are sent at a time; if there are more, the first."""
 
 
 def metric_definitions() -> dict[str, Any]:  # Any: vLLM's OffloadingMetricMetadata
-    """Return the declaration of our metrics."""
+    """Return the declarations of our metrics."""
     definitions = {PREFIX + name: _definition(name, metric) for name, metric in MANAGER.items()}
     definitions |= {TIER_PREFIX + name: _definition(name, metric) for name, metric in TIER.items()}
     definitions[PREFIX + DROPPED] = _definition(DROPPED, DROPPED_METRIC)
@@ -49,28 +48,26 @@ def metric_definitions() -> dict[str, Any]:  # Any: vLLM's OffloadingMetricMetad
 
 
 def forget_metrics() -> None:
-    """Take our metrics back from `prometheus_client`, as vLLM does with its own before it declares them again."""
+    """Unregister our metrics from `prometheus_client`, as vLLM does with its own before it declares them again."""
     for collector in list(REGISTRY._collector_to_names):
         if str(getattr(collector, "_name", "")).startswith(PREFIX):
             REGISTRY.unregister(collector)
 
 
 def _definition(name: str, metric: Metric) -> Any:  # Any: as above
-    told = {"documentation": metric.help, "labelnames": ("tier", *metric.labels)}
+    fields = {"documentation": metric.help, "labelnames": ("tier", *metric.labels)}
     if metric.bounds:
-        return OffloadingHistogramMetadata(**told, buckets=metric.bounds)
+        return OffloadingHistogramMetadata(**fields, buckets=metric.bounds)
     if name.endswith(TOTAL):
-        return OffloadingCounterMetadata(**told)
-    return OffloadingGaugeMetadata(**told)
+        return OffloadingCounterMetadata(**fields)
+    return OffloadingGaugeMetadata(**fields)
 
 
 class CounterReport:
-    """Tells vLLM what has changed in counters. vLLM asks on the scheduler's thread, in every step.
+    """Sends changes of counters to vLLM, which calls `take` on the scheduler's thread in every step.
 
-    So the counters are read once a second at most, and then told over several steps, a few series in each.
-
-    Args:
-        secrets: Texts that no name and no label may hold.
+    So it reads the counters once a second at most, and sends a few series in each of the following steps. No name and
+    no label may contain a text of `secrets`.
     """
 
     def __init__(self, secrets: set[str]) -> None:
@@ -80,7 +77,7 @@ class CounterReport:
         self._sent: dict[tuple[str, ...], Any] = {}  # Any: as `Series.value`
 
     def take(self, counters: Callable[[], Counters]) -> Any:  # Any: vLLM's own
-        """Return some of what has changed as vLLM's statistics, or None where that is all, or it is too early."""
+        """Return the next changes as vLLM's statistics; None if all were sent, or until a second has passed."""
         if self._left is None:
             now_s = time.monotonic()
             if now_s < self._next_s:
@@ -97,11 +94,11 @@ class CounterReport:
             before = self._sent.get(identity)
             if before != series.value:
                 self._sent[identity] = series.value
-                _tell(stats, series, before)
+                _add(stats, series, before)
         return stats
 
 
-def _tell(stats: Any, series: Series, before: Any) -> None:  # Any: vLLM's own, and as `Series.value`
+def _add(stats: Any, series: Series, before: Any) -> None:  # Any: vLLM's own, and as `Series.value`
     name, labels, value = series.name, series.labels, series.value
     if series.metric is STRANGE:
         tier, *others = labels
@@ -116,11 +113,7 @@ def _tell(stats: Any, series: Series, before: Any) -> None:  # Any: vLLM's own, 
 
 
 def new_values(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[float]:
-    """Return values that a histogram takes to be the new ones of another: as many in each bucket, and of the same sum.
-
-    Args:
-        before, now: What `Histogram.snapshot` returned then and now.
-    """
+    """Return values that turn one `Histogram.snapshot` into another: with its counts in each bucket, and its sum."""
     counts = list(now["buckets"].values())
     total = now["sum"]
     if before is not None:
@@ -139,13 +132,12 @@ def new_values(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list
 
 
 def vllm_events(
-    events: Iterable[OffloadingEvent], telling: Collection[str], locality: Any = None
+    events: Iterable[OffloadingEvent], reporting: Collection[str], locality: Any = None
 ) -> Iterator[VllmEvent]:
-    """Yield `events` as vLLM's.
+    """Yield `events` as vLLM's type.
 
     Args:
-        events: Ours; the medium of a secondary tier's is its name.
-        telling: Names of tiers that report each block that they remove. vLLM remembers the block's tokens until then.
+        reporting: Tiers that report each removed block. vLLM keeps the block's tokens until then.
         locality: vLLM's Locality of secondary tiers, or None.
     """
     for event in events:
@@ -156,10 +148,10 @@ def vllm_events(
             removed=event.removed,
             locality=None if is_primary else locality,
             ownership=None if is_primary else event.medium,
-            removal_expected=not event.removed and event.medium in telling,
+            removal_expected=not event.removed and event.medium in reporting,
         )
 
 
 def hit_source(settings: TierSettings) -> CacheHitSource:
-    """Return what vLLM's statistics call a hit in a tier: "disk" if it has a `path`; for others vLLM has no word."""
+    """Return what vLLM's statistics call a hit in a tier: "disk" if it has a `path`, else "unspecified"."""
     return CacheHitSource.DISK if hasattr(settings, "path") else CacheHitSource.EXTERNAL_UNSPECIFIED

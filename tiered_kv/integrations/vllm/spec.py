@@ -1,4 +1,4 @@
-"""Our whole stack as vLLM's offloading spec: what the user's file says, completed by what vLLM knows."""
+"""Our whole stack as vLLM's offloading spec: the user's file, completed by vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tiered_kv.integrations.vllm.worker import HandlerWorker, our_caches
 from tiered_kv.worker.shared import SCHEDULER, SharedStack, parties_of, worker_party
 from tiered_kv.worker.shared_file import SharedFile
 
-_VLLM_TELLS_OF_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
+_VLLM_REPORTS_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
 """From 0.33 on."""
 _STEPS_AHEAD = 4
 """Steps that a scheduler may be ahead of its workers, beyond one for each pipeline stage."""
@@ -42,11 +42,11 @@ _EXTRA = "kv_connector_extra_config"
 class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
     """Chosen by `"spec_name": "TieredKVOffloadingSpec", "spec_module_path": "tiered_kv.integrations.vllm"`.
 
-    vLLM makes one in its scheduler's process and one in each worker's; all map one region, named by the engine's id.
+    vLLM makes one in its scheduler's process and one in each worker's. All map one region, named by the engine's id.
 
     Args:
-        config: vLLM's `OffloadingConfig`. Its `extra_config["stack"]` is the path of a stack's file without `block`, or
-            the same as a mapping.
+        config: vLLM's `OffloadingConfig`. Its `extra_config["stack"]` is a stack without `block`: a file's path, or a
+            mapping.
 
     Raises:
         ConfigError: The configuration cannot be used.
@@ -55,10 +55,10 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_chunks(config)
-        # A worker's KV caches come after its connector was made; nothing else shows the engine's configuration then.
+        # A worker gets its KV caches after its connector was made; only this shows the engine's configuration then.
         self._context = copy_context()
-        # With one pipeline stage all workers are alike. Otherwise this finds what is wrong in the configuration as
-        # early, and `_join` replaces it by what all workers have.
+        # With one pipeline stage all workers are alike. With several this checks the configuration early, and `_join`
+        # replaces it by that of all workers.
         self._shared = self._share([rank_of(config)] * config.parallel.world_size)
         self._manager: TieredKVManager | None = None
         self._worker: HandlerWorker | None = None
@@ -72,29 +72,21 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         return INFO_KEYS
 
     def get_manager(self) -> TieredKVManager:
-        """Return the scheduler's half, made on the first call. With several pipeline stages it waits for all workers.
-
-        Raises:
-            ConfigError: The shared memory cannot be had, or a worker does not join it in time.
-            TierError: A tier cannot be opened.
-        """
+        """Return the scheduler's half, made on the first call; with several stages it waits for the workers."""
         if self._manager is None:
-            tells_events = self.kv_events_config.enable_kv_cache_events
+            has_events = self.kv_events_config.enable_kv_cache_events
             file = self._join(SCHEDULER)
             self._manager = TieredKVManager(
-                self._shared.open_stack(enable_events=tells_events, file=file),
-                tells_events=tells_events,
-                flush_steps=None if _VLLM_TELLS_OF_FLUSHES else self.config.parallel.pp_size + _STEPS_AHEAD,
+                self._shared.open_stack(enable_events=has_events, file=file),
+                has_events=has_events,
+                flush_steps=None if _VLLM_REPORTS_FLUSHES else self.config.parallel.pp_size + _STEPS_AHEAD,
             )
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> HandlerWorker:
-        """Return the half of a worker, for caches on a CUDA device or in CPU memory; made on the first call.
+        """Return the worker's half, made on the first call, for caches on a CUDA device or in CPU memory.
 
-        With several pipeline stages it waits until the other workers have called it too.
-
-        Raises:
-            ConfigError: The shared memory cannot be had, CUDA cannot pin it, or a worker does not join it in time.
+        With several pipeline stages it waits until the other workers have called it, too.
         """
         if self._worker is None:
             rank = self.config.parallel.rank
@@ -112,11 +104,18 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         )
 
     def _join(self, party: str) -> SharedFile | None:
-        """Learn what all workers store, where they may differ; return the file that this process has joined for it."""
+        """With several pipeline stages, wait for all workers and read their ranks from the shared file.
+
+        Return the file, which the caller leaves.
+        """
         if self.config.parallel.pp_size == 1:
             return None
-        file, ranks = exchange(self.config, self._shared.name, party)
+        size, own = self.config.parallel.world_size, rank_of(self.config)
+        fields = [own.chunk_bytes, own.stage.layers, own.stage.groups]
+        note = b"" if party == SCHEDULER else json.dumps(fields).encode()
+        file = SharedFile(self._shared.name, party, parties_of(size), note)
         try:
+            ranks = [_decode(note) for note in file.notes_of([worker_party(rank) for rank in range(size)])]
             self._shared = self._context.run(self._share, ranks)
         except BaseException:
             file.leave()
@@ -127,10 +126,7 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
 def stack_config(config: Any, ranks: Sequence[Rank] = ()) -> StackConfig:  # Any: vLLM's OffloadingConfig
     """Return the stack of a vLLM engine, the same in its scheduler and its workers.
 
-    `ranks` are all workers in their order; by default all are like that of `config`.
-
-    Raises:
-        ConfigError: The file, or a setting in it, cannot be used.
+    `ranks` are all workers in their order; by default all are like `config`'s worker.
     """
     source = config.extra_config.get("stack")
     if not isinstance(source, (str, os.PathLike, Mapping)):
@@ -143,7 +139,7 @@ def stack_config(config: Any, ranks: Sequence[Rank] = ()) -> StackConfig:  # Any
 
 def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) -> StackConfig:
     if "block" in raw:
-        raise ConfigError("vLLM tells the size of a block; leave this out", location="block")
+        raise ConfigError("vLLM sets the size of a block; leave this out", location="block")
     if config.canonical_layout:
         raise ConfigError("canonical_layout is for vLLM's own worker; leave it out", location=_EXTRA)
     if raw.get("events") is not None:
@@ -163,10 +159,10 @@ def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) ->
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One worker: what it stores of a chunk, all of its layers, and its stage.
+    """One worker: the bytes that it stores of a chunk, and its stage.
 
-    vLLM hands each process the layers of one worker: a worker gets its own, and the scheduler those of worker 0. So
-    with more than one stage each worker writes its rank into the engine's shared file, and every process reads all.
+    vLLM hands each process the layers of one worker: a worker's own, and in the scheduler those of worker 0. So with
+    more than one stage each worker writes its rank into the engine's shared file, and every process reads all ranks.
     """
 
     chunk_bytes: int
@@ -174,35 +170,11 @@ class Rank:
 
 
 def rank_of(config: Any) -> Rank:  # Any: vLLM's OffloadingConfig
-    """Return the worker that a process knows: a worker itself, and the scheduler worker 0.
-
-    Raises:
-        ConfigError: vLLM tells no size.
-    """
+    """Return the worker that a process knows: a worker itself, and in the scheduler worker 0."""
     size = int(config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk)
     if size < 1:
-        raise ConfigError("vLLM tells no size of a KV cache block, so there is nothing to offload")
+        raise ConfigError("vLLM reports no size of a KV cache block, so there is nothing to offload")
     return Rank(size, stage_of(config))
-
-
-def exchange(config: Any, name: str, party: str) -> tuple[SharedFile, list[Rank]]:  # Any: vLLM's OffloadingConfig
-    """Join the engine's shared file as `party`, and wait until all workers have.
-
-    Return the file, which the caller leaves, and all workers in their order.
-
-    Raises:
-        ConfigError: The file cannot be had, or a worker does not join it in time.
-    """
-    size = config.parallel.world_size
-    own = rank_of(config)
-    fields = [own.chunk_bytes, own.stage.layers, own.stage.groups]
-    note = b"" if party == SCHEDULER else json.dumps(fields).encode()
-    file = SharedFile(name, party, parties_of(size), note)
-    try:
-        return file, [_decode(note) for note in file.notes_of([worker_party(rank) for rank in range(size)])]
-    except BaseException:
-        file.leave()
-        raise
 
 
 def _decode(note: bytes) -> Rank:

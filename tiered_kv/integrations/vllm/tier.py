@@ -1,7 +1,7 @@
-"""A tier of ours as a secondary tier of vLLM's own tiering.
+"""A secondary tier of vLLM's own tiering, made of one of our tiers.
 
-vLLM's manager trusts its tiers: it knows no budgets, deadlines, breakers or failed requests. So between it and the tier
-stands what stands there in our own manager, a `GuardedTier`, and this adapter answers for it.
+vLLM's manager has no budgets, deadlines or breakers for its tiers. So this adapter calls the tier through a
+`GuardedTier`, as our own manager does.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from tiered_kv.integrations.vllm.identity import (
     namespace_of,
 )
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, metric_definitions, vllm_events
+from tiered_kv.tiering.base import JobMetadata, TierSpec
 from tiered_kv.tiering.base import JobResult as OurResult
-from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 
 _log = logging.getLogger(__name__)
 
 ROOM_WAIT_S = 10.0
-"""How long a request is answered RETRY because others' loads take all of the load budget; then it misses for good."""
+"""How long a request is answered RETRY while other requests' loads take all of the load budget; then it misses."""
 DRAIN_WARNING_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
 _POLL_S = 0.0005
 _REQUESTS_MAX = 100_000
-"""Requests that are remembered; beyond it the oldest is forgotten."""
+"""Requests with notes; beyond it the oldest is forgotten."""
 
 
 @dataclass(slots=True)
@@ -52,37 +52,37 @@ class RequestNotes:
     """One request, from `on_new_request` to `on_request_finished`.
 
     Attributes:
-        failed: Keys that could not be loaded for it; for it they are misses.
-        asked: When a key was first answered with RETRY.
-        hits: Keys that were hits for it, each of which takes a row of the primary tier.
-        has_timed_out: Whether it has waited for the tier as long as it may; the tier is asked no more.
+        failed: Keys whose load failed; they are misses for this request.
+        asked_s: Time at which a key was first answered RETRY.
+        hits: Keys that were hits, each of which takes a row of the primary tier.
+        has_timed_out: Whether it has waited as long as it may; then all its lookups miss.
     """
 
     failed: set[OffloadKey] = field(default_factory=set)
-    asked: dict[OffloadKey, float] = field(default_factory=dict)
+    asked_s: dict[OffloadKey, float] = field(default_factory=dict)
     hits: int = 0
     has_timed_out: bool = False
     skips_load: bool = False
 
     def may_wait(self, key: OffloadKey, now_s: float, wait_max_s: float) -> bool:
-        """Return whether the request may be answered RETRY once more for `key`; False ends its wait for the tier."""
-        self.has_timed_out = now_s - self.asked.setdefault(key, now_s) >= wait_max_s
+        """Return whether the request may be answered RETRY once more for `key`; if not, it has timed out."""
+        self.has_timed_out = now_s - self.asked_s.setdefault(key, now_s) >= wait_max_s
         return not self.has_timed_out
 
 
 class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not there when types are checked
     """Configured as `{"type": "TieredKVTier", "module_path": "tiered_kv.integrations.vllm", "tier": {...}}`.
 
-    vLLM calls all methods under its manager's lock, one after the other, from the scheduler's thread or its poll
-    thread. None but `drain_jobs` and `shutdown` waits.
+    vLLM calls all methods under its manager's lock, from the scheduler's thread or its poll thread. Only `drain_jobs`
+    and `shutdown` wait.
 
     Args:
-        offloading_spec: vLLM's spec, whose `config` tells what the blocks are.
+        offloading_spec: vLLM's spec, whose `config` describes the blocks.
         primary_kv_view: The primary tier's memory, of shape (num_chunks, row bytes).
-        tier_type: What the configuration calls this class. Metrics show the tier's own name instead.
-        backpressure_detector: vLLM's, if its configuration has one. It may be used beside the tier's `store_budget`.
+        tier_type: This class in vLLM's configuration. Metrics show the tier's name instead.
+        backpressure_detector: Optional; from vLLM's configuration. It works beside the tier's `store_budget`.
         tier: One entry of `secondary` in a stack's file.
-        namespace: What the user says of the namespace; see `identity.OWN_FIELDS`.
+        namespace: See `identity.VllmNamespace`.
         locality: "LOCAL" or "REMOTE", for vLLM's events and load filters.
 
     Raises:
@@ -113,9 +113,9 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         identity = namespace_of(
             config, namespace, row_layout=getattr(offloading_spec, "row_layout", VLLM_ROW_LAYOUT)
         ).identify(block_bytes=self._block_bytes, block_tokens=chunk_tokens(config))
-        self._tells_events = offloading_spec.kv_events_config.enable_kv_cache_events
-        spec = TierSpec(settings.name, self._block_bytes, identity.digest, identity.described, self._tells_events)
-        # vLLM's view is of signed bytes, and it releases it while our tier may still hold its own.
+        self._has_events = offloading_spec.kv_events_config.enable_kv_cache_events
+        spec = TierSpec(settings.name, self._block_bytes, identity.digest, identity.described, self._has_events)
+        # vLLM's view is of signed bytes, and vLLM releases it while our tier may still hold this one.
         view = primary_kv_view.cast("B").cast("B", (num_blocks, self._block_bytes))
         opened = SecondaryTierFactory.create(spec, view, settings)
         self.tier_type = settings.name
@@ -124,15 +124,13 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._info = {"tiered_kv_type": settings.type, "tiered_kv_namespace": identity.digest.hex()}
         budget_bytes = self._block_bytes * num_blocks // 4
         self._guarded = GuardedTier(
-            opened, settings, self._block_bytes, budget_bytes, time.monotonic, tells_events=self._tells_events
+            opened, settings, self._block_bytes, budget_bytes, time.monotonic, reports_events=self._has_events
         )
-        self._telling = frozenset((settings.name,) if opened.tells_stored else ())
+        self._reporting = frozenset((settings.name,) if opened.tells_stored else ())
         self._is_closed = False
         self._hint_reader = HintReader()
         self._requests: dict[str, RequestNotes] = {}
         self._report = CounterReport(settings.secret_texts())
-        self._began_s: dict[int, float] = {}
-        self._loading_for: dict[int, str] = {}  # job to request
         self._ended: list[JobResult] = []
 
     # Lookups.
@@ -145,13 +143,13 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             answer = guarded.tier.lookup(key, req_context)
         except Exception:
             guarded.observer.note_exception("lookup")
-            return self._give_up(notes)
+            return self._fail_lookup(notes)
         if answer is None:
             if notes.may_wait(key, time.monotonic(), guarded.settings.lookup_timeout):
                 return LookupResult.RETRY
             guarded.counters.add("lookup_timeouts_total")
-            return self._give_up(notes)
-        return self._promise(key, notes) if answer else LookupResult.MISS
+            return self._fail_lookup(notes)
+        return self._hit(key, notes) if answer else LookupResult.MISS
 
     def _begin(self, req_id: str) -> RequestNotes:
         self._requests.pop(req_id, None)
@@ -160,23 +158,23 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         notes = self._requests[req_id] = RequestNotes()
         return notes
 
-    def _promise(self, key: OffloadKey, notes: RequestNotes) -> LookupResult:
-        """Answer for a key that the tier has; vLLM takes a row for each hit, and submits the load as the step ends."""
+    def _hit(self, key: OffloadKey, notes: RequestNotes) -> LookupResult:
+        """Answer for a stored key; vLLM takes a row for each hit, and submits the load at the end of the step."""
         guarded = self._guarded
-        # vLLM lets a request's own promotions evict each other. A request that wants more than there is room for would
-        # go round for ever, so it gets a head of its prefix that fits.
+        # vLLM lets a request's promotions evict each other. A request that wants more rows than the load budget has
+        # would load for ever, so it gets the head of its prefix that fits.
         if notes.hits < guarded.loads.blocks_max:
             if guarded.load_room() > 0:
                 notes.hits += 1
-                guarded.load_blocks_reserved += 1
-                notes.asked.pop(key, None)
+                guarded.loads.reserved_blocks += 1
+                notes.asked_s.pop(key, None)
                 return LookupResult.HIT
             if guarded.is_loading and notes.may_wait(key, time.monotonic(), ROOM_WAIT_S):
                 return LookupResult.RETRY
         guarded.counters.add("refused_promotion_blocks_total")
         return LookupResult.MISS
 
-    def _give_up(self, notes: RequestNotes) -> LookupResult:
+    def _fail_lookup(self, notes: RequestNotes) -> LookupResult:
         notes.has_timed_out = True
         self._guarded.breaker.fail(time.monotonic())
         return LookupResult.MISS
@@ -193,33 +191,34 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         if taken:
             self._submit(job_metadata, taken)
         else:
-            # A block that was not admitted is as it should be; one that found no room is a store that failed.
+            # That a block was not admitted is no failure; that there was no room is one.
             self._end(job_metadata.job_id, is_success=self._guarded.store_room() > 0)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         guarded = self._guarded
-        guarded.load_blocks_reserved = max(guarded.load_blocks_reserved - len(job_metadata.keys), 0)
-        self._loading_for[job_metadata.job_id] = job_metadata.req_context.req_id
+        guarded.loads.reserved_blocks = max(guarded.loads.reserved_blocks - len(job_metadata.keys), 0)
         if guarded.refusal():  # the breaker has opened since the lookup
             self._fail(job_metadata)
         else:
             self._submit(job_metadata, _in_prefix_order(job_metadata))
 
     def _submit(self, job_metadata: TransferJob, blocks: list[CPUBlock]) -> None:
-        job_id, keys = job_metadata.job_id, [block.key for block in blocks]
-        self._began_s[job_id] = time.monotonic()
-        is_load, req_context = job_metadata.is_promotion, job_metadata.req_context
-        if self._guarded.submit(keys, blocks, req_context, is_promotion=is_load, job_id=job_id) is None:
+        job = self._guarded.submit(
+            [block.key for block in blocks],
+            blocks,
+            job_metadata.req_context,
+            is_promotion=job_metadata.is_promotion,
+            job_id=job_metadata.job_id,
+        )
+        if job is None:
             self._fail(job_metadata)
 
     def _fail(self, job_metadata: TransferJob) -> None:
-        self._note_failed(job_metadata.job_id, job_metadata.keys)
+        self._note_failed(job_metadata, job_metadata.keys)
         self._end(job_metadata.job_id, is_success=False)
 
     def _end(self, job_id: int, *, is_success: bool) -> None:
-        """Report a job that moved nothing, with the next that are asked for."""
-        self._began_s.pop(job_id, None)
-        self._loading_for.pop(job_id, None)
+        """Let the next `get_finished_jobs` report a job that moved nothing."""
         self._ended.append(JobResult(job_id, is_success, transfer_time=0.0, transfer_bytes=0))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -231,30 +230,30 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._ended += [self._translate(job, result) for job, result in self._guarded.collect()]
 
     def _translate(self, job: SubmittedJob, result: OurResult) -> JobResult:
-        job_id, keys = job.metadata.job_id, job.metadata.keys
+        metadata, keys = job.metadata, job.metadata.keys
         done = set(keys) if result.success else set(result.successful_keys or ()).intersection(keys)
-        if len(done) < len(keys):
-            self._note_failed(job_id, [key for key in keys if key not in done])
-        self._loading_for.pop(job_id, None)
+        is_partial = len(done) < len(keys)
+        if is_partial:
+            self._note_failed(metadata, [key for key in keys if key not in done])
+        began_s = (metadata.deadline or 0.0) - self._guarded.settings.job_timeout
         return JobResult(
-            job_id,
-            success=len(done) == len(keys),
-            successful_keys=tuple(done) if job.metadata.is_promotion and len(done) < len(keys) else None,
-            transfer_time=time.monotonic() - self._began_s.pop(job_id),
+            metadata.job_id,
+            success=not is_partial,
+            successful_keys=tuple(done) if metadata.is_promotion and is_partial else None,
+            transfer_time=max(0.0, time.monotonic() - began_s),
             transfer_bytes=len(done) * self._block_bytes,
         )
 
-    def _note_failed(self, job_id: int, keys: Iterable[OffloadKey]) -> None:
-        """Remember for the request of a load what it must not be sent to load again."""
-        notes = self._requests.get(self._loading_for.get(job_id, ""))
-        if notes is not None:
-            notes.failed.update(keys)
+    def _note_failed(self, job: TransferJob | JobMetadata, keys: Iterable[OffloadKey]) -> None:
+        """Note for a load's request the keys that it must not load again."""
+        if job.is_promotion and job.req_context.req_id in self._requests:
+            self._requests[job.req_context.req_id].failed.update(keys)
 
     def drain_jobs(self) -> None:
-        """Wait until the tier has let go of every row, as vLLM asks before it gives the rows to others.
+        """Wait until the tier uses no row any more; vLLM then reuses the rows.
 
-        There is no deadline: vLLM has no quarantine, and a row that is given away too early would hold wrong bytes.
-        The tier drops what it has not begun when its `job_timeout` is over, so only a call that hangs holds this up.
+        There is no deadline: vLLM has no quarantine, and a row that is reused too early would get wrong bytes. The tier
+        drops jobs that it has not begun after its `job_timeout`, so only a call that hangs delays this.
         """
         guarded = self._guarded
         warn_s = time.monotonic() + DRAIN_WARNING_S
@@ -292,8 +291,8 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
 
     def on_schedule_end(self, context: Any) -> None:
         guarded, now_s = self._guarded, time.monotonic()
-        # All loads of the step have been submitted. What is still reserved found no room in the primary tier.
-        guarded.load_blocks_reserved = 0
+        # All loads of the step have been submitted. Reserved blocks that remain found no room in the primary tier.
+        guarded.loads.reserved_blocks = 0
         guarded.call("on_schedule_end")
         guarded.expire(now_s)
         guarded.tick(now_s)
@@ -301,7 +300,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     # Events, metrics, the end.
 
     def take_events(self) -> Iterable[Any]:
-        return vllm_events(self._guarded.observer.take_events(), self._telling, self.locality)
+        return vllm_events(self._guarded.observer.take_events(), self._reporting, self.locality)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -311,8 +310,8 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         return self._report.take(self.counters)
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return what was counted of the tier, by its name; what it has counted itself stands there under "tier"."""
-        return {self._guarded.name: self._guarded.counted()}
+        """Return the tier's counters by its name; those that the tier counts itself are under "tier"."""
+        return {self._guarded.name: self._guarded.snapshot()}
 
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
@@ -322,10 +321,10 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         return self._info
 
     def shutdown(self) -> None:
-        """Let what is on its way arrive, for a while, and close the tier. Nothing but this may be called afterwards.
+        """Wait a limited time for jobs, and close the tier. Only this may be called afterwards.
 
-        vLLM unmaps the primary tier's memory next, unless somebody has a view of it. That may be a thread that still
-        works on it, but not a tier that is closed: this lets go of the tier.
+        vLLM unmaps the primary tier's memory next, unless there is a view of it. A thread that still works on a row may
+        have one; a closed tier must not, so this drops the tier.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -341,7 +340,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
 def _in_prefix_order(job_metadata: TransferJob) -> list[CPUBlock]:
     """Return a job's keys and rows, head of the prefix first.
 
-    vLLM passes keys through sets, which lose their order; its request remembers at which token each ends. Blocks that
+    vLLM passes keys through sets, which lose their order; its request knows the token at which each ends. Blocks that
     are stored in order are read back in fewer, larger reads.
     """
     blocks = []

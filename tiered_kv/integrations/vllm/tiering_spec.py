@@ -16,16 +16,16 @@ from tiered_kv.worker.handlers import open_handlers
 
 
 class TieredKVTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """vLLM's `TieringOffloadingSpec`, settings and tiers and all, with our worker.
+    """vLLM's `TieringOffloadingSpec` with our worker, which takes GPU and CPU memory. vLLM's own takes GPU memory only.
 
-    vLLM's own worker takes GPU memory only, and refuses to start on its CPU backend. Ours takes both. It is configured
-    like vLLM's, with `"spec_name": "TieredKVTieringSpec", "spec_module_path": "tiered_kv.integrations.vllm"`.
+    It is configured like vLLM's, with `"spec_name": "TieredKVTieringSpec", "spec_module_path":
+    "tiered_kv.integrations.vllm"`.
     """
 
     _worker: HandlerWorker | None
 
     row_layout = ROW_LAYOUT
-    """Told to our tiers, since it differs from that of vLLM's worker."""
+    """Read by our tiers, since it differs from that of vLLM's worker."""
 
     def __init__(self, config: Any) -> None:  # Any: vLLM's OffloadingConfig
         check_stages(config)
@@ -33,17 +33,14 @@ class TieredKVTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM 
         super().__init__(config)
 
     def get_worker(self, kv_caches: Any) -> HandlerWorker:
-        if self._worker is None:
-            self._worker = self._make_worker(kv_caches)
-        return self._worker
-
-    def _make_worker(self, kv_caches: Any) -> HandlerWorker:
+        if self._worker is not None:
+            return self._worker
         if self.config.canonical_layout or self.replicated_layout:
             raise ConfigError(
                 "canonical and replicated layouts are for vLLM's own worker; use its TieringOffloadingSpec"
             )
         rank = self.config.parallel.rank
-        # vLLM's class creates and removes the file that its scheduler maps; ours maps that file besides.
+        # vLLM's class creates and removes the file that its scheduler maps; `PrimaryRegion` maps it, too.
         shared = SharedOffloadRegion(
             engine_id=self._engine_id,
             num_chunks=self.num_chunks,
@@ -65,4 +62,5 @@ class TieredKVTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM 
                 on_shutdown=mapped.close,
             )
             on_error.pop_all()
-            return HandlerWorker(handlers)
+        self._worker = HandlerWorker(handlers)
+        return self._worker

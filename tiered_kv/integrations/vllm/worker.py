@@ -12,7 +12,7 @@ from tiered_kv.worker.handlers import WorkerHandlers
 
 
 def our_caches(kv_caches: Any) -> CanonicalKVCaches:  # Any: vLLM's CanonicalKVCaches
-    """Return vLLM's caches as ours: the same tensors, without the mapping to a canonical layout, which we refuse."""
+    """Return vLLM's caches as our type, without the mapping to a canonical layout, which is refused."""
     return CanonicalKVCaches(
         tensors=[CanonicalKVCacheTensor(each.tensor, each.page_size_bytes) for each in kv_caches.tensors],
         group_data_refs=[
@@ -23,11 +23,10 @@ def our_caches(kv_caches: Any) -> CanonicalKVCaches:  # Any: vLLM's CanonicalKVC
 
 
 class HandlerWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """One direction for each of vLLM's two verbs. All methods belong to the worker's thread.
+    """Stores and loads for vLLM. All methods belong to the worker's thread.
 
-    vLLM knows no transfer that failed: what a worker reports is taken for stored, or for loaded. (It asserts success,
-    which `python -O` leaves out.) So a copy that failed is an exception, which ends the engine: better than a block
-    that was computed upon bytes that did not arrive, or one that is stored without its bytes.
+    vLLM has no failed transfers: it asserts success, which `python -O` leaves out. So a failed copy raises, which ends
+    the engine. Otherwise the engine would compute upon bytes that did not arrive, or a block be stored without bytes.
     """
 
     def __init__(self, handlers: WorkerHandlers) -> None:
@@ -37,15 +36,11 @@ class HandlerWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not ther
         return self._handlers.store.transfer_async(job_id, (src_spec, dst_spec))
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
-        # From 0.33 on an expedited load is waited for in its step. Ours begin at once, behind the loads before them.
+        # From 0.33 on, vLLM waits for an expedited load in its step. All our loads begin at once, in their order.
         return self._handlers.load.transfer_async(job_id, (src_spec, dst_spec))
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the transfers that have ended.
-
-        Raises:
-            TieredKVError: One of them failed; the log tells why.
-        """
+        """Return the transfers that have ended."""
         results = [*self._handlers.store.get_finished(), *self._handlers.load.get_finished()]
         failed = [each for each in results if not each.success]
         if failed:

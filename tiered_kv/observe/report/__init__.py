@@ -1,1 +1,1 @@
-"""Pages that show what a replay or a bench measured: HTML files with plots, which fetch nothing and run no script."""
+"""Pages of a replay, bench or simulation: HTML files with plots, which fetch nothing and run no script."""

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 _BAR: Final = 0.36
 _ROOM: Final = 1.05
 _LEAST_US: Final = 0.1
-"""Shorter lookups are drawn here: a logarithmic scale has no 0."""
+"""Shorter lookups are drawn here, since a logarithmic scale has no 0."""
 _RING: Final[dict[str, Any]] = {"color": figures.SURFACE, "markeredgecolor": figures.INK}  # Any: as matplotlib has it
 _DIRECTIONS: Final = {"store": figures.tier_color(0), "load": figures.tier_color(1)}
 BENCH_COLUMNS: Final = ("tier", "store GB/s", "load GB/s", "lookup us (p99)", "wrong")
 
 
 def bench_page(run: Run, results: Sequence[TierBench], settings: BenchSettings) -> str:
-    """Return the page of a bench: what was run, each tier's result, and how the tiers were measured."""
+    """Return the page of a bench."""
     return page.page(
         run,
         kind="Bench report",
@@ -42,7 +42,7 @@ def bench_page(run: Run, results: Sequence[TierBench], settings: BenchSettings) 
 
 
 def bench_rows(results: Sequence[TierBench]) -> list[list[str]]:
-    """Return what was measured of each tier, under `BENCH_COLUMNS`."""
+    """Return the rows of `BENCH_COLUMNS`, one for each tier."""
     return [
         [
             each.name if each.name == each.type else f"{each.name} ({each.type})",
@@ -55,7 +55,7 @@ def bench_rows(results: Sequence[TierBench]) -> list[list[str]]:
 
 
 def bench_remarks(results: Sequence[TierBench]) -> Iterator[str]:
-    """Yield what ended otherwise than it should, a sentence each."""
+    """Yield a sentence for each kind of failure."""
     for each in results:
         if each.corrupt_blocks:
             yield f"CORRUPT: {counted(each.corrupt_blocks, 'block')} came back from {each.name} with other bytes"

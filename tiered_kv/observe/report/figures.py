@@ -1,7 +1,7 @@
-"""Drawing figures: matplotlib makes the SVG, the page's style gives it its colours, light, dark or printed.
+"""Figures: SVG by matplotlib, with colours from the page's style: light, dark or printed.
 
-Every colour of a figure stands for a variable of the page's style (`report.css`). Titles and legends are the page's,
-so that names never pass through a plot's own little language.
+matplotlib takes no CSS variables. So each colour here is a placeholder, which `in_page` replaces by a variable of
+`report.css`. Titles and legends are HTML, since matplotlib would interpret names as its markup.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
 
 SERIES_COLORS: Final = 8
-"""Colours for tiers; a ninth tier has the first one's again, dashed."""
+"""Colours for tiers; a ninth tier has the first one's again."""
 _NAMES: Final = (
     *("ink", "quiet", "grid", "surface", "miss", "good", "warn", "bad", "accent"),
     *(f"tier-{index}" for index in range(SERIES_COLORS)),
 )
-"""Variables of the page's style. Until a figure stands in a page, `#f1e2` and its number here stand for each."""
+"""Variables of the page's style. The placeholder of each is `#f1e2` and its number here."""
 _PLACEHOLDER: Final = re.compile(r"#f1e2([0-9a-f]{2})")
 INK, QUIET, GRID, SURFACE, MISS, GOOD, WARN, BAD, ACCENT, *_TIERS = (f"#f1e2{i:02x}" for i in range(len(_NAMES)))
 
 _LEFT_OUT: Final = re.compile(r'<!--.*?-->|<style.*?</style>|(?<=<g) id="[^"]*"', re.DOTALL)
 """Styles would reach beyond the figure, and the groups of several figures have the same names."""
-_DASHES: Final = ("-", "--", ":", "-.")
 _LONG_AXIS: Final = 300.0
 _WIDTH_IN: Final = 4.4
 _HEIGHT_IN: Final = 2.4
@@ -64,11 +63,7 @@ _STYLE: Final[dict[str, Any]] = {  # Any: what matplotlib takes for a setting
 
 
 def require_matplotlib() -> None:
-    """Make sure that figures can be drawn, without loading what draws them.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Raise `MissingExtraError` unless matplotlib is installed; do not import it."""
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
@@ -81,34 +76,29 @@ def tier_color(index: int) -> str:
 
 
 def in_page(text: str) -> str:
-    """Return a text with the page's variables in place of the colours of this module."""
+    """Replace the placeholders in a text by the page's variables."""
     return _PLACEHOLDER.sub(lambda found: f"var(--{_NAMES[int(found[1], 16)]})", text)
-
-
-def tier_dashes(index: int) -> str:
-    """Return how a tier's line is drawn: tiers of one colour differ in it."""
-    return _DASHES[index // SERIES_COLORS % len(_DASHES)]
 
 
 def draw(
     name: str, description: str, plot: Callable[[Any], None], *, rows: int = 1, height_in: float = _HEIGHT_IN
 ) -> Html:
-    """Return a figure as SVG, to stand in the page.
+    """Return a figure as SVG, for a page.
 
     Args:
-        name: Tells this figure's marks from those of others of the page.
-        description: Says what it shows to those who do not see it.
+        name: Unique in the page.
+        description: For readers who do not see the figure.
         plot: Draws into the axes, or into an array of axes if there are several rows.
         rows: Axes below each other, which share their horizontal axis.
-        height_in: Of the figure; it is 4.4 inches wide.
+        height_in: In inches; the width is 4.4.
     """
     from matplotlib import style
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     stream = io.StringIO()
-    # The salt makes the marks of each figure its own, and the same in each run.
-    with style.context(["default", {**_STYLE, "svg.hashsalt": name}]):  # whatever the user has chosen for plots
+    # The salt makes the ids of each figure unique, and the same in each run.
+    with style.context(["default", {**_STYLE, "svg.hashsalt": name}]):  # not the user's settings
         figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
         FigureCanvasSVG(figure)
         plot(figure.subplots(rows, 1, sharex=True))
@@ -118,7 +108,7 @@ def draw(
 
 
 def plain_log(axis: Axis) -> None:
-    """Write the numbers of a logarithmic axis as people do: 1, 2, 5, 10; of a long one, the powers of ten only."""
+    """Write 1, 2, 5 and 10 at a logarithmic axis; at a long one, the powers of ten only."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = axis.get_view_interval()
@@ -128,9 +118,9 @@ def plain_log(axis: Axis) -> None:
 
 
 def _inline(svg: str, description: str) -> Html:
-    """Return what matplotlib wrote as an element of a page, with the page's colours and letters."""
+    """Return matplotlib's SVG as an element, with the page's colours and font."""
     view_box = re.search(r'viewBox="([-0-9. ]+)"', svg)
-    assert view_box is not None, "matplotlib tells the size of what it draws"
+    assert view_box is not None, "matplotlib writes a viewBox"
     inner = svg[svg.index(">", view_box.end()) + 1 : svg.rindex("</svg>")]
     inner = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--letters)", in_page(_LEFT_OUT.sub("", inner)))
     return element("svg", Html(inner), viewBox=view_box[1], role="img", aria_label=description)

@@ -1,4 +1,4 @@
-"""The page around the plots of a report: its head, and what it says of the run, the machine and the configuration."""
+"""The page around the plots of a report: its head, the run, the machine and the configuration."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ from tiered_kv.observe.report.markup import Html, card, element, facts, joined
 from tiered_kv.tiering.base import SecondaryTierManager
 
 _ENDLESS: Final = 1 << 20
-"""Columns of YAML that is not broken into lines, so that no secret is broken either."""
+"""Columns of YAML: no line is broken, so that no secret is broken and missed."""
 _CPU_MODEL: Final = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of the command, of which a page is written.
+    """A run of the command, for a page.
 
-    Args:
+    Attributes:
         stack: The stack's file, as it was given; empty without one.
-        arguments: Those of the command, the verb first.
-        config: The stack's configuration; None without one.
-        began: When the run began, with its time zone.
-        described: What each secondary tier said of itself when it was opened, by name; texts for people.
+        arguments: Of the command, the verb first.
+        began: With its time zone.
+        described: The description of each secondary tier, by its name; human-readable.
     """
 
     stack: str
@@ -52,17 +51,16 @@ class Run:
 
     @property
     def stack_name(self) -> str:
-        """The name of the stack's file."""
         return Path(self.stack).name
 
     def note_tiers(self, names: Iterable[str], tiers: Iterable[SecondaryTierManager]) -> None:
-        """Keep what open tiers say of themselves, for those that can."""
+        """Keep the descriptions of open tiers."""
         for name, tier in zip(names, tiers, strict=True):
-            with suppress(Exception):  # whatever a stranger's tier raises
-                self.described[name] = dict(_said(key, value) for key, value in tier.describe().items())
+            with suppress(Exception):  # a third-party tier may raise anything
+                self.described[name] = dict(_description(key, value) for key, value in tier.describe().items())
 
-    def told(self, text: str) -> str:
-        """Return a text without any secret of the configuration, and without what is secret in URLs."""
+    def scrub(self, text: str) -> str:
+        """Return a text without the secrets of the configuration and of URLs."""
         return scrub(text, set() if self.config is None else self.config.secret_texts())
 
 
@@ -76,14 +74,14 @@ def page(
     tiles: Iterable[Html],
     sections: Iterable[Html],
 ) -> str:
-    """Return a whole page. `tiles` and `sections` are made with this module; a bad note begins with CORRUPT."""
+    """Return a whole page. Notes that begin with CORRUPT are shown in red."""
     here = resources.files("tiered_kv.observe.report")
     shown_notes = (
-        element("p", run.told(text), class_="note bad" if text.startswith("CORRUPT") else "note") for text in notes
+        element("p", run.scrub(text), class_="note bad" if text.startswith("CORRUPT") else "note") for text in notes
     )
     texts = {"kind": kind, "heading": heading, "lede": lede, "version": __version__, "date": _date(run.began)}
     return Template((here / "page.html").read_text("utf-8")).substitute(
-        {name: html.escape(run.told(text)) for name, text in texts.items()},
+        {name: html.escape(run.scrub(text)) for name, text in texts.items()},
         style=(here / "report.css").read_text("utf-8"),
         notes=joined(shown_notes),
         tiles=element("div", *tiles, class_="tiles"),
@@ -92,18 +90,18 @@ def page(
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number of things: "1 block", "2,000 blocks"."""
+    """Return a number and a noun: "1 block", "2,000 blocks"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def tile(value: str, unit: str, name: str, *, is_bad: bool = False) -> Html:
-    """Return one of the figures at the top of a page."""
+    """Return one of the numbers at the top of a page."""
     shown = element("span", value, " ", element("small", unit), class_="value")
     return element("div", shown, element("span", name), class_="tile bad" if is_bad else "tile")
 
 
 def figure(title: str, about: str, plot: Html, legend: Iterable[tuple[str, str]] = ()) -> Html:
-    """Return a plot with its title, a caption, and what its colours mean: names, and each one's colour."""
+    """Return a plot with its title, a caption, and a legend of names and colours."""
     keys = element("div", *(element("span", color_key(color), name) for name, color in legend), class_="legend")
     caption = element("figcaption", element("h3", title), element("p", about), keys)
     return element("figure", caption, plot, class_="card")
@@ -115,31 +113,31 @@ def color_key(color: str) -> Html:
 
 
 def section(title: str, about: str, *content: Html) -> Html:
-    """Return a part of a page: what it is about in plain words, and its content."""
+    """Return a part of a page."""
     return element("section", element("h2", title), element("p", about, class_="about"), *content)
 
 
 def conditions(run: Run, settings: Iterable[tuple[str, str]]) -> Html:
-    """Return the part of a page that says under which conditions the figures were measured."""
+    """Return the part of a page about the conditions of the measurement."""
     command = shlex.join(["tiered-kv", *(str(redact(each)) for each in run.arguments)])
     parts = {
         "Run": facts([("begun", _date(run.began)), *settings]),
         "Machine": facts(_machine()),
-        "Command": element("pre", run.told(command)),
+        "Command": element("pre", run.scrub(command)),
     }
     if run.config is not None:
         plain = json.loads(json.dumps(run.config.shown(), default=str, skipkeys=True))
         config = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=_ENDLESS, allow_unicode=True)
-        parts["Configuration, secrets left out"] = element("pre", run.told(config))
+        parts["Configuration, secrets left out"] = element("pre", run.scrub(config))
     for name, described in run.described.items():
-        said = ((run.told(key), run.told(text)) for key, text in described.items())
-        parts[f"What tier {name} said of itself"] = facts(said)
+        shown = ((run.scrub(key), run.scrub(text)) for key, text in described.items())
+        parts[f"What tier {name} said of itself"] = facts(shown)
     about = "Compare figures only with those of the same machine, configuration and command."
     return section("How it was measured", about, *(card(element("h3", title), part) for title, part in parts.items()))
 
 
-def _said(name: str, value: object) -> tuple[str, str]:
-    """Return for people what a tier said of itself."""
+def _description(name: str, value: object) -> tuple[str, str]:
+    """Return a field of a tier's description, human-readable."""
     if isinstance(value, bool):
         text = "yes" if value else "no"
     else:
@@ -152,7 +150,7 @@ def _date(moment: datetime) -> str:
 
 
 def _machine() -> list[tuple[str, str]]:
-    """Return what the figures depend on, and nothing that names the machine."""
+    """Return what results depend on, without the name of the machine."""
     try:
         model = _CPU_MODEL.search(Path("/proc/cpuinfo").read_text("utf-8", "replace"))
     except OSError:

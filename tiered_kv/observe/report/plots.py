@@ -1,4 +1,4 @@
-"""The plots of a replay's page: what each sample says of the time since the one before it."""
+"""The plots of a replay's page: changes from sample to sample."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiered_kv.observe.report import figures
-from tiered_kv.observe.report.figures import draw, tier_color, tier_dashes
+from tiered_kv.observe.report.figures import draw, tier_color
 from tiered_kv.observe.report.markup import Html
 from tiered_kv.observe.report.samples import Sample
 from tiered_kv.workload.tally import GB, LatencyUs
@@ -22,7 +22,7 @@ Values = npt.NDArray[Any]  # Any: counts or numbers
 
 _BINS_A_DECADE: Final = 24
 _RATE_MIN: Final = 4.0
-"""A plot of rates reaches at least to so many bytes, or blocks, a second."""
+"""The least end of an axis of rates, in bytes or blocks a second."""
 _MB: Final = 1e6
 _SLOW_BYTES_PER_S: Final = 0.1 * GB
 """Below this average rate a plot is in megabytes a second."""
@@ -32,7 +32,7 @@ _BREAKER_COLORS: Final = (figures.GOOD, figures.WARN, figures.BAD)
 
 
 def hits_over_requests(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
-    """Draw which share of the blocks that requests asked for each tier gave, over the requests."""
+    """Draw the share of blocks that each tier served, over the requests."""
     windows = _windows(samples, lambda sample: sample.blocks)
     edges = np.array([windows[0][0].requests, *(after.requests for _, after in windows)] if windows else [0])
 
@@ -62,14 +62,14 @@ def throughput(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
     return _rates("throughput", about, labels, samples, tiers, scale)
 
 
-def trouble(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
-    """Draw blocks whose store was skipped and blocks whose transfer failed a second, by tier, over time."""
+def failures(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
+    """Draw skipped stores and failed transfers, in blocks a second by tier, over time."""
     labels = {"skipped_blocks_total": "skipped (blocks/s)", "failed_blocks_total": "failed (blocks/s)"}
-    return _rates("trouble", "Blocks skipped (above) and failed (below) over time, by tier", labels, samples, tiers, 1)
+    return _rates("failures", "Blocks skipped (above) and failed (below) over time, by tier", labels, samples, tiers, 1)
 
 
 def step_distribution(step_s: Sequence[float], step_us: LatencyUs) -> Html:
-    """Draw the share of steps by their duration; lines mark what `step_us` says of them."""
+    """Draw the share of steps by their duration; lines mark the percentiles of `step_us`."""
     steps_us = np.maximum(np.asarray(step_s, dtype=float) * _US_PER_S, 0.1)
     low, high = (np.floor(np.log10(steps_us.min())), np.ceil(np.log10(steps_us.max()))) if len(steps_us) else (0, 3)
     edges = np.logspace(low, max(high, low + 1), int(max(high - low, 1)) * _BINS_A_DECADE + 1)
@@ -107,12 +107,12 @@ def steps_over_time(samples: Sequence[Sample], step_s: Sequence[float]) -> Html:
 
 
 def use_over_time(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
-    """Draw how much of its capacity each tier uses, over time, for the tiers that tell."""
+    """Draw the share of its capacity that each tier uses, over time, for tiers that report both."""
 
     def plot(axes: Axes) -> None:
         for index, tier in enumerate(tiers):
             known = [(sample.seconds, use) for sample in samples if (use := sample.use(tier)) is not None]
-            axes.plot(*np.reshape(known, (-1, 2)).T, color=tier_color(index), linestyle=tier_dashes(index))
+            axes.plot(*np.reshape(known, (-1, 2)).T, color=tier_color(index))
         axes.set_ylim(0, 105)
         axes.set_ylabel("capacity in use (%)")
         _over_time(axes, samples)
@@ -157,7 +157,7 @@ def _rates(
     tiers: Sequence[str],
     scale: float,
 ) -> Html:
-    """Draw how fast some counts of each tier grew, over time: a panel for each name of a count, with its label."""
+    """Draw the rates of some counters of each tier, over time: a panel for each counter of `labels`."""
     windows = _windows(samples, lambda sample: sample.seconds)
     seconds = np.array([after.seconds - before.seconds for before, after in windows])
 
@@ -166,7 +166,7 @@ def _rates(
             for index, tier in enumerate(tiers):
                 grown = np.array([after.count(tier, count) - before.count(tier, count) for before, after in windows])
                 rates = grown / seconds / scale
-                axes.plot(_middles(windows), rates, color=tier_color(index), linestyle=tier_dashes(index))
+                axes.plot(_middles(windows), rates, color=tier_color(index))
             axes.set_ylim(0, max(axes.get_ylim()[1], _RATE_MIN / scale))
             axes.set_ylabel(label)
             axes.locator_params(axis="y", nbins=4)
@@ -177,14 +177,14 @@ def _rates(
 
 
 def _states(samples: Sequence[Sample], tier: str) -> Iterator[tuple[int, float, float]]:
-    """Yield each state of a tier's breaker, and from when to when it lasted."""
+    """Yield each state of a tier's breaker, and its begin and end in seconds."""
     for state, group in groupby(pairwise(samples), lambda pair: pair[0].count(tier, "breaker_state")):
         pairs = list(group)
         yield state, pairs[0][0].seconds, pairs[-1][1].seconds
 
 
 def _fill(axes: Axes, edges: Values, below: Values, top: Values, color: str) -> None:
-    """Fill what stands between two lines of steps."""
+    """Fill the area between two stepped lines."""
     if len(top):
         axes.stairs(top, edges, baseline=below, fill=True, color=color, linewidth=0)
 

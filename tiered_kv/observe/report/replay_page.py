@@ -8,7 +8,7 @@ from typing import Any, Final
 from tiered_kv.config.stack_config import PRIMARY_TIER_NAME
 from tiered_kv.config.units import format_bytes
 from tiered_kv.counters import flat_counts
-from tiered_kv.observe.explain import SENTENCES
+from tiered_kv.observe.fates import SENTENCES
 from tiered_kv.observe.report import figures, page, plots
 from tiered_kv.observe.report.markup import Html, bar, card, element, joined, table
 from tiered_kv.observe.report.page import Run, counted, figure, section, tile
@@ -17,7 +17,7 @@ from tiered_kv.workload.replay import ReplaySettings
 from tiered_kv.workload.tally import GB, ReplayReport
 
 _COUNTERS_MAX: Final = 500
-"""Of a tier; a stranger's may have any number."""
+"""Of a tier; a third-party tier may have any number."""
 _MISSED: Final = "misses"
 _BREAKER_STATES: Final = (
     ("closed (in use)", figures.GOOD),
@@ -46,13 +46,13 @@ _REASONS: Final = (
     ("skipped_blocks_total", "Stores that were skipped: blocks that were not offered to the tier", SENTENCES),
     ("failed_blocks_total", "Transfers that failed: blocks that a job did not store or load", _FAILURES),
 )
-"""Counters with reasons, what each counts, and what the reasons mean."""
+"""Counters with reasons, their titles, and the meanings of the reasons."""
 
 
 def replay_page(
     run: Run, report: ReplayReport, sampler: Sampler, settings: ReplaySettings, workload: str, remarks: Iterable[str]
 ) -> str:
-    """Return the page of a replay of `workload`, with `remarks` that a reader must not miss, a sentence each."""
+    """Return the page of a replay of `workload`. `remarks` are sentences at its top."""
     return page.page(
         run,
         kind="Replay report",
@@ -74,7 +74,7 @@ TIER_COLUMNS: Final = ("tier", "hits", "share", "stored GB", "GB/s", "loaded GB"
 
 
 def tier_rows(report: ReplayReport) -> Iterator[list[str]]:
-    """Yield what each tier gave and moved, and at last what was missed, under `TIER_COLUMNS`."""
+    """Yield the rows of `TIER_COLUMNS`, one for each tier and one for misses."""
     for name, tier in report.tiers.items():
         stored = [f"{tier.stored_bytes / GB:.2f}", f"{tier.store_gb_per_s:.3f}"]
         loaded = [f"{tier.loaded_bytes / GB:.2f}", f"{tier.load_gb_per_s:.3f}"]
@@ -101,7 +101,7 @@ def _measured(report: ReplayReport, settings: ReplaySettings) -> str:
 
 
 def _tiles(report: ReplayReport) -> Iterator[Html]:
-    primary = report.tiers[PRIMARY_TIER_NAME]  # what the others move goes through it too
+    primary = report.tiers[PRIMARY_TIER_NAME]  # all transfers go through it
     yield tile(f"{100 * report.hit_rate:.1f}", "%", "of blocks were hits")
     yield tile(f"{report.blocks - report.misses:,}", "", "blocks loaded by requests")
     yield tile(f"{report.misses:,}", "", "blocks missed")
@@ -116,7 +116,6 @@ def _keys(report: ReplayReport) -> dict[str, str]:
 
 
 def _origin(report: ReplayReport) -> Html:
-    """Where blocks came from, and what each tier moved, over the whole run."""
     keys = {**_keys(report), _MISSED: figures.MISS}
     blocks = {**{name: tier.hits for name, tier in report.tiers.items()}, _MISSED: report.misses}
     parts = (
@@ -137,8 +136,8 @@ def _origin(report: ReplayReport) -> Html:
 
 def _course(report: ReplayReport, sampler: Sampler) -> Html:
     tiers, keys, samples, step = list(report.tiers), _keys(report), sampler.samples, report.step_us
-    telling = {name for name in tiers if any(sample.use(name) is not None for sample in samples)}
-    silent = ", ".join(name for name in tiers if name not in telling)
+    reporting = {name for name in tiers if any(sample.use(name) is not None for sample in samples)}
+    silent = ", ".join(name for name in tiers if name not in reporting)
     shown = [
         figure(
             "Hits by tier",
@@ -170,7 +169,7 @@ def _course(report: ReplayReport, sampler: Sampler) -> Html:
             "How full each tier was, in-flight bytes included where the tier counts them."
             + (f" Not shown, since they do not tell: {silent}." if silent else ""),
             plots.use_over_time(samples, tiers),
-            ((name, color) for name, color in keys.items() if name in telling),
+            ((name, color) for name, color in keys.items() if name in reporting),
         ),
     ]
     if secondary := tiers[1:]:
@@ -179,7 +178,7 @@ def _course(report: ReplayReport, sampler: Sampler) -> Html:
                 "Skipped and failed blocks",
                 "Blocks whose store was not made (above), and whose store or load failed (below), a second. "
                 "The reasons are further down.",
-                plots.trouble(samples, tiers),
+                plots.failures(samples, tiers),
                 keys.items(),
             )
         )
@@ -198,7 +197,6 @@ def _course(report: ReplayReport, sampler: Sampler) -> Html:
 
 
 def _reasons(run: Run, report: ReplayReport) -> Html:
-    """Why blocks did not come, were not stored, or failed on the way."""
     parts = []
     for counter, title, meanings in _REASONS:
         counts = [
@@ -209,7 +207,13 @@ def _reasons(run: Run, report: ReplayReport) -> Html:
         ]
         counts.sort(key=lambda each: -each[2])
         rows = [
-            [name, run.told(" ".join(labels)), f"{count:,}", bar(count / counts[0][2]), meanings.get(labels[-1], "")]
+            [
+                name,
+                run.scrub(" ".join(labels)),
+                f"{count:,}",
+                bar(count / counts[0][2]),
+                meanings.get(labels[-1], ""),
+            ]
             for name, labels, count in counts
         ]
         is_counted = counter != "misses_total" or any(counter in tier.counters for tier in report.tiers.values())
@@ -222,12 +226,14 @@ def _reasons(run: Run, report: ReplayReport) -> Html:
 
 
 def _counters(run: Run, report: ReplayReport) -> Html:
-    """All that was counted, for those who look for one number: closed at first."""
     tiers = []
     for name, tier in report.tiers.items():
-        counts: list[tuple[tuple[str, ...], Any]] = list(flat_counts(tier.counters))  # Any: a stranger's may be texts
+        counts: list[tuple[tuple[str, ...], Any]] = list(flat_counts(tier.counters))  # Any: perhaps a text
         rows = [
-            [run.told(", ".join(path)), f"{count:,}" if isinstance(count, (int, float)) else run.told(str(count))]
+            [
+                run.scrub(", ".join(path)),
+                f"{count:,}" if isinstance(count, (int, float)) else run.scrub(str(count)),
+            ]
             for path, count in counts[:_COUNTERS_MAX]
         ]
         title = element("summary", f"{name}: {counted(len(counts), 'counter')}")

@@ -1,4 +1,4 @@
-"""What a replay's counters were while it ran: a bounded number of samples, from its first step to its end."""
+"""Samples of a replay's counters: a bounded number, from its first step to its end."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from tiered_kv.counters import count_of
 from tiered_kv.observe.series import is_finite
 from tiered_kv.workload.tally import Tally
 
-Counted = Mapping[str, Mapping[str, Any]]  # Any: as `Counters.snapshot`
+CountersByTier = Mapping[str, Mapping[str, Any]]  # Any: as `Counters.snapshot`
 
 SAMPLES_MAX: Final = 100
 INTERVAL_S: Final = 0.05
-"""Between the first samples. It doubles whenever there are too many, so that short and long runs have about as many."""
+"""Between the first samples. It doubles when there are too many, so that short and long runs have about as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A replay at one moment; all numbers but `seconds` are counted from its start.
+    """A replay at one moment, in totals since its start.
 
-    Args:
+    Attributes:
         requests: Requests whose lookups were answered.
         blocks: Blocks of these requests.
-        hits: Those that were loaded, by tier.
-        counters: By the tier's name.
+        hits: Loaded blocks, by tier.
+        counters: By tier.
     """
 
     seconds: float
@@ -34,16 +34,16 @@ class Sample:
     blocks: int
     hits: Mapping[str, int]
     steps: int
-    counters: Counted
+    counters: CountersByTier
 
     def count(self, tier: str, name: str) -> int:
-        """Return what a tier counted under a name, whatever the labels."""
+        """Return a counter of a tier, summed over its labels."""
         return count_of(self.counters, tier, name)
 
     def use(self, tier: str) -> float | None:
-        """Return how much of its capacity a tier used, in percent; None where it does not tell."""
+        """Return the share of its capacity that a tier used, in percent; None if the tier does not report it."""
         counted = self.counters.get(tier, {})
-        own = counted.get("tier", counted)  # a secondary tier tells its size by itself
+        own = counted.get("tier", counted)  # of a secondary tier these are its own counters
         used, capacity = own.get("used_bytes"), own.get("capacity_bytes")
         return 100 * used / capacity if is_finite(used) and is_finite(capacity) and capacity else None
 
@@ -52,12 +52,12 @@ class Sample:
 class Sampler:
     """Takes samples of a replay between its steps. The thread of the replay uses it.
 
-    Args:
-        counters: Returns what the manager counts.
-        step_s: Seconds of each step that was taken; known at the end.
+    Attributes:
+        counters: Returns the manager's counters.
+        step_s: Seconds of each step; known at the end.
     """
 
-    counters: Callable[[], Counted]
+    counters: Callable[[], CountersByTier]
     clock: Callable[[], float] = time.monotonic
     samples: list[Sample] = field(default_factory=list)
     step_s: Sequence[float] = ()
@@ -67,18 +67,18 @@ class Sampler:
     _tally: Tally = field(default_factory=lambda: Tally(hits={}))
 
     def start(self) -> None:
-        """Take the first sample; what follows is counted in seconds from here."""
+        """Take the first sample, at second 0."""
         self._started_s = self.clock()
         self._take()
 
     def note(self, tally: Tally) -> None:
-        """Take a sample if it is time for one. Call it after each step; it costs one look at the clock."""
+        """Take a sample if it is time for one. Called after each step; costs one call of the clock."""
         self._tally = tally
         if self.clock() - self._started_s >= self._next_s:
             self._take()
 
     def finish(self) -> None:
-        """Take the last sample, once the last stores have ended."""
+        """Take the last sample, after the last stores have ended."""
         self._take()
         self.step_s = self._tally.step_s
 

@@ -1,4 +1,4 @@
-"""The tables of a simulation, and its pages."""
+"""The tables and pages of a simulation."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Table = tuple[Sequence[str], list[list[str]]]
-"""The heads and the rows."""
+"""The columns and the rows."""
 StackRun = tuple[str, Simulated, Costs]
-"""One of several simulations of a stack: what tells it from the others, what it found, and what that costs."""
+"""A simulation of a stack: its name among several, the result, and its costs."""
 
 _POINTS: Final = 200
 _MB: Final = 1e6
@@ -33,13 +33,13 @@ _LRU: Final = "lru"
 
 
 def points_of(curve: HitCurve) -> list[tuple[int, float]]:
-    """Return some sizes in blocks, from that of the longest prompt to that of all, and what LRU hits with each."""
+    """Return sizes in blocks, from the longest prompt to all blocks, and the hit rate of LRU with each."""
     sizes = np.unique(np.geomspace(curve.longest_blocks, curve.distinct_blocks, _POINTS).round().astype(int)).tolist()
     return [(size, round(curve.rate(size), 6)) for size in sizes]
 
 
 def rate_table(rates: Sequence[HitRate]) -> Table:
-    """Return the hit rates, a row for each size and a column for each policy."""
+    """Return hit rates, a row for each size and a column for each policy."""
     policies = list(dict.fromkeys(rate.policy for rate in rates))
     shown = {(rate.policy, rate.capacity_blocks): _rate(rate) for rate in rates}
     sizes = sorted({rate.capacity_blocks for rate in rates})
@@ -47,7 +47,7 @@ def rate_table(rates: Sequence[HitRate]) -> Table:
 
 
 def tier_table(simulated: Simulated) -> Table:
-    """Return what each tier did, and at last what was missed."""
+    """Return a row for each tier, and one for misses."""
     columns = ["tier", "hits", "share", "written GB", "MB/s", "read GB", "MB/s", "requests", "evicted", "skipped"]
     rows = []
     for name, tier in simulated.tiers.items():
@@ -64,7 +64,7 @@ def tier_table(simulated: Simulated) -> Table:
 
 
 def cost_table(costs: Costs, currency: str) -> Table:
-    """Return what each tier costs in a month, and all together."""
+    """Return the costs a month, for each tier and in all."""
     rows = [[name, *(f"{value:,.2f}" for value in cost.values())] for name, cost in costs.items()]
     rows.append(["all", "", "", "", f"{sum(cost['total'] for cost in costs.values()):,.2f}"])
     return [f"{currency} a month", "storage", "traffic", "requests", "total"], rows

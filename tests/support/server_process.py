@@ -1,4 +1,4 @@
-"""A server in a process of its own, on a port of the loopback interface."""
+"""A server in another process, on a port of the loopback interface."""
 
 from __future__ import annotations
 
@@ -15,26 +15,21 @@ from typing import ClassVar, Final, Self
 START_S_MAX: Final = 120.0
 STOP_S_MAX: Final = 30.0
 BUS_OFFSET: Final = 10_000
-"""The members of a Redis Cluster talk to each other on their port plus this."""
+"""A member of a Redis Cluster has its bus on its port plus this."""
 
 _PORTS: Final = range(10_000, 32_768 - BUS_OFFSET)
-"""Linux gives these, and their buses', to nobody by itself: a server that starts again finds its port free."""
+"""Below Linux's ephemeral ports, with the buses: a server that starts again finds its port free."""
 _POLL_S: Final = 0.005
 
 
 class ServerProcess(ABC):
-    """A server on 127.0.0.1. It may be stopped, killed, frozen and started again on the same port.
+    """A server on 127.0.0.1, by default on a free port. It can be killed and started again on the same port.
 
-    As a context manager it is started, and killed at the end.
-
-    Args:
-        port: Where it listens; by default a free port.
-
-    Attributes:
-        start_s_max: Seconds that it may take until it answers.
+    As a context manager it starts, and is killed at the end.
     """
 
     start_s_max: ClassVar[float] = START_S_MAX
+    """How long it may take until it answers."""
 
     def __init__(self, port: int | None = None) -> None:
         self.port = free_port() if port is None else port
@@ -49,29 +44,23 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def command(self) -> list[str]:
-        """Return the program and its arguments; it must stay in the foreground."""
+        """Return the program and its arguments; it must run in the foreground."""
 
     @abstractmethod
     def answers(self) -> bool:
-        """Return whether it takes requests now."""
+        """Return whether it accepts requests now."""
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port."""
         return "127.0.0.1", self.port
 
     @property
     def pid(self) -> int:
-        """The id of its process, which runs."""
         assert self._process is not None, "it does not run"
         return self._process.pid
 
     def start(self) -> None:
-        """Start it and return when it answers.
-
-        Raises:
-            RuntimeError: It ended, or did not answer within `start_s_max`.
-        """
+        """Return once it answers; raises `RuntimeError` if it ends or does not answer within `start_s_max`."""
         command, end = self.command(), time.monotonic() + self.start_s_max
         with tempfile.TemporaryFile() as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -88,7 +77,7 @@ class ServerProcess(ABC):
             raise RuntimeError(f"{command[0]} did not start: {log.read()[-2000:].decode(errors='replace')}")
 
     def stop(self) -> None:
-        """End it in good order."""
+        """End it by SIGTERM."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -96,11 +85,11 @@ class ServerProcess(ABC):
         self._end(signal.SIGKILL)
 
     def freeze(self) -> None:
-        """Stop it from running, with its connections open."""
+        """Suspend it, with its connections open."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it run on."""
+        """Resume it."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -121,7 +110,7 @@ class ServerProcess(ABC):
 
 
 def free_port() -> int:
-    """Return a port that nobody uses now, nor that of a cluster's bus, which lies above it."""
+    """Return a port that is free now, and the port of its cluster bus too."""
     while True:
         with socket.socket() as sock, socket.socket() as bus, contextlib.suppress(OSError):
             port = secrets.choice(_PORTS)

@@ -1,4 +1,4 @@
-"""fakeredis behind a TCP socket, for tests; import the fixture into a test module to use it."""
+"""fakeredis behind a TCP socket; import the fixture into a test module."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tiered_kv.testing.server_process import STOP_S_MAX
+from tests.support.server_process import STOP_S_MAX
 
 
 @pytest.fixture
 def fake_redis_url() -> Iterator[str]:
-    """The URL of fakeredis on loopback, in this process; the test is skipped where fakeredis is not installed."""
+    """The URL of fakeredis on loopback, in this process; skips if fakeredis is not installed."""
     fakeredis = pytest.importorskip("fakeredis", reason="fakeredis is not installed")
     server = fakeredis.TcpFakeServer(("127.0.0.1", 0), server_type="redis")
     server.daemon_threads = True

@@ -1,7 +1,7 @@
-"""Servers that speak S3's protocol, on loopback, for tests: moto's, in a process of its own.
+"""Servers that speak S3's protocol on loopback: moto's, in another process.
 
 Import the fixtures into a test's module or conftest: `moto_server` lasts for the session, `moto_bucket` is a new bucket
-on it. They skip, with the reason, where what they need is not installed.
+on it. They skip, with the reason, if a package is not installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.testing.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 ACCESS_KEY_ID = "testing-key-id"
 SECRET_ACCESS_KEY = "testing-secret"
@@ -32,7 +32,7 @@ _making_clients = threading.Lock()
 
 @functools.cache
 def _session() -> Any:
-    """Return boto3's session for tests. A new one reads megabytes of JSON, and holds the interpreter lock meanwhile."""
+    """Return boto3's session. A new one reads megabytes of JSON, and holds the interpreter lock meanwhile."""
     import boto3
 
     return boto3.session.Session()
@@ -42,15 +42,15 @@ class S3Server(ServerProcess):
     """A server that speaks S3's protocol.
 
     Args:
-        command: Returns the command that listens on a port.
-        scheme: Whether it speaks `http` or `https`.
+        command: Returns the command of a server on a port.
+        scheme: `http` or `https`.
     """
 
     def __init__(self, command: Callable[[int], list[str]], scheme: str = "http") -> None:
         super().__init__()
         self._command = command
         self.url = f"{scheme}://127.0.0.1:{self.port}"
-        """Its endpoint, as `endpoint_url` takes it."""
+        """The value of `endpoint_url`."""
 
     def command(self) -> list[str]:
         return self._command(self.port)
@@ -63,11 +63,8 @@ class S3Server(ServerProcess):
         return True
 
     def client(self, verify: str | bool | None = None) -> Any:
-        """Return boto3's client for the server; `verify` is a file of authorities for TLS, or False.
-
-        boto3 makes its class at run time, so a type checker does not know it.
-        """
-        with _making_clients:  # a session is for one thread at a time
+        """Return boto3's client for the server; `verify` is a file of authorities for TLS, or False."""
+        with _making_clients:  # one thread at a time may use a session
             return _session().client(
                 "s3",
                 endpoint_url=self.url,
@@ -78,7 +75,7 @@ class S3Server(ServerProcess):
             )
 
     def make_bucket(self) -> str:
-        """Make a bucket of a new name."""
+        """Make a bucket with a new name."""
         name = f"bucket-{os.getpid()}-{next(_bucket_numbers)}"
         with closing(self.client()) as client:
             client.create_bucket(Bucket=name)
@@ -86,20 +83,13 @@ class S3Server(ServerProcess):
 
 
 def missing_for_moto() -> str:
-    """Return why moto's server cannot be started here, or an empty string."""
+    """Return why moto's server cannot be started, or an empty string."""
     missing = [name for name in ("boto3", "moto", "flask") if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(missing)} (pip install 'moto[server]' boto3)" if missing else ""
 
 
 def start_moto(certificate: tuple[Path, Path] | None = None) -> S3Server:
-    """Start moto's server on a free port, and return once it listens.
-
-    Args:
-        certificate: A certificate and its key, PEM files, for TLS; plain HTTP without.
-
-    Raises:
-        RuntimeError: It did not start.
-    """
+    """Start moto's server on a free port; with TLS if a certificate and its key, PEM files, are given."""
     files = [str(path) for path in certificate or ()]
     server = S3Server(
         lambda port: [sys.executable, "-c", _MOTO_PROGRAM, str(port), *files], "https" if certificate else "http"
@@ -108,12 +98,9 @@ def start_moto(certificate: tuple[Path, Path] | None = None) -> S3Server:
     return server
 
 
-# Fixtures.
-
-
 @pytest.fixture(scope="session")
 def moto_server() -> Iterator[S3Server]:
-    """moto's server, in a process of its own, for the session."""
+    """moto's server, for the session."""
     if missing := missing_for_moto():
         pytest.skip(missing)
     server = start_moto()
@@ -127,15 +114,13 @@ def moto_bucket(moto_server: S3Server) -> str:
     return moto_server.make_bucket()
 
 
-# How they are started.
-
 _MOTO_PROGRAM = """
 import logging, sys
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
 
 class Handler(MotoRequestHandler):
-    protocol_version = "HTTP/1.1"  # as S3 has it; but werkzeug closes every connection after one answer
+    protocol_version = "HTTP/1.1"  # as S3's; but werkzeug closes every connection after one answer
 
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 server = make_server(

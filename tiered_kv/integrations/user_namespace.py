@@ -1,0 +1,64 @@
+"""The user's part of a namespace. The engine reports the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from tiered_kv.config.namespace import Label, Namespace
+from tiered_kv.config.settings import StrictModel
+from tiered_kv.config.validation import validate
+from tiered_kv.errors import ConfigError
+
+
+class UserNamespace(StrictModel):
+    """The fields that a user may set for every engine; each integration adds its own."""
+
+    revision: Label | None = Field(default=None, description="The revision of the model's weights.")
+    quantization: Label | None = Field(default=None, description="How keys and values are quantized.")
+    tenant: Label | None = Field(default=None, description="Keeps one user's blocks from another's.")
+    extra: dict[Label, str] = Field(
+        default={}, max_length=256, description="Whatever else must agree, such as the state of adapters."
+    )
+
+    def complete(
+        self, engine: str, fields: Mapping[str, object], facts: Mapping[str, str], location: tuple[str, ...]
+    ) -> Namespace:
+        """Return the namespace with the user's fields over the engine's, and `extra` beside its `facts`.
+
+        `location` is the path of this mapping in the configuration.
+        """
+        taken = sorted(self.extra.keys() & facts.keys())
+        if taken:
+            raise ConfigError(
+                f"{engine} sets '{taken[0]}'; choose another name", location=".".join((*location, "extra"))
+            )
+        own = self.model_dump(exclude_none=True, exclude={"extra"})
+        return validate(Namespace, {**fields, **own, "extra": {**self.extra, **facts}}, location)
+
+
+class UserModelNamespace(UserNamespace):
+    """The fields for engines that report which model they run."""
+
+    model: Label | None = Field(default=None, description="The model's name; by default its path.")
+
+    def check_adapters(self, engine: str, location: str) -> None:
+        """Raise ConfigError if `extra` does not name the state of the adapters of an engine that has some."""
+        if not self.extra.get("adapters"):
+            raise ConfigError(
+                f"LoRA is on. {engine}'s hashes hold an adapter's name and path and nothing of its weights; name their "
+                'state here, such as "extra": {"adapters": "1"}, and change it whenever you replace weights under one '
+                "path",
+                location=location,
+            )
+
+    def named_weights(self, engine: str, model: str, load_format: str, location: str) -> str:
+        """Return how a namespace describes weights that only `revision` names."""
+        if self.revision is None:
+            raise ConfigError(
+                f"{engine} does not report which weights '{model}' has (load format {load_format}); name them by "
+                '"revision" here',
+                location=location,
+            )
+        return f"revision, {load_format}"
