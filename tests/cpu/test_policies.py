@@ -163,7 +163,7 @@ def test_a_policy_is_found_by_name_or_by_module_and_class() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mru", "known are lru, arc, s3fifo, density"),
+        ("no_such_policy", "known are lru, arc, s3fifo, density"),
         ("no_such_module:X", "cannot import"),
         ("json:dumps", "not a subclass"),
         ("tiered_kv.cpu.policies.base:CachePolicy", "with all of its methods"),

@@ -253,7 +253,9 @@ def test_blocks_that_move_while_the_store_is_closed_are_found_afterwards(bench: 
     gate.close()
     newest = itertools.count(20)
     while not gate.waiting:
-        bench.put(store, bench.batch(next(newest)))
+        number = next(newest)
+        assert number < 20 * bench.BATCHES, "the reclaimer moves no block"
+        bench.put(store, bench.batch(number))
         store.touch(used)
     used = [key for key, is_stored in zip(used, store.contains(used), strict=True) if is_stored]
     closing = threading.Thread(target=store.close, name="closing")

@@ -90,9 +90,9 @@ class TierSpec:
 class SecondaryTierManager(ABC):
     """One storage tier behind the primary tier.
 
-    The manager calls every method from one thread. If `is_nonblocking` is True, this is the scheduler's thread: each
-    call must return within microseconds and do no I/O, as with the base classes of `tiered_kv.toolkit`. If it is False,
-    the tier gets its own thread, and a slow call costs hits but no scheduler time.
+    The manager calls every method but `stats` from one thread. If `is_nonblocking` is True, this is the scheduler's
+    thread: each call must return within microseconds and do no I/O, as with the base classes of `tiered_kv.toolkit`. If
+    it is False, the tier gets its own thread, and a slow call costs hits but no scheduler time.
 
     Args:
         offloading_spec: The configuration. A stack passes a `TierSpec`, engines pass their own. For the built-in tiers,
@@ -179,7 +179,10 @@ class SecondaryTierManager(ABC):
         return ()
 
     def stats(self) -> Mapping[str, Any]:  # Any: a number, or a mapping of numbers by label
-        """Return the tier's counters and gauges by name, in the form of `tiered_kv.counters`; any thread may call."""
+        """Return the tier's counters and gauges by name, in the form of `tiered_kv.counters`.
+
+        Reads memory only. If `is_nonblocking` is True, any thread may call it, while the scheduler's calls others.
+        """
         return {}
 
     def describe(self) -> Mapping[str, object]:
