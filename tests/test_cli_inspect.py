@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.places import Place
-from tests.support.plugged import plugged
-from tests.support.stacks import stack_file
+from tests.support.stacks import plugged, stack_file
 from tests.support.tenants import BLOCK_BYTES, Tenant
 from tiered_kv.cli import main
 from tiered_kv.config.settings import TierSettings

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.pretended_engines import told_beside
+from tests.support.children import output_with_engine
 
 READ = """
 import json, sys
@@ -30,7 +30,9 @@ NAMESPACE = {"revision": "main"}
 
 def read(tmp_path: Path, *params: object, **variables: str) -> list[str]:
     """Return what comes of reading each `adapter_params` beside the LMCache that was tested."""
-    answers: list[str] = json.loads(told_beside(tmp_path, "lmcache", "0.5.6", READ, json.dumps(params), **variables))
+    answers: list[str] = json.loads(
+        output_with_engine(tmp_path, "lmcache", "0.5.6", READ, json.dumps(params), **variables)
+    )
     return answers
 
 

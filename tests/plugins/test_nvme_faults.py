@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.faulty_disk import FaultyDisk, fail, full_after, hold, in_peace
+from tests.support.disks import FaultyDisk, fail, full_after, hold, in_peace
 from tiered_kv.errors import TierBusyError
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys

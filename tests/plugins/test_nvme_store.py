@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.support.faulty_disk import FaultyDisk, Interfere, fail, in_peace
+from tests.support.disks import FaultyDisk, Interfere, fail, in_peace
 from tests.support.segment_map import SegmentMap
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.testing.rig import block_content, make_keys

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from tests.support.fake_redis import fake_redis_url
-from tests.support.redis_clusters import RedisClusterServers, redis_cluster
+from tests.support.redis_groups import RedisClusterServers, redis_cluster
 from tests.support.redis_servers import (
     PASSWORD,
     PATIENT,

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tests.support.no_threads import no_threads
+from tests.support.threads import no_threads
 from tiered_kv.toolkit.background import BackgroundTask
 
 

@@ -13,8 +13,7 @@ from tests.support.entries import EntryOf
 from tests.support.patient_nvme import patient_nvme
 from tests.support.places import Place, PlaceOf
 from tests.support.race_cases import SIZES
-from tests.support.redis_clusters import redis_cluster, tls_redis_cluster
-from tests.support.redis_sentinels import redis_sentinel, tls_redis_sentinel
+from tests.support.redis_groups import redis_cluster, redis_sentinel, tls_redis_cluster, tls_redis_sentinel
 from tests.support.redis_servers import redis_server, tls_redis_server
 from tests.support.s3_servers import missing_for_moto, moto_server
 

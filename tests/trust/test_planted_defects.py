@@ -17,7 +17,7 @@ import tiered_kv_nvme.reader
 from tests.support.crash_cases import FS, NVME, CrashCases
 from tests.support.crash_scenario import CrashScenario
 from tests.support.crash_server import Case
-from tests.support.flush_order import FlushOrder
+from tests.support.disks import FlushOrder
 from tests.support.mounts import PowerLoss
 from tests.support.race_cases import BLOCK_BYTES, race_damage, race_late_workers, race_loads_with_stores, stack_of
 from tests.support.races import Prompts, open_guarded, problems_at_rest

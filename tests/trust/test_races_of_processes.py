@@ -14,7 +14,7 @@ import pytest
 from tests.support.children import Child
 from tests.support.entries import EntryOf
 from tests.support.figures import Figures, Profile
-from tests.support.race_cases import BLOCK_BYTES, TIERS, race_as_told, seeds_of, stack_of, unless
+from tests.support.race_cases import BLOCK_BYTES, TIERS, race_from_arguments, seeds_of, stack_of, unless
 from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
 from tiered_kv.stack import open_stack
@@ -88,7 +88,7 @@ def switching_often() -> Iterator[None]:
 
 def racer(config: Mapping[str, object], seed: int, seconds: float, reset_every: int = 0) -> Child:
     """Start a process that races on its own stack over shared tiers."""
-    return Child(race_as_told, json.dumps(config), str(seed), str(seconds), str(reset_every))
+    return Child(race_from_arguments, json.dumps(config), str(seed), str(seconds), str(reset_every))
 
 
 def race_of(child: Child) -> Race | None:

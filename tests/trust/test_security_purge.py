@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.disk_use import occupied_bytes
 from tests.support.places import Place, PlaceOf
-from tests.support.redis_sentinels import RedisSentinelServers
+from tests.support.redis_groups import RedisSentinelServers
 from tests.support.redis_servers import RedisServer
 from tests.support.tenants import Tenant, neighbour
 from tiered_kv.cli import main

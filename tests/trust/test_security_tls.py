@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.redis_clusters import RedisClusterServers
-from tests.support.redis_sentinels import SERVICE, RedisSentinelServers
+from tests.support.redis_groups import SERVICE, RedisClusterServers, RedisSentinelServers
 from tests.support.redis_servers import PASSWORD, PATIENT, RedisServer, TlsFiles, make_tls_files
 from tests.support.s3_entries import s3_entry
 from tests.support.s3_servers import S3Server, missing_for_moto, start_moto
