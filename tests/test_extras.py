@@ -67,7 +67,7 @@ sys.meta_path[:] = [WithoutExtras(finder) for finder in sys.meta_path]
 import tiered_kv
 from tiered_kv.cli import main
 
-told = {}
+error_text = {}
 for name, stack in stacks.items():
     try:
         tiered_kv.open_stack(stack).close()
@@ -77,11 +77,11 @@ for name, stack in stacks.items():
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         status = main(["check", stack])
-    told[name] = [error, status, output.getvalue() + errors.getvalue()]
+    error_text[name] = [error, status, output.getvalue() + errors.getvalue()]
 with contextlib.redirect_stdout(io.StringIO()):
-    told["plugins"] = ["", main(["plugins"]), ""]
-    told["schema"] = ["", main(["schema"]), ""]
-print(json.dumps(told))
+    error_text["plugins"] = ["", main(["plugins"]), ""]
+    error_text["schema"] = ["", main(["schema"]), ""]
+print(json.dumps(error_text))
 """
 
 
@@ -96,7 +96,7 @@ def told_without_extras(entries: Mapping[str, Entry], directory: Path) -> dict[s
     command = [sys.executable, "-c", PROGRAM, json.dumps([missing, stacks])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    return {name: Told(*told) for name, told in json.loads(done.stdout).items()}
+    return {name: Told(*error_text) for name, error_text in json.loads(done.stdout).items()}
 
 
 def test_every_extra_is_looked_at() -> None:
@@ -109,12 +109,12 @@ def test_every_extra_is_looked_at() -> None:
         assert any(needed.replace("-", "_").startswith(distribution) for needed in wanted)
 
 
-def assert_install_command(told: Told, feature: str, extra: str) -> None:
+def assert_install_command(error_text: Told, feature: str, extra: str) -> None:
     command = f"{feature} needs a library that is not installed: in a clone of tiered-kv, pip install '.[{extra}]'"
-    assert told.error == f"MissingExtraError: {command}"
-    assert told.status == 1
-    assert command in " ".join(told.output.split())
-    assert "Traceback" not in told.output
+    assert error_text.error == f"MissingExtraError: {command}"
+    assert error_text.status == 1
+    assert command in " ".join(error_text.output.split())
+    assert "Traceback" not in error_text.output
 
 
 def test_without_any_extra_a_stack_says_which_one_it_needs(tmp_path: Path) -> None:
@@ -125,12 +125,12 @@ def test_without_any_extra_a_stack_says_which_one_it_needs(tmp_path: Path) -> No
     encoded = {
         f"{extra}-{name}": {**entry, **codec} for extra, codec in CODECS.items() for name, entry in local.items()
     }
-    told = told_without_extras({**local, **tiers, **encoded}, tmp_path)
+    error_text = told_without_extras({**local, **tiers, **encoded}, tmp_path)
     for extra in tiers:
-        assert_install_command(told[extra], f"tier '{extra}'", extra)
+        assert_install_command(error_text[extra], f"tier '{extra}'", extra)
     for name in encoded:
         extra = name.partition("-")[0]
-        assert_install_command(told[name], f"codec '{CODECS[extra]['codec']}'", extra)
+        assert_install_command(error_text[name], f"codec '{CODECS[extra]['codec']}'", extra)
     for name in local:
-        assert (told[name].error, told[name].status) == ("", 0), "a tier that needs no extra works"
-    assert (told["plugins"].status, told["schema"].status) == (0, 0), "no plugin is broken by it"
+        assert (error_text[name].error, error_text[name].status) == ("", 0), "a tier that needs no extra works"
+    assert (error_text["plugins"].status, error_text["schema"].status) == (0, 0), "no plugin is broken by it"

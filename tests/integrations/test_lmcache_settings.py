@@ -15,14 +15,14 @@ import tiered_kv.integrations.lmcache as integration
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.lmcache.settings import read_settings
 
-def told(params):
+def outcome_of(params):
     try:
         settings = read_settings(params)
     except ConfigError as error:
         return str(error)
     return f"{integration.LMCACHE_VERSION} {[tier.name for tier in settings.tiers]} {settings.sets}"
 
-print(json.dumps([told(params) for params in json.loads(sys.argv[1])]))
+print(json.dumps([outcome_of(params) for params in json.loads(sys.argv[1])]))
 """
 NVME = {"type": "nvme", "path": "/nowhere", "capacity": "1GiB"}
 NAMESPACE = {"revision": "main"}

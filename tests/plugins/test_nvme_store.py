@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.support.disks import FaultyDisk, Interfere, fail, in_peace
+from tests.support.disks import FaultyDisk, Interfere, fail, without_faults
 from tests.support.segment_map import SegmentMap
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.testing.rig import block_content, make_keys
@@ -71,7 +71,7 @@ def test_without_direct_transfers_blocks_go_through_the_page_cache(
     disk, keys = FaultyDisk(), make_keys(5)
     setattr(disk, transfer, interfere)
     store = bench.open(disk)
-    setattr(disk, transfer, in_peace)
+    setattr(disk, transfer, without_faults)
     assert reason in str(store.describe()["direct_io"])
     bench.put(store, keys)
     assert bench.get(store, keys) == set(keys)
@@ -129,5 +129,5 @@ def test_a_key_that_is_requested_twice_is_loaded_only_if_both_blocks_are(bench: 
     assert outcome.reason == "io_error"
     assert outcome.successful_keys is not None
     assert not outcome.successful_keys
-    bench.disk.on_read = in_peace
+    bench.disk.on_read = without_faults
     assert store.load(keys * 2, bench.memory(2)).successful_keys is None

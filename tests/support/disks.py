@@ -14,7 +14,7 @@ Interfere = Callable[[Sequence[memoryview], int], int | None]
 """Called with buffers and offset before a call; may raise, wait, or return a limit of bytes."""
 
 
-def in_peace(buffers: Sequence[memoryview], offset: int) -> int | None:
+def without_faults(buffers: Sequence[memoryview], offset: int) -> int | None:
     return None
 
 
@@ -27,8 +27,8 @@ class FaultyDisk(Disk):
     """
 
     def __init__(self) -> None:
-        self.on_write: Interfere = in_peace
-        self.on_read: Interfere = in_peace
+        self.on_write: Interfere = without_faults
+        self.on_read: Interfere = without_faults
         self.on_allocate: Callable[[], object] = lambda: None
         self.on_flush: Callable[[], object] = lambda: None
 

@@ -65,7 +65,7 @@ def stored_value(storage: Storage) -> str:
 
 def check(epoch: Epoch) -> None:
     """Have the epoch check the mark now."""
-    epoch.doubt()
+    epoch.recheck()
     epoch.value(NEVER)
 
 
@@ -190,7 +190,7 @@ def test_checks_are_made_now_and_then_or_when_there_is_a_doubt(storage: Storage)
     for _ in range(100):
         assert epoch.value(NEVER) == epoch.saved_value(NEVER) == value
     assert storage.reads == reads
-    epoch.doubt()
+    epoch.recheck()
     epoch.value(NEVER)
     assert storage.reads == reads + 1
     now_s = CHECK_PAUSE_S
@@ -210,7 +210,7 @@ def test_a_mark_that_does_not_answer_costs_few_jobs_its_time(storage: Storage) -
     epoch = Epoch(storage, clock=lambda: now_s)
     value = epoch.saved_value(NEVER)
     storage.before = hang
-    epoch.doubt()
+    epoch.recheck()
     for _ in range(100):
         assert epoch.value(NEVER) == value
     assert now_s == CHECK_WAIT_S
@@ -224,7 +224,7 @@ def test_a_check_that_fails_at_once_fails_no_job_and_is_repeated_by_the_next(sto
     value = epoch.saved_value(NEVER)
     storage.data = None
     storage.is_down = True
-    epoch.doubt()
+    epoch.recheck()
     assert epoch.saved_value(NEVER) == value
     storage.is_down = False
     assert epoch.saved_value(NEVER) == value

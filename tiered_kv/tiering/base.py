@@ -164,7 +164,7 @@ class SecondaryTierManager(ABC):
         return False
 
     @property
-    def tells_stored(self) -> bool:
+    def reports_stored(self) -> bool:
         """Whether `take_events` reports each block when it is stored and when it is removed, in that order.
 
         If not (the default), the manager derives stored blocks from the results of jobs.
@@ -172,7 +172,7 @@ class SecondaryTierManager(ABC):
         return False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return what the tier removed since the last call, and with `tells_stored` also what it stored.
+        """Return what the tier removed since the last call, and with `reports_stored` also what it stored.
 
         The manager uses only `keys` and `removed`. It drops events from before a `reset_cache`, and reports the reset.
         """
