@@ -286,6 +286,31 @@ def test_the_rate_is_kept(alice: Tenant) -> None:
     assert time.monotonic() - started_s > 0.9 * BLOCKS * BLOCK_BYTES / (480 << 10)
 
 
+class SlowStorage(TierAdministration):
+    """Takes a fiftieth of a second for each of 20 blocks."""
+
+    def __init__(self, settings: TierSettings) -> None:
+        return
+
+    def purge(self, digest: str, deadline: float) -> Purged:
+        return Purged(0, 0)
+
+    def survey(self, deadline: float, only: str | None = None) -> Survey:
+        return Survey((StoredNamespace("ab" * 16),))
+
+    def verify(self, digest: str, found: Verification, deadline: float) -> None:
+        for _ in range(20):
+            time.sleep(0.02)
+            found.on_block(1 << 20)
+
+
+def test_storage_that_is_slower_than_the_rate_is_not_slowed_down(tmp_path: Path) -> None:
+    with plugged(TierType("slow", TierSettings, lambda: FourMethodTier, "", lambda: SlowStorage)):
+        started_s = time.monotonic()
+        assert main(["inspect", stack_file(tmp_path, "type: slow"), "--verify", "--rate", "50MiB/s"]) == 0
+        assert time.monotonic() - started_s < 0.7, "and not twice the 0.4 s that reading takes"
+
+
 @of_each_kind
 def test_the_timeout_is_kept(alice: Tenant) -> None:
     status, tier = alice.inspect("--verify", "--timeout", "1ms", "--rate", "1B/s")

@@ -161,12 +161,13 @@ HALF_MEMORY = {"type": "memory", "capacity": "384KiB"}
     "tiers",
     [
         [{"type": "memory", "capacity": "768KiB"}],
+        pytest.param([NVME], marks=pytest.mark.slow),
         [HALF_MEMORY, NVME],
         pytest.param([{**HALF_MEMORY, "fill_on_promotion": True}, NVME], marks=pytest.mark.slow),
         pytest.param([{**NVME, "admit_after": 2}], marks=pytest.mark.slow),
         pytest.param([{"type": "fs", "path": "fs", "capacity": "64MiB"}], marks=pytest.mark.slow),
     ],
-    ids=["memory", "memory-nvme", "filled", "admission", "fs"],
+    ids=["memory", "nvme", "memory-nvme", "filled", "admission", "fs"],
 )
 def test_it_agrees_with_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: list[dict[str, Any]]) -> None:
     assert_agrees(tmp_path, monkeypatch, tiers)

@@ -27,6 +27,8 @@ _TIMEOUT_FACTOR = 4
 """A check may take this many times as long as its rate needs."""
 _SHOW_INTERVAL_S = 0.1
 _SLEEP_MIN_S = 0.01
+_LAG_MAX_S = 1.0
+"""How far a check may be behind its rate and catch up: reading, and sleeping longer than asked, take time too."""
 _CHECKED = ("ok", "blocks", "size_bytes", "damaged", "unreadable", "repaired", "checks_tags", "notes", "error")
 
 
@@ -147,7 +149,7 @@ def _paced(rate_bytes: int, show: Callable[[int], None], deadline: float) -> Cal
         nonlocal done_bytes, due_s, shown_s
         now_s = time.monotonic()
         done_bytes += size_bytes
-        due_s = max(due_s, now_s) + size_bytes / rate_bytes
+        due_s = max(due_s, now_s - _LAG_MAX_S) + size_bytes / rate_bytes
         if now_s - shown_s >= _SHOW_INTERVAL_S:
             show(done_bytes)
             shown_s = now_s

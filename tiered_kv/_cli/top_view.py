@@ -26,7 +26,7 @@ _KINDS: Final = {
     "load": "load failed",
     "store": "store failed",
 }
-_WIDTHS_MIN: Final = {"load\nbudget": 76, "store\nbudget": 69, "load\np99": 62, "hit\n%": 55}
+_WIDTHS_MIN: Final = {"load\nbudget": 79, "store\nbudget": 72, "load\np99": 65, "hit\n%": 58}
 """The width of a terminal from which it shows a column, if that is not always."""
 _BARS_WIDTH_MIN: Final = 80
 _TABLE_WIDTH_MAX: Final = 110
