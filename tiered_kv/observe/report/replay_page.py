@@ -94,7 +94,8 @@ def _measured(report: ReplayReport, settings: ReplaySettings) -> str:
         f"In {report.seconds:,.1f} s, until the last stores had ended, {quantity(report.requests, 'request')} asked "
         f"for {quantity(report.blocks, 'block')} of {format_bytes(report.block_bytes)}, in order and as fast as the "
         f"stack took them, at most {settings.concurrency} at once. {quantity(tiers, 'tier')} gave "
-        f"{report.hit_rate:.1%} of the blocks. Every block that came back was compared with what had been stored, byte by byte: "
+        f"{report.hit_rate:.1%} of the blocks. Every block that came back was compared with what had been "
+        "stored, byte by byte: "
         f"{report.verified_blocks:,} were right, {report.corrupt_blocks:,} were wrong. No model was run: the time is "
         "that of storing, finding and loading blocks."
     )
