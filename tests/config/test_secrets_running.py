@@ -17,7 +17,6 @@ import yaml
 
 from tests.support.loopback import Parrot
 from tests.support.redis_servers import RedisServer
-from tests.support.s3_servers import REGION, missing_for_moto, start_moto
 from tests.support.secret_hunt import (
     STACK,
     Sheet,
@@ -32,6 +31,7 @@ from tests.support.secret_hunt import (
 from tiered_kv.counters import count_of
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import Stack
+from tiered_kv.testing.s3_servers import REGION, missing_for_moto, start_moto
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import pytest
 
 from tests.support.prometheus import Labels, Prometheus, missing_prometheus, panels, wait_for
 from tests.support.redis_servers import RedisServer, redis_server
-from tests.support.server_process import free_port
 from tiered_kv._cli.output import Status
 from tiered_kv.cli import main
 from tiered_kv.counters import count_of
@@ -24,6 +23,7 @@ from tiered_kv.observe.report.page import Run
 from tiered_kv.observe.report.replay_page import replay_page
 from tiered_kv.observe.report.samples import Sampler
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.server_process import free_port
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.tally import ReplayReport

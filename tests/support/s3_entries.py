@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from tests.support.s3_servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
+from tiered_kv.testing.s3_servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
 
 
 def s3_entry(server: S3Server, bucket: str, **changes: object) -> dict[str, object]:
