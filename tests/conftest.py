@@ -1,4 +1,4 @@
-"""What every test gets: a check that it leaves nothing behind, and repeatable random choices."""
+"""Fixtures and hooks of all tests: a check for leaks, repeatable random choices, samples, and figures of proofs."""
 
 from __future__ import annotations
 
@@ -93,12 +93,13 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Count a test that is marked `trust("some proof")` as one case of that proof."""
+    """Count a test that is marked `trust("some proof")` as one case of that proof, with a marker's `note`."""
     report = yield
     if report.when == "call" and not report.skipped:
-        for marker in item.iter_markers("trust"):
-            for proof in marker.args:
-                item.config.stash[FIGURES].add(proof, 1, int(report.passed))
+        markers = list(item.iter_markers("trust"))
+        note = next((marker.kwargs["note"] for marker in markers if "note" in marker.kwargs), "")
+        for proof in (proof for marker in markers for proof in marker.args):
+            item.config.stash[FIGURES].add(proof, 1, int(report.passed), note)
     return report
 
 
@@ -128,7 +129,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def figures(pytestconfig: pytest.Config) -> Figures:
-    """Where a proof says how much it tried, and how much of that kept its promise."""
+    """The figures of this run's proofs: how much each tried, and how much of that passed."""
     return pytestconfig.stash[FIGURES]
 
 
@@ -164,7 +165,7 @@ def _nothing_left_behind(temporary_directory: Path) -> Iterator[None]:
 
 @pytest.fixture
 def gate() -> Iterator[Gate]:
-    """A gate, open at first, that is opened at the end of the test whatever happened."""
+    """A gate, open at first, that is opened at the end of the test."""
     gate = Gate()
     yield gate
     gate.open()
@@ -172,7 +173,7 @@ def gate() -> Iterator[Gate]:
 
 @pytest.fixture
 def closing() -> Iterator[ExitStack]:
-    """Closes what a fixture opens in the course of a test, at its end and the last first."""
+    """Closes at the end of the test, the last first."""
     with ExitStack() as closing:
         yield closing
 
@@ -190,7 +191,7 @@ def register(closing: ExitStack) -> Register:
 
 @pytest.fixture
 def replace_module(monkeypatch: pytest.MonkeyPatch) -> ReplaceModule:
-    """Has an import find this module for the rest of the test, or, where it is None, no module."""
+    """Replaces a module for the rest of the test; None: its import fails."""
     return lambda name, module=None: monkeypatch.setitem(sys.modules, name, module)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.places import Place
-from tests.support.plugged import plugged
-from tests.support.stacks import stack_file
+from tests.support.stacks import plugged, stack_file
 from tests.support.tenants import BLOCK_BYTES, Tenant
 from tiered_kv.cli import main
 from tiered_kv.config.settings import TierSettings
@@ -106,6 +105,7 @@ def test_blocks_bytes_and_ages_are_shown_and_nothing_changes(alice: Tenant, kind
 @of_each_kind
 def test_foreign_files_are_named(alice: Tenant) -> None:
     (alice.path / "notes.txt").write_text("mine")
+    (alice.path / "lost+found").mkdir()  # the file system's own: not foreign
     (alice.path / f"segment-{alice.digest[:8]}-999999.kv").symlink_to("/dev/zero")
     os.mkfifo(alice.path / f"segment-{alice.digest[:8]}-999998.kv")
     status, tier = alice.inspect("--verify")
@@ -284,6 +284,31 @@ def test_the_rate_is_kept(alice: Tenant) -> None:
     started_s = time.monotonic()
     assert alice.verify("--rate", "480KiB/s")[0] == 0
     assert time.monotonic() - started_s > 0.9 * BLOCKS * BLOCK_BYTES / (480 << 10)
+
+
+class SlowStorage(TierAdministration):
+    """Takes a fiftieth of a second for each of 20 blocks."""
+
+    def __init__(self, settings: TierSettings) -> None:
+        return
+
+    def purge(self, digest: str, deadline: float) -> Purged:
+        return Purged(0, 0)
+
+    def survey(self, deadline: float, only: str | None = None) -> Survey:
+        return Survey((StoredNamespace("ab" * 16),))
+
+    def verify(self, digest: str, found: Verification, deadline: float) -> None:
+        for _ in range(20):
+            time.sleep(0.02)
+            found.on_block(1 << 20)
+
+
+def test_storage_that_is_slower_than_the_rate_is_not_slowed_down(tmp_path: Path) -> None:
+    with plugged(TierType("slow", TierSettings, lambda: FourMethodTier, "", lambda: SlowStorage)):
+        started_s = time.monotonic()
+        assert main(["inspect", stack_file(tmp_path, "type: slow"), "--verify", "--rate", "50MiB/s"]) == 0
+        assert time.monotonic() - started_s < 0.7, "and not twice the 0.4 s that reading takes"
 
 
 @of_each_kind

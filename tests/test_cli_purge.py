@@ -13,8 +13,7 @@ from typing import ClassVar
 import pytest
 
 from tests.support.command import Command
-from tests.support.plugged import plugged
-from tests.support.stacks import stack_file
+from tests.support.stacks import plugged, stack_file
 from tiered_kv.cli import main
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings

@@ -87,6 +87,21 @@ def test_eighty_columns_show_every_column_and_bar() -> None:
     assert "evicted" in text
 
 
+@pytest.mark.parametrize("width", [54, 58, 65, 72, 79, 80])
+def test_no_number_of_a_tier_is_cut_off(width: int) -> None:
+    counters = {
+        "loaded_bytes_total": 9e9,
+        "stored_bytes_total": 9e9,
+        "blocks_total": {"hit": 9.2e8},
+        "job_seconds": {"load": {"buckets": {"0.025": 50}}},
+    }
+    fields = {"used_bytes": 98 * 10**9, "capacity_bytes": None, "is_disabled": True}
+    lines = drawn(Sight(view_of(None, answer(status(tier("a" * 30, counters, **fields))))), width, 24)
+    row = next(line for line in lines if line.startswith("aaa"))
+    assert row.count("…") == 1, "in the name"
+    assert row.rstrip().endswith("DISABLED 91.3GiB")
+
+
 def test_a_process_without_an_answer_is_shown_as_such() -> None:
     view = view_of(None, answer(busy(10.0, 1)))
     text = "\n".join(drawn(Sight(view, "connection refused", 12.0), 80, 24))

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +67,7 @@ sys.meta_path[:] = [WithoutExtras(finder) for finder in sys.meta_path]
 import tiered_kv
 from tiered_kv.cli import main
 
-told = {}
+error_text = {}
 for name, stack in stacks.items():
     try:
         tiered_kv.open_stack(stack).close()
@@ -77,26 +77,26 @@ for name, stack in stacks.items():
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         status = main(["check", stack])
-    told[name] = [error, status, output.getvalue() + errors.getvalue()]
+    error_text[name] = [error, status, output.getvalue() + errors.getvalue()]
 with contextlib.redirect_stdout(io.StringIO()):
-    told["plugins"] = ["", main(["plugins"]), ""]
-    told["schema"] = ["", main(["schema"]), ""]
-print(json.dumps(told))
+    error_text["plugins"] = ["", main(["plugins"]), ""]
+    error_text["schema"] = ["", main(["schema"]), ""]
+print(json.dumps(error_text))
 """
 
 
-def told_without(extras: Sequence[str], entries: Mapping[str, Entry], directory: Path) -> dict[str, Told]:
-    """Return what is told of a stack for each entry where the libraries of `extras` are not installed."""
+def told_without_extras(entries: Mapping[str, Entry], directory: Path) -> dict[str, Told]:
+    """Return what is reported of a stack for each entry where the libraries of all extras are missing."""
     stacks = {}
     for name, entry in entries.items():
         own = {"path": str(directory / name)} if entry["type"] in IN_DIRECTORIES else {}
         stacks[name] = str(directory / f"{name}.yaml")
         Path(stacks[name]).write_text(json.dumps(stack_of({**entry, **own}, blocks=256)))  # which is YAML too
-    missing = [module for extra in extras for module in LIBRARIES[extra]]
+    missing = [module for modules in LIBRARIES.values() for module in modules]
     command = [sys.executable, "-c", PROGRAM, json.dumps([missing, stacks])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    return {name: Told(*told) for name, told in json.loads(done.stdout).items()}
+    return {name: Told(*error_text) for name, error_text in json.loads(done.stdout).items()}
 
 
 def test_every_extra_is_looked_at() -> None:
@@ -109,32 +109,28 @@ def test_every_extra_is_looked_at() -> None:
         assert any(needed.replace("-", "_").startswith(distribution) for needed in wanted)
 
 
-def assert_install_command(told: Told, feature: str, extra: str) -> None:
+def assert_install_command(error_text: Told, feature: str, extra: str) -> None:
     command = f"{feature} needs a library that is not installed: in a clone of tiered-kv, pip install '.[{extra}]'"
-    assert told.error == f"MissingExtraError: {command}"
-    assert told.status == 1
-    assert command in " ".join(told.output.split())
-    assert "Traceback" not in told.output
-
-
-def with_codec(entries: Mapping[str, Entry], extra: str) -> dict[str, Entry]:
-    """Return the entries with a codec that asks for `extra`, if there is one."""
-    return {f"{name}-{extra}": {**entry, **CODECS[extra]} for name, entry in entries.items() if extra in CODECS}
+    assert error_text.error == f"MissingExtraError: {command}"
+    assert error_text.status == 1
+    assert command in " ".join(error_text.output.split())
+    assert "Traceback" not in error_text.output
 
 
 def test_without_any_extra_a_stack_says_which_one_it_needs(tmp_path: Path) -> None:
-    entries: dict[str, Entry] = {
+    local: dict[str, Entry] = {name: {"type": name, **BUILT_IN_TIERS[name]} for name in ("memory", "nvme")}
+    tiers: dict[str, Entry] = {
         extra: {"type": extra, **BUILT_IN_TIERS[extra]} for extra in LIBRARIES if extra in BUILT_IN_TIERS
     }
-    local = {name: {"type": name, **BUILT_IN_TIERS[name]} for name in ("memory", "nvme")}
-    encoded = {extra: with_codec(local, extra) for extra in CODECS}
-    all_encoded = {name: entry for own in encoded.values() for name, entry in own.items()}
-    told = told_without(list(LIBRARIES), {**entries, **local, **all_encoded}, tmp_path)
-    for extra in entries:
-        assert_install_command(told[extra], f"tier '{extra}'", extra)
-    for extra, own in encoded.items():
-        for name in own:
-            assert_install_command(told[name], f"codec '{CODECS[extra]['codec']}'", extra)
+    encoded = {
+        f"{extra}-{name}": {**entry, **codec} for extra, codec in CODECS.items() for name, entry in local.items()
+    }
+    error_text = told_without_extras({**local, **tiers, **encoded}, tmp_path)
+    for extra in tiers:
+        assert_install_command(error_text[extra], f"tier '{extra}'", extra)
+    for name in encoded:
+        extra = name.partition("-")[0]
+        assert_install_command(error_text[name], f"codec '{CODECS[extra]['codec']}'", extra)
     for name in local:
-        assert (told[name].error, told[name].status) == ("", 0), "what needs no extra works"
-    assert (told["plugins"].status, told["schema"].status) == (0, 0), "no plugin is broken by it"
+        assert (error_text[name].error, error_text[name].status) == ("", 0), "a tier that needs no extra works"
+    assert (error_text["plugins"].status, error_text["schema"].status) == (0, 0), "no plugin is broken by it"

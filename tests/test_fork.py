@@ -1,7 +1,4 @@
-"""A stack belongs to the process that opened it; a forked child disturbs nobody, and keeps no lock.
-
-One test forks amid transfers, in a program of its own.
-"""
+"""A stack belongs to the process that opened it; a forked child changes nothing of it, and keeps no lock."""
 
 from __future__ import annotations
 
@@ -147,7 +144,7 @@ print(problems, status)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", [{"type": "memory"}, {"type": "fs", "path": "kv"}], ids=["memory", "fs"])
-def test_a_fork_amid_transfers_disturbs_nobody_and_the_child_may_open_its_own(
+def test_a_fork_amid_transfers_changes_nothing_and_the_child_may_open_its_own(
     tier: dict[str, object], tmp_path: Path
 ) -> None:
     config = stack_of({**tier, "capacity": 2 << 20}, blocks=32)

@@ -1,4 +1,4 @@
-"""Hints are read strictly: what a client may write costs nobody an error, and counts once."""
+"""Hints are read strictly: a wrong one raises no error, and is counted once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_only_the_first_refusal_is_logged_and_repeats_nothing_of_the_client(capl
     assert "secret" not in record.getMessage()
 
 
-def test_parameters_of_others_are_left_alone() -> None:
+def test_other_parameters_are_ignored() -> None:
     reader = HintReader()
     assert reader.read(None) is reader.read({}) is reader.read({"do_remote_prefill": True, "ttl": "x"}) is None
     assert reader.read(["no mapping"]) is None  # type: ignore[arg-type]  # an engine may pass on whatever it got

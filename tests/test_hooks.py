@@ -1,4 +1,4 @@
-"""Plugins: everybody comes in through the same door, and nobody's mistake costs another's tier."""
+"""Plugins: all are loaded through the same hook, and a broken one costs no other plugin's tier."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_plugins_that_were_loaded_are_not_loaded_again(install: Install) -> None
         (HOOK.format(name="x").replace("[TierType", "['x', TierType"), "which is no TierType"),
     ],
 )
-def test_a_broken_plugin_is_reported_and_costs_nobody_else(
+def test_a_broken_plugin_is_reported_and_costs_no_other(
     install: Install, caplog: pytest.LogCaptureFixture, source: str, reason: str
 ) -> None:
     install("broken", source)

@@ -71,7 +71,7 @@ ROOMS: list[tuple[str, ...]] = [
 
 
 def run_fresh(program: str) -> object:
-    """Return what `program` prints as JSON in an interpreter of its own."""
+    """Return the JSON that `program` prints in a new interpreter."""
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300)
     answer: object = json.loads(done.stdout)
     return answer
@@ -118,20 +118,20 @@ def _imports(path: Path) -> tuple[frozenset[str], frozenset[str]]:
         if not in_function:
             top_level |= names
         in_function = in_function or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        # No statement stands within an expression.
+        # An expression contains no statement.
         waiting += [(child, in_function) for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
     return frozenset(everywhere), frozenset(top_level)
 
 
 def room_of(module: str) -> int:
-    """Return the number of the room that `module` stands in, by the longest name that fits."""
+    """Return the number of the room of `module`, by the longest name that fits."""
     fitting = [
         (len(name), number)
         for number, names in enumerate(ROOMS)
         for name in names
         if module == name or module.startswith(f"{name}.") or (name.endswith("_") and module.startswith(name))
     ]
-    assert fitting, f"{module} stands in no room: add it to ROOMS"
+    assert fitting, f"{module} has no room: add it to ROOMS"
     return max(fitting)[1]
 
 

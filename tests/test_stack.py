@@ -18,7 +18,7 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.counters import count_of
 from tiered_kv.errors import ConfigError, ShutdownError, TierError
 from tiered_kv.facade import Blocks
-from tiered_kv.stack import open_stack
+from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.faults import HeldJobsTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
@@ -63,18 +63,25 @@ def copied(blocks: Blocks, on_copy: Callable[[int], None]) -> Any:
     return watched
 
 
-def test_nobody_measures_an_engine_where_there_is_none() -> None:
+def test_measured_prefill_needs_an_engine() -> None:
     with pytest.raises(ConfigError, match=r"prefill\.tokens_per_s: only vLLM's connector measures it; write how many"):
         open_stack(stack_of(prefill={"tokens_per_s": "measured"}))
 
 
 @contextmanager
 def opened_at_the_end(gate: Gate) -> Iterator[None]:
-    """Open a gate before threads are waited for, whatever happened."""
+    """Open a gate before threads are waited for, also after an error."""
     try:
         yield
     finally:
         gate.open()
+
+
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    """A stack of a primary tier alone."""
+    with open_stack(stack_of()) as stack:
+        yield stack
 
 
 @pytest.fixture
@@ -83,66 +90,60 @@ def four(register: Register) -> None:
 
 
 class TestPutAndGet:
-    def test_get_ends_at_the_first_miss_and_leaves_the_rest_alone(self) -> None:
+    def test_get_ends_at_the_first_miss_and_leaves_the_rest_alone(self, stack: Stack) -> None:
         keys, blocks, out = make_keys(6), blocks_of(6), empty(6)
-        with open_stack(stack_of()) as stack:
-            stack.put(keys[:3], blocks[:3])
-            stack.put(keys[4:], blocks[4:])
-            assert stack.get(keys, out) == 3
+        stack.put(keys[:3], blocks[:3])
+        stack.put(keys[4:], blocks[4:])
+        assert stack.get(keys, out) == 3
         assert np.array_equal(out[:3], blocks[:3])
         assert not out[3:].any()
 
-    def test_what_is_there_already_counts_as_stored_and_stays(self) -> None:
+    def test_stored_blocks_count_as_stored_again_and_stay(self, stack: Stack) -> None:
         keys, blocks, out = make_keys(4), blocks_of(4), empty(4)
-        with open_stack(stack_of()) as stack:
-            stack.put(keys[:2], blocks[:2])
-            assert stack.put(keys, np.zeros_like(blocks) + 7) == 4
-            assert stack.get(keys, out) == 4
+        stack.put(keys[:2], blocks[:2])
+        assert stack.put(keys, np.zeros_like(blocks) + 7) == 4
+        assert stack.get(keys, out) == 4
         assert np.array_equal(out[:2], blocks[:2])
         assert (out[2:] == 7).all()
 
-    def test_a_key_that_stands_twice_is_stored_with_its_first_block(self) -> None:
+    def test_a_repeated_key_is_stored_with_its_first_block(self, stack: Stack) -> None:
         key, blocks, out = make_keys(1)[0], blocks_of(2), empty(1)
-        with open_stack(stack_of()) as stack:
-            assert stack.put([key, key], blocks) == 2
-            assert stack.get([key], out) == 1
+        assert stack.put([key, key], blocks) == 2
+        assert stack.get([key], out) == 1
         assert np.array_equal(out[0], blocks[0])
 
-    def test_without_other_tiers_no_more_is_stored_than_the_primary_tier_holds(self) -> None:
+    def test_without_other_tiers_no_more_is_stored_than_the_primary_tier_holds(self, stack: Stack) -> None:
         keys, blocks, out = make_keys(40), blocks_of(40), empty(40)
-        with open_stack(stack_of(blocks=16)) as stack:
-            assert stack.put(keys, blocks) == 16
-            assert stack.get(keys, out) == 16
-            assert stack.counters()["cpu"]["evicted_blocks_total"] == 0
+        assert stack.put(keys, blocks) == 16
+        assert stack.get(keys, out) == 16
+        assert stack.counters()["cpu"]["evicted_blocks_total"] == 0
         assert np.array_equal(out[:16], blocks[:16])
 
     @pytest.mark.usefixtures("four")
     def test_far_more_than_the_primary_tier_holds_goes_through_it(self) -> None:
         keys, blocks, out = make_keys(100), blocks_of(100), empty(100)
-        with open_stack(stack_of({"type": "four", **PATIENT}, blocks=16)) as stack:
+        with open_stack(stack_of({"type": "four", **PATIENT})) as stack:
             assert stack.put(keys, blocks, timeout=WAIT_S) == 100
             assert stack.flush(WAIT_S)
             assert stack.get(keys, out, timeout=WAIT_S) == 100
             assert count_of(stack.counters()["four"], "skipped_blocks_total", "budget") == 0
         assert np.array_equal(out, blocks)
 
-    def test_a_full_primary_tier_of_pinned_blocks_takes_fewer_and_does_not_hang(self) -> None:
+    def test_a_full_primary_tier_of_pinned_blocks_takes_fewer_and_does_not_hang(self, stack: Stack) -> None:
         keys, blocks = make_keys(16), blocks_of(16)
-        with open_stack(stack_of(blocks=16)) as stack:
-            stack.put(keys, blocks)
-            context = ReqContext(req_id="engine")
-            stack.manager.prepare_load(keys[:13], context)
-            assert stack.put(make_keys(8, "other"), blocks_of(8)) == 3
-            stack.manager.complete_load(keys[:13], context)
-            stack.manager.on_request_finished(context)
+        stack.put(keys, blocks)
+        context = ReqContext(req_id="engine")
+        stack.manager.prepare_load(keys[:13], context)
+        assert stack.put(make_keys(8, "other"), blocks_of(8)) == 3
+        stack.manager.complete_load(keys[:13], context)
+        stack.manager.on_request_finished(context)
 
-    def test_rows_of_a_larger_array_will_do(self) -> None:
+    def test_rows_of_a_larger_array_will_do(self, stack: Stack) -> None:
         wide = np.zeros((3, 2 * BLOCK_BYTES), dtype=np.uint8)
         wide[:, :BLOCK_BYTES] = blocks_of(3)
         out = np.zeros_like(wide)
-        with open_stack(stack_of()) as stack:
-            assert stack.put(make_keys(3), wide[:, :BLOCK_BYTES]) == 3
-            assert stack.get(make_keys(3), out[:, BLOCK_BYTES:]) == 3
+        assert stack.put(make_keys(3), wide[:, :BLOCK_BYTES]) == 3
+        assert stack.get(make_keys(3), out[:, BLOCK_BYTES:]) == 3
         assert np.array_equal(out[:, BLOCK_BYTES:], wide[:, :BLOCK_BYTES])
 
     @pytest.mark.parametrize(
@@ -157,16 +158,15 @@ class TestPutAndGet:
             (make_keys(2), np.zeros((2, 2 * BLOCK_BYTES), np.uint8)[:, ::2], "contiguous rows"),
         ],
     )
-    def test_arguments_that_do_not_fit_are_refused(self, keys: Any, blocks: Any, message: str) -> None:
-        with open_stack(stack_of()) as stack:
-            for method in (stack.put, stack.get):
-                with pytest.raises((TypeError, ValueError), match=message):
-                    method(keys, blocks)
+    def test_arguments_that_do_not_fit_are_refused(self, keys: Any, blocks: Any, message: str, stack: Stack) -> None:
+        for method in (stack.put, stack.get):
+            with pytest.raises((TypeError, ValueError), match=message):
+                method(keys, blocks)
 
-    def test_a_read_only_array_cannot_be_loaded_into(self) -> None:
+    def test_a_read_only_array_cannot_be_loaded_into(self, stack: Stack) -> None:
         out = empty(1)
         out.flags.writeable = False
-        with open_stack(stack_of()) as stack, pytest.raises(ValueError, match="read-only"):
+        with pytest.raises(ValueError, match="read-only"):
             stack.get(make_keys(1), out)
 
 
@@ -194,7 +194,7 @@ class TestPrefetch:
             assert stack.prefetch(keys, timeout=WAIT_S) == 8
             assert stack.get(make_keys(8, "latest"), empty(8), timeout=0) == 8
 
-    def test_a_tier_that_does_not_answer_is_waited_for_no_longer_than_told(self, register: Register) -> None:
+    def test_a_tier_that_does_not_answer_is_waited_for_until_the_timeout(self, register: Register) -> None:
         class Silent(FourMethodTier):
             def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
                 return None
@@ -205,39 +205,37 @@ class TestPrefetch:
             stack.put(keys[:2], blocks_of(2))
             assert stack.prefetch(keys, timeout=0.01) == 2
 
-    def test_what_is_no_key_is_refused(self) -> None:
-        with open_stack(stack_of()) as stack, pytest.raises(TypeError, match="made by make_offload_key"):
+    def test_what_is_no_key_is_refused(self, stack: Stack) -> None:
+        with pytest.raises(TypeError, match="made by make_offload_key"):
             stack.prefetch([OffloadKey(b"abc")])
 
 
 class TestThreads:
-    def test_the_lock_is_free_while_blocks_are_copied(self) -> None:
+    def test_the_lock_is_free_while_blocks_are_copied(self, stack: Stack) -> None:
         keys, blocks = make_keys(2), blocks_of(2)
-        with open_stack(stack_of()) as stack:
-            stack.put(keys, blocks)
-            during: list[int] = []
+        stack.put(keys, blocks)
+        during: list[int] = []
 
-            def put_another(number: int) -> None:
-                during.append(stack.put(make_keys(1, f"other-{number}"), blocks_of(1)))
+        def put_another(number: int) -> None:
+            during.append(stack.put(make_keys(1, f"other-{number}"), blocks_of(1)))
 
-            assert stack.get(keys, copied(empty(2), put_another)) == 2
-            assert set(during) == {1}
+        assert stack.get(keys, copied(empty(2), put_another)) == 2
+        assert set(during) == {1}
 
-    def test_a_copy_that_fails_leaves_neither_pin_nor_half_a_block(self) -> None:
+    def test_a_copy_that_fails_leaves_neither_pin_nor_half_a_block(self, stack: Stack) -> None:
         keys, blocks = make_keys(16), blocks_of(16)
 
         def fail(number: int) -> None:
             if number == 1:
                 raise RuntimeError("unplugged")
 
-        with open_stack(stack_of()) as stack:
-            with pytest.raises(RuntimeError, match="unplugged"):
-                stack.put(keys, copied(blocks, fail))
-            assert stack.get(keys, empty(16), timeout=0) == 0
-            assert stack.put(keys, blocks) == 16
-            with pytest.raises(RuntimeError, match="unplugged"):
-                stack.get(keys, copied(empty(16), fail))
-            assert stack.put(make_keys(16, "other"), blocks_of(16)) == 16
+        with pytest.raises(RuntimeError, match="unplugged"):
+            stack.put(keys, copied(blocks, fail))
+        assert stack.get(keys, empty(16), timeout=0) == 0
+        assert stack.put(keys, blocks) == 16
+        with pytest.raises(RuntimeError, match="unplugged"):
+            stack.get(keys, copied(empty(16), fail))
+        assert stack.put(make_keys(16, "other"), blocks_of(16)) == 16
 
 
 class TestOpening:
@@ -275,7 +273,7 @@ class TestOpening:
                 self._stop.set()
                 self._thread.join()
                 closed.append("first")
-                raise RuntimeError("and this is not what is told")
+                raise RuntimeError("a second error, which is not reported")
 
         class Second(FourMethodTier):
             def __init__(self, *arguments: Any) -> None:
@@ -368,7 +366,7 @@ class TestClosing:
 
 
 class OneAfterAnother(FourMethodTier):
-    """Says of each block that it is there a tenth of a second after it said so of the one before."""
+    """Answers for each block a tenth of a second after the block before."""
 
     asked: dict[OffloadKey, float]
     began_s: float

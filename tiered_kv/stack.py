@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.config.redaction import told
+from tiered_kv.config.redaction import error_text
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.cpu.backend import CPUBackend
@@ -216,7 +216,9 @@ def _shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
             tier.shutdown()
         except Exception as error:  # any exception of a third-party tier
             # Logged as text: the error's traceback keeps the tier alive.
-            _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, told(error, config.secret_texts()))
+            _log.warning(
+                "a '%s' tier failed to shut down: %s", tier.tier_type, error_text(error, config.secret_texts())
+            )
 
 
 def _history(config: StackConfig) -> BlockHistory | None:

@@ -40,7 +40,7 @@ TEMPORARY_BLOCK: Final = re.compile(r"\.[0-9a-f]{32}\.(?P<owner>[0-9a-f]{16})\.[
 NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 NAMESPACE_DIRECTORY: Final = re.compile(r"(?P<moved>\.)?(?P<digest>[0-9a-f]{32})(?(moved)\.[0-9a-f]{16}\.purged)")
 SHARED_PATH: Final = re.compile(
-    "|".join((*map(re.escape, (MARKER_NAME, LOCK_NAME, LEDGER_NAME, SWEEP_NAME)), TEMPORARY.pattern, LOST_AND_FOUND))
+    "|".join((*map(re.escape, (MARKER_NAME, LOCK_NAME, LEDGER_NAME, SWEEP_NAME, LOST_AND_FOUND)), TEMPORARY.pattern))
 )
 """The tier's files beside the namespaces' directories, and the file system's own."""
 

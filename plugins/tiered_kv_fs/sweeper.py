@@ -8,6 +8,7 @@ import re
 import secrets
 import stat
 import threading
+import time
 from collections import deque
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -22,12 +23,12 @@ from tiered_kv.toolkit.small_files import read_file, remove
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.files import locked, occupied_bytes
 from tiered_kv_fs.layout import BLOCK_PATH, EPOCH, EPOCH_NAME, NAMESPACE, SWEEP_NAME, TEMPORARY_PATH
-from tiered_kv_fs.ledger import LAPSE_S, Ledger
+from tiered_kv_fs.ledger import LAPSE_S, SURVEY_INTERVAL_S, Ledger
 
 _CANDIDATES_MAX: Final = 65_536
 """Files that one survey keeps as the next to evict; at most about 20 MB."""
 _EVICTED_AT_ONCE: Final = 256
-"""The time between two changes of the ledger."""
+"""Files evicted between two changes of the ledger."""
 
 # Paths below the shared directory.
 _BLOCK: Final = re.compile(f"{NAMESPACE.pattern}/{BLOCK_PATH.pattern}")
@@ -69,6 +70,7 @@ class Sweeper:
     def __post_init__(self) -> None:
         self._root = self.directory.path
         self._candidates: deque[tuple[str, int, int]] = deque()  # path, size and time of last change, oldest use first
+        self._candidates_until_s = 0.0
         self._is_stopped = threading.Event()
 
     def stop(self) -> None:
@@ -88,6 +90,8 @@ class Sweeper:
                 return Sweep.BUSY
             has_surveyed = False
             missing_bytes = self._missing_bytes(wanted_bytes)
+            if time.monotonic() >= self._candidates_until_s:  # most of them may be gone
+                self._candidates.clear()
             while missing_bytes is None or missing_bytes > 0:
                 if self._is_stopped.is_set():
                     return Sweep.BUSY
@@ -134,6 +138,7 @@ class Sweeper:
             state.total_bytes = found.used_bytes + state.pending_bytes
             state.surveyed_s = state.now_s
         self._candidates = deque((path, size, changed) for _, path, size, changed in sorted(found.oldest, reverse=True))
+        self._candidates_until_s = time.monotonic() + SURVEY_INTERVAL_S
         self.counters.add("surveys_total")
         self._remove_dead_epochs(found.epochs, live)
 

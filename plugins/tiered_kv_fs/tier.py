@@ -151,7 +151,7 @@ class FsTier(AsyncTier):
         finally:
             self._keeper.settle(room_bytes, used_bytes)
         if moved.reason == "missing":  # directories were removed: the keeper makes them anew
-            self._cache_epoch.doubt()
+            self._cache_epoch.recheck()
             self._keeper.wake()
         return _outcome(moved, keys)
 

@@ -91,7 +91,7 @@ class MemoryTier(BlockingTier):
         return True
 
     @property
-    def tells_stored(self) -> bool:
+    def reports_stored(self) -> bool:
         return True
 
     def take_events(self) -> Iterable[OffloadingEvent]:

@@ -105,9 +105,10 @@ def probe_direct(disk: Disk, directory_fd: int) -> str:
     try:
         with opened(PROBE_NAME, os.O_RDWR | os.O_CREAT | os.O_DIRECT, dir_fd=directory_fd) as fd:
             write_fully(disk, fd, [page], 0)
-            read_fully(disk, fd, [page], 0)
+            if read_fully(disk, fd, [page], 0) != PAGE_BYTES:
+                return "a page written with O_DIRECT cannot be read back"
     except OSError as error:
-        return f"the file system refuses O_DIRECT ({error.strerror})"
+        return f"a test write with O_DIRECT failed ({error.strerror})"
     finally:
         remove(PROBE_NAME, dir_fd=directory_fd)  # if it stays, the next opening removes it or fails
     return ""

@@ -71,7 +71,7 @@ class NvmeTier(BlockingTier):
         return True
 
     @property
-    def tells_stored(self) -> bool:
+    def reports_stored(self) -> bool:
         return True
 
     def take_events(self) -> Iterable[OffloadingEvent]:

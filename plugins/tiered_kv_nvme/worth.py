@@ -56,7 +56,8 @@ _digest = xxhash.xxh3_64_intdigest
 class Worth:
     """Learns from stores and loads what blocks are worth, by the number and the age of their uses.
 
-    Time advances as stores fill segments: a tick is an eighth of all segments. Any thread may note a use. Two at once
+    The estimate of what a block is worth is its density. Time advances as stores fill segments: a tick is an eighth of
+    all segments. Any thread may note a use. Two at once
     may lose a count, which an estimate tolerates.
 
     Args:
@@ -136,7 +137,8 @@ class Worth:
         """Return the segment that loses least when it is reclaimed; the first of about equal ones.
 
         Each block costs its density, or the price of a move for those that may move. One ranking serves for a sixteenth
-        of the segments.
+        of the segments. A ranking also sets the densities and the price that `movable` uses: before the first one no
+        block is worth a move.
         """
         while self._ranked:
             segment = self._ranked.pop()

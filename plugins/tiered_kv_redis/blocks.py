@@ -103,22 +103,22 @@ class Blocks:
     def _load(self, positions: Sequence[int], batch: Batch) -> Failures:
         failures: Failures = {}
         exchange = partial(Loads, batch=batch, transfer=self._transfer)
-        done = self._run(positions, batch, failures, exchange)
-        self._unreadable.note(batch.names[at] for exchange in done for at in exchange.unreadable)
-        self._unreadable.forget(batch.names[at] for at in positions if at not in failures)
-        damaged = [at for exchange in done for at in exchange.damaged]
-        if damaged:
-            for at in damaged:
-                self._counters.add("corrupt_blocks_total", failures[at])
-            kept: Failures = {}
-            self._ask(b"UNLINK", damaged, batch, kept)
-            self._unreadable.note(batch.names[at] for at in kept)  # no permission, or no answer
-        # A value that is too long ends its connection: the replies to later commands were lost.
-        cut_off = [at for at, reason in failures.items() if reason == TOO_LONG and at not in damaged]
-        if cut_off and damaged:
-            for at in cut_off:
-                del failures[at]
-            failures |= self._load(cut_off, batch)
+        while positions:
+            failed: Failures = {}
+            done = self._run(positions, batch, failed, exchange)
+            self._unreadable.note(batch.names[at] for each in done for at in each.unreadable)
+            self._unreadable.forget(batch.names[at] for at in positions if at not in failed)
+            damaged = [at for each in done for at in each.damaged]
+            if damaged:
+                for at in damaged:
+                    self._counters.add("corrupt_blocks_total", failed[at])
+                kept: Failures = {}
+                self._ask(b"UNLINK", damaged, batch, kept)
+                self._unreadable.note(batch.names[at] for at in kept)  # no permission, or no answer
+            # A value that is too long ends its connection: the replies to later commands were lost.
+            cut_off = [at for at, reason in failed.items() if reason == TOO_LONG and at not in damaged]
+            positions = cut_off if damaged else []
+            failures |= {at: reason for at, reason in failed.items() if at not in positions}
         return failures
 
     def _ask_lengths(self, positions: Sequence[int], batch: Batch, lengths: dict[int, int]) -> Failures:

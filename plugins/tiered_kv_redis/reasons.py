@@ -112,7 +112,7 @@ def reason_of_error(error: BaseException) -> str:
         return error.reason
     chain: list[BaseException] = []
     link: BaseException | None = error
-    while link is not None:
+    while link is not None and link not in chain:  # an exception that was raised again may be among its own causes
         chain.append(link)
         link = link.__cause__ or link.__context__
     for each in chain:

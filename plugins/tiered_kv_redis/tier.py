@@ -61,7 +61,7 @@ class RedisTier(BlockingTier):
         self._warn_once = functools.cache(_log.warning)
         # First the steps that may fail: a tier that was not opened holds no view of the region.
         check_tls_files(settings)
-        self._topology = Topology(settings, lambda: self._keyspace.epoch.doubt())
+        self._topology = Topology(settings, lambda: self._keyspace.epoch.recheck())
         try:
             block_bytes = block_bytes_of(primary_kv_view)
             self._stored = Blocks(settings, self._topology, self._counters, block_bytes, digest)

@@ -60,11 +60,11 @@ class S3Administration(TierAdministration):
         naming = self._naming(digest)
         self._renew_epoch(naming, deadline)
         removed: Counter[str] = Counter()
-        refusals: set[str] = set()
+        found, refusals = 0, set[str]()
         for _ in range(_SURVEYS_MAX):
-            earlier = refusals
+            earlier = found, refusals
             found, foreign, refusals = self._delete(naming, removed, deadline)
-            if not found or (refusals and refusals == earlier):
+            if not found or (refusals and refusals == earlier[1] and found >= earlier[0]):  # no progress
                 break
         left = []
         if foreign:

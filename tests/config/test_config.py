@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, SecretStr
 
-from tests.support.plugged import plugged
+from tests.support.stacks import plugged
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.policies import BUILT_IN_POLICIES
 from tiered_kv.config.reading import parse_stack_text

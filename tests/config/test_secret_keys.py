@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.config.secret_keys import parse_key, read_key_file
+from tiered_kv.config.secret_keys import KEY_FILE_BYTES_MAX, parse_key, read_key_file
 from tiered_kv.errors import ConfigError
 
 KEY = bytes(range(200, 232))
@@ -84,6 +84,12 @@ def test_a_file_without_a_key_is_refused_and_its_content_not_shown(key_file: Pat
         read_key_file(key_file)
     for shown in (content.decode("latin-1"), content.decode("ascii", "replace"), content.hex()):
         assert not content or shown not in str(caught.value)
+
+
+def test_a_large_file_is_refused(key_file: Path) -> None:
+    key_file.write_text(KEY.hex() + "\n" * KEY_FILE_BYTES_MAX)
+    with pytest.raises(ConfigError, match="larger than 1KiB"):
+        read_key_file(key_file)
 
 
 def test_a_path_of_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:

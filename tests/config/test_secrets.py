@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.secret_hunt import Sheet, new_marker
-from tests.support.secret_plants import (
+from tests.support.secret_hunt import (
     BY_CLASS,
     MISTAKES,
     QUICK,
     STACK,
     WAYS,
+    Sheet,
     entry_of,
     hunt_in_configuration,
+    new_marker,
     settings_of,
     show_config,
     with_value,

@@ -15,21 +15,23 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.parrot import Parrot
+from tests.support.loopback import Parrot
 from tests.support.redis_servers import RedisServer
-from tests.support.s3_servers import REGION, missing_for_moto, start_moto
-from tests.support.secret_hunt import Sheet, new_marker, show_running_stack
-from tests.support.secret_plants import (
+from tests.support.secret_hunt import (
     STACK,
+    Sheet,
     entry_of,
     hunt_in_running_stacks,
+    new_marker,
     places_of,
     scenes_of,
+    show_running_stack,
     with_markers,
 )
 from tiered_kv.counters import count_of
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import Stack
+from tiered_kv.testing.s3_servers import REGION, missing_for_moto, start_moto
 
 
 @pytest.fixture

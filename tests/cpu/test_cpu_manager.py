@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext, make_offload_key
 from tiered_kv.config.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -27,11 +27,15 @@ def keys(*numbers: int) -> list[OffloadKey]:
     return [make_offload_key(b"hash-%d" % number, 0) for number in numbers]
 
 
-def store(manager: CPUOffloadingManager, wanted: list[OffloadKey], req_id: str) -> list[OffloadKey]:
-    context = ReqContext(req_id)
-    output = manager.prepare_store(wanted, context)
+def prepare_store(manager: CPUOffloadingManager, wanted: list[OffloadKey], req_id: str) -> PrepareStoreOutput:
+    output = manager.prepare_store(wanted, ReqContext(req_id))
     assert output is not None
-    manager.complete_store(output.keys_to_store, context)
+    return output
+
+
+def store(manager: CPUOffloadingManager, wanted: list[OffloadKey], req_id: str) -> list[OffloadKey]:
+    output = prepare_store(manager, wanted, req_id)
+    manager.complete_store(output.keys_to_store, ReqContext(req_id))
     return output.evicted_keys
 
 
@@ -39,14 +43,10 @@ def used_rows(manager: CPUOffloadingManager) -> int:
     return NUM_BLOCKS - manager.backend.get_num_free_blocks()
 
 
-def test_blocks_that_are_there_or_on_their_way_are_not_stored_again(manager: CPUOffloadingManager) -> None:
+def test_stored_blocks_and_blocks_that_are_being_stored_are_not_stored_again(manager: CPUOffloadingManager) -> None:
     store(manager, keys(1), "a")
-    first = manager.prepare_store(keys(1, 2, 2), ReqContext("a"))
-    second = manager.prepare_store(keys(1, 2, 3), ReqContext("b"))
-    assert first is not None
-    assert second is not None
-    assert first.keys_to_store == keys(2)
-    assert second.keys_to_store == keys(3)
+    assert prepare_store(manager, keys(1, 2, 2), "a").keys_to_store == keys(2)
+    assert prepare_store(manager, keys(1, 2, 3), "b").keys_to_store == keys(3)
 
 
 def test_a_store_that_finds_no_room_changes_nothing(manager: CPUOffloadingManager) -> None:
@@ -61,14 +61,10 @@ def test_only_ready_blocks_are_evicted(manager: CPUOffloadingManager) -> None:
     store(manager, keys(0, 1, 2, 3), "a")
     manager.prepare_load(keys(0, 1), ReqContext("b"))
     manager.prepare_store(keys(10, 11, 12, 13), ReqContext("c"))
-    output = manager.prepare_store(keys(20, 21), ReqContext("d"))
-    assert output is not None
-    assert sorted(output.evicted_keys) == keys(2, 3)
+    assert sorted(prepare_store(manager, keys(20, 21), "d").evicted_keys) == keys(2, 3)
     assert manager.prepare_store(keys(30), ReqContext("e")) is None
     manager.complete_load(keys(0, 1), ReqContext("b"))
-    output = manager.prepare_store(keys(30), ReqContext("e"))
-    assert output is not None
-    assert output.evicted_keys == keys(1)
+    assert prepare_store(manager, keys(30), "e").evicted_keys == keys(1)
 
 
 def test_a_store_does_not_evict_its_own_prefix(manager: CPUOffloadingManager) -> None:
@@ -102,7 +98,7 @@ def test_loading_what_is_not_ready_is_an_error_that_pins_nothing(manager: CPUOff
 def test_a_request_completes_only_its_own_stores(manager: CPUOffloadingManager) -> None:
     manager.prepare_store(keys(1), ReqContext("a"))
     manager.complete_store(keys(1), ReqContext("b"))
-    assert manager.lookup(keys(1)[0], ReqContext("b")) is None, "a phantom: nobody has written it"
+    assert manager.lookup(keys(1)[0], ReqContext("b")) is None, "a phantom: it is not written yet"
     manager.complete_store(keys(1), ReqContext("a"))
     assert manager.lookup(keys(1)[0], ReqContext("b")) is True
 
@@ -120,9 +116,8 @@ def test_reset_keeps_rows_that_a_transfer_touches_until_it_ends(manager: CPUOffl
     manager.prepare_store(keys(3), ReqContext("storer"))
     manager.reset_cache()
     assert used_rows(manager) == 2
-    output = manager.prepare_store(keys(1, 3, 4), ReqContext("new"))
-    assert output is not None
-    assert output.keys_to_store == keys(4), "the old transfers of 1 and 3 could not be told from new ones"
+    stored = prepare_store(manager, keys(1, 3, 4), "new").keys_to_store
+    assert stored == keys(4), "1 and 3 have transfers from before the reset"
     manager.complete_store(keys(3), ReqContext("storer"))
     assert manager.lookup(keys(3)[0], ReqContext("new")) is False, "stored before the reset"
     manager.complete_load(keys(1), ReqContext("loader"))
@@ -148,8 +143,7 @@ def test_events_tell_what_came_and_went(manager: CPUOffloadingManager) -> None:
 
 def test_a_request_without_an_id_works(manager: CPUOffloadingManager) -> None:
     context = ReqContext()
-    output = manager.prepare_store(keys(1, 2), context)
-    assert output is not None
+    assert manager.prepare_store(keys(1, 2), context) is not None
     manager.complete_store(keys(1, 2), ReqContext())
     manager.prepare_load(keys(1), ReqContext())
     manager.complete_load(keys(1), ReqContext())

@@ -67,7 +67,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(count=counts, is_spared=st.booleans())
     def evict(self, count: int, is_spared: bool) -> None:
         if is_spared:
-            self.policy.use((), self.last)  # as whoever wants room does
+            self.policy.use((), self.last)  # as a store that needs room does
         self._evict(count, self.last if is_spared else None)
 
     @rule()

@@ -1,7 +1,8 @@
-"""The code in docs/how-to/writing-a-policy.md works as it stands there."""
+"""The code in docs/how-to/writing-a-policy.md works."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,13 @@ from tiered_kv.workload.replay import replay
 
 @pytest.fixture
 def stack_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Write the files that the page shows, each under the name that stands above it."""
-    assert write_shown("how-to/writing-a-policy.md", tmp_path) == ["deepest_first.py", "stack.yaml"]
+    """Write the files that the page shows, each with the name above it."""
+    names = write_shown("how-to/writing-a-policy.md", tmp_path)
+    assert names == ["deepest_first.py", "stack.yaml", "test_deepest_first.py"]
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path / "stack.yaml"
-    sys.modules.pop("deepest_first", None)
+    for name in ("deepest_first", "test_deepest_first"):
+        sys.modules.pop(name, None)
 
 
 def test_the_policy_on_the_page_evicts_tails_and_loses_no_block(stack_file: Path) -> None:
@@ -32,3 +35,8 @@ def test_the_policy_on_the_page_evicts_tails_and_loses_no_block(stack_file: Path
         assert stack.primary.evicted_blocks > 0
     assert report.hits["cpu"] > 0
     assert report.corrupt_blocks == 0
+
+
+@pytest.mark.usefixtures("stack_file")
+def test_the_test_on_the_page_finds_that_the_policy_keeps_the_rules() -> None:
+    importlib.import_module("test_deepest_first").test_the_policy_keeps_the_rules()

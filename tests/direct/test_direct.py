@@ -20,7 +20,6 @@ from tests.support.detectable_lies import DETECTABLE
 from tests.support.pages import write_shown
 from tests.support.redis_servers import redis_server
 from tests.support.s3_entries import s3_entry
-from tests.support.s3_servers import moto_server
 from tests.support.stacks import PATIENT
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
@@ -32,6 +31,7 @@ from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.lies import Lie, LyingTier
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit import Outcome
 from tiered_kv_memory.tier import MemoryTier

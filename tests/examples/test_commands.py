@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from tests.support.pages import commands
-from tests.support.server_process import free_port
 from tiered_kv import make_offload_key
 from tiered_kv._cli.output import Status
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
+from tiered_kv.testing.server_process import free_port
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 

@@ -16,7 +16,6 @@ import pytest
 
 from tests.support.prometheus import Labels, Prometheus, missing_prometheus, panels, wait_for
 from tests.support.redis_servers import RedisServer, redis_server
-from tests.support.server_process import free_port
 from tiered_kv._cli.output import Status
 from tiered_kv.cli import main
 from tiered_kv.counters import count_of
@@ -24,6 +23,7 @@ from tiered_kv.observe.report.page import Run
 from tiered_kv.observe.report.replay_page import replay_page
 from tiered_kv.observe.report.samples import Sampler
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.server_process import free_port
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.tally import ReplayReport
@@ -61,7 +61,7 @@ class Story:
 
 
 @contextmanager
-def told(folder: Path, redis: RedisServer) -> Iterator[Story]:
+def played_story(folder: Path, redis: RedisServer) -> Iterator[Story]:
     """Replay chats over memory, nvme and redis, and kill redis after `BEFORE_S`."""
     port = free_port()
     config = {
@@ -107,7 +107,7 @@ def told(folder: Path, redis: RedisServer) -> Iterator[Story]:
 def test_everybody_tells_the_same_story(
     tmp_path: Path, redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with told(tmp_path, redis_server) as story:
+    with played_story(tmp_path, redis_server) as story:
         wait_for(lambda: differences(story, story.stack.counters()), NONE)
         counters = story.stack.counters()
         check_status(story, counters)
@@ -144,7 +144,7 @@ def check_status(story: Story, counters: Counters) -> None:
             assert tier["counters"].get(name) == counters[tier["name"]].get(name)
     (notice, *_) = [each for each in status["notices"] if each["tier"] == "redis" and "breaker" in each["what"]]
     assert story.killed - LATE_S < notice["time"]
-    opened = first_trouble(story.prometheus.history("tiered_kv_breaker_state", story.began, time.time()))
+    opened = first_problem(story.prometheus.history("tiered_kv_breaker_state", story.began, time.time()))
     assert opened.keys() == {"redis"}
     assert 0 < opened["redis"] - story.killed < LATE_S
 
@@ -163,7 +163,7 @@ def check_top(story: Story, counters: Counters, capsys: pytest.CaptureFixture[st
         assert {key: total for key, total in shown.items() if key[1] == what} == numbers
 
 
-def first_trouble(series: Mapping[Labels, list[tuple[float, float]]]) -> dict[str, float]:
+def first_problem(series: Mapping[Labels, list[tuple[float, float]]]) -> dict[str, float]:
     """Return when the breaker of each tier was first seen not to be closed, where it was."""
     times = {dict(labels)["tier"]: [at for at, value in values if value] for labels, values in series.items()}
     return {tier: at[0] for tier, at in times.items() if at}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.rig import OpenTier
+from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.factory import SecondaryTierFactory
 
 WAIT_S = 60.0
@@ -44,9 +47,18 @@ class TestSqliteTier(TierConformance):
 
     @pytest.fixture
     def open_tier(self, tmp_path: Path) -> OpenTier:
-        entry = {"type": "sqlite", "path": str(tmp_path / "blocks.db"), "capacity": "64MiB", "lookup_timeout": "60s"}
+        self.path = tmp_path / "blocks.db"
+        entry = {"type": "sqlite", "path": str(self.path), "capacity": "64MiB", "lookup_timeout": "60s"}
         settings = tier_settings(entry)
         return lambda spec, view: SecondaryTierFactory.create(spec, view, settings)
+
+    def corrupt(self, tier: SecondaryTierManager) -> bool:
+        database = sqlite3.connect(self.path, timeout=WAIT_S)
+        with contextlib.closing(database), database:
+            for number, record in database.execute("SELECT number, record FROM blocks").fetchall():
+                damaged = record[:-1] + bytes([record[-1] ^ 1])
+                database.execute("UPDATE blocks SET record = ? WHERE number = ?", (damaged, number))
+        return True
 
 
 def stack_with(path: Path, capacity: str = "1MiB") -> dict[str, object]:

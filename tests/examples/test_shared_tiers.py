@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from tests.support.redis_servers import PATIENT, RedisServer, redis_server
-from tests.support.s3_servers import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server, moto_bucket, moto_server
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.s3_servers import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server, moto_bucket, moto_server
 
 __all__ = ["moto_bucket", "moto_server", "redis_server"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pretended_engines import told_beside
+from tests.support.children import output_with_engine
 
 TRY = """
 import importlib, sys
@@ -21,7 +21,7 @@ else:
 
 
 def import_with(tmp_path: Path, engine: str, version: str | None, **variables: str) -> str:
-    return told_beside(tmp_path, engine, version, TRY, engine, **variables)
+    return output_with_engine(tmp_path, engine, version, TRY, engine, **variables)
 
 
 @pytest.mark.parametrize(

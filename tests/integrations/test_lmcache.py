@@ -29,8 +29,8 @@ from tests.support.lmcache_programs import (
     run,
 )
 from tests.support.mounts import command_in_namespace, missing_for_tmpfs, small_tmpfs
+from tests.support.pages import names_in
 from tests.support.redis_servers import RedisServer, redis_server
-from tests.support.tables import names_in
 from tests.support.vllm_programs import (
     LMCACHE,
     TIMEOUT_S,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.pretended_engines import told_beside
+from tests.support.children import output_with_engine
 
 READ = """
 import json, sys
@@ -15,14 +15,14 @@ import tiered_kv.integrations.lmcache as integration
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.lmcache.settings import read_settings
 
-def told(params):
+def outcome_of(params):
     try:
         settings = read_settings(params)
     except ConfigError as error:
         return str(error)
     return f"{integration.LMCACHE_VERSION} {[tier.name for tier in settings.tiers]} {settings.sets}"
 
-print(json.dumps([told(params) for params in json.loads(sys.argv[1])]))
+print(json.dumps([outcome_of(params) for params in json.loads(sys.argv[1])]))
 """
 NVME = {"type": "nvme", "path": "/nowhere", "capacity": "1GiB"}
 NAMESPACE = {"revision": "main"}
@@ -30,7 +30,9 @@ NAMESPACE = {"revision": "main"}
 
 def read(tmp_path: Path, *params: object, **variables: str) -> list[str]:
     """Return what comes of reading each `adapter_params` beside the LMCache that was tested."""
-    answers: list[str] = json.loads(told_beside(tmp_path, "lmcache", "0.5.6", READ, json.dumps(params), **variables))
+    answers: list[str] = json.loads(
+        output_with_engine(tmp_path, "lmcache", "0.5.6", READ, json.dumps(params), **variables)
+    )
     return answers
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support.pages import names_in
 from tests.support.sglang_programs import run_program
-from tests.support.tables import names_in
 from tests.support.vllm_programs import running
 
 pytestmark = pytest.mark.slow

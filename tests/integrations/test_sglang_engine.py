@@ -15,15 +15,13 @@ import pytest
 from tests.support.mounts import command_in_namespace, missing_for_tmpfs
 from tests.support.redis_servers import RedisServer, redis_server
 from tests.support.sglang_programs import (
-    SOURCE,
-    Message,
     SGLangEngine,
     extra_config,
     hicache,
     interpreter,
     run_command,
 )
-from tests.support.vllm_programs import damage_segments
+from tests.support.vllm_programs import SOURCE, Message, damage_segments
 from tiered_kv.counters import count_of
 from tiered_kv.testing.waiting import wait_until
 

@@ -22,7 +22,6 @@ import pytest
 from tests.performance.first_token import choice
 from tests.support.redis_servers import RedisServer, redis_server
 from tests.support.s3_entries import s3_entry
-from tests.support.s3_servers import S3Server, moto_bucket, moto_server
 from tests.support.vllm_programs import (
     VERSIONS,
     Message,
@@ -36,6 +35,7 @@ from tests.support.vllm_programs import (
 )
 from tiered_kv.counters import count_of
 from tiered_kv.testing.proxy import Faults
+from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 
 __all__ = ["moto_bucket", "moto_server", "redis_server"]  # fixtures
 

@@ -17,9 +17,9 @@ from urllib.request import Request, urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.server_process import ServerProcess
 from tests.support.tiny_llama import TINY_LLAMA
 from tests.support.vllm_programs import TIMEOUT_S, environment_of_programs, interpreter, our_spec
+from tiered_kv.testing.server_process import ServerProcess
 
 BLOCK_TOKENS = 32
 BLOCK_BYTES = 32 << 10

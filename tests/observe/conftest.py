@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.observe.rig import OBEDIENT_TYPE
-from tests.support.plugged import plugged
+from tests.support.stacks import plugged
 
 
 @pytest.fixture(autouse=True)

@@ -218,14 +218,14 @@ def test_no_message_is_large(publisher: EventPublisher) -> None:
 def test_a_subscriber_gets_what_it_missed_from_the_replay_socket(publisher: EventPublisher) -> None:
     for number, key in enumerate(make_keys(10)):
         publisher.publish([stored(key)])
-        assert publisher.counted()["dropped_event_batches_total"] == 0, number
+        assert publisher.snapshot()["dropped_event_batches_total"] == 0, number
     with Subscriber(publisher) as subscriber:
         everything = subscriber.replay_until(lambda messages: len(messages) == 10)
         assert [message.number for message in everything] == list(range(10))
         assert index_of(everything) == {"CPU": hashes(make_keys(10))}
         assert subscriber.replay(first=7) == everything[7:]
         assert subscriber.replay(first=10) == []
-        assert publisher.counted()["event_replay_requests_total"] >= 3
+        assert publisher.snapshot()["event_replay_requests_total"] >= 3
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ def test_the_replay_has_a_limit(publisher: EventPublisher) -> None:
         wait_until_sent(publisher, 2 * REPLAY_BYTES_MAX // (9 * MESSAGE_KEYS_MAX))
         kept = subscriber.replay()
         assert 0 < len(kept) * 9 * MESSAGE_KEYS_MAX <= REPLAY_BYTES_MAX
-        sent = publisher.counted()["event_messages_total"]
+        sent = publisher.snapshot()["event_messages_total"]
         for number in range(REPLAY_MESSAGES_MAX + 3):
             publisher.clear()
             wait_until_sent(publisher, sent + number + 1 - QUEUE_BATCHES_MAX // 2)
@@ -290,7 +290,7 @@ def test_where_too_much_waits_the_oldest_is_dropped_and_the_numbers_show_it(publ
         wait_until(lambda: gate.waiting == 1)  # the publisher's thread
         for key in keys[1:]:
             publisher.publish([stored(*[key] * (QUEUE_KEYS_MAX // 4))])
-        assert publisher.counted()["dropped_event_batches_total"] == 8
+        assert publisher.snapshot()["dropped_event_batches_total"] == 8
         gate.open()
         count = 1 + QUEUE_KEYS_MAX // MESSAGE_KEYS_MAX
         messages = subscriber.replay_until(lambda messages: len(messages) == count)
@@ -302,7 +302,7 @@ def test_where_too_much_waits_the_oldest_is_dropped_and_the_numbers_show_it(publ
 def test_a_slow_subscriber_loses_messages_and_slows_no_other(publisher: EventPublisher) -> None:
     with Subscriber(publisher, queue=1) as slow, Subscriber(publisher) as subscriber:
         slow.connect(lambda: publisher.publish([stored(*make_keys(1))]))
-        sent = publisher.counted()["event_messages_total"]
+        sent = publisher.snapshot()["event_messages_total"]
         messages = 5 * SUBSCRIBER_MESSAGES_MAX  # of some 5 kB
         publisher.publish([stored(*make_keys(MESSAGE_KEYS_MAX) * messages)])
         wait_until_sent(publisher, sent + messages)
@@ -363,7 +363,7 @@ def test_events_of_keys_that_are_none_are_dropped_and_the_others_are_published(
         wanted = {"CPU": hashes(keys)}
         messages = subscriber.replay_until(lambda messages: index_of(messages) == wanted)
     assert all(len(event["block_hashes"]) <= MESSAGE_KEYS_MAX for message in messages for event in message.events)
-    assert publisher.counted()["dropped_event_batches_total"] > 0
+    assert publisher.snapshot()["dropped_event_batches_total"] > 0
 
 
 def test_a_publisher_is_closed_once_and_takes_events_no_more(publisher: EventPublisher) -> None:
@@ -379,4 +379,4 @@ def cleared(messages: list[Message]) -> list[int]:
 
 
 def wait_until_sent(publisher: EventPublisher, count: int) -> None:
-    wait_until(lambda: publisher.counted()["event_messages_total"] >= count)
+    wait_until(lambda: publisher.snapshot()["event_messages_total"] >= count)

@@ -43,7 +43,7 @@ def fill(history: BlockHistory) -> None:
 
 def misses(history: BlockHistory, tier: int) -> dict[str, int]:
     history.settle()
-    return history.counted()[tier].get("misses_total", {})
+    return history.snapshot()[tier].get("misses_total", {})
 
 
 @pytest.mark.parametrize("entries", [1, 64, 1000, 1 << 16])
@@ -207,7 +207,7 @@ def test_a_request_that_asks_for_the_same_blocks_for_ever_takes_no_more_memory(h
     history.ended(log)
     assert misses(history, CPU) == {"absent": 199}
     assert history.dropped_blocks == 0
-    assert history.counted()[CPU]["blocks_total"] == {"hit": 1, "miss": 199}
+    assert history.snapshot()[CPU]["blocks_total"] == {"hit": 1, "miss": 199}
 
 
 def test_only_the_last_requests_are_kept(history: BlockHistory) -> None:

@@ -111,16 +111,16 @@ def watcher(*answers: Status | str) -> tuple[Watcher, Callable[[float], None]]:
 
 def test_how_long_a_process_has_not_answered_is_shown() -> None:
     watch, set_clock = watcher(busy(10.0, 1), "refused", "refused", busy(20.0, 2))
-    assert watch.look().trouble == ""
+    assert watch.look().error == ""
     set_clock(102.0)
     watch.look()
     set_clock(107.0)
     lost = watch.look()
-    assert (lost.trouble, lost.lost_s) == ("refused", 5.0)
+    assert (lost.error, lost.lost_s) == ("refused", 5.0)
     assert lost.view is not None
     set_clock(110.0)
     back = watch.look()
-    assert (back.trouble, back.lost_s) == ("", 0.0)
+    assert (back.error, back.lost_s) == ("", 0.0)
     assert back.view is not None
     assert back.view.interval_seconds == 10.0
 

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.meanwhile import meanwhile
-from tests.support.no_threads import no_threads
 from tests.support.stacks import Register, ReplaceModule, stack_of
+from tests.support.threads import meanwhile, no_threads
 from tiered_kv.config.stack_config import MetricsSettings
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.observe import server as server_module

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.observe.rig import Engine, obedient, put, put_below, stack_of
-from tests.support.meanwhile import meanwhile
+from tests.support.threads import meanwhile
 from tiered_kv.cli import main
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.stack_config import load_config

@@ -1,21 +1,26 @@
-"""What the measuring scripts share: blocks in a region, jobs over them, a tier that costs nothing, and medians."""
+"""Shared by the measuring scripts: blocks in a region, jobs over them, a tier without storage, medians, tables."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.base import OffloadingManager, OffloadKey, ReqContext, make_offload_key
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 _POLL_S = 0.0002
+_NUMBERS = itertools.count()
 
 Sample = Mapping[str, float]
 """What one side did in one round: rates and costs by name."""
@@ -30,12 +35,7 @@ class Taken:
 
 
 class BlockRows:
-    """A region whose rows hold distinct blocks; block n belongs in row n modulo the number of rows.
-
-    Args:
-        block_bytes: Bytes of a row.
-        rows: How many.
-    """
+    """A region whose rows hold distinct blocks; block n belongs in row n modulo the number of rows."""
 
     def __init__(self, block_bytes: int, rows: int) -> None:
         self.block_bytes, self.rows = block_bytes, rows
@@ -43,18 +43,18 @@ class BlockRows:
         self._pattern = np.random.default_rng(0).integers(0, 256, block_bytes, dtype=np.uint8)
         self.region.array[:] = self._pattern
         self.region.array[:, :8] = np.arange(rows, dtype="<u8").view(np.uint8).reshape(rows, 8)
-        self._job_ids = iter(range(1 << 40))
+        self._job_ids = itertools.count()
 
     def store(self, tier: SecondaryTierManager, first: int, count: int, batch: int) -> Taken:
-        """Store blocks `first` to `first + count` in jobs of `batch`, more than the rows hold in several goes."""
-        goes = [
+        """Store blocks `first` to `first + count` in jobs of `batch`, at most as many at a time as there are rows."""
+        taken = [
             self._run(tier, begin, min(self.rows, first + count - begin), batch, is_promotion=False)
             for begin in range(first, first + count, self.rows)
         ]
-        return Taken(sum(go.wall_s for go in goes), sum(go.cpu_s for go in goes))
+        return Taken(sum(each.wall_s for each in taken), sum(each.cpu_s for each in taken))
 
     def load(self, tier: SecondaryTierManager, first: int, count: int, batch: int) -> Taken:
-        """Load blocks back into their rows, which are cleared before and compared afterwards."""
+        """Load blocks into their rows, which are cleared before and compared afterwards."""
         rows = np.arange(first, first + count) % self.rows
         self.region.array[rows] = 0
         taken = self._run(tier, first, count, batch, is_promotion=True)
@@ -91,6 +91,31 @@ class BlockRows:
         return timed(work)
 
 
+Act = Callable[[OffloadingManager, list[OffloadKey], ReqContext], object]
+"""A part of what a scheduler does for a request."""
+
+
+def handle(manager: OffloadingManager, keys: list[OffloadKey], acts: Iterable[Act]) -> None:
+    """Handle one request in one step, as a scheduler does."""
+    context = ReqContext(f"request-{next(_NUMBERS)}")
+    manager.on_new_request(context)
+    for act in acts:
+        act(manager, keys, context)
+    manager.on_request_finished(context)
+    manager.on_schedule_end()
+
+
+def store(manager: OffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
+    output = manager.prepare_store(keys, context)
+    assert output is not None
+    manager.complete_store(output.keys_to_store, context)
+
+
+def load(manager: OffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
+    manager.prepare_load(keys, context)
+    manager.complete_load(keys, context)
+
+
 class InstantTier(SecondaryTierManager):
     """Remembers keys, moves nothing, and ends every job at once."""
 
@@ -116,13 +141,20 @@ class InstantTier(SecondaryTierManager):
         return finished
 
 
-def command_line(doc: str | None, *places: str, **options: object) -> argparse.ArgumentParser:
-    """Return the parser of a script's command line: places, and options of the types of their defaults."""
+def command_line(doc: str | None, *paths: str, **options: Any) -> argparse.ArgumentParser:
+    """Return a script's parser.
+
+    Args:
+        doc: The script's description.
+        paths: Names of positional paths.
+        options: Names of options, and their defaults; a type in place of a default: None, and values of that type.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for place in places:
-        parser.add_argument(place)
-    for name, default in options.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    for path in paths:
+        parser.add_argument(path, type=Path)
+    for name, given in options.items():
+        kind, default = (given, None) if isinstance(given, type) else (type(given), given)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)
     return parser
 
 
@@ -147,11 +179,9 @@ def sample(gigabytes: float, store: Taken, load: Taken) -> Sample:
 
 
 def summary(samples: Mapping[str, Sequence[Sample]], pairs: Sequence[tuple[str, str]]) -> dict[str, object]:
-    """Return the median of each side's samples, and that of the ratios within a round, with the least and greatest.
+    """Return medians of each side's samples, one a round, and the spread of the ratios of pairs of sides.
 
-    Args:
-        samples: Those of each side, one a round.
-        pairs: The sides to compare; one that has no samples is left out.
+    A pair whose second side has no samples is left out.
     """
     result: dict[str, object] = {}
     for side, taken in samples.items():
@@ -159,19 +189,59 @@ def summary(samples: Mapping[str, Sequence[Sample]], pairs: Sequence[tuple[str, 
             result[f"{side}_{name}"] = round(statistics.median(each[name] for each in taken), 3)
     for ours, theirs in pairs:
         for name in samples[ours][0] if theirs in samples else ():
-            ratios = [mine[name] / other[name] for mine, other in zip(samples[ours], samples[theirs], strict=True)]
-            result[f"{ours}_{name}_over_{theirs}"] = spread(ratios)
+            mine, others = ([sample[name] for sample in samples[side]] for side in (ours, theirs))
+            result[f"{ours}_{name}_over_{theirs}"] = spread(ratios(mine, others))
     return result
 
 
-def in_turn(number: int, *sides: str) -> tuple[str, ...]:
-    """Return the sides of a round in their order, which is the other one in every second round."""
-    return sides[::-1] if number % 2 else sides
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Return the ratio within each round."""
+    return [mine / other for mine, other in zip(ours, theirs, strict=True)]
+
+
+def in_turn(number: int, sides: Iterable[str]) -> list[str]:
+    """Return the sides of a round: in their order, and in every second round reversed."""
+    return list(sides)[:: -1 if number % 2 else 1]
+
+
+def row(*columns: str) -> str:
+    """Return a row of a Markdown table."""
+    return f"| {' | '.join(columns)} |"
+
+
+def heading(*columns: str) -> str:
+    """Return the first two lines of a Markdown table."""
+    return f"{row(*columns)}\n{row(*['---'] * len(columns))}"
+
+
+class Table:
+    """Rows that compare this project with others, with a value of each side for each round."""
+
+    def __init__(self) -> None:
+        self._rounds: defaultdict[tuple[str, str, str], list[tuple[float, float | None]]] = defaultdict(list)
+
+    def add(self, what: str, ours: float, whom: str = "", theirs: float | None = None, target: str = "") -> None:
+        """Add the values of a round."""
+        self._rounds[what, whom, target].append((ours, theirs))
+
+    def __str__(self) -> str:
+        """Return the table as Markdown."""
+        lines = [heading("what", "ours", "compared with", "theirs", "ratio", "target")]
+        for (what, whom, target), rounds in self._rounds.items():
+            ours = [mine for mine, _ in rounds]
+            theirs = [other for _, other in rounds if other is not None]
+            compared = ratios(ours, theirs) if theirs else []
+            lines.append(row(what, shown(ours), whom, shown(theirs), shown(compared), target))
+        return "\n".join(lines)
 
 
 def shown(values: Sequence[float]) -> str:
-    """Return the median of values with the least and the greatest, for a table."""
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    """Return the median of values with the least and the greatest, for a table; nothing of none."""
+    if not values:
+        return ""
+    of_all = statistics.median(values), min(values), max(values)
+    middle, low, high = (f"{value:,.3g}" if value < 100 else f"{value:,.0f}" for value in of_all)
+    return f"{middle} ({low} to {high})"
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

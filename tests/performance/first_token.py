@@ -3,16 +3,16 @@
     python tests/performance/first_token.py choice DIRECTORY --rounds 5
     python tests/performance/first_token.py queue DIRECTORY --rounds 5
 
-The tier is a `redis-server` on loopback behind a proxy: `--latency` seconds each way, and `--rate` bytes a second back
-on each of its four connections. An engine without the proxy stores all prompts before; each is then served once by each
-engine, from a seed of its own. Engines are processes of their own, and serve one after another.
+The tier is a `redis-server` on loopback behind a proxy: 50 ms each way, and 10 MB a second back on each of its four
+connections. An engine without the proxy stores all prompts before; each is then served once by each engine, from its
+own seed. Engines are separate processes, and serve one after another.
 
 `choice` serves prompts of each of `--sizes` by an engine that computes everything, one that loads whatever is there,
 and one with `prefill: {tokens_per_s: measured}`, which computed and loaded some prompts before. They take turns at each
 size. Of each size: the median seconds of each, and the ratio of the third to the better of the others: its median, its
 least and its greatest in any round.
 
-`queue` keeps an engine of two places busy with two answers, lets eight prompts of `--tokens` come, and serves them
+`queue` keeps an engine of two places busy with two answers, sends it eight prompts of 1,024 tokens, and serves them
 with short answers: by our connector, and by one that begins promotions when a request is scheduled. Medians over the
 rounds: of the mean and the greatest seconds to the first token, of those until all answers are there, and of ratios.
 
@@ -29,7 +29,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.performance.bench import command_line, spread
+from tests.performance.bench import command_line, in_turn, ratios, spread
 from tests.support.redis_servers import PATIENT, RedisServer
 from tests.support.vllm_programs import Message, our_spec, running
 from tiered_kv.testing.proxy import Direction, FaultProxy, Faults
@@ -38,8 +38,7 @@ PROGRAM = Path(__file__).parents[1] / "integrations" / "vllm_engine_program.py"
 SIZES = (4096, 2048, 1024, 512, 256, 128, 64)
 WARM = (2048, 1024, 512, 256)
 """Prompts from which the choosing engine learns; it computes one more of 2,048 tokens before."""
-LATENCY_S = 0.05
-BYTES_PER_S = 10e6
+WIRE = Faults(latency_s=0.05, bytes_per_s=10e6)
 PRIMARY_BYTES = 512 << 20
 BUDGET_BYTES = 128 << 20
 PLACES = 2
@@ -54,7 +53,7 @@ Prompt = tuple[int, int]
 
 
 class Engine:
-    """A vLLM of one thread, in a program that serves what it is told: another core is left to all else."""
+    """A program with a vLLM of one thread, which leaves a core to the proxy and the server."""
 
     def __init__(self, undo: ExitStack, model: Path, config: Message | None, **options: object) -> None:
         told = {"mode": "serve", "threads": 1, "pause_s": PAUSE_S, "kv_transfer_config": config, "model": model.name}
@@ -81,7 +80,7 @@ class Engine:
 
 
 def stack(url: str, connector: str = "", **settings: object) -> Message:
-    """Return what vLLM is told of our connector, or of `connector` in tests/support, over a Redis tier at `url`."""
+    """Return vLLM's configuration of our connector, or of `connector` in tests/support, over a Redis tier at `url`."""
     budgets = {"store_budget": BUDGET_BYTES, "load_budget": BUDGET_BYTES, "job_timeout": "60s"}
     config = our_spec(PRIMARY_BYTES, [{"type": "redis", "url": url, **budgets, **PATIENT}])
     config["kv_connector_extra_config"]["stack"].update(settings)
@@ -117,12 +116,12 @@ def choice(model: Path, wire: Faults, sizes: Sequence[int] = SIZES, rounds: int 
             "chosen": Engine(undo, model, stack(url, prefill={"tokens_per_s": "measured"})),
         }
         for number, (name, engine) in enumerate(engines.items()):
-            # A prompt of its own, which it computes: what one engine has stored, another would load.
+            # Each engine computes another prompt: it would load one that another engine has stored.
             for prompt in [(600_000 + number, 2048), *(() if name == "computed" else warm)]:
                 engine.first_token(prompt)
         found: dict[str, dict[tuple[int, int], dict[str, Any]]] = {name: {} for name in engines}
         for number, size in itertools.product(range(rounds), sizes):
-            for name in list(engines)[:: 1 if number % 2 else -1]:
+            for name in in_turn(number, engines):
                 found[name][size, number] = engines[name].first_token(prompts[size, number])
     for each in prompts:
         assert len({answers[each]["token"] for answers in found.values()}) == 1, each
@@ -137,13 +136,13 @@ def _row(size: int, rounds: int, found: Mapping[str, Mapping[tuple[int, int], Ma
         "tokens": size,
         **{f"{name}_s": round(value, 3) for name, value in medians.items()},
         "chosen_found": statistics.median(found["chosen"][size, number]["found"] for number in range(rounds)),
-        "ratio": spread([chosen / other for chosen, other in zip(seconds["chosen"], seconds[better], strict=True)]),
+        "ratio": spread(ratios(seconds["chosen"], seconds[better])),
     }
 
 
-def queue(model: Path, wire: Faults, rounds: int = 5, tokens: int = QUEUE_TOKENS) -> dict[str, Any]:
+def queue(model: Path, wire: Faults, rounds: int) -> dict[str, Any]:
     """Return what requests that wait for a place take, by connector; `model` as for `choice`."""
-    prompts = [[(1000 * number + each, tokens) for each in range(QUEUE)] for number in range(rounds + 1)]
+    prompts = [[(1000 * number + each, QUEUE_TOKENS) for each in range(QUEUE)] for number in range(rounds + 1)]
     with ExitStack() as undo:
         url = undo.enter_context(distant(model, [each for row in prompts for each in row], wire))
         connectors = {"early": "", "late": "LateConnector"}
@@ -154,11 +153,10 @@ def queue(model: Path, wire: Faults, rounds: int = 5, tokens: int = QUEUE_TOKENS
         samples: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
         answers: dict[str, list[int]] = {name: [] for name in engines}
         for number, row in enumerate(prompts):
-            order = list(engines) if number % 2 else list(engines)[::-1]
-            for name in order:
+            for name in in_turn(number, engines):
                 answer = engines[name].serve(*row, answer=ANSWER, busy=BUSY)
                 answers[name] += [each["token"] for each in answer["served"]]
-                assert min(each["found"] for each in answer["served"]) >= tokens - 32, answer
+                assert min(each["found"] for each in answer["served"]) >= QUEUE_TOKENS - 32, answer
                 first = [each["seconds"] for each in answer["served"]]
                 taken = {"mean_s": statistics.mean(first), "max_s": max(first), "all_s": answer["seconds"]}
                 if number:  # the first round is for what happens once
@@ -168,13 +166,13 @@ def queue(model: Path, wire: Faults, rounds: int = 5, tokens: int = QUEUE_TOKENS
     for each in ("mean_s", "max_s", "all_s"):
         for name, rows in samples.items():
             result[f"{name}_{each}"] = round(statistics.median(row[each] for row in rows), 3)
-        pairs = zip(samples["early"], samples["late"], strict=True)
-        result[f"early_over_late_{each}"] = spread([early[each] / late[each] for early, late in pairs])
+        early, late = ([row[each] for row in samples[name]] for name in ("early", "late"))
+        result[f"early_over_late_{each}"] = spread(ratios(early, late))
     return result
 
 
 def main() -> None:
-    parser = command_line(__doc__, rounds=5, tokens=QUEUE_TOKENS, latency=LATENCY_S, rate=BYTES_PER_S)
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("what", choices=("choice", "queue"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--model", choices=("large", "middle"), default="large")
@@ -182,11 +180,10 @@ def main() -> None:
     options = parser.parse_args()
     model = options.directory / options.model
     model.mkdir(parents=True, exist_ok=True)
-    wire = Faults(latency_s=options.latency, bytes_per_s=options.rate)
     if options.what == "choice":
-        print(json.dumps({"rows": choice(model, wire, options.sizes, options.rounds)}))
+        print(json.dumps({"rows": choice(model, WIRE, options.sizes, options.rounds)}))
     else:
-        print(json.dumps(queue(model, wire, options.rounds, options.tokens)))
+        print(json.dumps(queue(model, WIRE, options.rounds)))
 
 
 if __name__ == "__main__":

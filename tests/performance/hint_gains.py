@@ -9,40 +9,32 @@ rates are those of the agents with a priority of their own, and of the others.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tests.performance.policy_hits import BLOCK_BYTES, Prompt, _document, agent_steps, documents, serve
+from tests.performance.bench import command_line
+from tests.performance.policy_hits import Prompt, agent_steps, document_prompt, documents, open_manager, serve
 from tiered_kv.base import ReqContext
-from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
-from tiered_kv.cpu.region import PrimaryRegion
 
 Said = Mapping[str, object]
 
 
 class Request(NamedTuple):
-    """A request, and what is true of it.
-
-    Attributes:
-        wait_s: When its blocks are asked for again; None where they never are.
-        owner: Whose it is.
-    """
+    """A request, and what an honest client knows of it."""
 
     now_s: float
     ids: Prompt
     wait_s: float | None
+    """Until its blocks are asked for again; None if they never are."""
     owner: int
 
 
 def hits_of(requests: Sequence[tuple[Request, Said]], policy: str, num_blocks: int) -> list[int]:
     """Return how many blocks each request finds in a primary tier of `num_blocks`."""
     now_s = 0.0
-    backend = CPUBackend(PrimaryRegion(num_blocks, BLOCK_BYTES))
-    manager = CPUOffloadingManager(backend, policy, clock=lambda: now_s)
+    manager = open_manager(policy, num_blocks, clock=lambda: now_s)
     hits = []
     for number, (request, said) in enumerate(requests):
         now_s = request.now_s
@@ -64,7 +56,7 @@ def once() -> Iterator[Request]:
     chance = random.Random(8)
     for number, ids in enumerate(documents()):
         yield Request(2.0 * number, ids, 1.0, 0)
-        yield Request(2.0 * number + 1, _document(1000 + number, chance), None, 1)
+        yield Request(2.0 * number + 1, document_prompt(1000 + number, chance), None, 1)
 
 
 # Ways to say hints: each a function of a request, and of numbers that are random and equal in every run.
@@ -141,7 +133,7 @@ WORKLOADS: dict[str, tuple[Callable[[], Iterator[Request]], tuple[int, ...], tup
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--workloads", nargs="+", default=sorted(WORKLOADS), choices=sorted(WORKLOADS))
     parser.add_argument("--policies", nargs="+", default=["density"])
     parser.add_argument("--sizes", nargs="+", type=int, help="blocks; by default those that suit the workload")

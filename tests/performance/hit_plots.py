@@ -7,7 +7,6 @@ It needs matplotlib (extra `report`). Colours are of a middle brightness: they s
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
+
+from tests.performance.bench import command_line
 
 COLUMNS = 3
 GREY = "#808080"
@@ -78,10 +79,7 @@ def _short(size: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("svg", type=Path)
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__, "results", "svg").parse_args()
     plot([json.loads(line) for line in arguments.results.read_text().splitlines()], arguments.svg)
 
 

@@ -8,14 +8,14 @@ dictionary and finishes every job at once, so that what is measured is the manag
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
-from tests.performance.bench import InstantTier, block_key, command_line
-from tiered_kv.base import OffloadKey, ReqContext
+from tests.performance.bench import Act, InstantTier, block_key, command_line, handle, load, store
+from tiered_kv.base import OffloadingManager, OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
@@ -23,9 +23,6 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 
 REQUEST_KEYS = 512
 BLOCK_BYTES = 4096
-
-
-Act = Callable[[list[OffloadKey], ReqContext], None]
 
 
 @contextmanager
@@ -43,46 +40,33 @@ def opened(policy: str, count: int) -> Iterator[TieringOffloadingManager]:
 def rates(manager: TieringOffloadingManager, count: int) -> dict[str, int]:
     """Return keys per second by pattern; the primary tier has `count` blocks."""
     keys = [block_key(number) for number in range(4 * count)]
-    request_ids = itertools.count()
-    lookup = manager.lookup
 
     def rate(act: Act, first: int, last: int) -> int:
-        """Act for each request; they begin where those that were stored do, so that the same ones are asked for."""
-        whole, done = -(-first // REQUEST_KEYS) * REQUEST_KEYS, 0
-        begin = time.perf_counter()
-        for start in range(whole, last - REQUEST_KEYS, REQUEST_KEYS):
-            context = ReqContext(str(next(request_ids)))
-            manager.on_new_request(context)
-            act(keys[start : start + REQUEST_KEYS], context)
-            manager.on_request_finished(context)
-            manager.on_schedule_end()
-            done += REQUEST_KEYS
-        return round(done / (time.perf_counter() - begin))
-
-    def store(batch: list[OffloadKey], context: ReqContext) -> None:
-        output = manager.prepare_store(batch, context)
-        assert output is not None
-        manager.complete_store(output.keys_to_store, context)
-
-    def look_up(expected: bool) -> Act:
-        def act(batch: list[OffloadKey], context: ReqContext) -> None:
-            for key in batch:
-                if lookup(key, context) is not expected:
-                    raise AssertionError(f"a lookup was not {expected}")
-
-        return act
-
-    def load(batch: list[OffloadKey], context: ReqContext) -> None:
-        assert all([lookup(key, context) for key in batch])  # noqa: C419  # all keys, as an engine does
-        manager.prepare_load(batch, context)
-        manager.complete_load(batch, context)
+        """Act for each request that lies between two keys; requests begin at multiples of `REQUEST_KEYS`."""
+        starts = range(-(-first // REQUEST_KEYS) * REQUEST_KEYS, last - REQUEST_KEYS, REQUEST_KEYS)
+        begin_s = time.perf_counter()
+        for start in starts:
+            handle(manager, keys[start : start + REQUEST_KEYS], (act,))
+        return round(len(starts) * REQUEST_KEYS / (time.perf_counter() - begin_s))
 
     return {
         "store_keys_per_s": rate(store, 0, 2 * count),  # twice what fits: the second half evicts
-        "lookup_hit_keys_per_s": rate(look_up(True), count + REQUEST_KEYS, 2 * count),
-        "lookup_miss_keys_per_s": rate(look_up(False), 2 * count, 4 * count),
-        "load_keys_per_s": rate(load, count + 2 * REQUEST_KEYS, 2 * count - REQUEST_KEYS),
+        "lookup_hit_keys_per_s": rate(partial(look_up, True), count + REQUEST_KEYS, 2 * count),
+        "lookup_miss_keys_per_s": rate(partial(look_up, False), 2 * count, 4 * count),
+        "load_keys_per_s": rate(look_up_and_load, count + 2 * REQUEST_KEYS, 2 * count - REQUEST_KEYS),
     }
+
+
+def look_up(expected: bool, manager: OffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
+    lookup = manager.lookup
+    for key in keys:
+        if lookup(key, context) is not expected:
+            raise AssertionError(f"a lookup was not {expected}")
+
+
+def look_up_and_load(manager: OffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
+    look_up(True, manager, keys, context)
+    load(manager, keys, context)
 
 
 def main() -> None:

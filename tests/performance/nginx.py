@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from tests.support.s3_servers import S3Server
+from tiered_kv.testing.s3_servers import S3Server
 
 _CONFIGURATION = """
 daemon off;

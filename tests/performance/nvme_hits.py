@@ -8,18 +8,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
+from collections.abc import Sequence
 
-from tests.performance.policy_hits import WORKLOADS
+from tests.performance.policy_hits import TRACE, chosen, workload_line
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.workload.request import Request
-from tiered_kv.workload.simulation import simulate
-from tiered_kv.workload.trace import read_trace
+from tiered_kv.workload.simulation import Simulated, simulate
 
 BLOCK_BYTES = 64 << 10
-TRACE = "conversation"
 SIZES = {
     TRACE: ((1000, 5000), (1000, 10_000), (1000, 30_000), (5000, 30_000)),
     "chats": ((200, 800), (200, 2000)),
@@ -31,31 +28,25 @@ SIZES = {
 """Blocks of the primary tier and of nvme."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="*", default=[], choices=sorted(WORKLOADS))
-    parser.add_argument("--trace", type=Path)
-    parser.add_argument("--sizes", nargs=2, type=int, help="blocks of the primary tier, and of nvme")
-    parser.add_argument("--segments", type=int, help="segments of the tier; by default as many as the tier chooses")
-    arguments = parser.parse_args()
-    chosen = {
-        name: [Request(number, 0, 0, tuple(ids)) for number, ids in enumerate(WORKLOADS[name][0]())]
-        for name in arguments.workloads
+def run(
+    requests: Sequence[Request], primary_blocks: int, nvme_blocks: int, block_bytes: int = BLOCK_BYTES, **settings: int
+) -> Simulated:
+    """Simulate a stack of a primary tier and an nvme tier."""
+    tier = {"type": "nvme", "path": "unused", "capacity": nvme_blocks * block_bytes, **settings}
+    stack = {
+        "namespace": {"model": "none"},
+        "block": {"bytes": block_bytes},
+        "primary": {"capacity": primary_blocks * block_bytes},
+        "secondary": [tier],
     }
-    if arguments.trace:
-        chosen[TRACE] = list(read_trace(arguments.trace))
-    for name, requests in chosen.items():
+    return simulate(load_config(stack), requests)
+
+
+def main() -> None:
+    arguments = workload_line(__doc__).parse_args()
+    for name, requests in chosen(arguments):
         for primary, blocks in [arguments.sizes] if arguments.sizes else SIZES[name]:
-            tier: dict[str, object] = {"type": "nvme", "path": "unused", "capacity": blocks * BLOCK_BYTES}
-            if arguments.segments:
-                tier["segment"] = blocks // arguments.segments * BLOCK_BYTES
-            stack = {
-                "namespace": {"model": "none"},
-                "block": {"bytes": BLOCK_BYTES},
-                "primary": {"capacity": primary * BLOCK_BYTES},
-                "secondary": [tier],
-            }
-            outcome = simulate(load_config(stack), requests)
+            outcome = run(requests, primary, blocks)
             nvme = outcome.tiers["nvme"]
             rates = {"hit_rate": outcome.hit_rate, "moved_a_hit": round(nvme.moved_blocks / max(1, nvme.hits), 3)}
             sizes = {"workload": name, "primary_blocks": primary, "nvme_blocks": blocks}

@@ -11,10 +11,10 @@ The first command measures each thing that a request does, in turns of one reque
 turns of 25: 512 keys are looked up, stored and loaded. A pause follows each step, as in an engine, where the model
 computes then. A program of its own reads the events, and a thread reads the metrics of `scraped` all the time.
 
-The CPU time of the scheduler's thread holds beside other programs too: nanoseconds for a key, as 10th percentile and
-median of the requests, and the rate over that of `plain`. The others are by the clock, and need an idle machine: the
-99th percentile of a step in microseconds, the median of the turns' keys per second, and the quartiles of their ratios.
-What the threads of history and publisher take from a step falls on all managers, if turns are of one request.
+Other programs do not change the CPU time of the scheduler's thread: nanoseconds for a key, the median of the requests,
+and the rate over that of `plain`. The other figures are by the clock, and need an idle machine: the 99th percentile of
+a step in microseconds, the median of the turns' keys per second, and the quartiles of their ratios. What the threads of
+history and publisher take from a step falls on all managers, if turns are of one request.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from unittest import mock
 
-from tests.performance.bench import InstantTier, block_key, command_line
-from tiered_kv.base import OffloadKey, ReqContext
+from tests.performance.bench import Act, InstantTier, block_key, command_line, handle, load, ratios, store
+from tiered_kv.base import OffloadingManager, OffloadKey, ReqContext
 from tiered_kv.config.stack_config import EventSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -70,35 +70,19 @@ SIDES: dict[str, tuple[str, ...]] = {
 }
 NUMBERS = itertools.count()
 
-Act = Callable[[TieringOffloadingManager, list[OffloadKey], ReqContext], object]
 
-
-def store(manager: TieringOffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
-    output = manager.prepare_store(keys, context)
-    assert output is not None
-    manager.complete_store(output.keys_to_store, context)
-
-
-def look_up(manager: TieringOffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
+def look_up(manager: OffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
     lookup = manager.lookup
     for key in keys:
         lookup(key, context)
 
 
-def load(manager: TieringOffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
-    manager.prepare_load(keys, context)
-    manager.complete_load(keys, context)
-
-
-def look_up_and_load(manager: TieringOffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
-    look_up(manager, keys, context)
-    load(manager, keys, context)
-
-
-def whole_step(manager: TieringOffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
-    look_up(manager, keys, context)
-    store(manager, keys, context)
-    load(manager, keys, context)
+PARTS: dict[str, list[Act]] = {
+    "store": [store],
+    "lookup_hit": [look_up],
+    "load": [look_up, load],
+    "lookup_miss": [look_up],
+}
 
 
 def open_manager(closing: ExitStack, *has: str, subscribe: bool) -> TieringOffloadingManager:
@@ -123,15 +107,13 @@ def unmeasured() -> Iterator[None]:
     def nothing(*_: object) -> None:
         return
 
-    with ExitStack() as patches:
-        for owner, name in ((StepTimer, "count_step"), (TierMeasures, "add_job")):
-            patches.enter_context(mock.patch.object(owner, name, nothing))
+    with mock.patch.object(StepTimer, "count_step", nothing), mock.patch.object(TierMeasures, "add_job", nothing):
         yield
 
 
 @contextmanager
 def scraped(manager: TieringOffloadingManager) -> Iterator[None]:
-    """Read and write all metrics every so often while the block runs."""
+    """Read all metrics every `SCRAPE_S` while the block runs."""
     ended = threading.Event()
     collector = StackCollector(manager.counters)
 
@@ -149,7 +131,7 @@ def scraped(manager: TieringOffloadingManager) -> Iterator[None]:
 
 
 class Taken:
-    """What one manager's requests took: of the thread's CPU time and by the clock, and the rate of each turn."""
+    """What one manager's requests took."""
 
     def __init__(self) -> None:
         self.cpu_ns: list[int] = []
@@ -164,30 +146,29 @@ class Taken:
 
     def figures(self, plain: Taken) -> dict[str, object]:
         """Return what is printed, with the ratios over the manager that has metrics only."""
-        found: dict[str, object] = {}
-        for name, share in (("p10", 0.1), ("p50", 0.5)):
-            mine, other = (percentile(each.cpu_ns, share) for each in (self, plain))
-            found |= {f"{name}_ns": round(mine / REQUEST_KEYS, 1), f"{name}_rate_ratio": round(other / mine, 3)}
-        mine, other = (percentile(each.wall_ns, 0.99) for each in (self, plain))
-        found |= {"p99_us": round(mine / 1e3), "p99_ratio": round(mine / other, 3)}
-        ratios = [mine / other for mine, other in zip(self.keys_per_s, plain.keys_per_s, strict=True)]
-        quartiles = [percentile(ratios, share) for share in (0.25, 0.5, 0.75)]
-        found["keys_per_s"] = round(statistics.median(self.keys_per_s))
-        return found | {"keys_per_s_ratio_quartiles": [round(ratio, 3) for ratio in quartiles]}
+        cpu_ns, plain_cpu_ns = (percentile(each.cpu_ns, 0.5) for each in (self, plain))
+        p99_ns, plain_p99_ns = (percentile(each.wall_ns, 0.99) for each in (self, plain))
+        compared = ratios(self.keys_per_s, plain.keys_per_s)
+        return {
+            "p50_ns": round(cpu_ns / REQUEST_KEYS, 1),
+            "p50_rate_ratio": round(plain_cpu_ns / cpu_ns, 3),
+            "p99_us": round(p99_ns / 1e3),
+            "p99_ratio": round(p99_ns / plain_p99_ns, 3),
+            "keys_per_s": round(statistics.median(self.keys_per_s)),
+            "keys_per_s_ratio_quartiles": [round(percentile(compared, share), 3) for share in (0.25, 0.5, 0.75)],
+        }
 
 
 def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[int(share * len(values))]
 
 
-def handle(manager: TieringOffloadingManager, act: Act, keys: list[OffloadKey], pause_s: float) -> tuple[int, int]:
+def time_request(
+    manager: TieringOffloadingManager, acts: Sequence[Act], keys: list[OffloadKey], pause_s: float
+) -> tuple[int, int]:
     """Handle one request, pause, and return the nanoseconds: of the thread's CPU time, and by the clock."""
-    context = ReqContext(str(next(NUMBERS)))
     wall_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-    manager.on_new_request(context)
-    act(manager, keys, context)
-    manager.on_request_finished(context)
-    manager.on_schedule_end()
+    handle(manager, keys, acts)
     times = time.thread_time_ns() - cpu_ns, time.perf_counter_ns() - wall_ns
     time.sleep(pause_s)
     return times
@@ -200,8 +181,13 @@ def measure(rounds: int, steps: int) -> dict[str, dict[str, Taken]]:
         rounds: How many turns each manager has.
         steps: Whole steps in a turn; 0 for the parts of a step, in turns of one request.
     """
-    parts: dict[str, Act] = {"store": store, "lookup_hit": look_up, "load": look_up_and_load, "lookup_miss": look_up}
-    acts = {"step": whole_step} if steps else parts
+    parts: dict[str, list[Act]] = {
+        "store": [store],
+        "lookup_hit": [look_up],
+        "load": [look_up, load],
+        "lookup_miss": [look_up],
+    }
+    acts = {"step": [look_up, store, load]} if steps else parts
     sides = SIDES | {"scraped": ()} if steps else SIDES
     taken = {name: {side: Taken() for side in sides} for name in acts}
     requests = steps or 1
@@ -211,27 +197,26 @@ def measure(rounds: int, steps: int) -> dict[str, dict[str, Taken]]:
         for number in range(warm + rounds):
             known, unknown = ([keys_of_a_request() for _ in range(requests)] for _ in range(2))
             order = random.Random(number).sample([*sides], len(sides))
-            for name, act in acts.items():
+            for name, its_acts in acts.items():
                 for side in order:
                     if steps:
                         gc.collect()
                         time.sleep(TURN_PAUSE_S)
                     with around(side, managers[side]):
                         turn = unknown if name == "lookup_miss" else known
-                        times = [handle(managers[side], act, keys, PAUSE_S if steps else 0) for keys in turn]
+                        times = [time_request(managers[side], its_acts, keys, PAUSE_S if steps else 0) for keys in turn]
                     if number >= warm:
                         taken[name][side].add(times)
             time.sleep(PAUSE_S)
     return taken
 
 
+def around(side: str, manager: TieringOffloadingManager) -> AbstractContextManager[None]:
+    return unmeasured() if side == "unmeasured" else scraped(manager) if side == "scraped" else nullcontext()
+
+
 def keys_of_a_request() -> list[OffloadKey]:
     return [block_key(next(NUMBERS)) for _ in range(REQUEST_KEYS)]
-
-
-def around(side: str, manager: TieringOffloadingManager) -> AbstractContextManager[None]:
-    """Return what is to be there during a turn of a side."""
-    return unmeasured() if side == "unmeasured" else scraped(manager) if side == "scraped" else nullcontext()
 
 
 def main() -> None:

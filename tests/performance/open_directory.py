@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 from tests.performance.bench import BlockRows, command_line
 from tiered_kv.cpu.region import PrimaryRegion
@@ -25,13 +26,12 @@ BATCH = 32
 ROWS = 8192
 
 
-def open_tier(path: str, region: PrimaryRegion, blocks: int) -> SecondaryTierManager:
-    settings = {"type": "nvme", "path": path, "capacity": 2 * blocks * BLOCK_BYTES + (1 << 28)}
+def open_tier(path: Path, region: PrimaryRegion, blocks: int) -> SecondaryTierManager:
+    settings = {"type": "nvme", "path": str(path), "capacity": 2 * blocks * BLOCK_BYTES + (1 << 28)}
     return SecondaryTierFactory.create(TierSpec("nvme", BLOCK_BYTES), region.kv_view, settings)
 
 
-def fill(path: str, blocks: int) -> None:
-    """Store `blocks` blocks under keys of 36 bytes."""
+def fill(path: Path, blocks: int) -> None:
     rows = BlockRows(BLOCK_BYTES, ROWS)
     tier = open_tier(path, rows.region, blocks)
     rows.store(tier, 0, blocks, BATCH)
@@ -39,8 +39,7 @@ def fill(path: str, blocks: int) -> None:
     rows.region.close()
 
 
-def time_opening(path: str, blocks: int) -> None:
-    """Print the seconds of one opening, and the blocks found."""
+def time_opening(path: Path, blocks: int) -> None:
     region = PrimaryRegion(ROWS, BLOCK_BYTES)
     start = time.perf_counter()
     tier = open_tier(path, region, blocks)
@@ -60,16 +59,15 @@ def drop_page_cache() -> bool:
     return True
 
 
-def measure(directory: str, blocks: int, rounds: int) -> dict[str, object]:
-    """Return the seconds of each opening."""
+def measure(directory: Path, blocks: int, rounds: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory(dir=directory) as parent:
-        path = f"{parent}/nvme"
+        path = Path(parent) / "nvme"
         fill(path, blocks)
         seconds = []
         dropped = True
         for _ in range(rounds):
             dropped = drop_page_cache() and dropped
-            command = [sys.executable, __file__, path, "--blocks", str(blocks), "--only-open"]
+            command = [sys.executable, __file__, str(path), "--blocks", str(blocks), "--only-open"]
             answer = subprocess.run(command, check=True, capture_output=True, text=True)
             opened = json.loads(answer.stdout)
             if opened["blocks"] != blocks:

@@ -4,8 +4,8 @@
     python tests/performance/policy_hits.py --workloads chats agents documents uniform recency --seed 1
 
 The requests go one after the other through the primary tier's manager, or `--running` of them at a time. Blocks are 8
-bytes, and no bytes move. `bound` in place of a policy is Belady's rule by block: the block that is used again last goes
-first. It bounds no prefix hit rate exactly, but no policy that cannot see the future comes near it.
+bytes, and no bytes move. The policy `bound` is Belady's rule by block: it evicts the block whose next use is farthest.
+It bounds no prefix hit rate exactly, but no policy that cannot see the future comes near it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from tests.performance.bench import command_line
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
-from tiered_kv.cpu.policies import CachePolicy
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.workload.generator import ChatWorkload
+from tiered_kv.workload.request import Request
 from tiered_kv.workload.trace import read_trace
 
 BLOCK_BYTES = 8
@@ -35,62 +37,63 @@ Prompt = Sequence[int]
 """The ids of a prompt's blocks, in the order of the prefix."""
 
 
-def hits_of(
-    prompts: Sequence[Prompt], policy: str | Callable[[int], CachePolicy], num_blocks: int, store_blocks: int = 32
-) -> int:
-    """Return how many blocks the requests find in a primary tier of `num_blocks`, stored in calls of `store_blocks`."""
-    made = policy if isinstance(policy, str) else policy(num_blocks)
-    manager = CPUOffloadingManager(CPUBackend(PrimaryRegion(num_blocks, BLOCK_BYTES)), made)
-    hits = sum(serve(manager, ids, ReqContext(str(number)), store_blocks) for number, ids in enumerate(prompts))
+def hits_of(prompts: Sequence[Prompt], policy: str, num_blocks: int) -> int:
+    """Return how many blocks the requests find in a primary tier of `num_blocks`."""
+    manager = open_manager(policy, num_blocks)
+    hits = sum(serve(manager, ids, ReqContext(str(number))) for number, ids in enumerate(prompts))
     manager.shutdown()
     return hits
 
 
-def serve(manager: CPUOffloadingManager, ids: Prompt, context: ReqContext, store_blocks: int = 32) -> int:
+def open_manager(policy: str, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> CPUOffloadingManager:
+    return CPUOffloadingManager(CPUBackend(PrimaryRegion(num_blocks, BLOCK_BYTES)), policy, clock=clock)
+
+
+def serve(manager: CPUOffloadingManager, ids: Prompt, context: ReqContext) -> int:
     """Serve one request alone, and return how many of its blocks it finds before the first that is absent."""
-    manager.on_new_request(context)
-    keys = [make_offload_key(block_id.to_bytes(8, "big"), 0) for block_id in ids]
-    found = next((index for index, key in enumerate(keys) if not manager.lookup(key, context)), len(keys))
-    if found:
-        manager.prepare_load(keys[:found], context)
-        manager.complete_load(keys[:found], context)
-    for first in range(found, len(keys), store_blocks):
-        output = manager.prepare_store(keys[first : first + store_blocks], context)
+    found, absent = begin(manager, ids, context)
+    manager.complete_load(found, context)
+    for first in range(0, len(absent), 32):
+        output = manager.prepare_store(absent[first : first + 32], context)
         if output is None:
             break
         manager.complete_store(output.keys_to_store, context)
     manager.on_request_finished(context)
     manager.on_schedule_end()
-    return found
+    return len(found)
 
 
-def hits_at_once(
-    prompts: Sequence[Prompt], policy: str | CachePolicy, num_blocks: int, running: int, store_blocks: int = 8
-) -> int:
-    """Return how many blocks the requests find where so many run at a time, and each stores `store_blocks` a step."""
-    manager = CPUOffloadingManager(CPUBackend(PrimaryRegion(num_blocks, BLOCK_BYTES)), policy)
+def begin(manager: CPUOffloadingManager, ids: Prompt, context: ReqContext) -> tuple[list[OffloadKey], list[OffloadKey]]:
+    """Begin a request; return the keys before the first that is absent, whose load is prepared, and the others."""
+    manager.on_new_request(context)
+    keys = [make_offload_key(block_id.to_bytes(8, "big"), 0) for block_id in ids]
+    found = next((index for index, key in enumerate(keys) if not manager.lookup(key, context)), len(keys))
+    if found:
+        manager.prepare_load(keys[:found], context)
+    return keys[:found], keys[found:]
+
+
+def hits_at_once(prompts: Sequence[Prompt], policy: str, num_blocks: int, running: int) -> int:
+    """Return how many blocks the requests find where `running` of them run at a time; each stores 8 blocks a step."""
+    manager = open_manager(policy, num_blocks)
     waiting = iter(enumerate(prompts))
-    requests: list[tuple[ReqContext, list[OffloadKey], list[OffloadKey]]] = []  # what each loads, and has yet to store
+    requests: list[tuple[ReqContext, list[OffloadKey], list[OffloadKey]]] = []  # with keys to load, and to store
     hits = 0
     while True:
         for number, ids in itertools.islice(waiting, running - len(requests)):
             context = ReqContext(str(number))
-            keys = [make_offload_key(block_id.to_bytes(8, "big"), 0) for block_id in ids]
-            found = next((index for index, key in enumerate(keys) if not manager.lookup(key, context)), len(keys))
-            if found:
-                manager.prepare_load(keys[:found], context)
-            hits += found
-            requests.append((context, keys[:found], keys[found:]))
+            found, absent = begin(manager, ids, context)
+            hits += len(found)
+            requests.append((context, found, absent))
         if not requests:
             break
         for request in list(requests):
             context, loading, absent = request
-            if loading:
-                manager.complete_load(loading, context)
-                loading.clear()
+            manager.complete_load(loading, context)
+            loading.clear()
             if absent:
-                output = manager.prepare_store(absent[:store_blocks], context)
-                del absent[: store_blocks if output is not None else len(absent)]
+                output = manager.prepare_store(absent[:8], context)
+                del absent[: 8 if output is not None else len(absent)]
                 if output is not None:
                     manager.complete_store(output.keys_to_store, context)
             else:
@@ -102,7 +105,7 @@ def hits_at_once(
 
 
 def bound_of(prompts: Sequence[Prompt], num_blocks: int) -> int:
-    """Return how many blocks are found where the block that is used again last goes first."""
+    """Return how many blocks are found where the block is evicted whose next use is farthest."""
     uses: dict[int, list[int]] = {}
     for number in range(len(prompts) - 1, -1, -1):
         for block_id in prompts[number]:
@@ -181,22 +184,22 @@ def recency(seed: int = 0) -> Iterator[Prompt]:
         else:
             document, made = made, made + 1
         recent.append(document)
-        yield _document(document, chance)
+        yield document_prompt(document, chance)
 
 
 def loop(seed: int = 0) -> Iterator[Prompt]:
     """The same 150 documents, one after the other, again and again: the worst case for LRU."""
     chance = _random(5, seed)
-    return (_document(number % 150, chance) for number in range(4500))
+    return (document_prompt(number % 150, chance) for number in range(4500))
 
 
 def scans(seed: int = 0) -> Iterator[Prompt]:
-    """Questions about documents; after each 500, another 200 about documents that nobody asks for again."""
+    """Questions about documents; after each 500, another 200 about documents that are used once."""
     chance, made = _random(6, seed), 1000
     for number, prompt in enumerate(documents(seed)):
         yield prompt
         if number % 500 == 499:
-            yield from (_document(made + index, chance) for index in range(200))
+            yield from (document_prompt(made + index, chance) for index in range(200))
             made += 200
 
 
@@ -255,10 +258,10 @@ def _random(number: int, seed: int) -> random.Random:
 
 def _questions(chance: random.Random, weights: Sequence[float]) -> Iterator[Prompt]:
     for document in chance.choices(range(len(weights)), weights, k=6000):
-        yield _document(document, chance)
+        yield document_prompt(document, chance)
 
 
-def _document(document: int, chance: random.Random) -> list[int]:
+def document_prompt(document: int, chance: random.Random) -> list[int]:
     """Return a prompt: a document of 4 to 40 blocks, and a question of its own."""
     length = random.Random(document).randint(4, 40)
     question = chance.getrandbits(48)
@@ -284,37 +287,50 @@ WORKLOADS: dict[str, tuple[Callable[..., Iterator[Prompt]], tuple[int, ...]]] = 
     "drafts": (drafts, (500, 1000, 2000, 4000)),
     "batches": (batches, (500, 1000, 2000, 4000)),
 }
-TRACE_SIZES = (1000, 5000, 10_000, 30_000)
+TRACE, TRACE_SIZES = "conversation", (1000, 5000, 10_000, 30_000)
+
+
+def workload_line(doc: str | None, **options: Any) -> argparse.ArgumentParser:
+    """Return the parser of a script that measures workloads, a trace, or both."""
+    parser = command_line(doc, trace=Path, **options)
+    parser.add_argument("--workloads", nargs="*", default=[], choices=sorted(WORKLOADS))
+    parser.add_argument("--sizes", nargs="+", type=int, help="blocks; by default those that suit the workload")
+    return parser
+
+
+def chosen(
+    arguments: argparse.Namespace, seed: int = 0, duration_ms: int | None = None
+) -> Iterator[tuple[str, list[Request]]]:
+    """Yield the name and the requests of each workload, and of the trace, that a command line names.
+
+    A workload's requests are evenly spread over `duration_ms`; by default, one follows the other after a millisecond.
+    """
+    for name in arguments.workloads:
+        prompts = list(WORKLOADS[name][0](seed))
+        gap_ms = 1 if duration_ms is None else duration_ms / len(prompts)
+        yield name, [Request(int(number * gap_ms), 0, 0, tuple(ids)) for number, ids in enumerate(prompts)]
+    if arguments.trace:
+        yield TRACE, list(read_trace(arguments.trace))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = workload_line(__doc__, seed=0)
     parser.add_argument("--policies", nargs="+", default=["lru", "arc", "s3fifo", "density", BOUND])
-    parser.add_argument("--workloads", nargs="*", default=[], choices=sorted(WORKLOADS))
-    parser.add_argument("--seed", type=int, default=0, help="of the workloads' random numbers")
-    parser.add_argument("--trace", type=Path)
-    parser.add_argument("--sizes", nargs="+", type=int, help="blocks; by default those that suit the workload")
-    parser.add_argument("--store-blocks", type=int, default=32, help="blocks that a call stores")
     parser.add_argument("--running", type=int, default=1, help="requests at a time; each stores 8 blocks a step")
     arguments = parser.parse_args()
-    chosen = {name: (list(WORKLOADS[name][0](arguments.seed)), WORKLOADS[name][1]) for name in arguments.workloads}
-    if arguments.trace:
-        requests = read_trace(arguments.trace)
-        chosen["trace"] = [request.hash_ids for request in requests], TRACE_SIZES
-    for name, (prompts, sizes) in chosen.items():
+    for name, requests in chosen(arguments, arguments.seed):
+        prompts = [request.hash_ids for request in requests]
         total = sum(len(ids) for ids in prompts)
-        for size in arguments.sizes or sizes:
+        for size in arguments.sizes or (TRACE_SIZES if name == TRACE else WORKLOADS[name][1]):
             rates: dict[str, float] = {}
             for policy in arguments.policies:
-                begin_s = time.process_time()
                 if policy == BOUND:
                     hits = bound_of(prompts, size)
                 elif arguments.running > 1:
                     hits = hits_at_once(prompts, policy, size, arguments.running)
                 else:
-                    hits = hits_of(prompts, policy, size, arguments.store_blocks)
+                    hits = hits_of(prompts, policy, size)
                 rates[policy] = round(hits / total, 4)
-                rates[f"{policy}_us_per_block"] = round((time.process_time() - begin_s) / total * 1e6, 2)
             print(json.dumps({"workload": name, "blocks": size, **rates}), flush=True)
 
 

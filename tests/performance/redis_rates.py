@@ -3,13 +3,13 @@
     python tests/performance/redis_rates.py --block-bytes 65536 --blocks 4096 --rounds 5 --peers PEERS
 
 A redis-server is started on loopback; it is emptied before each side, and the sides take turns within a round. Ours is
-driven as the tiering manager drives it: all jobs of `batch` blocks are submitted at once, then polled, and every block
+driven as the tiering manager drives it: all jobs of 32 blocks are submitted at once, then polled, and every block
 that is loaded is compared. It runs twice: over one connection, beside `redis_limit.py` (what one connection can move
 for a client that copies and checks nothing), and as the tier is by default, beside `lmcache_l2.py` with LMCache's C++
 client (`resp`; with --peers, the folder that `setup_peers.sh` made). Both scripts are in --bench. The better of two
 loads counts where LMCache's does.
 
-`redis_limit.py` sends one buffer of `batch` blocks again and again and receives into another, and neither leaves the
+`redis_limit.py` sends one buffer of 32 blocks again and again and receives into another, and neither leaves the
 processor's caches. `spread` is the same without that help: one raw connection, every block from and to a place of its
 own, nothing checked. The server's allocator keeps what is freed, as in a server that is full and evicts.
 
@@ -38,6 +38,7 @@ from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.tier import RedisTier
 
 BENCH = Path(__file__).parents[2].parent / "shared" / "bench"
+BATCH = 32
 TIMEOUT_S = 600
 WARM_ROUNDS = 1
 """The first rounds touch the server's memory, and are not counted."""
@@ -56,18 +57,11 @@ print(json.dumps([end - begin for begin, end in zip(cpu[::2], cpu[1::2])]))
 
 
 class Bench:
-    """Blocks in a region, moved by tiers and by other clients.
+    """Blocks in a region, moved by tiers and by other clients."""
 
-    Args:
-        server: Where to.
-        block_bytes: Bytes of a block.
-        blocks: How many.
-        batch: Blocks of one job.
-    """
-
-    def __init__(self, server: RedisServer, block_bytes: int, blocks: int, batch: int) -> None:
+    def __init__(self, server: RedisServer, block_bytes: int, blocks: int) -> None:
         self._server = server
-        self._block_bytes, self._blocks, self._batch = block_bytes, blocks, batch
+        self._block_bytes, self._blocks = block_bytes, blocks
         self._gigabytes = blocks * block_bytes / 1e9
         self._rows = BlockRows(block_bytes, blocks)
 
@@ -80,14 +74,14 @@ class Bench:
         checked = RedisSettings.model_validate({"url": self._server.url, **settings})
         tier = RedisTier(TierSpec("redis", self._block_bytes), self._rows.region.kv_view, "redis", checked)
         try:
-            store = self._rows.store(tier, 0, self._blocks, self._batch)
-            taken = [self._rows.load(tier, 0, self._blocks, self._batch) for _ in range(loads)]
+            store = self._rows.store(tier, 0, self._blocks, BATCH)
+            taken = [self._rows.load(tier, 0, self._blocks, BATCH) for _ in range(loads)]
         finally:
             tier.shutdown()
         return sample(self._gigabytes, store, min(taken, key=lambda each: each.wall_s))
 
     def spread(self) -> Sample:
-        """Store and load over one raw connection, every block from and to a place of its own, checking nothing."""
+        """Store and load over one raw connection, each block from and to its own place, without checks."""
         self._server.empty()
         names = [b"$%d\r\n%b\r\n" % (len(name), name) for name in (b"spread:%d" % row for row in range(self._blocks))]
         opening, size = b"$%d\r\n" % self._block_bytes, self._block_bytes
@@ -125,14 +119,14 @@ class Bench:
 
     def _in_batches(self, step: Callable[[int, int], None]) -> Taken:
         def work() -> None:
-            for first in range(0, self._blocks, self._batch):
-                step(first, min(first + self._batch, self._blocks))
+            for first in range(0, self._blocks, BATCH):
+                step(first, min(first + BATCH, self._blocks))
 
         return timed(work)
 
     def _other(self, python: Sequence[str], script: Path, *arguments: str) -> tuple[dict[str, float], list[float]]:
         self._server.empty()
-        size = ("--block-bytes", str(self._block_bytes), "--batch", str(self._batch))
+        size = ("--block-bytes", str(self._block_bytes), "--batch", str(BATCH))
         command = [*python, "-c", _WITH_CPU_TIMES, str(script), *arguments, *size]
         output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S).stdout
         rates, cpu = map(json.loads, output.strip().splitlines()[-2:])
@@ -159,7 +153,7 @@ def _receive_all(connection: socket.socket, buffer: memoryview) -> None:
 
 
 def main() -> None:
-    parser = command_line(__doc__, block_bytes=65536, batch=32)
+    parser = command_line(__doc__, block_bytes=65536)
     parser.add_argument("--blocks", type=int, default=4096, help="redis_limit.py writes over its own beyond 4096")
     parser.add_argument("--rounds", type=int, default=5, help="after those that warm the server up")
     parser.add_argument("--bench", type=Path, default=BENCH, help="folder of redis_limit.py and lmcache_l2.py")
@@ -168,7 +162,7 @@ def main() -> None:
     os.environ.update(KEEP_MEMORY)
     samples: defaultdict[str, list[Sample]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder)) as server:
-        bench = Bench(server, arguments.block_bytes, arguments.blocks, arguments.batch)
+        bench = Bench(server, arguments.block_bytes, arguments.blocks)
         try:
             for _ in range(arguments.rounds + WARM_ROUNDS):
                 samples["one_connection"].append(bench.ours(loads=1, connections=1))

@@ -1,6 +1,6 @@
 """Throughput and CPU time of the s3 tier beside boto3's own calls, against nginx: one JSON object.
 
-    python tests/performance/s3_rates.py --block-bytes 1048576 --blocks 256 --connections 16 --rounds 5
+    python tests/performance/s3_rates.py --blocks 256 --rounds 5
 
 nginx is started on loopback with its files in /dev/shm, so that neither the disk nor a simulated S3 is measured. Ours
 and boto3's take turns; each round stores every block and loads them back, under the names of the round before the last,
@@ -25,34 +25,29 @@ import numpy as np
 from tests.performance.bench import BlockRows, Sample, Taken, command_line, sample, summary, timed
 from tests.performance.nginx import start_nginx
 from tests.support.s3_entries import s3_entry
-from tests.support.s3_servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
+from tiered_kv.testing.s3_servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.tier import S3Tier
 
 BUCKET = "rates"
+BLOCK_BYTES = 1 << 20
+CONNECTIONS = 16
 WARM_ROUNDS = 2
 """The first rounds warm connections and pages, and are not counted."""
 
 
 class Bench:
-    """Blocks in a region, moved by the tier and by boto3.
+    """Blocks in a region, moved by the tier and by boto3."""
 
-    Args:
-        server: Where to.
-        block_bytes: Bytes of a block.
-        blocks: How many.
-        connections: Transfers in flight.
-    """
-
-    def __init__(self, server: S3Server, block_bytes: int, blocks: int, connections: int) -> None:
-        self.blocks, self.gigabytes = blocks, blocks * block_bytes / 1e9
-        self.rows = BlockRows(block_bytes, blocks)
-        settings = S3Settings.model_validate(s3_entry(server, BUCKET, connections=connections, presence_ttl=0))
-        self.tier = S3Tier(TierSpec("s3", block_bytes), self.rows.region.kv_view, "s3", settings)
+    def __init__(self, server: S3Server, blocks: int) -> None:
+        self.blocks, self.gigabytes = blocks, blocks * BLOCK_BYTES / 1e9
+        self.rows = BlockRows(BLOCK_BYTES, blocks)
+        settings = S3Settings.model_validate(s3_entry(server, BUCKET, connections=CONNECTIONS, presence_ttl=0))
+        self.tier = S3Tier(TierSpec("s3", BLOCK_BYTES), self.rows.region.kv_view, "s3", settings)
         self._bodies = [row.tobytes() for row in self.rows.region.array]
-        self.client = _boto3_client(server, connections)
-        self.threads = ThreadPoolExecutor(connections)
+        self.client = _boto3_client(server)
+        self.threads = ThreadPoolExecutor(CONNECTIONS)
 
     def close(self) -> None:
         self.threads.shutdown()
@@ -86,9 +81,8 @@ class Bench:
         return timed(lambda: list(self.threads.map(move, range(self.blocks))))
 
 
-def measure(server: S3Server, block_bytes: int, blocks: int, connections: int, rounds: int) -> dict[str, object]:
-    """Return medians of both sides over the rounds that count, and their ratios."""
-    bench = Bench(server, block_bytes, blocks, connections)
+def measure(server: S3Server, blocks: int, rounds: int) -> dict[str, object]:
+    bench = Bench(server, blocks)
     samples: defaultdict[str, list[Sample]] = defaultdict(list)
     try:
         for number in range(rounds + WARM_ROUNDS):
@@ -100,12 +94,12 @@ def measure(server: S3Server, block_bytes: int, blocks: int, connections: int, r
     return summary(samples, [("ours", "boto3")])
 
 
-def _boto3_client(server: S3Server, connections: int) -> Any:  # Any: boto3 makes its classes when they are asked for
+def _boto3_client(server: S3Server) -> Any:  # Any: boto3 makes its classes at run time
     import boto3
     from botocore.config import Config
 
     config = Config(
-        max_pool_connections=connections,
+        max_pool_connections=CONNECTIONS,
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         s3={"addressing_style": "path", "payload_signing_enabled": False},
@@ -116,15 +110,14 @@ def _boto3_client(server: S3Server, connections: int) -> Any:  # Any: boto3 make
 
 
 def main() -> None:
-    arguments = command_line(__doc__, block_bytes=1 << 20, blocks=256, connections=16, rounds=5).parse_args()
-    sizes = (arguments.block_bytes, arguments.blocks, arguments.connections, arguments.rounds)
+    arguments = command_line(__doc__, blocks=256, rounds=5).parse_args()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         server = start_nginx(Path(folder))
         try:
-            rates = measure(server, *sizes)
+            rates = measure(server, arguments.blocks, arguments.rounds)
         finally:
             server.stop()
-    print(json.dumps({"block_bytes": arguments.block_bytes, "connections": arguments.connections, **rates}))
+    print(json.dumps(rates))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ DIRECTORY is on the disk to measure; `.ci/engines` builds the ENVIRONMENT. A hos
 pages. Both sides are called as SGLang's threads call them, 128 pages at a time: ours by places in the pool, its own by
 tensors that are copied out of the pool and back into it. Loads are measured from the disk, with nothing of it in the
 page cache, and from the page cache, where our tier has `direct: false`. Stores are measured twice: one call, which the
-page cache takes from `file`, and `--calls` of them without a pause, more than the kernel lets wait to be written. Our
-tier is full then; what `file` stored is deleted after each round. The sides take turns within a round. A row has the
-median of the rounds with the lowest and the highest, and the same of the ratio within a round. GB = 1e9 bytes.
+page cache takes from `file`, and 32 of them without a pause, more than the kernel lets wait to be written. Our tier is
+full then; what `file` stored is deleted after each round. The sides take turns within a round. A row has the median of
+the rounds with the lowest and the highest, and the same of the ratio within a round. GB = 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ from tests.integrations.sglang_program_parts import (
     slots,
     storage_config,
 )
-from tests.performance.bench import command_line, shown
+from tests.performance.bench import command_line, heading, in_turn, ratios, row, shown
 
 PAGES = 128
 LAYOUTS = ("page_first", "layer_first")
+CALLS = 32
+"""Stores without a pause, 256 MiB each."""
 CAPACITY = "4GiB"
 ROWS = {
     "store, one call": "ours",
@@ -88,7 +90,7 @@ class Ours:
         self.backend.close()
 
 
-def measure(directory: Path, layout: str, rounds: int, calls: int) -> dict[tuple[str, str], list[float]]:
+def measure(directory: Path, layout: str, rounds: int) -> dict[tuple[str, str], list[float]]:
     """Return GB/s by direction and side, one value a round; all pages that come back are compared."""
     pool = mha_pool(layout, layers=8, heads=8, width=128, pages=2 * PAGES + 1)
     fill(pool)
@@ -103,7 +105,7 @@ def measure(directory: Path, layout: str, rounds: int, calls: int) -> dict[tuple
     }
     for number in range(rounds + 1):
         keys = [f"{number * PAGES + page:064x}" for page in range(PAGES)]
-        for name in sorted(sides, reverse=number % 2 == 0):
+        for name in in_turn(number, sides):
             stored_s = _timed(sides[name].store, keys, first)
             _leave_page_cache(directory)
             from_disk_s = _timed(sides[name].load, keys, second)
@@ -113,12 +115,12 @@ def measure(directory: Path, layout: str, rounds: int, calls: int) -> dict[tuple
                 rates["store, one call", name].append(gigabytes / stored_s)
                 rates["load from the disk", name].append(gigabytes / from_disk_s)
                 rates["load from the page cache", name].append(gigabytes / again_s)
-        for name in sorted({"ours", "file"}, reverse=number % 2 == 0):
+        for name in in_turn(number, ("file", "ours")):
             began_s = time.perf_counter()
-            for call in range(1, calls + 1):
+            for call in range(1, CALLS + 1):
                 assert sides[name].store([f"{call:032x}{key[32:]}" for key in keys], first)
             if number:
-                rates["store without a pause", name].append(calls * gigabytes / (time.perf_counter() - began_s))
+                rates["store without a pause", name].append(CALLS * gigabytes / (time.perf_counter() - began_s))
             _leave_page_cache(directory)
         shutil.rmtree(directory / "file")
         (directory / "file").mkdir()
@@ -143,21 +145,16 @@ def _timed(move: Callable[[list[str], Sequence[int]], bool], keys: list[str], pa
 
 
 def main() -> None:
-    parser = command_line(__doc__, rounds=9)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--calls", type=int, default=32, help="stores without a pause, 256 MiB each")
-    arguments = parser.parse_args()
-    print("| pages of 2 MiB | ours | SGLang's `file` | ratio |\n| --- | --- | --- | --- |")
+    arguments = command_line(__doc__, "directory", rounds=9).parse_args()
+    print(heading("pages of 2 MiB", "ours", "SGLang's `file`", "ratio"))
     for layout in LAYOUTS:
         with tempfile.TemporaryDirectory(dir=arguments.directory) as path:
             save_model(Path(path) / "model")
             publish_engine(Path(path) / "model")
-            rates = measure(Path(path), layout, arguments.rounds, arguments.calls)
+            rates = measure(Path(path), layout, arguments.rounds)
         for what, name in ROWS.items():
             ours, own = rates[what, name], rates[what, "file"]
-            ratios = [mine / other for mine, other in zip(ours, own, strict=True)]
-            columns = (f"{layout}, {what} (GB/s)", shown(ours), shown(own), shown(ratios))
-            print(f"| {' | '.join(columns)} |", flush=True)
+            print(row(f"{layout}, {what} (GB/s)", shown(ours), shown(own), shown(ratios(ours, own))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Time of a scheduler step, idle and beside a saturated tier, for each built-in tier in turn: one JSON object.
 
     python tests/performance/step_latency.py DIRECTORY --rounds 5
-    python tests/performance/step_latency.py DIRECTORY --tiers memory nvme --block-bytes 1048576
+    python tests/performance/step_latency.py DIRECTORY --tiers memory nvme
 
 A step is 512 calls of `lookup`, half of them hits in the primary tier and half misses everywhere, `prepare_store` of
 512 new keys, `complete_store` of 32 of them and, as failed, of the others, and `on_schedule_end`. Between steps the
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import tiered_kv
-from tests.performance.bench import block_key, command_line, spread
+from tests.performance.bench import block_key, command_line, ratios, spread
 from tests.performance.nginx import start_nginx
 from tests.support.redis_servers import RedisServer
 from tests.support.s3_entries import s3_entry
@@ -40,6 +40,7 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 
 KEYS = 512
 PRIMARY_BYTES = 256 << 20
+BLOCK_BYTES = 64 << 10
 BATCH = 32
 BATCHES = 8
 """Batches stored, and asked for, before each busy step: more than the tier moves between two."""
@@ -116,7 +117,7 @@ class Steps:
                 self._asked += BATCH
         for context, keys in [self._asking.popleft() for _ in range(len(self._asking) - BATCHES)]:
             self._manager.lookup_many(keys, context)  # by now a server has answered
-            self._manager.on_request_finished(context)  # so that what arrives is not held for anybody
+            self._manager.on_request_finished(context)  # so that loaded blocks are not held for it
         self._manager.on_schedule_end()  # submits the loads
 
     def _ask(self, context: ReqContext, keys: list[OffloadKey]) -> None:
@@ -149,7 +150,7 @@ class Steps:
         return microseconds
 
 
-def measure(directory: str, tier: str, block_bytes: int, steps: int, rounds: int) -> dict[str, Any]:
+def measure(directory: Path, tier: str, steps: int, rounds: int) -> dict[str, Any]:
     """Return what steps take over one tier, idle and busy."""
     idle: list[dict[str, float]] = []
     busy: list[dict[str, float]] = []
@@ -158,15 +159,15 @@ def measure(directory: str, tier: str, block_bytes: int, steps: int, rounds: int
         config = {
             "version": 1,
             "namespace": {"model": "step-latency"},
-            "block": {"bytes": block_bytes, "tokens": 16},
+            "block": {"bytes": BLOCK_BYTES, "tokens": 16},
             "primary": {"capacity": PRIMARY_BYTES},
             "secondary": [settings],
         }
         with tiered_kv.open_stack(config) as stack:
             gc.collect()
             gc.freeze()  # as docs/explanation/performance.md advises programs
-            scheduler = Steps(stack.manager, PRIMARY_BYTES // block_bytes)
-            for _ in range(3 * PRIMARY_BYTES // block_bytes // BATCH // BATCHES):  # until there is something to load
+            scheduler = Steps(stack.manager, PRIMARY_BYTES // BLOCK_BYTES)
+            for _ in range(3 * PRIMARY_BYTES // BLOCK_BYTES // BATCH // BATCHES):  # until there is something to load
                 scheduler.feed()
                 stack.manager.drain_jobs(60)
             for _ in range(rounds):
@@ -179,7 +180,7 @@ def measure(directory: str, tier: str, block_bytes: int, steps: int, rounds: int
     return {
         "idle_step_us": {name: round(statistics.median(each[name] for each in idle)) for name in idle[0]},
         "busy_step_us": {name: round(statistics.median(each[name] for each in busy)) for name in busy[0]},
-        "busy_over_idle_p99": spread([mine["p99"] / other["p99"] for mine, other in zip(busy, idle, strict=True)]),
+        "busy_over_idle_p99": spread(ratios([each["p99"] for each in busy], [each["p99"] for each in idle])),
         "jobs_in_flight_median": statistics.median(jobs),
         **{name: counters.get(name, 0) for name in ("stored_blocks_total", "loaded_blocks_total")},
     }
@@ -191,11 +192,11 @@ def percentiles(times: Sequence[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = command_line(__doc__, "directory", block_bytes=64 << 10, steps=300, rounds=5)
+    parser = command_line(__doc__, "directory", steps=300, rounds=5)
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=TIERS)
     arguments = parser.parse_args()
-    sizes = (arguments.block_bytes, arguments.steps, arguments.rounds)
-    print(json.dumps({tier: measure(arguments.directory, tier, *sizes) for tier in arguments.tiers}))
+    counts = (arguments.steps, arguments.rounds)
+    print(json.dumps({tier: measure(arguments.directory, tier, *counts) for tier in arguments.tiers}))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.disks import FaultyDisk
 from tests.support.entries import OpenRig, rig_of
-from tests.support.faulty_disk import FaultyDisk
 from tests.support.patient_nvme import waiting_until_closed
 from tests.support.redis_servers import PATIENT, RedisServer
 from tiered_kv.base import OffloadKey

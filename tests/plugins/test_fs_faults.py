@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.disk_use import fs_blocks, occupied_bytes
 from tests.support.entries import OpenRig
+from tiered_kv.counters import count_of
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
@@ -110,6 +111,20 @@ def test_a_directory_that_somebody_deletes_is_made_again(rig: TierRig, path: Pat
     wait_until(lambda: rig.store(keys).success)
     assert rig.load(keys) == set(keys)
     rig.reopen()
+    assert rig.load(keys) == set(keys)
+
+
+def test_another_file_system_in_place_of_the_directory_gets_no_blocks(
+    rig: TierRig, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(8)
+    assert rig.store(keys).success
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.tier._directory, "_device", -1)  # type: ignore[attr-defined]  # as after a mount
+        shutil.move(path, path.with_name("unmounted"))
+        wait_until(lambda: not rig.store(keys).success and count_of(rig.tier.stats(), "failed_calls_total", "io_error"))
+        assert not list(path.rglob("namespace.json"))
+    wait_until(lambda: rig.store(keys).success)
     assert rig.load(keys) == set(keys)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.entries import rig_of
-from tests.support.meanwhile import meanwhile
+from tests.support.threads import meanwhile
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError
 from tiered_kv.testing.rig import TierRig, make_keys

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.faulty_disk import FaultyDisk, full_after
+from tests.support.disks import FaultyDisk, full_after
 from tiered_kv.errors import FormatError, TierUnavailableError
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.claimed import Identity

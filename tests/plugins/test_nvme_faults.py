@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.faulty_disk import FaultyDisk, fail, full_after, hold, in_peace
+from tests.support.disks import FaultyDisk, fail, full_after, hold, without_faults
 from tiered_kv.errors import TierBusyError
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
@@ -47,7 +47,7 @@ def test_a_failed_write_stores_nothing_and_its_room_is_used_again(bench: StoreBe
         outcome = bench.put(store, failed)
         assert (outcome.successful_keys, outcome.reason) == ([], reason)
     assert store.contains(failed) == [False] * 5
-    bench.disk.on_write = in_peace
+    bench.disk.on_write = without_faults
     bench.put(store, after)
     assert store.stats()["io_errors_total"] == 100
     store.close()
@@ -62,7 +62,7 @@ def test_a_failed_read_fails_its_run_and_keeps_the_blocks(bench: StoreBench) -> 
     bench.put(store, keys)
     slots = {key: slot_of(store.index.places[key]) for key in keys}
     first = {key for key in keys if slots[key] == slots[keys[0]]}
-    interfere = chain([fail(errno.EIO)], repeat(in_peace))
+    interfere = chain([fail(errno.EIO)], repeat(without_faults))
     bench.disk.on_read = lambda buffers, offset: next(interfere)(buffers, offset)
     outcome = store.load(keys, bench.memory(100))
     assert outcome.successful_keys == set(keys) - first
@@ -188,7 +188,7 @@ def test_a_disk_that_takes_no_headers_costs_the_blocks_of_few_segments_and_is_us
     blocks_of_a_segment = (256 << 10) // 4096
     assert sum(store.contains(keys)) >= held - 3 * blocks_of_a_segment, "at most the free ones and one more lose blocks"
     monkeypatch.undo()
-    bench.disk.on_write = in_peace
+    bench.disk.on_write = without_faults
     newest = make_keys(40, "newest")
     bench.wait_until(lambda: bench.put(store, newest).successful_keys is None)
     assert bench.get(store, newest) == set(newest)
@@ -250,7 +250,7 @@ def test_a_read_without_memory_damages_no_segment(bench: StoreBench) -> None:
     store, hot = filled(bench)
     bench.disk.on_read = fail(errno.ENOMEM)
     assert bench.get(store, hot) == set()
-    bench.disk.on_read = in_peace
+    bench.disk.on_read = without_faults
     assert bench.get(store, hot) == set(hot)
     fill_and_use(bench, store, range(100, 140), hot)
     assert store.stats()["damaged_segments_total"] == 0

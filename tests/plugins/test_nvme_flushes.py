@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.flush_order import FlushOrder
+from tests.support.disks import FlushOrder
 from tiered_kv.testing.rig import make_keys
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-from tests.support.faulty_disk import hold
+from tests.support.disks import hold
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.step import STEP
 from tiered_kv.toolkit.codecs import RAW_ID
 from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES
-from tiered_kv_nvme.index import CHUNK_KEYS
+from tiered_kv_nvme.index import CHUNK_KEYS, slot_of
 from tiered_kv_nvme.layout import Entry, EntryTable
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.reclaimer import survivors
@@ -200,6 +200,21 @@ def test_the_blocks_to_move_are_chosen_in_chunks_that_give_way_to_a_step(monkeyp
     assert STEP.pauses_left == 10 - 4
 
 
+def test_blocks_that_were_written_out_of_order_can_move(
+    bench: StoreBench, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, first, second = bench.open_ready(), make_keys(5, "first"), make_keys(5, "second")
+    bench.disk.on_write = hold(gate, "held")
+    with bench.held(gate, lambda: bench.put(store, first)):
+        bench.put(store, second)
+    segment = store._pool.segments[slot_of(store.index.places[first[0]])]
+    assert segment.table.keys == second + first
+    monkeypatch.setattr(store._pool.worth, "movable", lambda table: list(range(len(table))))
+    (ordinals,) = survivors(store._pool, segment)
+    assert len(ordinals) == 10
+    assert None not in store._reader.read_stored(segment, ordinals)
+
+
 def test_a_segment_that_is_being_read_is_not_used_again(bench: StoreBench, gate: Gate) -> None:
     store, batch = bench.open(), bench.batch(0)
     bench.fill(store, [0])
@@ -238,7 +253,9 @@ def test_blocks_that_move_while_the_store_is_closed_are_found_afterwards(bench: 
     gate.close()
     newest = itertools.count(20)
     while not gate.waiting:
-        bench.put(store, bench.batch(next(newest)))
+        number = next(newest)
+        assert number < 20 * bench.BATCHES, "the reclaimer moves no block"
+        bench.put(store, bench.batch(number))
         store.touch(used)
     used = [key for key, is_stored in zip(used, store.contains(used), strict=True) if is_stored]
     closing = threading.Thread(target=store.close, name="closing")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.faulty_disk import FaultyDisk, fail, hold, in_peace
+from tests.support.disks import FaultyDisk, fail, hold, without_faults
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
@@ -106,7 +106,7 @@ def test_blocks_before_a_read_error_stay_and_the_rest_is_found_later(bench: Stor
     disk.on_read = fail(errno.EIO, offsets=[13 * PAGE_BYTES])  # the third batch
     store = bench.open(disk)
     assert store.contains(keys) == [True] * 10 + [False] * 10
-    disk.on_read = in_peace
+    disk.on_read = without_faults
     assert bench.get(store, keys) == set(keys[:10])
     assert store.stats()["discarded_segments_total"] == 0
     store.close()
@@ -141,7 +141,7 @@ def test_a_header_that_cannot_be_read_now_is_found_when_the_disk_has_recovered(b
     assert not any(store.contains(keys))
     assert store.stats()["io_errors_total"] >= len(files)
     assert store.stats()["discarded_segments_total"] == 0
-    disk.on_read = in_peace
+    disk.on_read = without_faults
     bench.put(store, make_keys(4, "meanwhile"))
     store.close()
     assert set(files) <= set(bench.segments)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.support.faulty_disk import fail, in_peace
+from tests.support.disks import FaultyDisk, Interfere, fail, without_faults
 from tests.support.segment_map import SegmentMap
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.testing.rig import block_content, make_keys
+from tiered_kv_nvme.disk import Scratch
 from tiered_kv_nvme.index import Index, place_of
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, Entry, EntryTable
 
@@ -57,6 +58,32 @@ def test_keys_of_any_length_are_found_again_and_one_that_is_too_long_fails_alone
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("transfer", "interfere", "reason"),
+    [
+        ("on_write", fail(errno.EINVAL), "a test write with O_DIRECT failed"),
+        ("on_read", lambda buffers, offset: 0, "cannot be read back"),
+    ],
+)
+def test_without_direct_transfers_blocks_go_through_the_page_cache(
+    bench: StoreBench, transfer: str, interfere: Interfere, reason: str
+) -> None:
+    disk, keys = FaultyDisk(), make_keys(5)
+    setattr(disk, transfer, interfere)
+    store = bench.open(disk)
+    setattr(disk, transfer, without_faults)
+    assert reason in str(store.describe()["direct_io"])
+    bench.put(store, keys)
+    assert bench.get(store, keys) == set(keys)
+
+
+def test_a_large_buffer_begins_on_a_huge_page() -> None:
+    for size in (2 << 20, (2 << 20) + PAGE_BYTES):
+        buffer = Scratch().take(size)
+        assert len(buffer) == size
+        assert np.frombuffer(buffer, np.uint8).ctypes.data % (2 << 20) == 0
+
+
 @pytest.mark.full
 def test_the_index_takes_at_most_150_bytes_a_block_beyond_its_key() -> None:
     # Sizes just before and just after the dictionary grows: the worst is right after.
@@ -102,5 +129,5 @@ def test_a_key_that_is_requested_twice_is_loaded_only_if_both_blocks_are(bench: 
     assert outcome.reason == "io_error"
     assert outcome.successful_keys is not None
     assert not outcome.successful_keys
-    bench.disk.on_read = in_peace
+    bench.disk.on_read = without_faults
     assert store.load(keys * 2, bench.memory(2)).successful_keys is None

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.conftest import OpenRedis
-from tests.support.redis_clusters import RedisClusterServers, redis_cluster
-from tests.support.redis_sentinels import SERVICE, RedisSentinelServers, redis_sentinel
+from tests.support.redis_groups import SERVICE, RedisClusterServers, RedisSentinelServers, redis_cluster, redis_sentinel
 from tests.support.redis_servers import RedisServer, redis_server
 from tiered_kv.counters import count_of
 from tiered_kv.errors import TierUnavailableError

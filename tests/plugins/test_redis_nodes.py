@@ -21,6 +21,11 @@ pytest.importorskip("redis", reason="redis-py is not installed")
 
 from redis.crc import key_slot
 
+from tiered_kv_redis.node import Node
+from tiered_kv_redis.reasons import reason_of_error
+from tiered_kv_redis.settings import Address, RedisSettings
+from tiered_kv_redis.topology import Topology
+
 SLOTS = 16_384
 PROBE = [b"STRLEN", b"tkv1:probe"]
 
@@ -162,6 +167,27 @@ def test_the_look_up_of_a_name_is_bounded(open_redis: OpenRedis, monkeypatch: py
     finally:
         may_answer.set()
     wait_until(lambda: not any("lookup" in thread.name for thread in threading.enumerate()))
+
+
+def test_closing_waits_for_all_servers_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited_s: list[float] = []
+
+    def join(self: Node, timeout_s: float) -> None:
+        waited_s.append(timeout_s)
+        time.sleep(timeout_s)
+
+    monkeypatch.setattr(Node, "join", join)
+    topology = Topology(RedisSettings(mode="cluster", nodes=["127.0.0.1:7000"]))
+    topology._use({slot: Address("127.0.0.1", 7000 + slot) for slot in range(24)})
+    topology.close()
+    assert len(waited_s) == 24
+    assert sum(waited_s) < 1.0
+
+
+def test_a_cycle_of_causes_has_a_reason() -> None:
+    first, second = OSError("first"), TimeoutError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert reason_of_error(first) == "timeout"
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])

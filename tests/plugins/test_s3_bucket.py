@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from tests.support.entries import rig_of
 from tests.support.s3_entries import s3_entry
-from tests.support.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv_s3.account import Account
+from tiered_kv_s3.administration import S3Administration
 from tiered_kv_s3.control import Control
 from tiered_kv_s3.settings import S3Settings
 
@@ -94,6 +96,34 @@ def test_objects_get_the_storage_class_and_encryption_of_the_settings(
     head = client.head_object(Bucket=moto_bucket, Key=entry["Key"])
     assert (head["StorageClass"], head["ServerSideEncryption"]) == ("ONEZONE_IA", "aws:kms")
     assert head["SSEKMSKeyId"].endswith("alias/kv")
+
+
+@pytest.mark.parametrize("deletes", [2, 0], ids=["slowed down", "refused"])
+def test_a_purge_continues_as_long_as_the_server_deletes_something(
+    client: Any,
+    moto_server: S3Server,
+    moto_bucket: str,
+    make_rig: MakeRig,
+    monkeypatch: pytest.MonkeyPatch,
+    deletes: int,
+) -> None:
+    rig = make_rig()
+    assert rig.store(make_keys(4)).success
+    requests = 0
+    delete = Control.delete
+
+    def delete_some(self: Control, objects: Sequence[Mapping[str, Any]]) -> set[str]:
+        nonlocal requests
+        requests += 1
+        refusals = {"SlowDown"} if len(objects) > deletes else set[str]()
+        return refusals | (delete(self, objects[:deletes]) if deletes else set())
+
+    monkeypatch.setattr(Control, "delete", delete_some)
+    settings = S3Settings.model_validate(s3_entry(moto_server, moto_bucket))
+    with contextlib.closing(S3Administration(settings)) as administration:
+        purged = administration.purge(rig.spec.namespace_digest.hex(), time.monotonic() + WAIT_S)
+    assert (bool(purged.left), len(blocks_in(client, moto_bucket))) == ((False, 0) if deletes else (True, 4))
+    assert requests == (4 if deletes else 3)  # the first is for the epoch's mark
 
 
 def test_a_missing_bucket_is_reported(make_rig: MakeRig) -> None:

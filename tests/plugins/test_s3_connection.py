@@ -9,8 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tiered_kv.counters import Counters
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv_s3.connection import HEAD_BYTES_MAX, BadAnswerError, Connection, Patience
+from tiered_kv_s3.connection import HEAD_BYTES_MAX, BadAnswerError, Connection, ConnectionPool, Patience
+from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
 from tiered_kv_s3.endpoint import Endpoint
 
 STALL_S = 120.0
@@ -89,3 +91,18 @@ def test_the_deadline_ends_a_trickling_answer(answers: tuple[Connection, socket.
     with pytest.raises(TimeoutError):
         connection.receive_head()
     assert time.monotonic() - begin < STALL_S / 2
+
+
+def test_a_reused_connection_has_the_limits_of_its_next_request() -> None:
+    first, second = (Patience(time.monotonic() + STALL_S, STALL_S) for _ in range(2))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        endpoint = Endpoint("127.0.0.1", listening.getsockname()[1], False, "/b")
+        pool = ConnectionPool(endpoint, None, Counters(COUNTERS, COUNTERS_BY_LABEL))
+        connection = pool.take(first)
+        with listening.accept()[0] as server:
+            server.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
+            connection.receive_head()
+            pool.give_back(connection)
+            assert pool.take(second) is connection
+            assert connection.patience is second
+            connection.close()

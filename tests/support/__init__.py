@@ -7,12 +7,13 @@ programs that tests start. From a shell, run them in the checkout's root: `pytho
     simulation      the manager over tiers in simulated time, from a seed
     races           threads on a stack with hardly any room, or a scheduler (racing_scheduler); race_cases
     crash_cases     programs that are killed at their system calls (crash_scenario, crash_server)
-    syscalls        system calls of a program: recorded, failed, killed at (short_writes, flush_order)
+    syscalls        system calls of a program: recorded, failed, killed at
+    disks           disks of nvme stores that fail, wait, or check the order of flushes
     mounts          file systems that are small, or lose their power
-    fuzzing         inputs that are almost right, for everything that reads bytes from outside
-    redis_clusters  a Redis Cluster on loopback; redis_sentinels is a master with a replica and a sentinel
+    fuzzing         mutated inputs for everything that reads bytes from outside
+    redis_servers   a Redis server on loopback; redis_groups has a cluster, and a master with a sentinel
     places          storage for tiers of every type, their tenants, and doors to the stored bytes behind a tier's back
     segment_map     which byte of an nvme segment belongs to what
-    secret_hunt     secrets in whatever a stack writes; secret_plants puts them there
+    secret_hunt     secrets planted in settings, and found in whatever a stack writes
     figures         what the proofs of docs/explanation/guarantees.md tried, and how much of it kept its promise
 """

@@ -1,25 +1,27 @@
-"""Processes that run a function of the tests, and talk with them line by line.
+"""Processes that run a function of the tests, or a program with another engine version.
 
-with Child(store_until_told, "alice") as child:
+with Child(store_until_input, "alice") as child:
     assert child.line() == "begun"
-    told = child.finish(60.0)
+    last_line = child.finish(60.0)
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Self
 
 
 class Child:
-    """A Python process that runs a function of a module. A context manager, whose end kills it if it still runs.
+    """A Python process that runs a function of a module; killed at the end of the context if it still runs.
 
     Args:
         function: It finds `arguments` in `sys.argv`. The end of its input asks it to end.
-        within: Returns the command that runs a command, such as one with a mount namespace of its own.
+        within: Returns the command that runs a command, such as one with its own mount namespace.
     """
 
     def __init__(
@@ -43,19 +45,18 @@ class Child:
                 pipe.close()
 
     def tell(self, line: str) -> None:
-        """Send it a line."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n".encode())
 
     def line(self) -> str:
-        """Return the next line that it prints; an empty one if it has ended."""
+        """Return the next line that it prints; "" if it has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         self._last = line or self._last
         return line.decode().rstrip("\n")
 
     def finish(self, timeout_s: float) -> str | None:
-        """Have it end; return the last line that it printed, or None for one that was killed."""
+        """Close its input and return the last line that it printed; None if it was killed."""
         printed, _ = self._process.communicate(timeout=timeout_s)
         if self._process.returncode == -signal.SIGKILL:
             return None
@@ -63,5 +64,17 @@ class Child:
         return (self._last + printed).decode().rstrip("\n").rpartition("\n")[2]
 
     def kill(self) -> None:
-        """End it by force."""
         self._process.kill()
+
+
+def output_with_engine(
+    directory: Path, engine: str, version: str | None, program: str, *arguments: str, **variables: str
+) -> str:
+    """Return what `program` prints if the module `engine` has this version; without a version it is not installed."""
+    missing = f"raise ModuleNotFoundError(name={engine!r})"
+    (directory / f"{engine}.py").write_text(missing if version is None else f"__version__ = {version!r}")
+    search = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, **variables, "PYTHONPATH": search}
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, env=environment)
+    return done.stdout.strip()

@@ -1,10 +1,4 @@
-"""A headless Chromium, spoken to through two pipes by its own protocol: what a page shows, fetches and complains of.
-
-with Chromium(directory) as browser:
-    page = browser.open(path, width=1280, dark=True)
-    assert page.complaints == [] and page.fetched == [path.as_uri()]
-    page.picture(directory / "dark.png")
-"""
+"""A headless Chromium, driven by its protocol over two pipes: what a page shows, requests and logs."""
 
 from __future__ import annotations
 
@@ -20,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-Answer = dict[str, Any]  # Any: what the protocol says
+Answer = dict[str, Any]  # Any: JSON
 
 _WAIT_S = 120.0
 _COMPLAINTS = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Network.loadingFailed")
@@ -41,36 +35,22 @@ _FLAGS = (
 
 
 def find_chromium() -> str | None:
-    """Return the path of a Chromium, if one is installed."""
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 class Chromium:
-    """A browser of its own profile; a context manager. One thread.
-
-    Args:
-        directory: Where its profile goes, and all that it writes.
-    """
+    """A browser with its profile and all files in `directory`; a context manager. One thread."""
 
     def __init__(self, directory: Path) -> None:
         program = find_chromium()
         assert program is not None, "find_chromium says whether there is one"
         from_us, self._to = os.pipe()
         self._from, to_us = os.pipe()
-        # Chromium reads from descriptor 3 and writes to descriptor 4; copies beyond them are in nobody's way.
+        # Chromium reads from descriptor 3 and writes to descriptor 4; copies beyond them leave both free.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, _FREE_FD) for end in (from_us, to_us)]
-        execute = f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}'
+        command = ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "bash", program, *_FLAGS]
         self._process = subprocess.Popen(
-            [
-                "bash",
-                "-c",
-                execute,
-                "bash",
-                program,
-                *_FLAGS,
-                f"--user-data-dir={directory / 'profile'}",
-                "about:blank",
-            ],
+            [*command, f"--user-data-dir={directory / 'profile'}", "about:blank"],
             pass_fds=ends,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -96,13 +76,13 @@ class Chromium:
             os.close(self._from)
 
     def open(self, file: Path, *, width: int = 1280, dark: bool = False) -> Page:
-        """Open a file in a page of its own and wait until it is loaded."""
+        """Open a file in a new page and wait until it is loaded."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         return Page(self, session, file, width, dark)
 
     def call(self, method: str, session: str | None = None, **params: object) -> Answer:
-        """Return the answer to a command of the protocol; events that arrive meanwhile are kept."""
+        """Return the answer to a command; events that arrive meanwhile are kept."""
         number = next(self._numbers)
         message: Answer = {"id": number, "method": method, "params": params}
         if session is not None:
@@ -117,7 +97,6 @@ class Chromium:
             self.events.append(answer)
 
     def next_message(self) -> Answer:
-        """Return the next message of the browser."""
         deadline = time.monotonic() + _WAIT_S
         while b"\0" not in self._unread:
             readable, _, _ = select.select([self._from], [], [], max(0.0, deadline - time.monotonic()))
@@ -131,7 +110,7 @@ class Chromium:
 
 
 class Page:
-    """A page that is open in a `Chromium`, seen on a screen of some width, light or dark."""
+    """A page that is open in a `Chromium`."""
 
     def __init__(self, browser: Chromium, session: str, file: Path, width: int, dark: bool) -> None:
         self._browser = browser
@@ -146,33 +125,28 @@ class Page:
 
     @property
     def fetched(self) -> list[str]:
-        """The addresses that the page asked for, its own included."""
+        """The addresses that the page requested, including its address."""
         sent = [event["params"] for event in self._events() if event["method"] == "Network.requestWillBeSent"]
         return [each["request"]["url"] for each in sent]
 
     @property
     def complaints(self) -> list[Answer]:
-        """What the console shows, scripts that failed, and what could not be fetched."""
+        """Console messages, scripts that failed, and failed requests."""
         return [event for event in self._events() if event["method"] in _COMPLAINTS]
 
     def emulate(self, *, media: str = "", dark: bool) -> None:
-        """Show the page to somebody who wants it dark or light, as on paper if `media` is "print"."""
+        """Set the preferred colour scheme, and the medium: "print" for paper."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", media=media, features=[scheme])
 
     def value(self, expression: str) -> Any:  # Any: JSON
-        """Return what an expression of JavaScript is in this page."""
+        """Return the value of a JavaScript expression in this page."""
         found = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"]["value"]
 
-    def picture(self, file: Path) -> None:
-        """Write a picture of the whole page as PNG."""
-        taken = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(taken["data"]))
-
     def pdf(self) -> bytes:
-        """Return the page as it would be printed on A4."""
+        """Return the page as printed on A4."""
         printed = self._call("Page.printToPDF", printBackground=False, paperWidth=8.27, paperHeight=11.69)
         return base64.b64decode(printed["data"])
 

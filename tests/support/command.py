@@ -1,4 +1,4 @@
-"""The command `tiered-kv` in a test's own process."""
+"""The command `tiered-kv`, run in the test's process."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tiered_kv.cli import main
 
 
 class Command:
-    """The command, or one verb of it."""
+    """The command, or one verb."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], *verb: str) -> None:
         self._capsys = capsys
         self._verb = verb
 
     def out(self, *arguments: str, status: int = 0) -> str:
-        """Return what it prints, where it ends with this status."""
+        """Return what it prints; it must end with this status."""
         assert main([*self._verb, *arguments]) == status
         return self._capsys.readouterr().out
 
     def err(self, *arguments: str) -> str:
-        """Return what it says of a mistake, beside which it prints nothing."""
+        """Return the error of a wrong command line, which prints nothing to standard output."""
         assert main([*self._verb, *arguments]) == 2
         captured = self._capsys.readouterr()
         assert captured.out == ""

@@ -1,4 +1,4 @@
-"""Cases of crashes and failing disks: chosen, run by `crash_server` processes side by side, and counted.
+"""Cases of crashes and failing disks: sampled, run by parallel `crash_server` processes, and counted.
 
 with CrashCases(folder) as cases:
     calls = cases.record(scenario, "changes")
@@ -52,7 +52,7 @@ _SERVERS: Final = 6
 """Half of a case is waiting: for threads, for strace, for what a thread was promised."""
 _TRIES: Final = 3
 """Threads run in another order each time, so a call of the recorded run may not come in the next. A run without its
-fault proves nothing, so there is another; one with its fault is never repeated, whatever came of it."""
+fault proves nothing and is repeated; a run with its fault is not, whatever its result."""
 _HIT_SHARE_MIN: Final = 0.4
 """The share of cases whose fault must have happened in the end; the others are not counted. Some calls come only where
 every thread is traced, or where threads meet in a certain order. Seen were nine tenths and more as a rule, and half of
@@ -61,17 +61,15 @@ a small sample on a busy machine."""
 
 @dataclass(frozen=True, slots=True)
 class CaseOutcome:
-    """What came of a case."""
-
     case: Case
-    was_hit: bool  # the fault happened; if not, the case tells nothing
-    loaded: int  # blocks afterwards, every byte right
-    answered: int  # blocks, of which the tier said that it had them
+    was_hit: bool  # the fault happened; otherwise the case is not counted
+    loaded: int  # blocks, compared byte by byte
+    answered: int  # blocks that a lookup found
     problems: Sequence[str]
 
 
 class CrashCases:
-    """Servers that run cases, several at once; the test skips where they cannot."""
+    """Servers that run cases in parallel; the test skips if they cannot."""
 
     def __init__(self, folder: Path, *, image: bool = False, main: Callable[[], None] = crash_server.main) -> None:
         if missing := missing_for_tracing() or (missing_for_ext4() if image else ""):
@@ -90,22 +88,20 @@ class CrashCases:
                 process.finish(30.0)
 
     def record(self, scenario: CrashScenario, kind: str, *, kills: bool = True) -> list[Call]:
-        """Return the calls of a run without faults."""
         return [Call(**call) for call in self._ask(Case(scenario), do="record", kind=kind, kills=kills)]
 
     def count_writes(self, scenario: CrashScenario) -> int:
-        """Return how many writes of a run can be cut short."""
         count: int = self._ask(Case(scenario), do="count")
         return count
 
     def run(self, cases: Sequence[Case]) -> list[CaseOutcome]:
-        """Run cases, each until its fault has happened, and return what came of them."""
+        """Run cases, each until its fault has happened."""
         with ThreadPoolExecutor(len(self._servers)) as threads:
             return list(threads.map(self._run_one, cases))
 
     def _run_one(self, case: Case) -> CaseOutcome:
         for number in range(_TRIES):
-            if number:  # in a namespace of its own: what the run before has stored may lie on a server
+            if number:  # in a new namespace: a server may still have blocks of the run before
                 scenario = dataclasses.replace(case.scenario, tenant=f"{case.scenario.tenant}-again")
                 case = dataclasses.replace(case, scenario=scenario)
             try:
@@ -128,8 +124,6 @@ class CrashCases:
 
 
 class _Server:
-    """One `crash_server` process, and its folder."""
-
     def __init__(self, folder: Path, image: bool, main: Callable[[], None]) -> None:
         folder.mkdir(parents=True)
         self._root = folder / "mounted" if image else folder
@@ -137,18 +131,18 @@ class _Server:
         self.process = Child(main, str(folder), *(["--image"] * image), within=within)
 
     def ask(self, case: Case, request: Mapping[str, object]) -> Any:  # Any: JSON
-        """Send a request about a case, its directory in this server's folder, and return the answer."""
-        told = dataclasses.asdict(case)
+        """Send a request about a case, whose directory is moved to this server's folder."""
+        moved = dataclasses.asdict(case)
         if case.scenario.path is not None:
-            told["scenario"]["entry"]["path"] = str(self._root / case.scenario.path.name)
-        self.process.tell(json.dumps({**request, "case": told}))
+            moved["scenario"]["entry"]["path"] = str(self._root / case.scenario.path.name)
+        self.process.tell(json.dumps({**request, "case": moved}))
         line = self.process.line()
-        assert line, f"the server of crashes has ended itself, asked for {request} of {case}"
+        assert line, f"the crash server ended during {request} of {case}"
         return json.loads(line)
 
 
 def sample(items: Sequence[T], most: int, kind: Callable[[T], object] = lambda item: 0) -> list[T]:
-    """Return `most` items at most, in order and some of every kind: one of each if there are more kinds than that."""
+    """Return at most `most` items, in order; one of each kind if there are more kinds."""
     if len(items) <= most:
         return list(items)
     chance = random.Random(SEED)
@@ -176,7 +170,7 @@ def settle(proof: str, outcomes: Iterable[CaseOutcome], figures: Figures, note: 
     broken = [outcome for outcome in hit if outcome.problems]
     missed = f"{len(every) - len(hit)} not reached" if len(hit) < len(every) else ""
     figures.add(proof, tried=len(hit), passed=len(hit) - len(broken), note=", ".join(filter(None, (note, missed))))
-    told = "\n".join(f"{outcome.case}: {'; '.join(outcome.problems)}" for outcome in broken[:10])
-    assert not broken, f"{len(broken)} of {len(hit)} cases of {proof} broke a promise:\n{told}"
+    text = "\n".join(f"{outcome.case}: {'; '.join(outcome.problems)}" for outcome in broken[:10])
+    assert not broken, f"{len(broken)} of {len(hit)} cases of {proof} broke a promise:\n{text}"
     assert len(hit) >= _HIT_SHARE_MIN * len(every), f"only {len(hit)} of {len(every)} faults happened"
     return hit

@@ -1,9 +1,8 @@
-"""What a stack does until it is killed or its disk fails, and the look at what is there afterwards.
+"""What a stack does until it is killed or its disk fails, and the check of the tier afterwards.
 
 `CrashScenario.write` opens a stack with one tier, stores blocks, resets the cache, stores the same keys with other
-contents and more than the tier holds, loads some in between, closes, opens again and goes on. `Progress` notes how far
-it came, in memory that outlives it. `CrashScenario.verify` opens the same tier and holds every block that is found
-there against that note.
+contents and more than the tier holds, loads some, and opens the tier again. `Progress` notes the steps in memory that
+outlives the process. `CrashScenario.verify` opens the same tier and compares every block with that note.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -19,16 +19,17 @@ from typing import Final
 import numpy as np
 
 from tests.support.disk_use import flush_file_system
+from tests.support.stacks import stack_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.counters import count_of
 from tiered_kv.errors import TierError
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import block_content, make_keys
+from tiered_kv.testing.waiting import wait_until
 
 BLOCK_BYTES: Final = 4096
 JOB_BLOCKS: Final = 4
 _JOBS_BEFORE_RESET: Final = 3
-_PRIMARY_BLOCKS: Final = 16
 _WAIT_S: Final = 30.0
 _POLL_S: Final = 0.0005
 _COUNTED_S: Final = 15.0
@@ -37,7 +38,7 @@ _VERSION_OF_NEW = 9
 
 
 class Progress:
-    """How far a writer has come, in memory that it shares with the process that it was forked from."""
+    """How far a writer has come, in memory that forked processes share."""
 
     _NAMES = ("reset_asked", "reset_held", "newest_stored")
 
@@ -46,29 +47,26 @@ class Progress:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew."""
         for name in self._NAMES:
             self.note(name, -1 if name == "newest_stored" else 0)
 
     def note(self, name: str, value: int = 1) -> None:
-        """Note something."""
         self._numbers[self._NAMES.index(name)] = value
 
     def as_dict(self) -> dict[str, int]:
-        """Return all of it."""
         return {name: self._numbers[index] for index, name in enumerate(self._NAMES)}
 
 
 @dataclass(frozen=True, slots=True)
 class Excuses:
-    """What the fault of a run excuses."""
+    """Failures that the fault of a run explains."""
 
     damaged: bool = False
-    """Blocks that are answered may be damaged."""
+    """Blocks that are found may be damaged."""
     one_call: bool = False
-    """One call may fail, and cost its block. Nothing looks for blocks while they are stored: the look may fail."""
+    """One call may fail, and cost its block. The writer does not check stored blocks: the check may fail."""
     for_good: bool = False
-    """Calls go on to fail. What cannot be read may be answered on and on; jobs end soon, as nothing makes room."""
+    """Calls continue to fail. Unreadable blocks may be found again; jobs time out soon, as nothing makes room."""
 
 
 NOTHING: Final = Excuses()
@@ -76,8 +74,6 @@ NOTHING: Final = Excuses()
 
 @dataclass(slots=True)
 class Found:
-    """What a look at a tier brought."""
-
     loaded: int = 0
     answered: int = 0
     problems: list[str] = field(default_factory=list)
@@ -85,32 +81,28 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class CrashScenario:
-    """One tier, and what is done with it."""
-
     entry: Mapping[str, object]
     tenant: str  # the namespace's; another one for each case that shares a server
     jobs: int  # of `JOB_BLOCKS` blocks, that are stored after the reset
-    device: bool = False  # what is on the device counts: the file system is flushed once amid the run, as kernels do
-    occupied_bytes_max: int = 0  # by the tier's directory, at any moment; 0 for anything
+    device: bool = False  # the file system is flushed once amid the run, as kernels do
+    occupied_bytes_max: int = 0  # of the tier's directory, at any moment; 0: unlimited
 
     @property
     def tier(self) -> str:
-        """The tier's type."""
         return str(self.entry["type"])
 
     @property
     def path(self) -> Path | None:
-        """The tier's directory, if it has one."""
         path = self.entry.get("path")
         return Path(str(path)) if path is not None else None
 
     @property
     def keys(self) -> list[OffloadKey]:
-        """Every key that is ever stored by `write`."""
+        """Every key that `write` stores."""
         return make_keys((self.jobs + 2) * JOB_BLOCKS, "crash")
 
     def write(self, progress: Progress, excuses: Excuses = NOTHING) -> None:
-        """Do it all, and note how far it came; raise where the tier breaks a promise."""
+        """Run the writer and note its progress; raise if the tier breaks a promise."""
         job_timeout_s = 1.0 if excuses.for_good else 30.0
         try:
             with self.opened(job_timeout_s) as stack:
@@ -119,16 +111,18 @@ class CrashScenario:
                 writer.store_anew()
             with self.opened(job_timeout_s) as stack:
                 _Writer(self, stack, progress, excuses).go_on()
-        except TierError:  # it cannot be opened with this fault, and says so
+        except TierError:  # this fault may prevent opening
             pass
 
     def verify(
         self, progress: Mapping[str, int], excuses: Excuses = NOTHING, *, keeps: bool, accepts_old: bool = False
     ) -> Found:
-        """Open the tier that a writer with some progress left, and return what is wrong with it.
+        """Open the tier that a writer left, and return what is wrong with it.
 
-        If it `keeps`, the newest job that was stored must be there. If it `accepts_old`, the reset may have been lost
-        whatever the writer noted. A `TierError` says that it cannot be opened.
+        With `keeps`, the newest stored job must be found. With `accepts_old`, the reset may be lost.
+
+        Raises:
+            TierError: The tier cannot be opened.
         """
         found = Found()
         if not progress["reset_asked"]:
@@ -150,31 +144,22 @@ class CrashScenario:
         return found
 
     def opened(self, job_timeout_s: float = 30.0) -> Stack:
-        """Open a stack with the tier alone."""
         # A breaker that opens would hide what the tier does, and so would a lookup that a busy machine makes late.
         patient = {"breaker_failures": 1_000_000, "job_timeout": job_timeout_s, "lookup_timeout": job_timeout_s}
+        namespace = {"model": "crash", "tenant": self.tenant}
         return open_stack(
-            {
-                "version": 1,
-                "namespace": {"model": "crash", "tenant": self.tenant},
-                "block": {"bytes": BLOCK_BYTES, "tokens": 16},
-                "primary": {"capacity": _PRIMARY_BLOCKS * BLOCK_BYTES},
-                "secondary": [{**patient, **self.entry}],
-            }
+            stack_of({**patient, **self.entry}, block_bytes=BLOCK_BYTES, block={"tokens": 16}, namespace=namespace)
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """The steps of `CrashScenario.write` on an open stack."""
-
     scenario: CrashScenario
     stack: Stack
     progress: Progress
     excuses: Excuses
 
     def store_and_reset(self) -> None:
-        """Store some blocks, look for them, reset the cache, and note when that holds."""
         for job in range(_JOBS_BEFORE_RESET):
             self._store(job, version=0)
         self._check(version=0)
@@ -189,7 +174,7 @@ class _Writer:
         # The others write a reset down before they store anything.
 
     def store_anew(self) -> None:
-        """Store the same keys anew and more than there is room for, and use some of the older ones."""
+        """Store the same keys with other contents, more than the tier holds, and use some of the older ones."""
         for job in range(self.scenario.jobs):
             self._store(job, version=1)
             self.progress.note("reset_held")
@@ -203,7 +188,6 @@ class _Writer:
         self._check(version=1)
 
     def go_on(self) -> None:
-        """Look for what is there, and store more."""
         self._check(version=1)
         for job in range(self.scenario.jobs, self.scenario.jobs + 2):
             self._store(job, version=1)
@@ -225,7 +209,7 @@ class _Writer:
 def look(
     stack: Stack, keys: Sequence[OffloadKey], versions: set[int], found: Found, excuses: Excuses
 ) -> dict[OffloadKey, int]:
-    """Load every block that the tier says it has; return their versions, and note what must not be."""
+    """Load every block that the tier reports; return their versions, and add broken promises to `found`."""
     loaded: dict[OffloadKey, int] = {}
     missing = -int(excuses.one_call)  # a call that fails costs one block: lookups and loads are of one each here
     lost_before = _losses(stack, excuses)
@@ -248,9 +232,12 @@ def look(
         else:
             loaded[key] = version
             found.loaded += 1
-    if not excuses.for_good and not _comes_about(lambda: _losses(stack, excuses) - lost_before >= missing, _COUNTED_S):
+    if not excuses.for_good:
+        with suppress(AssertionError):
+            wait_until(lambda: _losses(stack, excuses) - lost_before >= missing, _COUNTED_S, pause_s=_POLL_S)
         lost = _losses(stack, excuses) - lost_before
-        found.problems.append(f"phantoms: {missing} blocks were answered and did not load, of {lost} that were lost")
+        if lost < missing:
+            found.problems.append(f"phantoms: {missing} blocks were answered and did not load, {lost} were removed")
     damaged = count_of(stack.secondary_tiers[0].stats(), "corrupt_blocks_total")
     if damaged and not excuses.damaged:
         found.problems.append(f"phantoms: {damaged} blocks were answered and are damaged")
@@ -258,7 +245,6 @@ def look(
 
 
 def _store_more(stack: Stack, found: Found) -> None:
-    """See that the tier takes new blocks."""
     keys = make_keys(JOB_BLOCKS, "after the crash")
     if put(stack, keys, _VERSION_OF_NEW) != JOB_BLOCKS or not stack.flush(_WAIT_S):
         found.problems.append("new blocks are not taken in time")
@@ -275,7 +261,7 @@ def _store_more(stack: Stack, found: Found) -> None:
 
 
 def _losses(stack: Stack, excuses: Excuses) -> int:
-    """Return how many blocks the tier removed since it was opened, and said so; with damaged ones where they may be."""
+    """Return how many blocks the tier has counted as removed; damaged blocks too if they are excused."""
     tier = stack.secondary_tiers[0]
     stats = tier.stats()
     corrupt = count_of(stats, "corrupt_blocks_total") if excuses.damaged else 0
@@ -283,24 +269,23 @@ def _losses(stack: Stack, excuses: Excuses) -> int:
 
 
 def _is_phantom(stack: Stack, key: OffloadKey) -> bool:
-    """Return whether a block is answered, fails to load, and is answered again. One that was evicted is not."""
+    """Return whether a block is found, fails to load, and is found again. An evicted block is not found again."""
     return ask(stack, [key]) == [True] and load(stack, key) is None and ask(stack, [key]) == [True]
 
 
 def put(stack: Stack, keys: Sequence[OffloadKey], version: int) -> int:
-    """Store the contents of `keys` in a version; return how many the stack took."""
+    """Store `keys` with the contents of a version; return how many the stack took."""
     rows = np.frombuffer(b"".join(block_content(key, BLOCK_BYTES, version) for key in keys), np.uint8)
     return stack.put(keys, rows.reshape(-1, BLOCK_BYTES), timeout=_WAIT_S)
 
 
 def load(stack: Stack, key: OffloadKey) -> bytes | None:
-    """Return a block's bytes, or None if it cannot be loaded."""
     out = np.zeros((1, BLOCK_BYTES), np.uint8)
     return out.tobytes() if stack.get([key], out, timeout=_WAIT_S) else None
 
 
 def ask(stack: Stack, keys: Sequence[OffloadKey]) -> list[bool]:
-    """Return what the stack's one tier says of each key; the manager must be idle."""
+    """Return the lookup results of the stack's one tier; the manager must be idle."""
     tier = stack.secondary_tiers[0]
     context = ReqContext(f"ask-{time.monotonic_ns()}")
     tier.on_new_request(context)
@@ -312,15 +297,6 @@ def ask(stack: Stack, keys: Sequence[OffloadKey]) -> list[bool]:
         tier.on_schedule_end()
         return None not in answers
 
-    assert _comes_about(are_known, _WAIT_S), "a lookup is not answered in time"
+    wait_until(are_known, _WAIT_S, pause_s=_POLL_S, what="the answer to a lookup")
     tier.on_request_finished(context)
     return [bool(answer) for answer in answers]
-
-
-def _comes_about(condition: Callable[[], bool], timeout_s: float) -> bool:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() >= end_s:
-            return False
-        time.sleep(_POLL_S)
-    return True

@@ -1,4 +1,4 @@
-"""What a directory occupies on its disk, and what of it is there."""
+"""The size of directories on disk, and the files in an fs tier's directory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from tiered_kv_fs.layout import BLOCK
 
 
 def occupied_bytes(directory: Path) -> int:
-    """Return what a directory occupies with everything in it, as `du` counts it; 0 if it is not there.
+    """Return the size of a directory on disk, as `du` counts it; 0 if it is missing.
 
-    Entries may come and go meanwhile. One that is renamed while it is counted may be met under either name, or both, so
-    files are told apart by their inode.
+    Entries may come and go meanwhile. A file that is renamed during the walk may be met twice, so inodes are counted.
     """
     found: dict[int, int] = {}
     for root, _, names in os.walk(directory):
@@ -28,18 +27,16 @@ def occupied_bytes(directory: Path) -> int:
 
 
 def fs_blocks(directory: Path) -> list[Path]:
-    """Return the files of blocks in an fs tier's directory."""
     return sorted(entry for entry in directory.rglob("*") if BLOCK.fullmatch(entry.name) and entry.is_file())
 
 
 def fs_ledger(directory: Path) -> dict[str, Any]:
-    """Return what the ledger of an fs tier's directory says; it is replaced as a whole when it is written."""
     state: dict[str, Any] = json.loads((directory / "ledger").read_bytes())
     return state
 
 
 def flush_file_system(path: Path) -> None:
-    """Have all that was written to the file system of `path`, removals too, put on its device: syncfs(2)."""
+    """Flush the file system of `path` to its device, removals too: syncfs(2)."""
     fd = os.open(path, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(fd):

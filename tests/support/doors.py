@@ -1,7 +1,6 @@
-"""Doors to what a tier has stored: the bytes under a key, read and written behind the tier's back.
+"""Access to the bytes that a tier has stored under a key, behind the tier's back.
 
-One for each tier that keeps block records. They go in as a rotten disk, a faulty copy or another program would: by the
-file, by a client of the server, by the dictionary. `tests.support.segment_map` does it for nvme.
+There is a door for each tier of block records; `tests.support.segment_map` reads nvme's files.
 """
 
 from __future__ import annotations
@@ -10,17 +9,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tests.support.redis_servers import RedisServer
-from tests.support.s3_servers import S3Server
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.rig import TierRig
+from tiered_kv.testing.s3_servers import S3Server
 from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv.toolkit.record import RecordHeader, digest_of, read_header
 from tiered_kv_fs.layout import block_path
 
 
 class Door(Protocol):
-    """The bytes that a tier has stored."""
-
     def read(self, key: OffloadKey) -> bytes | None:
         """Return what is stored for a key; None if there is nothing."""
 
@@ -29,15 +26,12 @@ class Door(Protocol):
 
 
 def codec_id_of(record: bytes) -> int:
-    """Return the number of the codec that a stored record names in its header."""
     header = read_header(record)
     assert isinstance(header, RecordHeader), f"it has no header that can be read: {header.value}"
     return header.codec_id
 
 
 class MemoryDoor:
-    """The dictionary of a memory tier."""
-
     def __init__(self, rig: TierRig) -> None:
         self._rig = rig
 
@@ -54,8 +48,6 @@ class MemoryDoor:
 
 
 class FsDoor:
-    """The directory of an fs tier."""
-
     def __init__(self, directory: Path, namespace_digest: bytes) -> None:
         self._directory = directory
         self._digest = namespace_digest
@@ -70,7 +62,7 @@ class FsDoor:
         path.write_bytes(data)
 
     def path_of(self, key: OffloadKey) -> Path | None:
-        """Return a block's file in the namespace's present epoch; None if there is none."""
+        """Return a block's file in the namespace's present epoch; None if it is missing."""
         namespace = self._directory / self._digest.hex()
         mark = EpochMark.decode((namespace / "epoch").read_bytes())
         assert mark is not None, "the epoch's mark is damaged"
@@ -79,8 +71,6 @@ class FsDoor:
 
 
 class RedisDoor:
-    """What a server holds."""
-
     def __init__(self, server: RedisServer, namespace_digest: bytes) -> None:
         self._server = server
         self._prefix = b"tkv1:" + namespace_digest.hex().encode() + b":"
@@ -93,15 +83,13 @@ class RedisDoor:
         self._server.set(self.name_of(key), data)
 
     def name_of(self, key: OffloadKey) -> bytes:
-        """Return what a block is called in the present epoch."""
+        """Return a block's name in the present epoch."""
         mark = EpochMark.decode(self._server.get(self._prefix + b"epoch"))
         assert mark is not None, "the epoch's mark is damaged"
         return self._prefix + mark.value.encode() + b":" + key
 
 
 class S3Door:
-    """A bucket."""
-
     def __init__(self, server: S3Server, bucket: str, prefix: str, namespace_digest: bytes) -> None:
         self._client = server.client()
         self._bucket = bucket
@@ -117,7 +105,6 @@ class S3Door:
         self._client.put_object(Bucket=self._bucket, Key=self.name_of(key), Body=data)
 
     def name_of(self, key: OffloadKey) -> str:
-        """Return what a block is called in the present epoch."""
         mark = EpochMark.decode(self._get(f"{self._root}/epoch") or b"")
         assert mark is not None, "nothing has used the bucket yet"
         digest = digest_of(key).hex()

@@ -1,4 +1,4 @@
-"""Tiers on a test bench by their entry, as a stack's YAML would have it."""
+"""Tiers on a rig, made from their entry in a stack's YAML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OpenRig = Callable[..., TierRig]
 """Opens a tier on a rig, which is closed at the end of the test."""
 
 NAMESPACE = bytes(range(16))
-"""Whose blocks they are where a test has no need of others'."""
+"""The namespace unless a test names another."""
 
 
 def rig_of(
@@ -24,18 +24,19 @@ def rig_of(
     num_blocks: int = 256,
     wait_s: float = 60.0,
     namespace: bytes = NAMESPACE,
+    spec: TierSpec | None = None,
     content: Content = block_content,
 ) -> TierRig:
-    """Open the tier of an entry on a rig, which its caller closes.
+    """Open the tier of an entry on a rig, which the caller closes.
 
-    Unless the entry says otherwise, the tier too waits for `wait_s` before a lookup is a miss: what is there would not
-    be found while a busy machine holds a thread up. Rigs with different namespaces are different tenants.
+    Unless the entry sets `lookup_timeout`, it is `wait_s`: a busy machine must not turn hits into misses. Rigs with
+    different namespaces are different tenants; `spec` replaces the namespace.
     """
     return TierRig(
         lambda spec, view: SecondaryTierFactory.create(spec, view, {"lookup_timeout": wait_s, **entry}),
         num_blocks=num_blocks,
         block_bytes=block_bytes,
         wait_s=wait_s,
-        spec=TierSpec(str(entry["type"]), block_bytes, namespace, {"model": "bench"}, wants_events=True),
+        spec=spec or TierSpec(str(entry["type"]), block_bytes, namespace, {"model": "bench"}, wants_events=True),
         content=content,
     )

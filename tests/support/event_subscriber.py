@@ -1,10 +1,9 @@
-"""A subscriber of a stack's events that keeps nothing but what came, in an expression of its own."""
+"""A subscriber of a stack's events, written independently of the publisher's code."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,8 +17,6 @@ Index = dict[str, set[int]]
 
 
 class Message(NamedTuple):
-    """What one message says."""
-
     topic: bytes
     number: int
     time_s: float
@@ -28,8 +25,6 @@ class Message(NamedTuple):
 
 
 class Subscriber:
-    """Connected to the sockets of a publisher, until it is closed."""
-
     def __init__(self, publisher: EventPublisher, topic: str = "", queue: int = 0) -> None:
         self._context = zmq.Context()
         self._live = self._context.socket(zmq.SUB)
@@ -46,15 +41,15 @@ class Subscriber:
     def __enter__(self) -> Subscriber:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._context.destroy(linger=0)
 
-    def receive(self, timeout_s: float = PATIENCE_S) -> Message | None:
-        """Return the next message, or None where none comes in time."""
+    def receive(self, timeout_s: float) -> Message | None:
+        """Return the next message; None after the timeout."""
         return _message(self._live.recv_multipart()) if self._live.poll(int(1000 * timeout_s)) else None
 
     def connect(self, publish: Callable[[], object]) -> Message:
-        """Return the first message that comes, of those that `publish` makes: earlier ones are for nobody."""
+        """Call `publish` until a message arrives, and return it: the socket connects late."""
         end_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < end_s:
             publish()
@@ -75,7 +70,6 @@ class Subscriber:
             messages.append(_message(frames))
 
     def replay_until(self, is_enough: Callable[[list[Message]], bool]) -> list[Message]:
-        """Return all messages, once they are enough."""
         end_s = time.monotonic() + PATIENCE_S
         while not is_enough(messages := self.replay()):
             assert time.monotonic() < end_s, messages[-3:]
@@ -84,7 +78,6 @@ class Subscriber:
 
 
 def index_of(messages: Iterable[Message]) -> Index:
-    """Return where the blocks are after these messages."""
     index: Index = {}
     for event in [event for message in messages for event in message.events]:
         if event["type"] == "AllBlocksCleared":

@@ -1,4 +1,4 @@
-"""A small S3 server on loopback: objects in a dictionary, or the answers of a test."""
+"""A small S3 on loopback: objects in a dictionary, and any other answer that a test sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiered_kv.testing.rig import TierRig
 from tiered_kv.toolkit.epoch import EpochMark
 
 WAIT_S = 60.0
-"""How long a job or a lookup may take."""
+"""How long a job or a lookup may take before the test fails."""
 BLOCK_BYTES = 4096
 EPOCH = "00000000000000aa"
 MARK = EpochMark(0, EPOCH).encode()
@@ -38,7 +38,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Then:
-    """Bytes to send before the connection ends, and how it ends: "close", "reset" or "stall"."""
+    """Bytes that are sent before the connection ends, and how it ends: "close", "reset" or "stall"."""
 
     data: bytes
     end: str
@@ -85,7 +85,7 @@ FAULTS: dict[str, Callable[[bytes], Reply]] = {  # by name, from the object's by
 
 
 class FakeS3(LoopbackServer):
-    """Serves stored objects, unless `reply` or a fault gives the answer; the mark of the epoch is a day old."""
+    """Serves stored objects, unless `reply` or a fault replaces the answer; the epoch mark is a day old."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -108,7 +108,7 @@ class FakeS3(LoopbackServer):
 
     @property
     def entry(self) -> dict[str, object]:
-        """The YAML entry of a tier on this server, without a cache of answers."""
+        """The YAML entry of an s3 tier in its one bucket, without a presence cache."""
         secrets = {"access_key_id": "id", "secret_access_key": "secret"}
         bucket = {"type": "s3", "bucket": "bucket", "endpoint_url": self.url, "connections": 4}
         return {**bucket, **secrets, "presence_ttl": 0}
@@ -122,7 +122,7 @@ class FakeS3(LoopbackServer):
         super().close()
 
     def serve(self, sock: socket.socket) -> None:
-        with sock, sock.makefile("rb") as reading:
+        with sock.makefile("rb") as reading:
             while line := reading.readline():
                 method, target, _ = line.decode().split()
                 fields = iter(reading.readline, b"\r\n")
@@ -130,12 +130,12 @@ class FakeS3(LoopbackServer):
                 body = reading.read(int(headers.get("content-length", "0")))
                 request = Request(method, target, headers, body)
                 self.seen.append(request)
-                said = self._reply(request)
-                sock.sendall(said.data if isinstance(said, Then) else said)
-                if isinstance(said, Then):
-                    if said.end == "stall":
+                reply = self._reply(request)
+                sock.sendall(reply.data if isinstance(reply, Then) else reply)
+                if isinstance(reply, Then):
+                    if reply.end == "stall":
                         self._stopping.wait()
-                    if said.end == "reset":
+                    if reply.end == "reset":
                         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     return
 
@@ -143,13 +143,13 @@ class FakeS3(LoopbackServer):
         method, target = request.method, request.target
         if self.has_mark and method == "GET" and target.endswith("/epoch"):
             return answer(200, MARK, last_modified=hours_ago(24))
-        said = self.reply(request)
-        if said is None:
+        reply = self.reply(request)
+        if reply is None:
             fault = self._fault_of(request)
-            said = FAULTS[fault](self.objects.get(target, b"")) if fault else self._served(request)
-        if method == "HEAD" and isinstance(said, bytes):
-            return said.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
-        return said
+            reply = FAULTS[fault](self.objects.get(target, b"")) if fault else self._served(request)
+        if method == "HEAD" and isinstance(reply, bytes):
+            return reply.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+        return reply
 
     def _fault_of(self, request: Request) -> str:
         if "/blocks/" not in request.target:
@@ -179,7 +179,10 @@ def server() -> Iterator[FakeS3]:
 
 @pytest.fixture
 def open_rig(server: FakeS3, closing: ExitStack) -> OpenRig:
-    """Opens tiers with timeouts that a slow machine does not reach; for a stalling server set `request_timeout`."""
+    """Opens tiers with timeouts that a busy machine does not reach.
+
+    A stalled server is left after `request_timeout`: a test with such a server sets it.
+    """
     patience = {"job_timeout": 10 * WAIT_S, "request_timeout": WAIT_S, "lookup_timeout": WAIT_S}
 
     def open_one(**changes: object) -> TierRig:

@@ -1,4 +1,4 @@
-"""The table of figures: what each proof tried, and how much of it kept its promise."""
+"""The table of figures: the number of cases that each proof tried, and that kept the promise."""
 
 from __future__ import annotations
 
@@ -16,20 +16,17 @@ T = TypeVar("T")
 
 
 class Profile(Enum):
-    """How much the proofs of a run try."""
-
     SHORT = "short"
     """What continuous integration has time for: every kind of case, and of the many a sample."""
     FULL = "full"
     """Every case, or where thousands are alike a larger sample that the proof names; and ten minutes of load."""
 
     def pick(self, short: T, full: T) -> T:
-        """Return what this profile takes of two."""
         return full if self is Profile.FULL else short
 
 
 class Proof(NamedTuple):
-    """A row of the table: which promise of `docs/explanation/guarantees.md` it proves, and what it counts."""
+    """A row of the table: the promise of `docs/explanation/guarantees.md`, and the unit of its cases."""
 
     promise: str
     unit: str
@@ -70,21 +67,19 @@ PROOFS: Mapping[str, Proof] = {
 
 @dataclass
 class Figure:
-    """What a proof came to in this run."""
-
     tried: int = 0
     passed: int = 0
     note: str = ""
 
 
 class Figures:
-    """Collects what the tests of one run proved."""
+    """The counts of one run."""
 
     def __init__(self) -> None:
         self._figures: dict[str, Figure] = {}
 
     def add(self, proof: str, tried: int, passed: int, note: str = "") -> None:
-        """Count cases of a proof that is in `PROOFS`; a note is what else the table shall say."""
+        """Count cases of a proof in `PROOFS`; the table shows the note."""
         PROOFS[proof]
         figure = self._figures.setdefault(proof, Figure())
         figure.tried += tried
@@ -106,15 +101,14 @@ class Figures:
             yield f"| `{name}` | {proof.promise} | {tried} | {passed} | {what} |"
 
     def rows(self) -> dict[str, dict[str, Any]]:  # Any: as `add` takes them
-        """Return the figures as JSON has them, one object a proof."""
+        """Return the figures for JSON, one object a proof."""
         return {name: asdict(figure) for name, figure in self._figures.items()}
 
     def write(self, path: Path) -> None:
-        """Write them to a file."""
         path.write_text(json.dumps(self.rows(), indent=1) + "\n")
 
     def add_rows(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add what another process or run counted."""
+        """Add the figures of another process or run."""
         for name, row in rows.items():
             self.add(name, **row)
 

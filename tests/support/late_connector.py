@@ -1,4 +1,4 @@
-"""`TieredKVConnector` as it was: it begins promotions when a request is scheduled, and not when the request comes."""
+"""`TieredKVConnector` that begins promotions when a request is scheduled, not when it arrives: for comparisons."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""LMCache's server with our adapter, and its own benchmarks, in the environment that `.ci/engines DIRECTORY` builds.
+"""LMCache's server with our adapter, and its client benchmark, in the environment that `.ci/engines DIRECTORY` builds.
 
-TIERED_KV_LMCACHE_PYTHON names the environment's interpreter.
+TIERED_KV_LMCACHE_PYTHON names the interpreter.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.server_process import ServerProcess, free_port
-from tests.support.vllm_programs import LMCACHE, TIMEOUT_S, environment_of_programs, interpreter
+from tests.support.vllm_programs import LMCACHE, environment_of_programs, interpreter, output_of
+from tiered_kv.testing.server_process import ServerProcess, free_port
 
 CHUNKS = 4
 """Chunks of a sequence of the client's benchmark."""
@@ -27,43 +27,33 @@ Entry = Mapping[str, object]
 
 
 def adapter(tiers: Sequence[Entry], **params: object) -> str:
-    """Return what LMCache is told of our adapter."""
-    told = {"tiers": list(tiers), "namespace": {"revision": "1"}, **params}
+    """Return LMCache's option for our adapter."""
+    adapter_params = {"tiers": list(tiers), "namespace": {"revision": "1"}, **params}
     return json.dumps(
         {
             "type": "plugin",
             "module_path": "tiered_kv.integrations.lmcache",
             "class_name": "TieredKVL2Adapter",
-            "adapter_params": told,
+            "adapter_params": adapter_params,
         }
     )
 
 
 def lmcache(directory: Path, *arguments: str) -> list[str]:
-    """Return the command `lmcache` with `arguments`, whose temporary files go to `directory`."""
+    """Return the command `lmcache` with `arguments`; its temporary files go to `directory`."""
     variables = environment_of_programs(directory)
-    told = {name: variables.get(name, "") for name in ("PYTHONHASHSEED", "PYTHONPATH", "TMPDIR")}
-    told |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_LOG_LEVEL": "WARNING"}
+    chosen = {name: variables.get(name, "") for name in ("PYTHONHASHSEED", "PYTHONPATH", "TMPDIR")}
+    chosen |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_LOG_LEVEL": "WARNING"}
     program = Path(interpreter(LMCACHE)).with_name("lmcache")
-    return ["env", *(f"{name}={value}" for name, value in told.items()), str(program), *arguments]
+    return ["env", *(f"{name}={value}" for name, value in chosen.items()), str(program), *arguments]
 
 
 def run(directory: Path, *arguments: str) -> str:
-    """Return what `lmcache` prints."""
-    command = lmcache(directory, *arguments)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=directory)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    return output_of(lmcache(directory, *arguments), directory, os.environ)
 
 
 class LMCacheServer(ServerProcess):
-    """LMCache's server with our adapter, for clients that hand their blocks over in shared memory.
-
-    Args:
-        directory: For its temporary files.
-        tiers: Those of our adapter.
-        chunk_tokens: Tokens of an object.
-    """
+    """LMCache's server with our adapter, for clients that share their blocks in shared memory."""
 
     def __init__(self, directory: Path, tiers: Sequence[Entry], *, chunk_tokens: int = 256) -> None:
         super().__init__()
@@ -74,22 +64,15 @@ class LMCacheServer(ServerProcess):
 
     @property
     def http_url(self) -> str:
-        """Where its status is."""
         return f"http://127.0.0.1:{self._http_port}"
 
     def command(self) -> list[str]:
-        addresses = ("--host", "127.0.0.1", "--port", str(self.port))
-        http = ("--http-host", "127.0.0.1", "--http-port", str(self._http_port))
-        mode = ("--supported-transfer-mode", "engine_driven", "--eviction-policy", "LRU")
         return lmcache(
             self._directory,
-            "server",
-            *addresses,
-            *http,
-            *mode,
-            *self._options,
-            "--l2-adapter",
-            adapter(self._tiers),
+            *("server", "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--http-host", "127.0.0.1", "--http-port", str(self._http_port)),
+            *("--supported-transfer-mode", "engine_driven", "--eviction-policy", "LRU"),
+            *(*self._options, "--l2-adapter", adapter(self._tiers)),
         )
 
     def answers(self) -> bool:
@@ -100,19 +83,18 @@ class LMCacheServer(ServerProcess):
         return True
 
     def status(self) -> dict[str, Any]:
-        """Return the status of our adapter."""
         with urllib.request.urlopen(f"{self.http_url}/status", timeout=_ANSWER_TIMEOUT_S) as answer:
-            (told,) = json.load(answer)["storage_manager"]["l2_adapters"]
-        assert isinstance(told, dict)
-        return told
+            (adapter_status,) = json.load(answer)["storage_manager"]["l2_adapters"]
+        assert isinstance(adapter_status, dict)
+        return adapter_status
 
     def clear_l1(self) -> None:
-        """Let it forget what it has in its own memory."""
-        told = urllib.request.Request(f"{self.http_url}/cache/clear", method="POST")
-        urllib.request.urlopen(told, timeout=_ANSWER_TIMEOUT_S).close()
+        """Clear LMCache's memory."""
+        request = urllib.request.Request(f"{self.http_url}/cache/clear", method="POST")
+        urllib.request.urlopen(request, timeout=_ANSWER_TIMEOUT_S).close()
 
     def counters(self, tier: str) -> dict[str, Any]:
-        """Return the counters of a tier, of the one layout that is in use."""
+        """Return the counters of a tier, of the one layout in use."""
         (used,) = [each for each in self.status()["sets"] if "counters" in each]
         counted = used["counters"][tier]
         assert isinstance(counted, dict)
@@ -121,7 +103,7 @@ class LMCacheServer(ServerProcess):
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """What the client's benchmark found: for each sequence how many chunks a server had, and digests of the bytes."""
+    """Results of the client's benchmark: chunks that the server had and digests, by sequence."""
 
     found: Mapping[int, int]
     digests: Mapping[int, str]
@@ -129,9 +111,9 @@ class Sequences:
 
 
 def bench_command(server: LMCacheServer, directory: Path, first: int, end: int, ranks: int) -> list[str]:
-    """Return the command of LMCache's client benchmark for some sequences.
+    """Return the command of LMCache's client benchmark.
 
-    It stores what is not there, clears its memory, and loads and compares all chunks.
+    It stores missing chunks, clears its memory, and loads and compares all chunks.
     """
     return lmcache(
         directory,
@@ -142,15 +124,7 @@ def bench_command(server: LMCacheServer, directory: Path, first: int, end: int, 
 
 
 def bench(server: LMCacheServer, directory: Path, first: int, end: int, ranks: int = 1) -> Sequences:
-    """Run the client's benchmark."""
-    command = bench_command(server, directory, first, end, ranks)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=directory)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return sequences_of(done.stdout)
-
-
-def sequences_of(output: str) -> Sequences:
-    """Read what the client's benchmark printed."""
+    output = output_of(bench_command(server, directory, first, end, ranks), directory, os.environ)
     found = re.findall(rf"seq (\d+)/cold\] LOOKUP: (\d+)/{CHUNKS} chunks", output)
     digests = re.findall(r"seq (\d+)/warm\] CHECKSUM: (\w+)", output)
     return Sequences(

@@ -1,4 +1,4 @@
-"""A Redis that answers each command as a test wants it to: too much, nonsense, or what no server would say."""
+"""A Redis server with scripted replies: too long, malformed, or valid."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Answer = Callable[[list[bytes]], Iterable[bytes]]
 
 
 class LyingRedis(LoopbackServer):
-    """Takes commands on a port of loopback.
+    """A Redis server with scripted replies.
 
     Args:
-        answer: Says what each is answered with; called on a thread for each connection. An `OSError` hangs up.
+        answer: Called on the thread of a connection. An `OSError` closes the connection.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -25,24 +25,19 @@ class LyingRedis(LoopbackServer):
         super().__init__()
 
     def serve(self, sock: socket.socket) -> None:
-        try:
-            with suppress(ValueError), sock.makefile("rb") as heard:
-                while command := _command(heard):
-                    for piece in self._answer(command):
-                        sock.sendall(piece)
-        finally:
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        with suppress(ValueError), sock.makefile("rb") as received:
+            while command := _command(received):
+                for piece in self._answer(command):
+                    sock.sendall(piece)
 
 
 class Storage:
-    """What an honest server answers to the commands of a tier."""
+    """Replies of an honest server to the commands of a tier."""
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
 
     def reply(self, command: list[bytes]) -> bytes:
-        """Return the reply to a command."""
         verb, name = command[0].upper(), b"".join(command[1:2])
         value = self.values.get(name)
         if verb == b"GET":
@@ -63,7 +58,7 @@ Slots = tuple[int, int, str, int]
 
 
 def slots_reply(ranges: Sequence[Slots]) -> bytes:
-    """Return the reply to CLUSTER SLOTS that names each master."""
+    """Return the reply to CLUSTER SLOTS with each master."""
     masters = (
         b"*3\r\n:%d\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n" % (first, last, len(host), host.encode(), port)
         for first, last, host, port in ranges
@@ -71,11 +66,11 @@ def slots_reply(ranges: Sequence[Slots]) -> bytes:
     return b"*%d\r\n" % len(ranges) + b"".join(masters)
 
 
-def _command(heard: BinaryIO) -> list[bytes]:
-    """Return the next command with its arguments; nothing at the end of the connection."""
-    head = heard.readline()
+def _command(received: BinaryIO) -> list[bytes]:
+    """Return the next command with its arguments; [] at the end of the connection."""
+    head = received.readline()
     arguments = []
     for _ in range(int(head[1:] or b"0")):
-        length = int(heard.readline()[1:])
-        arguments.append(heard.read(length + 2)[:length])
+        length = int(received.readline()[1:])
+        arguments.append(received.read(length + 2)[:length])
     return arguments

@@ -1,7 +1,7 @@
-"""File systems of a test's own: a small one in memory, and an ext4 image whose power can be cut.
+"""Mounted file systems: a small one in memory, and an ext4 image whose power can be cut. They need root.
 
-They are mounted in this process's mount namespace. A process that `command_in_namespace` starts has its own: what
-it mounts, nobody else sees, and all of it is gone when it ends, however it ends. That takes root.
+They are mounted in this process's mount namespace. `command_in_namespace` starts a process in a new one, which
+disappears with all its mounts when the process ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IMAGE_BYTES: Final = 16 << 20
 
 
 class PowerLoss(IntEnum):
-    """What is still written when the file system is shut down; the values are the ioctl's."""
+    """What is still written when the file system is shut down; the values of the ioctl."""
 
     FLUSHED_LOG = 1
     """The journal, and with it what ordered mode writes before it (EXT4_GOING_FLAGS_LOGFLUSH)."""
@@ -35,19 +35,18 @@ class PowerLoss(IntEnum):
 
 
 def command_in_namespace(command: Sequence[str]) -> list[str]:
-    """Return the command that runs `command` with a mount namespace of its own."""
     return ["unshare", "--mount", "--propagation", "private", *command]
 
 
 @functools.cache
 def missing_for_tmpfs() -> str:
-    """Return why no file system in memory can be mounted here, or an empty string."""
+    """Return why tmpfs cannot be mounted here; "" if it can."""
     return _missing('mount -t tmpfs -o size=64k tmpfs "$0"')
 
 
 @functools.cache
 def missing_for_ext4() -> str:
-    """Return why no ext4 image can be mounted here, or an empty string."""
+    """Return why an ext4 image cannot be mounted here; "" if it can."""
     for program in ("mkfs.ext4", "losetup"):
         if _which(program) is None:
             return f"{program} is not installed"
@@ -62,7 +61,6 @@ def missing_for_ext4() -> str:
 
 @contextmanager
 def small_tmpfs(point: Path, size_bytes: int) -> Iterator[Path]:
-    """Mount a file system in memory at `point`, and unmount it."""
     point.mkdir(exist_ok=True)
     _run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(point))
     try:
@@ -88,7 +86,7 @@ class Ext4Image:
         _run("umount", str(self._point))
 
     def cut_power(self, how: PowerLoss) -> None:
-        """Shut the file system down at once, so that every call on it fails, and mount it anew."""
+        """Shut the file system down, so that every call on it fails, and mount it again."""
         fd = os.open(self._point, os.O_RDONLY)
         try:
             fcntl.ioctl(fd, _SHUTDOWN, struct.pack("<I", how.value))
@@ -102,7 +100,6 @@ class Ext4Image:
 
 
 def make_image(image: Path) -> None:
-    """Make an empty ext4 image, with a journal."""
     with image.open("wb") as file:
         file.truncate(_IMAGE_BYTES)
     # 4 KiB blocks, as on disks of a usual size: O_DIRECT of pages needs no more.

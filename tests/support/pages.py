@@ -1,4 +1,4 @@
-"""What pages of the documentation show, so that tests run it as it stands there."""
+"""Files, commands and tables on pages of the documentation, which tests run or compare."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def shown(page: str) -> dict[str, str]:
 
 
 def write_shown(page: str, directory: Path) -> list[str]:
-    """Write the files that a page shows, each under the name that stands above it; return the names in their order."""
+    """Write the files that a page shows; return their names in order."""
     files = shown(page)
     for name, text in files.items():
         (directory / name).write_text(text)
@@ -24,13 +24,13 @@ def write_shown(page: str, directory: Path) -> list[str]:
 
 
 def commands(page: str) -> list[str]:
-    """Return the lines of a page's shell blocks that run the command."""
+    """Return the lines of shell blocks that run `tiered-kv`."""
     blocks = re.findall(r"^```(?:ba)?sh\n(.*?)^```$", (_DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
     return [line for block in blocks for line in block.splitlines() if line.startswith("tiered-kv ")]
 
 
 def counters_of(section: str) -> dict[str, tuple[tuple[str, ...], list[str]]]:
-    """Return the labels and the units of each counter that `counters.md` describes in the section of that heading."""
+    """Return the labels and units of each counter in a section of `counters.md`."""
     text = (_DOCS / "reference/counters.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     table = re.split(r"^(?=\| (?:counter|histogram) \|)", text, flags=re.MULTILINE)[1].partition("\n\n")[0]
     heads, _, *rows = ([cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines())
@@ -43,8 +43,15 @@ def counters_of(section: str) -> dict[str, tuple[tuple[str, ...], list[str]]]:
 
 
 def undescribed(names: Iterable[str], page: str, section: str = "") -> set[str]:
-    """Return which names a page does not mention as code, or its section of that heading."""
+    """Return the names that a page, or its section, does not mention as code."""
     text = (_DOCS / page).read_text()
     if section:
         text = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     return {name for name in names if f"`{name}`" not in text}
+
+
+def names_in(page: Path, section: str) -> list[str]:
+    """Return the names in the last column of a section's table."""
+    (text,) = re.findall(rf"^### {section}\n(.*?)(?=^##|\Z)", page.read_text(), re.DOTALL | re.MULTILINE)
+    rows = [row.split("|") for row in text.splitlines() if row.startswith("| ")][2:]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row[-2])]

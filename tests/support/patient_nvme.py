@@ -1,6 +1,6 @@
-"""Nvme tiers that a busy machine may hold up when they are shut down, for tests that open their directory again.
+"""Nvme tiers that wait for a busy machine at shutdown, for tests that open their directory again.
 
-A program has no fixtures: it opens and closes its stacks within `waiting_until_closed()`.
+A program without fixtures opens and closes its stacks within `waiting_until_closed()`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ PATIENCE_S = 60.0
 
 @contextlib.contextmanager
 def waiting_until_closed() -> Iterator[None]:
-    """Have nvme tiers that are opened and shut down meanwhile wait until their directory is given up.
+    """Let nvme tiers wait at shutdown until their directory is released.
 
-    After two seconds they leave their workers behind otherwise, and after five the reclaimer, and with them the
-    directory. What a test says of who opens it next is not about a machine that holds a thread, or a flush, up for that
-    long.
+    Otherwise they leave their workers behind after two seconds, and the reclaimer after five, with the directory
+    locked. A busy machine holds a thread or a flush up for that long.
     """
     with (
         mock.patch("tiered_kv_nvme.tier._SHUTDOWN_TIMEOUT_S", PATIENCE_S),
@@ -37,14 +36,14 @@ def waiting_until_closed() -> Iterator[None]:
 
 @pytest.fixture
 def patient_nvme(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Have a test's nvme tiers wait until their directory is given up, but in the check that a shutdown is bounded."""
+    """Let nvme tiers wait until their directory is released, except when the bound of a shutdown is checked."""
     check = TierConformance.test_shutdown_with_jobs_in_flight_is_bounded_and_may_be_repeated
     with contextlib.nullcontext() if request.function.__name__ == check.__name__ else waiting_until_closed():
         yield
 
 
 def opening_nvme(entry: Mapping[str, object]) -> OpenTier:
-    """Return what opens nvme tiers whose stores wait for room however long the disk takes to make it."""
+    """Return a factory of nvme tiers whose stores wait for room as long as the disk needs."""
     settings = NvmeSettings.model_validate({"job_timeout": 2 * PATIENCE_S, **entry})
 
     def open_tier(spec: TierSpec, view: memoryview) -> NvmeTier:

@@ -1,4 +1,4 @@
-"""Storage of a test's own for tiers of any built-in type: how they are opened on it, and everything that lies there.
+"""Storage for tiers of any built-in type: it opens tiers and tenants, and reads everything that they store.
 
 place = Place("fs", tmp_path)
 rig = place.open(spec)                      # a tier on a rig
@@ -20,23 +20,22 @@ from typing import Any
 import pytest
 
 from tests.support.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
-from tests.support.redis_sentinels import SERVICE
+from tests.support.entries import rig_of
+from tests.support.redis_groups import SERVICE
 from tests.support.redis_servers import RedisServer
 from tests.support.s3_entries import s3_entry
 from tests.support.tenants import Tenant
 from tiered_kv.testing.rig import Content, TierRig, block_content
-from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
-from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.tiering.base import TierSpec
 
 STORED = ("nvme", "fs", "redis", "s3")
-"""Tiers whose blocks outlive them."""
+"""Tiers whose blocks persist."""
 _PATIENT: Mapping[str, Mapping[str, object]] = {
     "redis": {"connect_timeout": "60s", "timeout": "60s"},
     "s3": {"request_timeout": "30s"},
 }
-"""A lookup that is a miss, or a store that is given up, because the machine is busy would look like a lost block."""
+"""A lookup or store that times out on a busy machine would look like a lost block."""
 _OF_RIGS: Mapping[str, Mapping[str, object]] = {"s3": {"presence_ttl": 0, "connections": 8}}
-_WAIT_S = 60.0
 _OF_PROCESSES = ("/lock", "/sweep", "/owners/", "/grants/", "/ledger")
 
 
@@ -47,7 +46,7 @@ class Place:
         kind: The type; or `redis-cluster`, `redis-sentinel`, or `s3-versioned`, a bucket that keeps versions.
         folder: For directories.
         server: Returns a running server by the name of its fixture.
-        ending: Ends what is opened here.
+        ending: Closes rigs and doors.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Place:
         self._type = kind.partition("-")[0]
         self.masters: list[RedisServer] = []
         self.entry: dict[str, object] = {"type": self._type}
-        """Of the tier; changes hold when it is opened the next time."""
+        """Of the tier; changes apply when it is opened the next time."""
         if self._type == "redis":
             pytest.importorskip("redis", reason="redis-py is not installed")
         match kind:
@@ -98,28 +97,21 @@ class Place:
     def open(
         self, spec: TierSpec, content: Content = block_content, *, num_blocks: int = 512, **settings: object
     ) -> TierRig:
-        """Open a tier on a rig; settings come on top of the entry."""
-
-        def open_tier(spec: TierSpec, view: memoryview) -> SecondaryTierManager:
-            return SecondaryTierFactory.create(
-                spec, view, {**self._patient, **_OF_RIGS.get(self._type, {}), **self.entry, **settings}
-            )
-
-        rig = TierRig(
-            open_tier, num_blocks=num_blocks, block_bytes=spec.block_bytes, wait_s=_WAIT_S, spec=spec, content=content
-        )
+        """Open a tier on a rig; settings replace those of the entry."""
+        entry = {**self._patient, **_OF_RIGS.get(self._type, {}), **self.entry, **settings}
+        rig = rig_of(entry, block_bytes=spec.block_bytes, num_blocks=num_blocks, spec=spec, content=content)
         self._ending.callback(rig.close)
         return rig
 
     def tenant(self, name: str, **settings: object) -> Tenant:
-        """Return a tenant with stacks here: in nvme with a directory of its own, as it must be."""
+        """Return a tenant on this storage; in nvme each has its directory."""
         entry = {**self._patient, **self.entry, **settings}
         if self.kind == "nvme":
             entry["path"] = str(self.folder / f"kv-{re.sub(r'[^a-z]', '_', name)[:64]}")
         return Tenant(name, self.folder, entry)
 
     def door(self, rig: TierRig) -> Door:
-        """Return the way to the stored bytes of a rig's tier; nvme has none but its files."""
+        """Return access to the stored bytes; nvme has none but its files."""
         digest = rig.spec.namespace_digest
         match self.kind:
             case "memory":
@@ -134,10 +126,10 @@ class Place:
                 return door
 
     def everything(self) -> Iterator[tuple[str, bytes, bytes | None]]:
-        """Yield of all that lies there its name, the name that the tier gave, and its bytes; of an object each version.
+        """Yield name, raw name and bytes of all that is stored; of an object each version.
 
-        The first is a path relative to `path`, the name in hexadecimal digits, or the object's. A directory, and the
-        mark of an object that is deleted, have no bytes.
+        The name is a path relative to `path`, a Redis key in hexadecimal digits, or the object's. Directories and
+        delete markers have no bytes.
         """
         for server in self.masters:
             for raw in server.keys("*"):
@@ -156,11 +148,11 @@ class Place:
                     yield name, name.encode(), body
 
     def holds(self, marker: bytes) -> list[str]:
-        """Return the names of what has `marker` in it, or in its name."""
+        """Return the names of entries with `marker` in their bytes or name."""
         return self.hold(marker)[0]
 
     def hold(self, *markers: bytes) -> list[list[str]]:
-        """Return the same for each marker, as of one look at everything."""
+        """Return the same for each marker, from one pass over everything."""
         found: list[list[str]] = [[] for _ in markers]
         for name, raw, data in self.everything():
             for names, marker in zip(found, markers, strict=True):
@@ -169,12 +161,12 @@ class Place:
         return found
 
     def stored(self) -> dict[str, bytes]:
-        """Return what the storage holds, by name, but for what belongs to processes."""
+        """Return the stored bytes by name, without files that belong to running processes."""
         found = {name: data for name, _, data in self.everything() if data is not None}
         return {name: data for name, data in found.items() if not any(each in f"/{name}" for each in _OF_PROCESSES)}
 
     def restore(self, stored: Mapping[str, bytes]) -> None:
-        """Put into the storage what `stored` returned."""
+        """Put back what `stored` returned."""
         client = self.s3.client() if self._type == "s3" else None
         for name, data in stored.items():
             if client is not None:

@@ -1,4 +1,4 @@
-"""A Prometheus on loopback that reads stacks every second, with this repository's own configuration and alerts."""
+"""A Prometheus on loopback that reads stacks every second, with this repository's configuration and alerts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
-from tests.support.server_process import ServerProcess
+from tiered_kv.testing.server_process import ServerProcess
 
 MONITORING = Path(__file__).parents[2] / "examples" / "monitoring"
 LISTEN = "127.0.0.1:9464"
 OF_THE_MACHINE = {"TieredKVSlowLoads", "TieredKVSlowSteps"}
-"""Alerts that a busy machine may rightly have."""
+"""Alerts that a busy machine may cause."""
 WAIT_S = 30.0
 _POLL_S = 0.2
 
@@ -27,16 +27,11 @@ Labels = frozenset[tuple[str, str]]
 
 
 def missing_prometheus() -> str:
-    """Return why there is no Prometheus here, or an empty string."""
     return "" if shutil.which("prometheus") and shutil.which("promtool") else "prometheus is not installed"
 
 
 class Prometheus(ServerProcess):
-    """Reads the stacks that listen on `target_ports`; every pause before an alert is a second.
-
-    Args:
-        directory: An empty directory for it.
-    """
+    """Reads the stacks that listen on `target_ports`; every `for` of an alert is a second. `directory` is empty."""
 
     def __init__(self, directory: Path, *target_ports: int) -> None:
         super().__init__()
@@ -71,7 +66,7 @@ class Prometheus(ServerProcess):
         return {_labels(each): [(float(at), float(value)) for at, value in each["values"]] for each in series}
 
     def firing(self) -> set[str]:
-        """Return the names of the alerts that fire."""
+        """Return the names of firing alerts."""
         return {dict(labels)["alertname"] for labels in self.query('ALERTS{alertstate="firing"}')}
 
     def _ask(self, what: str, **fields: object) -> list[Mapping[str, Any]]:  # Any: JSON
@@ -81,11 +76,7 @@ class Prometheus(ServerProcess):
 
 
 def wait_for(look: Callable[[], Seen], wanted: Seen) -> None:
-    """Return once somebody who looks sees what is wanted.
-
-    Raises:
-        AssertionError: That was not so within `WAIT_S`.
-    """
+    """Return once `look` returns `wanted`; fail after `WAIT_S`."""
     end_s = time.monotonic() + WAIT_S
     while (seen := look()) != wanted and time.monotonic() < end_s:
         time.sleep(_POLL_S)

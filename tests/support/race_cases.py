@@ -1,6 +1,6 @@
-"""Races that take more than threads and time: late workers, damage amid loads, loads amid stores, processes.
+"""Races with late workers, damage amid loads, loads amid stores, and several processes.
 
-Each returns what was wrong, as sentences, and how often that which it is about has really happened.
+Each returns problems as sentences, and how often its event has happened.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from tests.support import stacks
 from tests.support.figures import Figures
 from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
+from tests.support.threads import meanwhile
 from tiered_kv.counters import count_of
 from tiered_kv.errors import TierBusyError
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
+from tiered_kv.testing.waiting import wait_until
 
 BLOCK_BYTES = 4096
 SIZES: dict[str, dict[str, object]] = {
@@ -38,7 +40,7 @@ SIZES: dict[str, dict[str, object]] = {
 """Settings of each tier that is raced on, so that it has hardly any room."""
 TIERS = tuple(SIZES)
 ROUNDS_MAX = 20
-"""How often a race goes on that has not yet come to what it is about: on a slow machine that takes longer."""
+"""How often a race is continued until its event happens: on a slow machine that takes longer."""
 _PRIMARY_BLOCKS = 32
 _DAMAGE_PAUSE_S = 0.002
 _DAMAGE_ROUNDS = 10
@@ -50,12 +52,11 @@ _STORES_MAX = 1000
 
 
 def stack_of(*entries: Mapping[str, object], block_bytes: int = BLOCK_BYTES) -> dict[str, object]:
-    """Return the configuration of a stack with 32 blocks of primary memory over tiers."""
     return stacks.stack_of(*entries, blocks=_PRIMARY_BLOCKS, block_bytes=block_bytes)
 
 
 def unless(happened: bool, what: str) -> list[str]:
-    """Return a problem where that which a case is about has not happened in it."""
+    """Return a problem if the event that a case is about has not happened."""
     return [] if happened else [f"the case proves nothing: {what}"]
 
 
@@ -64,7 +65,7 @@ Note = Callable[[list[str]], None]
 
 
 def seeds_of(case: str, count: int, figures: Figures) -> Iterator[tuple[int, Note]]:
-    """Yield each seed of a case, and who notes its problems; then count the seeds, and fail with what was wrong."""
+    """Yield each seed of a case with a function that takes its problems; then count seeds and fail with problems."""
     found: dict[str, list[str]] = {f"{case}, seed {seed}": [] for seed in range(count)}
     for seed, problems in enumerate(found.values()):
         yield seed, problems.extend
@@ -74,7 +75,7 @@ def seeds_of(case: str, count: int, figures: Figures) -> Iterator[tuple[int, Not
 
 
 class Hindrance:
-    """Holds up the workers of tiers: each call for a random time, and all of them while `gate` is closed."""
+    """Delays the workers of tiers: each call for a random time, and all calls while `gate` is closed."""
 
     def __init__(self, seed: int, delay_max_s: float) -> None:
         self.gate = Gate()
@@ -85,7 +86,7 @@ class Hindrance:
 
     @contextmanager
     def before(self, *places: tuple[object, str]) -> Iterator[None]:
-        """Hold up every call of functions, named by their module or class, until the end of the block."""
+        """Delay every call of functions, named by module or class, until the end of the block."""
         with ExitStack() as patched:
             for owner, name in places:
                 patched.enter_context(mock.patch.object(owner, name, self._late(getattr(owner, name))))
@@ -112,7 +113,7 @@ class Hindrance:
 def race_late_workers(
     config: Mapping[str, object], places: list[tuple[object, str]], *, seed: int, seconds: float
 ) -> tuple[list[str], int]:
-    """Race a scheduler over tiers whose workers come later than the deadlines of their jobs, and than resets."""
+    """Race a scheduler over tiers whose workers end after the deadlines of their jobs, and after resets."""
     stack, guard = open_guarded(config)
     hindrance = Hindrance(seed, delay_max_s=0.06)
     with stack:
@@ -128,7 +129,7 @@ def race_late_workers(
                     break
         scheduler.finish()
         problems = problems_at_rest(stack.manager, guard)
-        scheduler.run(seconds / 3)  # what stores have read too late lies in the tier now
+        scheduler.run(seconds / 3)  # now the tier has what late stores have read
         problems += [*scheduler.finish().problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
         expired = _expired_jobs(stack)
     return list(dict.fromkeys(problems)), expired
@@ -137,9 +138,9 @@ def race_late_workers(
 def race_late_shutdown(
     config: Mapping[str, object], places: list[tuple[object, str]], *, seed: int, seconds: float
 ) -> tuple[list[str], int]:
-    """Close a stack while workers of its tiers are held up, let them go on then, and look at the memory.
+    """Close a stack while workers of its tiers are held up, release them, and check the memory.
 
-    Once they have ended, the tiers' storage has to be free for the next stack.
+    Once they have ended, the next stack must be able to open the tiers' storage.
     """
     stack, guard = open_guarded(config)
     hindrance = Hindrance(seed, delay_max_s=0.001)
@@ -153,27 +154,18 @@ def race_late_shutdown(
             stack.close(0.0)
             late = hindrance.gate.waiting
             hindrance.gate.open()
-        end_s = time.monotonic() + _LATE_LIMIT_S
-        problems = [] if _opens_again(config, end_s) else ["its storage is not free again"]
-        while hindrance.under_way:
-            if time.monotonic() >= end_s:
-                problems.append("workers do not end")
-                break
-            time.sleep(0.01)
+        wait_until(lambda: _can_be_opened(config), _LATE_LIMIT_S, what="the release of the storage")
+        wait_until(lambda: not hindrance.under_way, _LATE_LIMIT_S, what="the end of the workers")
         guard.check()
-    return [*scheduler.race.problems, *guard.violations, *problems], late
+    return [*scheduler.race.problems, *guard.violations], late
 
 
-def _opens_again(config: Mapping[str, object], end_s: float) -> bool:
-    """Return whether a stack that is closed by now lets go of its storage in time."""
-    while True:
-        try:
-            open_stack(config).close()
-            return True
-        except TierBusyError:
-            if time.monotonic() >= end_s:
-                return False
-            time.sleep(0.01)
+def _can_be_opened(config: Mapping[str, object]) -> bool:
+    try:
+        open_stack(config).close()
+    except TierBusyError:
+        return False
+    return True
 
 
 def _expired_jobs(stack: Stack) -> int:
@@ -181,9 +173,15 @@ def _expired_jobs(stack: Stack) -> int:
 
 
 def race_damage(config: Mapping[str, object], directory: Path, *, seed: int, seconds: float) -> tuple[list[str], int]:
-    """Race threads on the facade while the files in a tier's directory are damaged, again until a load has met that."""
+    """Race threads on the facade while files of a tier are damaged, until a load has met damage."""
     stack, guard = open_guarded(config)
-    with stack, damaged_files(directory, seed, at_least_bytes=stack.config.block.bytes):
+    chance = random.Random(seed)
+
+    def damage() -> None:
+        flip_a_bit(directory, chance, stack.config.block.bytes)
+        time.sleep(_DAMAGE_PAUSE_S)
+
+    with stack, meanwhile(damage):
         prompts = Prompts(stack.config.block.bytes, label=f"damage-{seed}")
         total, corrupt = Race(), 0
         for number in range(_DAMAGE_ROUNDS):
@@ -194,27 +192,8 @@ def race_damage(config: Mapping[str, object], directory: Path, *, seed: int, sec
         return [*total.problems, *problems_at_rest(stack.manager, guard)], corrupt
 
 
-@contextmanager
-def damaged_files(directory: Path, seed: int, *, at_least_bytes: int) -> Iterator[None]:
-    """Flip a bit in some file of a directory every two milliseconds, until the end of the block."""
-    stop = threading.Event()
-
-    def damage() -> None:
-        chance = random.Random(seed)
-        while not stop.wait(_DAMAGE_PAUSE_S):
-            flip_a_bit(directory, chance, at_least_bytes)
-
-    thread = threading.Thread(target=damage, name="damage")
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
 def flip_a_bit(directory: Path, chance: random.Random, at_least_bytes: int) -> bool:
-    """Flip a bit in some file that is not all zero there; return whether one was flipped."""
+    """Flip a bit of a byte that is not zero in some file; return whether one was flipped."""
     files = sorted(path for path in directory.rglob("*") if not path.is_symlink())
     chance.shuffle(files)
     for path in files:
@@ -236,9 +215,9 @@ def flip_a_bit(directory: Path, chance: random.Random, at_least_bytes: int) -> b
 def race_loads_with_stores(
     open_tier: OpenTier, *, seed: int, seconds: float, block_bytes: int
 ) -> tuple[list[str], int]:
-    """Store blocks in a tier, ask for them all the while, and load them at the very moment the tier says it has them.
+    """Store blocks in a tier, look them up all the while, and load each as soon as the tier reports it.
 
-    That moment is hidden from a whole stack, which finds a block that is being stored in the primary tier.
+    A whole stack hides that moment: it finds a block that is being stored in the primary tier.
     """
     chance = random.Random(seed)
     rig = TierRig(open_tier, num_blocks=256, block_bytes=block_bytes, wait_s=_LATE_LIMIT_S)
@@ -258,7 +237,7 @@ def race_loads_with_stores(
                 rig.poll()
             there = [key for key, answer in zip(keys, found, strict=True) if answer]
             if lost := set(there) - rig.load(there):
-                problems.append(f"{len(lost)} of {len(there)} blocks that the tier said it had could not be loaded")
+                problems.append(f"{len(lost)} of {len(there)} blocks that were found could not be loaded")
             rig.wait([store])
             rig.tier.on_request_finished(request)
     except AssertionError as error:  # the rig compares every byte
@@ -268,10 +247,10 @@ def race_loads_with_stores(
     return problems, answers
 
 
-def race_as_told() -> None:
-    """Race on a stack of its own as CONFIG SEED SECONDS RESET_EVERY of `sys.argv` say, and print a report as JSON.
+def race_from_arguments() -> None:
+    """Race on a stack as CONFIG SEED SECONDS RESET_EVERY of `sys.argv` say, and print a report as JSON.
 
-    It goes on, if need be, until it has loaded something, and reset if it shall.
+    The race goes on until it has loaded something, and has reset if it shall.
     """
     config, seed, seconds, reset_every = sys.argv[1:]
     with open_stack(json.loads(config)) as stack:

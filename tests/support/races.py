@@ -1,9 +1,8 @@
-"""Races: threads, or a scheduler with its tiers' threads, over few keys and hardly any room, with every byte compared.
+"""Races: threads, or a scheduler with its tiers' threads, over few keys and little memory, with every byte compared.
 
-Keys have overlapping prefixes, and there are many times more of them than the primary tier has rows, so that blocks are
-evicted, promoted and stored all the time. Each key has content of its own in each epoch, which a reset begins. So a
-block is found that is loaded with another's bytes, with bytes from before a reset, or half written. A seed decides
-which calls are made; when they meet is up to the machine.
+Keys share prefixes and outnumber the primary tier's rows, so that blocks are evicted, promoted and stored all the time.
+Each key has other content in each epoch, which a reset begins. That finds a block with bytes of another key, of an
+earlier epoch, or half written. A seed decides the calls; the machine decides their timing.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 GARBAGE = 0xA5
-"""What the rows of `out` hold before a `get`."""
+"""The bytes of `out` before a `get`."""
 REST_LIMIT_S = 60.0
 _CALL_TIMEOUT_S = 0.5
 
@@ -40,7 +39,7 @@ _PROMPTS, _OWN_BLOCKS = 4, 8
 
 
 class Prompts:
-    """Prompts that share beginnings, and the content of their blocks. Any thread may read."""
+    """Prompts with shared prefixes, and the content of their blocks. Any thread may read."""
 
     def __init__(self, block_bytes: int, *, families: int = 4, shared_blocks: int = 6, label: str = "race") -> None:
         self.block_bytes = block_bytes
@@ -52,12 +51,11 @@ class Prompts:
         self._contents: dict[tuple[OffloadKey, int], Blocks] = {}
 
     def choose(self, chance: random.Random) -> list[OffloadKey]:
-        """Return the beginning of some prompt."""
         prompt = chance.choice(self.prompts)
         return prompt[: chance.randint(1, len(prompt))]
 
     def contents(self, keys: Sequence[OffloadKey], epoch: int = 0) -> Blocks:
-        """Return what the blocks hold in an epoch, uint8 of shape (len(keys), block_bytes)."""
+        """Return the blocks' bytes in an epoch, uint8 of shape (len(keys), block_bytes)."""
         blocks = np.empty((len(keys), self.block_bytes), dtype=np.uint8)
         for row, key in enumerate(keys):
             content = self._contents.get((key, epoch))
@@ -68,7 +66,7 @@ class Prompts:
         return blocks
 
     def differences(self, keys: Sequence[OffloadKey], blocks: Blocks, epoch: int, what: str) -> list[str]:
-        """Return a sentence for each block that holds anything but its content."""
+        """Return a sentence for each block with wrong bytes."""
         wrong = (blocks != self.contents(keys, epoch)).any(axis=1)
         return [
             f"{what}: block {keys[index].hex()} holds other bytes ({blocks[index, :16].tobytes().hex()}…)"
@@ -78,8 +76,6 @@ class Prompts:
 
 @dataclass
 class Race:
-    """What happened in a race."""
-
     calls: int = 0  # of the facade, or steps of the scheduler
     verified_blocks: int = 0  # which were loaded, and compared
     stored_blocks: int = 0  # or found to be there
@@ -87,11 +83,9 @@ class Race:
     problems: list[str] = field(default_factory=list)  # what must not have happened, as sentences
 
     def note(self, problems: Sequence[str]) -> None:
-        """Keep the first few problems."""
         self.problems += problems[: max(0, _PROBLEMS_SHOWN - len(self.problems))]
 
     def add(self, other: Race) -> None:
-        """Count another's in."""
         self.calls += other.calls
         self.verified_blocks += other.verified_blocks
         self.stored_blocks += other.stored_blocks
@@ -103,7 +97,7 @@ class Race:
 
 
 def race_facade(stack: Stack, prompts: Prompts, *, seed: int, threads: int, seconds: float) -> Race:
-    """Have threads put, get and flush until the time is over."""
+    """Let threads put, get and flush until the time is over."""
     races = [Race() for _ in range(threads)]
     end_s = time.monotonic() + seconds
 
@@ -157,10 +151,10 @@ def _call_facade(stack: Stack, prompts: Prompts, chance: random.Random, race: Ra
 
 
 def problems_at_rest(manager: TieringOffloadingManager, guard: GuardedBackend | None = None) -> list[str]:
-    """Wait until no job is in flight, and return what is wrong with the primary tier then, as sentences.
+    """Wait until no job is in flight, and return what is wrong with the primary tier then.
 
-    Every row is either free, as it was released, or holds a ready block that nobody pins; nothing is in quarantine.
-    The manager's thread, with no transfer of the engine's open.
+    Every row is either free, with the bytes of a released block, or holds a ready block that nobody pins; nothing is in
+    quarantine. Called on the manager's thread, with no open transfer of the engine.
     """
     if not manager.drain_jobs(REST_LIMIT_S):
         return [f"{manager.jobs_in_flight} jobs have not ended after {REST_LIMIT_S} s"]
@@ -183,7 +177,7 @@ def problems_at_rest(manager: TieringOffloadingManager, guard: GuardedBackend | 
 
 
 def phantoms(manager: TieringOffloadingManager) -> list[str]:
-    """Return which tiers gave out blocks that were not whole; to be asked where nothing has damaged them."""
+    """Return the tiers that returned damaged or truncated blocks; called if no test has damaged them."""
     found = []
     for name, counters in manager.counters().items():
         failed = counters.get("failed_blocks_total", {}).get("load", {})
@@ -194,14 +188,13 @@ def phantoms(manager: TieringOffloadingManager) -> list[str]:
 
 
 class GuardedBackend(CPUBackend):
-    """Notices when somebody writes into a block that has been given back. Pass it to `Stack(config, backend=...)`.
+    """Notices writes into a block that has been released. Pass it to `Stack(config, backend=...)`.
 
-    If a block is released too early, a late worker writes into memory that is free, or is somebody else's by then. So a
-    block is filled with a pattern when it becomes free, and looked at when it is given out again: the first kind shows
-    at once. The second kind shows by content, if every key has bytes of its own; so does a store that reads too late.
+    If a block is released too early, a late worker writes into memory that is free or belongs to another block. A
+    released block is filled with a pattern and checked when it is allocated again, which finds the first case.
+    Comparing contents finds the second, as every key has other bytes, and a store that reads too late.
 
-    Owned by the manager's thread, like its base. Violations are noted and not raised; a test asserts that there are
-    none.
+    Owned by the manager's thread, like its base.
     """
 
     def __init__(self, region: PrimaryRegion) -> None:
@@ -223,7 +216,7 @@ class GuardedBackend(CPUBackend):
         self._rows[block.block_id] = self._free_row
 
     def check(self) -> None:
-        """Look at every block that is free now, or was when the stack was closed."""
+        """Check every block that is free now, or was when the stack was closed."""
         self._check([*(block.block_id for block in self._free), *range(self._num_made, self.num_blocks)])
 
     def _check(self, rows: Sequence[int]) -> None:
@@ -235,7 +228,6 @@ class GuardedBackend(CPUBackend):
 
 
 def open_guarded(config: Mapping[str, object]) -> tuple[Stack, GuardedBackend]:
-    """Open a stack whose free blocks are watched."""
     loaded = load_config(config)
     guard = GuardedBackend(PrimaryRegion(loaded.primary_blocks, loaded.block.bytes))
     try:

@@ -21,7 +21,7 @@ _STEP_S = 0.0002
 
 @dataclass(slots=True)
 class _Running:
-    """A request of the scheduler's, and the transfer that it waits for."""
+    """A request, and the transfer that it waits for."""
 
     context: ReqContext
     keys: list[OffloadKey]
@@ -34,10 +34,7 @@ class _Running:
 
 
 class RacingScheduler:
-    """Plays an engine towards a manager: requests that overlap, transfers that take steps, resets in between.
-
-    One thread.
-    """
+    """Plays an engine towards a manager: overlapping requests, slow transfers, resets in between. One thread."""
 
     def __init__(
         self,
@@ -59,7 +56,6 @@ class RacingScheduler:
         self._number = 0
 
     def run(self, seconds: float, *, reset_every: int = 0, until: Callable[[], bool] = lambda: False) -> Race:
-        """Make steps until the time is over."""
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s and not until():
             if reset_every and self._chance.randrange(reset_every) == 0:
@@ -68,13 +64,12 @@ class RacingScheduler:
         return self.race
 
     def reset(self) -> None:
-        """Reset the cache; what is loaded from now on was stored from now on."""
+        """Reset the cache; loads must return what is stored from now on."""
         self._manager.reset_cache()
         self._epoch += self._has_epochs
         self.race.resets += 1
 
     def step(self) -> None:
-        """Make one step of the scheduler, and some of the work that it asked for."""
         self.race.calls += 1
         while len(self._running) < _REQUESTS_OPEN:
             self._admit()
@@ -87,7 +82,7 @@ class RacingScheduler:
         time.sleep(_STEP_S)  # what the model takes; the tiers' threads run meanwhile
 
     def finish(self) -> Race:
-        """End the transfers and requests that are open."""
+        """End the open transfers and requests."""
         for running in list(self._running):
             running.steps_left = 0
             while running.moving:
@@ -132,7 +127,7 @@ class RacingScheduler:
         running.steps_left = self._chance.randint(0, _TRANSFER_STEPS_MAX)
 
     def _move(self, running: _Running, *, stores: bool = True) -> None:
-        """Go on with a transfer; at its end compare its rows, which nobody else may have touched."""
+        """Continue a transfer; at its end compare its rows, which no other thread may have changed."""
         if running.steps_left:
             running.steps_left -= 1
             return

@@ -1,7 +1,6 @@
-"""Redis servers for tests, on loopback, started from a plain `redis-server`.
+"""Redis servers on loopback, started from a plain `redis-server`; import a fixture into a test module to use it.
 
-Import a fixture into a test module to use it. It skips, with the reason, if a program or library is missing. Every
-server has a directory of its own, listens on free ports of 127.0.0.1 only, and is ended with the test.
+A fixture skips if a program or library is missing. Every server has a new directory and listens on 127.0.0.1 only.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.server_process import ServerProcess
+from tiered_kv.testing.server_process import ServerProcess
 
 ANSWER_TIMEOUT_S = 30.0
 """Timeout of one command of a test, even on a busy machine. A server that has ended refuses at once."""
@@ -27,12 +26,7 @@ PASSWORD = "a-password-for-tests"
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """A certificate authority and a certificate that it signed, for 127.0.0.1 and localhost.
-
-    Args:
-        ca: The authority's certificate.
-        cert, key: Of server and client.
-    """
+    """A certificate authority, and a certificate for 127.0.0.1 and localhost that server and client use."""
 
     ca: Path
     cert: Path
@@ -40,13 +34,13 @@ class TlsFiles:
 
 
 class RedisServer(ServerProcess):
-    """A `redis-server` process. Whenever it starts, nothing is left of what it held before.
+    """A `redis-server` process; it is empty after each start.
 
     Args:
-        directory: An empty directory for it.
+        directory: Empty, or made for it.
         options: Further arguments, such as `("--maxmemory", "8mb")`.
-        password: What it asks for; empty for nothing.
-        tls: Listen with TLS only, and ask for a client's certificate.
+        password: Required from clients; optional.
+        tls: Listen with TLS only, and require a client certificate.
     """
 
     def __init__(
@@ -56,6 +50,7 @@ class RedisServer(ServerProcess):
         self.password = password
         self.tls = tls
         self._directory = directory
+        directory.mkdir(exist_ok=True)
         self._options = tuple(options)
 
     @property
@@ -70,24 +65,19 @@ class RedisServer(ServerProcess):
         self.start()
 
     def empty(self) -> None:
-        """Delete all that it has, and leave it its memory.
-
-        FLUSHALL would give the memory back to the kernel, or free it on another thread than the one that allocates.
-        """
+        """Delete all values and keep the memory, which FLUSHALL returns to the kernel or frees on another thread."""
         script = "local all = redis.call('KEYS', '*') for _, key in ipairs(all) do redis.call('DEL', key) end"
         self.call("EVAL", script, "0")
 
     def call(self, *arguments: str | bytes) -> bytes:
-        """Send one command, over a connection of its own, and return the raw reply."""
+        """Send one command over a new connection, and return the raw reply."""
         with self._connect() as sock:
-            reply = b""
             if self.password:
                 reply = _exchange(sock, ("AUTH", self.password))
                 assert reply.startswith(b"+OK"), "the server refuses the test's own password"
             return _exchange(sock, arguments)
 
     def set(self, key: bytes, value: bytes) -> None:
-        """Store a value as any client could."""
         assert self.call("SET", key, value) == b"+OK\r\n"
 
     def get(self, key: bytes) -> bytes:
@@ -97,13 +87,12 @@ class RedisServer(ServerProcess):
         return reply[reply.index(b"\r\n") + 2 : -2]
 
     def keys(self, pattern: str = "*") -> list[bytes]:
-        """Return the names of values that match."""
         reply = self.call("EVAL", "return table.concat(redis.call('KEYS', ARGV[1]), '\\r\\n\\r\\n')", "0", pattern)
         joined = reply[reply.index(b"\r\n") + 2 : -2]
         return joined.split(b"\r\n\r\n") if joined else []
 
     def damage(self, pattern: str, longer_than_bytes: int) -> None:
-        """Flip a bit in the last byte of every matching value that is longer, as any client could."""
+        """Flip a bit in the last byte of every matching value that is longer."""
         for name in self.keys(pattern):
             value = bytearray(self.get(name))
             if len(value) > longer_than_bytes:
@@ -111,6 +100,8 @@ class RedisServer(ServerProcess):
                 self.set(name, bytes(value))
 
     def command(self) -> list[str]:
+        if shutil.which("redis-server") is None:
+            pytest.skip("redis-server is not installed")
         ports = ["--port", str(self.port)]
         if self.tls is not None:
             ports = ["--port", "0", "--tls-port", str(self.port), "--tls-ca-cert-file", str(self.tls.ca)]
@@ -118,7 +109,7 @@ class RedisServer(ServerProcess):
         password = ["--requirepass", self.password] if self.password else []
         quiet = ["--save", "", "--appendonly", "no", "--dir", str(self._directory)]
         quiet += ["--repl-diskless-sync-delay", "0"]  # replicas are there at once
-        return [_redis_server(), *ports, "--bind", "127.0.0.1", *quiet, *password, *self._options]
+        return ["redis-server", *ports, "--bind", "127.0.0.1", *quiet, *password, *self._options]
 
     def answers(self) -> bool:
         try:
@@ -142,7 +133,7 @@ class RedisServer(ServerProcess):
 
 
 def make_tls_files(directory: Path, *names: str) -> TlsFiles:
-    """Make an authority and a certificate for `names`, 127.0.0.1 and localhost by default, with `trustme`."""
+    """Make an authority and a certificate for `names`, by default 127.0.0.1 and localhost."""
     trustme = pytest.importorskip("trustme", reason="trustme is not installed")
     files = TlsFiles(directory / "ca.pem", directory / "cert.pem", directory / "key.pem")
     authority = trustme.CA()
@@ -155,31 +146,17 @@ def make_tls_files(directory: Path, *names: str) -> TlsFiles:
 
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A plain redis-server."""
-    with RedisServer(_subdirectory(tmp_path)) as server:
+    with RedisServer(tmp_path / "redis") as server:
         yield server
 
 
 @pytest.fixture
 def tls_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """A redis-server that requires TLS with a client's certificate, and `PASSWORD`."""
-    _redis_server()
-    directory = _subdirectory(tmp_path)
-    with RedisServer(directory, password=PASSWORD, tls=make_tls_files(directory)) as server:
-        yield server
-
-
-def _redis_server() -> str:
-    path = shutil.which("redis-server")
-    if path is None:
-        pytest.skip("redis-server is not installed")
-    return path
-
-
-def _subdirectory(tmp_path: Path) -> Path:
     directory = tmp_path / "redis"
     directory.mkdir()
-    return directory
+    with RedisServer(directory, password=PASSWORD, tls=make_tls_files(directory)) as server:
+        yield server
 
 
 def _exchange(sock: socket.socket, arguments: Sequence[str | bytes]) -> bytes:

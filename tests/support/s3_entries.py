@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from tests.support.s3_servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
+from tiered_kv.testing.s3_servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
 
 
 def s3_entry(server: S3Server, bucket: str, **changes: object) -> dict[str, object]:
     """Return the YAML entry of an s3 tier in one of the server's buckets."""
-    entry: dict[str, object] = {
+    return {
         "type": "s3",
         "bucket": bucket,
         "endpoint_url": server.url,
@@ -17,8 +17,8 @@ def s3_entry(server: S3Server, bucket: str, **changes: object) -> dict[str, obje
         "addressing": "path",
         "access_key_id": ACCESS_KEY_ID,
         "secret_access_key": SECRET_ACCESS_KEY,
+        **changes,
     }
-    return {**entry, **changes}
 
 
 def damage_objects(server: S3Server, bucket: str, part: str) -> None:

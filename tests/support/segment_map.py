@@ -1,7 +1,6 @@
-"""A map of an nvme tier's segment file: which byte belongs to what, so that a test knows what a damage may cost.
+"""A map of an nvme tier's segment file: the meaning of each byte, so that a test knows what a damage may cost.
 
-Read by `formats-nvme.md` alone, not by the tier's own code: a second reader of the format. The file must be
-sound.
+A second reader of the format, written from `formats-nvme.md` without the tier's code. The file must be valid.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ ENTRY_BYTES = 32
 
 
 def entry_fields(at: int, label: str) -> tuple[Field, ...]:
-    """Return the fields of an entry that lies `at` bytes into what it is a part of."""
+    """Return the fields of an entry at `at`."""
     return (
         Field(f"{label}: offset", at, 8, _SIZES),
         Field(f"{label}: stored size", at + 8, 4, (0, 1, 4095, 4096, 4097, 1 << 31)),
@@ -75,8 +74,6 @@ def entry_fields(at: int, label: str) -> tuple[Field, ...]:
 
 
 class Part(Enum):
-    """What bytes of a segment are."""
-
     HEADER = "the segment's header page"
     BATCH_HEADER = "a batch's header, entries, keys and padding"
     PAYLOAD = "a block's payload"
@@ -91,7 +88,7 @@ _NOBODY = OffloadKey(b"")
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Bytes that are a part of one thing."""
+    """A range of bytes with one meaning."""
 
     part: Part
     start: int
@@ -102,8 +99,6 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch as its header tells it."""
-
     offset: int
     end: int
     header_bytes: int
@@ -111,7 +106,7 @@ class Batch:
 
 
 class SegmentMap:
-    """What each byte of a segment is."""
+    """The meaning of each byte of a segment."""
 
     def __init__(self, data: bytes) -> None:
         assert data[:8] == b"TKVNSEG1", "this is no segment"
@@ -123,11 +118,9 @@ class SegmentMap:
         assert self.stretches[-1].end == len(data)
 
     def part_at(self, offset: int) -> Stretch:
-        """Return what the byte at `offset` is a part of."""
         return next(each for each in self.stretches if each.start <= offset < each.end)
 
     def parts(self, part: Part) -> list[Stretch]:
-        """Return all stretches of a kind."""
         return [each for each in self.stretches if each.part is part]
 
     def _batches(self) -> Iterator[Batch]:
@@ -171,13 +164,13 @@ class SegmentMap:
 
 
 def seal(data: bytes, start: int, end: int) -> bytes:
-    """Return `data` with the checksum right of a header, batch header or footer from `start` to `end`."""
+    """Return `data` with a valid checksum in a header, batch header or footer from `start` to `end`."""
     digest = xxhash.xxh3_128_digest(data[start + 24 : end])
     return data[: start + 8] + digest + data[start + 24 :]
 
 
 def seal_summary(data: bytes) -> bytes:
-    """Return `data` with both checksums of its summary right, where the footer's table size allows it."""
+    """Return `data` with both valid checksums of its summary, if the footer's table size allows it."""
     footer = len(data) - PAGE_BYTES
     (table_bytes,) = struct.unpack_from("<I", data, footer + 24)
     if table_bytes <= footer:

@@ -1,4 +1,4 @@
-"""Programs in an environment of SGLang's, beside the tests of its integration.
+"""Programs in SGLang's environment, and the configuration of our backend.
 
 `.ci/engines DIRECTORY` builds the environment; TIERED_KV_SGLANG_PYTHON names its interpreter.
 """
@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import pytest
 
-SOURCE = Path(__file__).parents[2]
-TIMEOUT_S = 900.0
-VARIABLE = "TIERED_KV_SGLANG_PYTHON"
+from tests.support.vllm_programs import SOURCE, Message, Program, output_of
 
-Message = dict[str, Any]
+VARIABLE = "TIERED_KV_SGLANG_PYTHON"
 
 
 def interpreter() -> str:
@@ -40,27 +35,17 @@ def environment_of_programs(directory: Path, **variables: str) -> dict[str, str]
 
 
 def run_command(command: Sequence[str], directory: Path, **variables: str) -> str:
-    """Run a command in SGLang's environment to its end and return what it prints."""
-    done = subprocess.run(
-        command,
-        env=environment_of_programs(directory, **variables),
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    return output_of(command, directory, environment_of_programs(directory, **variables))
 
 
 def run_program(program: Path, directory: Path, *arguments: str, **variables: str) -> list[Message]:
     """Run a program to its end and return its lines of JSON."""
-    told = run_command([interpreter(), str(program), *arguments], directory, **variables)
-    return [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    output = run_command([interpreter(), str(program), *arguments], directory, **variables)
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 def extra_config(tiers: Sequence[Mapping[str, object]], **more: object) -> Message:
-    """Return the extra config of our backend, as the tests' watched class."""
+    """Return the extra config of our backend, with the tests' watched class."""
     return {
         "backend_name": "tiered_kv",
         "module_path": "tests.support.sglang_cpu.watched",
@@ -87,14 +72,14 @@ def hicache(extra: Mapping[str, object], **more: object) -> Message:
     }
 
 
-class SGLangEngine:
-    """An engine in a program of its own, with all its processes in one group. Used in a `with` block, which ends it.
+class SGLangEngine(Program):
+    """An engine as a `Program`.
 
     Args:
         model: Where its model is, or is made.
         directory: For its files.
         options: Of SGLang's `Engine`.
-        command: What runs the program, and gets its command line as further arguments.
+        command: Runs the program; gets its command line as further arguments.
         variables: Of its environment.
     """
 
@@ -108,55 +93,50 @@ class SGLangEngine:
         **variables: str,
     ) -> None:
         self._counters = directory / "counters.json"
-        self._log = directory / "engine.log"
         program = SOURCE / "tests" / "integrations" / "sglang_engine_program.py"
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*command, interpreter(), str(program), str(model), json.dumps(options)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment_of_programs(directory, WATCHED_COUNTERS=str(self._counters), **variables),
-                cwd=directory,
-                start_new_session=True,
-            )
-        self._watchdog = threading.Timer(TIMEOUT_S, self.kill)  # an engine that hangs ends, and with it what it says
-        self._watchdog.start()
+        super().__init__(
+            [*command, interpreter(), str(program), str(model), json.dumps(options)],
+            directory / "engine.log",
+            environment_of_programs(directory, WATCHED_COUNTERS=str(self._counters), **variables),
+        )
 
-    def __enter__(self) -> SGLangEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._watchdog.cancel()
-        self._watchdog.join()
-        self.kill()
-        self._process.communicate()
-
-    def wait_ready(self) -> SGLangEngine:
+    def wait_ready(self) -> Self:
         assert self._answer() == {"ready": True}
         return self
 
     def tell(self, do: str, **arguments: object) -> Message:
-        """Let the engine do something, and return its answer."""
+        """Send a request and return its answer."""
         self.post(do, **arguments)
         return self._answer()
 
     def post(self, do: str, **arguments: object) -> None:
-        """Let the engine begin to do something."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self._process.stdin.flush()
+        self.go_on({"do": do, **arguments})
 
     def kill(self) -> None:
-        """Kill all processes of the engine at once, and remove what SGLang leaves in /dev/shm then."""
+        """Kill all processes of the engine, and remove what SGLang leaves in /dev/shm."""
         left = [Path(line.split()[-1]) for line in self._maps() if "/dev/shm/sgl" in line]
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        super().kill()
         for path in left:
             path.unlink(missing_ok=True)
+
+    def let_loads_hang(self) -> Path:
+        """Block loads until the returned file is removed; a file with the suffix ".load" reports a blocked load."""
+        path = self._counters.with_name("hanging")
+        path.touch()
+        return path
+
+    def has_counted(self) -> bool:
+        return self._counters.exists()
+
+    def counters(self) -> Message:
+        """Return the backend's counters after its last transfer."""
+        counters: Message = json.loads(self._counters.read_text())
+        return counters
+
+    def _answer(self) -> Message:
+        answer = next(self.messages(), None)
+        assert answer is not None, f"the engine has ended:\n{self.log()[-6000:]}"
+        return answer
 
     def _maps(self) -> list[str]:
         lines: list[str] = []
@@ -167,28 +147,3 @@ class SGLangEngine:
             except OSError:  # it has ended
                 continue
         return lines
-
-    def let_loads_hang(self) -> Path:
-        """Let loads hang until the file is removed whose path is returned; with the suffix ".load" one appears then."""
-        path = self._counters.with_name("hanging")
-        path.touch()
-        return path
-
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def has_counted(self) -> bool:
-        return self._counters.exists()
-
-    def counters(self) -> Message:
-        """Return what the backend had counted when it had last moved pages."""
-        told: Message = json.loads(self._counters.read_text())
-        return told
-
-    def _answer(self) -> Message:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                answer: Message = json.loads(line)
-                return answer
-        raise AssertionError(f"the engine has ended:\n{self.log()[-6000:]}")

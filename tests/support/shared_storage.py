@@ -1,4 +1,4 @@
-"""A storage that tiers of one kind share: a directory, a redis-server, or a small S3; and what lies in it."""
+"""A storage that tiers of one kind share: a directory, a redis-server, or a small S3; and its stored bytes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ from tiered_kv.toolkit.record import digest_of
 
 BLOCK_BYTES = 4096
 KINDS = ("fs", "redis", "s3", "s3 that remembers")
-"""The last answers lookups from what it has heard before."""
+"""The last has a presence cache."""
 _USER, _PASSWORD = "tier", "to-be-seen"
 
 
 class FakeS3Door:
-    """The objects of a `FakeS3`."""
-
     def __init__(self, server: FakeS3) -> None:
         self._objects = server.objects
 
     def name_of(self, key: OffloadKey) -> str | None:
-        """Return what a block is called that is there."""
         return next((name for name in self._objects if name.endswith(f"/{digest_of(key).hex()}")), None)
 
     def read(self, key: OffloadKey) -> bytes | None:
@@ -106,7 +103,7 @@ def _redis(server: RedisServer, closing: ExitStack) -> SharedStorage:
 
 
 def _bucket(server: FakeS3, closing: ExitStack, kind: str) -> SharedStorage:
-    server.has_mark = False  # of its own
+    server.has_mark = False  # the tier writes it
 
     def name_of_mark() -> str:
         return next((name for name in server.objects if name.endswith("/epoch")), "")

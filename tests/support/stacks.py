@@ -1,10 +1,13 @@
-"""What a stack of a test is configured as."""
+"""Configurations of stacks, and tier types that are registered for the time of a test."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tiered_kv.hooks import TierType, hookimpl, tier_plugins
 
 BUILT_IN_TIERS: dict[str, dict[str, object]] = {
     "fs": {"capacity": "64MiB"},
@@ -21,11 +24,11 @@ BUILT_IN_TIERS: dict[str, dict[str, object]] = {
         "attempts": 1,
     },
 }
-"""Entries of all built-in tiers, with every setting that brings a counter; nobody listens where they lead to."""
+"""Entries of all built-in tiers, with every setting that adds a counter; no server listens at their addresses."""
 IN_DIRECTORIES = ("fs", "nvme")
 """Those that need a `path`, too."""
 PATIENT: dict[str, object] = {"lookup_timeout": "1h", "job_timeout": "1h"}
-"""For a tier that has to answer, however long its thread is held up."""
+"""For a tier that must answer, however long its thread is held up."""
 Register = Callable[[str, Any], None]
 """Makes a tier class known by a name for one test: the fixture `register`."""
 ReplaceModule = Callable[..., None]
@@ -40,7 +43,7 @@ def stack_of(
     primary: Mapping[str, object] | None = None,
     **top: Any,
 ) -> dict[str, object]:
-    """Return the configuration of a stack of so many blocks over tiers; `block` and `primary` say what else it has."""
+    """Return the configuration of a stack; `block` and `primary` add settings to these sections."""
     return {
         "namespace": {"model": "m"},
         "block": {"bytes": block_bytes, **(block or {})},
@@ -51,8 +54,24 @@ def stack_of(
 
 
 def stack_file(directory: Path, *tiers: str, capacity: str = "1MiB") -> str:
-    """Write the file of a stack over tiers, each as `type: memory, capacity: 1MiB`; return where it is."""
+    """Write the file of a stack over tiers, each as `type: memory, capacity: 1MiB`; return its path."""
     file = directory / "stack.yaml"
     lines = ["namespace: {model: test}", "block: {bytes: 4KiB}", f"primary: {{capacity: {capacity}}}", "secondary:"]
     file.write_text("\n".join([*lines, *(f"  - {{{tier}}}" for tier in tiers)]) + "\n")
     return str(file)
+
+
+@contextmanager
+def plugged(*tier_types: TierType) -> Iterator[None]:
+    """Register a plugin with these tier types during the `with` block."""
+
+    class Plugin:
+        @hookimpl
+        def tiered_kv_register_tiers(self) -> list[TierType]:
+            return list(tier_types)
+
+    tier_plugins().register(Plugin(), "plugged")
+    try:
+        yield
+    finally:
+        tier_plugins().unregister("plugged")

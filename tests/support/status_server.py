@@ -1,4 +1,4 @@
-"""A process's status as a stub serves it: what a stack would say, or whatever a test wants."""
+"""A stub that serves a process's status, and statuses to serve."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=10,
 )
-"""Whatever JSON may hold."""
+"""Any JSON."""
 
 BUCKETS = ("0.001", "0.01", "0.1", "+Inf")
 
 
 def tier(name: str, counters: Mapping[str, object] | None = None, **fields: object) -> Status:
-    """Return the status of one tier in which nothing has happened, but for what is given."""
+    """Return the status of an idle tier, with the given counters and fields."""
     budgets = {each: {"used_bytes": 64, "limit_bytes": 128} for each in ("store", "load")}
-    told: Status = {
+    idle: Status = {
         "name": name,
         "type": name,
         "breaker": "" if name == "cpu" else "closed",
@@ -36,11 +36,10 @@ def tier(name: str, counters: Mapping[str, object] | None = None, **fields: obje
         "capacity_bytes": 4 << 20,
         "counters": dict(counters or {}),
     }
-    return {**told, **({} if name == "cpu" else {"budgets": budgets}), **fields}
+    return {**idle, **({} if name == "cpu" else {"budgets": budgets}), **fields}
 
 
 def status(*tiers: Status, uptime_s: float = 10.0, pid: int = 1, **fields: object) -> Status:
-    """Return the status of a stack."""
     return {
         "version": "1.2.3",
         "namespace": "ab" * 16,
@@ -54,23 +53,21 @@ def status(*tiers: Status, uptime_s: float = 10.0, pid: int = 1, **fields: objec
 
 
 def histogram(*counts: int) -> Status:
-    """Return a histogram with so many values up to 1, 10, and 100 ms, and above."""
+    """Return a histogram with these counts up to 1, 10, and 100 ms, and above."""
     return {"sum": 1.0, "count": sum(counts), "buckets": dict(zip(BUCKETS, counts, strict=True))}
 
 
 def response(body: bytes | Status, line: str = "HTTP/1.1 200 OK") -> bytes:
-    """Return an HTTP response."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     return f"{line}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
-def answer(told: object) -> StatusAnswer:
-    """Return what is read of a status."""
-    return read_status(json.dumps(told).encode())
+def answer(source: object) -> StatusAnswer:
+    return read_status(json.dumps(source).encode())
 
 
 def busy(uptime_s: float, times: int, **fields: Any) -> Status:
-    """Return the status of a stack where the same has happened so many times."""
+    """Return the status of a stack in which the same events happened `times` times."""
     cpu = {
         "blocks_total": {"hit": 60 * times, "miss": 40 * times},
         "loaded_bytes_total": 4_000_000 * times,
@@ -91,11 +88,7 @@ def busy(uptime_s: float, times: int, **fields: Any) -> Status:
 
 
 class StatusServer(LoopbackServer):
-    """Answers each connection with the bytes that `answer` returns, and closes it.
-
-    Attributes:
-        requests: What was asked, the heads as they came.
-    """
+    """Answers each connection with the bytes of `answer`, and closes it; `requests` has the raw request heads."""
 
     def __init__(self, answer: Callable[[], bytes]) -> None:
         self.answer = answer
@@ -103,6 +96,5 @@ class StatusServer(LoopbackServer):
         super().__init__()
 
     def serve(self, sock: socket.socket) -> None:
-        with sock:
-            self.requests.append(sock.recv(1 << 16))
-            sock.sendall(self.answer())
+        self.requests.append(sock.recv(1 << 16))
+        sock.sendall(self.answer())

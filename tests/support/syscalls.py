@@ -1,13 +1,12 @@
-"""System calls as a proof wants them: recorded, failed, answered with a lie, or the last ones of their process.
+"""System calls that are recorded, fail, return a false success, or kill their process.
 
-strace(1) counts the calls of each thread by themselves, and a thread can be attached to as soon as it begins. So a call
-is named by the role of its thread, the call's name, and a number, and a program that does the same
-thing in every run makes the same calls in every run.
+strace(1) counts the calls of each thread separately, and a thread can be attached to as soon as it begins. So a call is
+named by the role of its thread, its name, and a number; a repeatable program makes the same calls in every run.
 
-    calls = record(work, log=path)                                     # what `work` does to the disk
-    ended = run_with_fault(work, Fault.kill(calls[0]), log=path)       # ... and is killed there
+    calls = record(work, log=path)
+    ended = run_with_fault(work, Fault.kill(calls[0]), log=path)
 
-`work` runs in a forked child of this process, which may have one thread only. It needs strace, and the right to trace a
+`work` runs in a forked child of this process, which must have one thread. It needs strace, and the right to trace a
 child (`missing_for_tracing`).
 """
 
@@ -39,20 +38,22 @@ CHANGES: Final = (
     *("open", "openat", "creat", "mkdir", "mkdirat", "rename", "renameat", "renameat2", "link", "linkat"),
     *("unlink", "unlinkat", "rmdir", "utimensat", "flock"),
 )
-"""Calls that change a disk, or who may change it."""
+"""Calls that change a disk, or its locks."""
 READS: Final = ("read", "pread64", "preadv", "preadv2", "getdents64", "stat", "lstat", "fstat", "newfstatat", "statx")
 SENDS: Final = ("sendto", "sendmsg", "write", "writev", "connect")
-"""Calls by which something leaves for a server."""
+"""Calls that send to a server."""
 
+RUN_S_MAX: Final = 300.0
+"""For a run of `work`: longer than the sum of its timeouts."""
 _MAIN: Final = "main"
 """The role of the thread that does the work."""
 _ATTACH_S_MAX: Final = 30.0
-"""How long it may take until a thread is there, or a tracer attached."""
+"""How long a thread may take to start, or a tracer to attach."""
 _POLL_S: Final = 0.001
 _PR_SET_PTRACER: Final = 0x59616D61
 _PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
 _LOG_S_MAX: Final = 30.0
-"""How long strace may go on once its tracees have ended: what is missing in its log counts as not having happened."""
+"""How long strace may run once its tracees have ended: calls missing in its log count as not made."""
 
 _LINE = re.compile(r"(?:(?P<tid>\d+) +)?(?P<name>[a-z_0-9]+)\((?P<text>.*)$")
 _RESUMED = re.compile(r"(?:(?P<tid>\d+) +)?<\.\.\. (?P<name>[a-z_0-9]+) resumed>(?P<text>.*)$")
@@ -65,19 +66,19 @@ class Call:
 
     role: str  # its thread's
     name: str
-    number: int  # the how manieth of that name in its thread, from 1
+    number: int  # of the calls of that name in its thread, from 1
     text: str  # its arguments as strace shows them, descriptors with their paths
     result: int | None  # None if it did not return
 
     @property
     def makes_file(self) -> bool:
-        """Whether it opens a file that is made if it is missing."""
+        """Whether it creates the file if it is missing."""
         return "O_CREAT" in self.text or self.name == "creat"
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What shall happen to one call, or to all from one on."""
+    """What happens to one call, or to all from one on."""
 
     role: str
     name: str
@@ -87,27 +88,26 @@ class Fault:
 
     @classmethod
     def kill(cls, call: Call) -> Fault:
-        """Kill the process when it makes the call, which does nothing any more."""
+        """Kill the process when it makes the call, which has no effect."""
         return cls(call.role, call.name, call.number, "kill")
 
     @classmethod
     def fail(cls, call: Call, error: str, *, onwards: bool = False) -> Fault:
-        """Let the call do nothing and fail with an error such as "EIO"."""
+        """Let the call have no effect and fail with an error such as "EIO"."""
         return cls(call.role, call.name, call.number, f"error={error}", onwards)
 
     @classmethod
     def lie(cls, call: Call) -> Fault:
-        """Let the call do nothing and return what it returned when it was recorded."""
+        """Let the call have no effect and return the recorded result."""
         return cls(call.role, call.name, call.number, f"retval={call.result}")
 
     @property
     def kills(self) -> bool:
-        """Whether the process ends by it."""
         return self.what == "kill"
 
     @property
     def expression(self) -> str:
-        """What strace is told."""
+        """strace's option."""
         what = "signal=KILL" if self.kills else self.what
         return f"inject={self.name}:{what}:when={self.number}{'+' if self.onwards else ''}"
 
@@ -117,8 +117,6 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a child ended."""
-
     status: int
     in_time: bool
     was_hit: bool
@@ -127,14 +125,14 @@ class Ended:
 
 @functools.cache
 def missing_for_tracing() -> str:
-    """Return why system calls cannot be recorded and failed here, or an empty string."""
+    """Return why system calls cannot be recorded and failed here; "" if they can."""
     if shutil.which("strace") is None:
         return "strace is not installed (apt-get install strace)"
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     if scope.exists() and int(scope.read_text()) >= (3 if os.geteuid() == 0 else 2):
         return "this system lets nobody attach to a process (Yama's ptrace_scope)"
     with tempfile.TemporaryDirectory() as folder:
-        # In a child of its own: a process that is traced must have one thread, and this one may have more.
+        # In a child: a traced process must have one thread, and this one may have more.
         probe = subprocess.run(
             ["strace", "-o", f"{folder}/log", "-e", "inject=unlink,unlinkat:error=EIO", "rm", f"{folder}/none"],
             capture_output=True,
@@ -147,63 +145,60 @@ def missing_for_tracing() -> str:
     return f"strace cannot inject faults here: {(probe.stderr.strip() or 'it had no effect').splitlines()[0]}"
 
 
-def record(
-    work: Callable[[], None], *, log: Path, names: Sequence[str] = CHANGES, timeout_s: float = 300.0
-) -> list[Call]:
-    """Have `work` done in a child and return the calls that it made, thread by thread."""
+def record(work: Callable[[], None], *, log: Path, names: Sequence[str]) -> list[Call]:
+    """Run `work` in a child and return the calls that it made, thread by thread."""
     with _TracedChild(work, wanted=_MAIN, log=log) as child:
         trace = ["-f", "-e", "trace=" + ",".join(f"?{name}" for name in names)]
         with _tracing(child.wait_for_thread(), log, trace):
             child.let_go()
-            child.wait(timeout_s)
+            child.wait()
     if child.status or not child.in_time:
         raise RuntimeError(f"the program that was to be recorded ended with {child.status}: {child.error}")
-    roles = {str(tid): role for role, tid in child.roles()}
+    roles = {str(tid): role for _, role, tid in child.threads.seen()}
     return list(_parsed(log.read_text(errors="replace"), roles))
 
 
-def run_with_fault(work: Callable[[], None], fault: Fault, *, log: Path, timeout_s: float = 300.0) -> Ended:
-    """Have `work` done in a child with a fault in it, and return how the child ended."""
+def run_with_fault(work: Callable[[], None], fault: Fault, *, log: Path) -> Ended:
+    """Run `work` in a child with a fault."""
     log.write_text("")
     with _TracedChild(work, wanted=fault.role, log=log) as child:
-        tid = child.wait_for_thread(timeout_s)
+        tid = child.wait_for_thread(RUN_S_MAX)
         if tid:
             with _tracing(tid, log, ["-e", f"trace={fault.name}", "-e", fault.expression]):
                 child.let_go()
-                child.wait(timeout_s)
+                child.wait()
     seen = log.read_text(errors="replace")
     killed = child.status == -signal.SIGKILL and child.in_time
     was_hit = killed if fault.kills else "(INJECTED)" in seen
     return Ended(child.status, child.in_time, was_hit, child.error)
 
 
-def run_plain(work: Callable[[], None], *, log: Path, timeout_s: float = 300.0) -> Ended:
-    """Have `work`, which brings its own fault, done in a child, and return how the child ended."""
+def run_plain(work: Callable[[], None], *, log: Path) -> Ended:
+    """Run `work`, which brings its fault, in a child."""
     with _TracedChild(work, wanted="", log=log) as child:
-        child.wait(timeout_s)
+        child.wait()
     return Ended(child.status, child.in_time, True, child.error)
 
 
 @contextmanager
 def _tracing(tid: int, log: Path, options: Sequence[str]) -> Iterator[None]:
-    """Trace a thread; it is attached to when the block is entered."""
+    """Trace a thread from the start of the block."""
     command = ["strace", "-y", "-s", "0", "-e", "signal=none", *options, "-o", str(log), "-p", str(tid)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
         try:
             assert strace.stderr is not None
-            said = strace.stderr.readline()
-            if "attached" not in said:
-                raise RuntimeError(f"strace cannot attach: {said.strip()}")
+            line = strace.stderr.readline()
+            if "attached" not in line:
+                raise RuntimeError(f"strace cannot attach: {line.strip()}")
             yield
             strace.wait(_LOG_S_MAX)
-        except subprocess.TimeoutExpired:  # whatever keeps it: its tracees are gone
+        except subprocess.TimeoutExpired:  # its tracees are gone
             pass
         finally:
             strace.kill()
 
 
 def _parsed(text: str, roles: dict[str, str]) -> Iterator[Call]:
-    """Yield the calls in a log of several threads."""
     numbers: Counter[tuple[str, str]] = Counter()
     unfinished: dict[tuple[str, str], tuple[int, str]] = {}
     for line in text.splitlines():
@@ -232,18 +227,17 @@ def _result_of(text: str) -> int | None:
 
 
 class _TracedChild:
-    """A forked child that does `work`; it is killed at the latest when the context is left.
+    """A forked child that runs `work`; the end of the context kills it.
 
-    Its threads say who they are before they do anything, so that a tracer can be attached to one of them. The role of a
-    thread is its name without the project's prefix, and from the second of that name on its number: `main`,
-    `nvme-reclaimer`, `nvme-reclaimer#1`.
+    Its threads report their roles before they do anything, so that a tracer can be attached to one of them. The role
+    is the name without the project's prefix; the second thread of a name gets a number: `nvme-reclaimer#1`.
     """
 
     def __init__(self, work: Callable[[], None], *, wanted: str, log: Path) -> None:
         self.status = 0
         self.in_time = False
         self._wanted = wanted
-        self._roles = _ThreadRoles(wanted)
+        self.threads = _ThreadRoles(wanted)
         self._slot = -1
         self._has_ended = False
         self._error_path = log.with_suffix(".error")
@@ -261,18 +255,14 @@ class _TracedChild:
 
     @property
     def error(self) -> str:
-        """The traceback of what the work raised."""
+        """The traceback of an exception of `work`."""
         return self._error_path.read_text() if self._error_path.exists() else ""
 
-    def roles(self) -> list[tuple[str, int]]:
-        """Return role and thread id of each thread so far."""
-        return [(role, tid) for _, role, tid in self._roles.seen()]
-
     def wait_for_thread(self, timeout_s: float = _ATTACH_S_MAX) -> int:
-        """Return the id of the wanted thread once it waits, or 0 if the child ended without it."""
+        """Return the id of the wanted thread once it waits; 0 if the child ended without it."""
         end_s = time.monotonic() + timeout_s
         while time.monotonic() < end_s and not self._poll():
-            for slot, role, tid in self._roles.seen():
+            for slot, role, tid in self.threads.seen():
                 if role == self._wanted:
                     self._slot = slot
                     return tid
@@ -281,12 +271,11 @@ class _TracedChild:
         return 0
 
     def let_go(self) -> None:
-        """Let the wanted thread go on."""
-        self._roles.let_go(self._slot)
+        self.threads.let_go(self._slot)
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the child's end; kill it when the time is up."""
-        end_s = time.monotonic() + timeout_s
+    def wait(self) -> None:
+        """Wait for the child's end; kill it after `RUN_S_MAX`."""
+        end_s = time.monotonic() + RUN_S_MAX
         while not self._poll() and time.monotonic() < end_s:
             time.sleep(_POLL_S)
         self._end()
@@ -312,8 +301,8 @@ class _TracedChild:
             if self._wanted:
                 # Where only ancestors may trace (Yama's ptrace_scope 1), allow any: strace is this process's sibling.
                 ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
-                _announce_threads(self._roles)
-                self._roles.enter(_MAIN)
+                _announce_threads(self.threads)
+                self.threads.enter(_MAIN)
             work()
             status = 0
         except BaseException:
@@ -323,7 +312,7 @@ class _TracedChild:
 
 
 class _ThreadRoles:
-    """Which thread plays which role, in memory that the child shares with its parent."""
+    """The roles of threads, in memory that the child shares with its parent."""
 
     _SLOT = struct.Struct("<II56s")  # thread id, whether it may go on, role
     _SLOTS_MAX = 256
@@ -336,7 +325,7 @@ class _ThreadRoles:
         self._lock = threading.Lock()
 
     def enter(self, name: str) -> None:
-        """Say who this thread is; the wanted one waits until it may go on. In the child."""
+        """In the child: register this thread; the wanted one waits until it is released."""
         with self._lock:
             number = self._names[name]
             self._names[name] += 1
@@ -348,7 +337,7 @@ class _ThreadRoles:
             time.sleep(_POLL_S)
 
     def seen(self) -> Iterator[tuple[int, str, int]]:
-        """Yield slot, role and thread id of each thread so far. In the parent."""
+        """In the parent: yield slot, role and thread id of each thread so far."""
         for slot in range(self._SLOTS_MAX):
             tid, _, name = self._SLOT.unpack_from(self._memory, slot * self._SLOT.size)
             if not tid:
@@ -356,12 +345,12 @@ class _ThreadRoles:
             yield slot, name.rstrip(b"\0").decode(), tid
 
     def let_go(self, slot: int) -> None:
-        """Let the thread in `slot` go on. In the parent."""
+        """In the parent: release the thread in `slot`."""
         struct.pack_into("<I", self._memory, slot * self._SLOT.size + 4, 1)
 
 
 def _announce_threads(roles: _ThreadRoles) -> None:
-    """Have every thread that is started from now on say who it is before it does anything."""
+    """Register every thread that is started from now on before it does anything."""
 
     def announce(*_: object) -> None:  # called first when the thread enters `run`
         sys.setprofile(None)

@@ -1,4 +1,4 @@
-"""A program on a terminal of its own, as a person has it."""
+"""A program on a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 TIMEOUT_S = 60.0
 ESCAPES = re.compile(r"\x1b(\[[0-9;?=>]*[A-Za-z]|\][^\x07\x1b]*(\x07|\x1b\\)|[=>()][B0]?)")
@@ -23,12 +22,12 @@ TAB = "\t"
 
 
 class Terminal:
-    """A terminal, and a program that it controls.
+    """A program on a new terminal.
 
     Args:
         command: The program.
-        directory: Where it runs.
-        environ: Set in its environment, over the caller's own.
+        directory: Its working directory.
+        environ: Added to the caller's environment.
         size: Columns and lines.
     """
 
@@ -57,9 +56,7 @@ class Terminal:
     def __enter__(self) -> Terminal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._master)  # hangs up
         try:
             self._process.wait(TIMEOUT_S)
@@ -72,7 +69,7 @@ class Terminal:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def signal(self, number: int) -> None:
-        """Send a signal to the program; `setsid` only waits for it."""
+        """Send a signal to the program, which is the child of `setsid`."""
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
         os.kill(int(children[0]) if children else self._process.pid, number)
 
@@ -80,27 +77,26 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def wait_for(self, text: str) -> str:
-        """Return all that is shown from now on, without escape sequences, up to `text` and a little more.
+        """Return the output from now on, without escape sequences, once it contains `text`.
 
         Raises:
-            TimeoutError: It does not come.
+            TimeoutError: The text does not appear.
         """
-        deadline, shown = time.monotonic() + TIMEOUT_S, ""
-        while text not in ESCAPES.sub("", shown):
-            shown += self._read()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"expected {text!r}, found {shown!r}")
+        shown = self._shown_until(lambda shown: text in ESCAPES.sub("", shown), repr(text))
         return ESCAPES.sub("", shown)
 
     def end(self) -> tuple[int, str]:
-        """Return the program's exit status, once it has ended, and what it has shown meanwhile."""
+        """Wait for the end; return the exit status and the remaining output."""
+        shown = self._shown_until(lambda _: self._process.poll() is not None, "the end") + self._read()
+        return self._process.returncode, shown
+
+    def _shown_until(self, is_enough: Callable[[str], bool], expected: str) -> str:
         deadline, shown = time.monotonic() + TIMEOUT_S, ""
-        while self._process.poll() is None:
+        while not is_enough(shown):
             shown += self._read()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"it does not end; found {shown!r}")
-        shown += self._read()
-        return self._process.returncode, shown
+                raise TimeoutError(f"expected {expected}, found {shown!r}")
+        return shown
 
     def _read(self) -> str:
         part = b""

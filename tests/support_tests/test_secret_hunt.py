@@ -13,9 +13,16 @@ import pytest
 import yaml
 from pydantic import SecretStr, create_model
 
-from tests.support.plugged import plugged
-from tests.support.secret_hunt import Sheet, new_marker, show_running_stack
-from tests.support.secret_plants import QUICK, STACK, hunt_in_configuration, hunt_in_running_stacks
+from tests.support.secret_hunt import (
+    QUICK,
+    STACK,
+    Sheet,
+    hunt_in_configuration,
+    hunt_in_running_stacks,
+    new_marker,
+    show_running_stack,
+)
+from tests.support.stacks import plugged
 from tiered_kv.cli import main
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import TierError

@@ -14,7 +14,7 @@ from tests.support.simulation import Failure, Scenario, run
 from tests.support.simulation import storage as simulated_storage
 from tests.support.simulation.scenario import ACTIONS
 from tests.support.simulation.simulation import Simulation
-from tests.support.simulation.toolkit_tier import SimulatedToolkitTier
+from tests.support.simulation.tiers import SimulatedToolkitTier
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import flat_counts
 from tiered_kv.tiering.base import JobResult

@@ -38,7 +38,7 @@ class ManualTier(SecondaryTierManager):
     is_nonblocking = True
     raises = ""
     can_reset = True
-    tells_stored = False
+    reports_stored = False
     policy = OffloadPolicy.BLOCK_LEVEL
     lookup_failures = 0
 
@@ -111,7 +111,7 @@ class Bench:
         num_blocks: Blocks of the primary tier.
         limits: As the manager's.
         policy: The tiers' policy for each request.
-        tells_stored: As the tiers' property.
+        reports_stored: As the tiers' property.
         compute_block_s: As the manager's.
         event_sink: As the manager's.
     """
@@ -122,7 +122,7 @@ class Bench:
         num_blocks: int = 8,
         limits: ManagerLimits | None = None,
         policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL,
-        tells_stored: bool = False,
+        reports_stored: bool = False,
         compute_block_s: float = math.inf,
         event_sink: EventSink | None = None,
     ) -> None:
@@ -136,7 +136,7 @@ class Bench:
         self.tiers = [ManualTier(self.region.kv_view, each.type) for each in settings]
         for tier in self.tiers:
             tier.policy = policy
-            tier.tells_stored = tells_stored
+            tier.reports_stored = reports_stored
         self.manager = TieringOffloadingManager(
             self.primary,
             self.tiers,

@@ -10,9 +10,9 @@ import pytest
 from tests.support.doors import codec_id_of
 from tests.support.places import Place
 from tests.support.redis_servers import redis_server
-from tests.support.s3_servers import moto_server
 from tests.support.segment_map import SegmentMap
 from tiered_kv.testing.rig import compressible_content, make_keys
+from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.codecs import ZSTD_ID
 from tiered_kv.toolkit.record import HEADER_BYTES

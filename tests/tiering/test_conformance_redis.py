@@ -8,8 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from tests.support.fake_redis import fake_redis_url
-from tests.support.redis_clusters import RedisClusterServers, redis_cluster
+from tests.support.redis_groups import RedisClusterServers, redis_cluster
 from tests.support.redis_servers import (
     PASSWORD,
     PATIENT,
@@ -18,6 +17,7 @@ from tests.support.redis_servers import (
     tls_redis_server,
 )
 from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.fake_redis import fake_redis_url
 from tiered_kv.testing.proxy import FaultProxy, Faults
 from tiered_kv.testing.rig import OpenTier
 from tiered_kv.tiering.base import SecondaryTierManager

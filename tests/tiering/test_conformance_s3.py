@@ -8,10 +8,10 @@ from typing import ClassVar
 import pytest
 
 from tests.support.s3_entries import damage_objects, s3_entry
-from tests.support.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.proxy import FaultProxy, Faults
 from tiered_kv.testing.rig import OpenTier
+from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.tiering.base import SecondaryTierManager
 
 pytest.importorskip("boto3", reason="boto3 is not installed")

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from tests.support.plugged import plugged
-from tests.support.stacks import Register
+from tests.support.stacks import Register, plugged
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError, MissingExtraError, TierError, TierUnavailableError
 from tiered_kv.hooks import TierType

@@ -16,7 +16,6 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.support.disk_use import fs_blocks
 from tests.support.redis_servers import RedisServer, redis_server
 from tests.support.s3_entries import damage_objects, s3_entry
-from tests.support.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -28,6 +27,7 @@ from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.model import StackUnderTest
 from tiered_kv.testing.prompt import PromptTier
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
+from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.state_machine import OpenStack, make_state_machine
 from tiered_kv.testing.watch import RowLedger, WatchedTier
 from tiered_kv.tiering.audit import AuditRules

@@ -25,7 +25,7 @@ class Sink:
     def clear(self) -> None:
         self.told.append(("", True, []))
 
-    def counted(self) -> dict[str, int]:
+    def snapshot(self) -> dict[str, int]:
         return {"event_messages_total": len(self.told)}
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ def test_removed_blocks_are_reported_under_the_tier_s_name_in_the_stack(bench: B
 
 
 def test_stored_events_of_a_tier_replace_those_of_its_jobs(make_bench: MakeBench, sink: Sink) -> None:
-    bench = make_bench(LARGE_BUDGETS, event_sink=sink, tells_stored=True)
+    bench = make_bench(LARGE_BUDGETS, event_sink=sink, reports_stored=True)
     store(bench, 1, 2)
     bench.tier.events = [
         OffloadingEvent(keys(1), BLOCK_BYTES, "", removed=False),

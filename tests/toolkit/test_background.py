@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import pytest
 
-from tests.support.no_threads import no_threads
+from tests.support.threads import no_threads
 from tiered_kv.toolkit.background import BackgroundTask
 
 
@@ -54,8 +55,12 @@ def test_without_a_thread_it_is_left_to_the_next_request() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError, SystemExit])
+@pytest.mark.parametrize("handler_raises", [False, True])
 def test_an_exception_is_logged_and_the_next_request_is_served(
-    error: type[BaseException], caplog: pytest.LogCaptureFixture
+    error: type[BaseException],
+    handler_raises: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun, goes_on = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -64,6 +69,13 @@ def test_an_exception_is_logged_and_the_next_request_is_served(
         assert goes_on.acquire(timeout=60.0)
         raise error
 
+    def emit(record: logging.LogRecord) -> None:
+        logged.append(record.getMessage())
+        if handler_raises:
+            raise ValueError
+
+    logged: list[str] = []
+    monkeypatch.setattr(caplog.handler, "emit", emit)
     task = BackgroundTask(work, "a task")
     task.ask()
     assert begun.acquire(timeout=60.0)
@@ -71,4 +83,4 @@ def test_an_exception_is_logged_and_the_next_request_is_served(
     goes_on.release(2)
     assert begun.acquire(timeout=60.0), "the request while it failed is lost"
     assert task.join(60.0)
-    assert [record.getMessage() for record in caplog.records] == ["a task failed"] * 2
+    assert logged == ["a task failed"] * 2

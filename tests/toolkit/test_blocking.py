@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -103,13 +104,15 @@ def test_queued_jobs_expire_though_every_thread_hangs(make_stage: MakeStage) -> 
     stage = make_stage(DictTier, threads=2, part_blocks=1)
     stage.hold()
     hanging = stage.submit_load_that_begins(make_keys(4))
-    queued = stage.rig.submit_load(make_keys(1), deadline=0.0)
-    assert stage.rig.wait([queued])[0].reason == "expired"
-    assert stage.rig.poll() == 1, "the hanging job is reported while a thread may write into its blocks"
+    now = time.monotonic()
+    queued = [stage.rig.submit_load(make_keys(1), deadline=now + seconds) for seconds in (0.2, math.inf, -now, 0.1)]
+    endless = queued.pop(1)
+    assert [result.reason for result in stage.rig.wait(queued)] == ["expired"] * 3
+    assert stage.rig.poll() == 2, "the hanging job is reported while a thread may write into its blocks"
     stage.gate.set()
-    (result,) = stage.rig.wait([hanging])
-    assert (result.success, result.reason) == (False, "expired")
-    assert len(stage.tier.parts) <= 2
+    late, absent = stage.rig.wait([hanging, endless])
+    assert [(late.success, late.reason), (absent.success, absent.reason)] == [(False, "expired"), (False, "absent")]
+    assert len(stage.tier.parts) <= 3
 
 
 def test_a_lookup_that_hangs_is_a_miss_and_the_next_is_served(make_stage: MakeStage) -> None:

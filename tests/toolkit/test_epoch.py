@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tiered_kv.errors import FormatError, TierUnavailableError
-from tiered_kv.toolkit.epoch import CHECK_PAUSE_S, MARK_BYTES_MAX, Epoch, EpochMark, forget_retired
+from tiered_kv.toolkit.epoch import CHECK_PAUSE_S, CHECK_WAIT_S, MARK_BYTES_MAX, Epoch, EpochMark, forget_retired
 
 NEVER = math.inf
 
@@ -65,7 +65,7 @@ def stored_value(storage: Storage) -> str:
 
 def check(epoch: Epoch) -> None:
     """Have the epoch check the mark now."""
-    epoch.doubt()
+    epoch.recheck()
     epoch.value(NEVER)
 
 
@@ -99,6 +99,15 @@ def test_a_reset_needs_no_storage(storage: Storage) -> None:
         epoch.saved_value(NEVER)
     storage.is_down = False
     assert epoch.saved_value(NEVER) == stored_value(storage) != before
+
+
+@pytest.mark.parametrize("found", [None, b"", b"nonsense", b"tiered-kv epoch 1 5 0123456789abcdef 0000000000000000\n"])
+def test_a_lost_or_damaged_mark_is_written_again(storage: Storage, found: bytes | None) -> None:
+    epoch = Epoch(storage)
+    value = epoch.saved_value(NEVER)
+    storage.data = found
+    check(epoch)
+    assert stored_value(storage) == value
 
 
 def test_a_reset_before_the_first_use_retires_what_the_storage_has(storage: Storage) -> None:
@@ -181,7 +190,7 @@ def test_checks_are_made_now_and_then_or_when_there_is_a_doubt(storage: Storage)
     for _ in range(100):
         assert epoch.value(NEVER) == epoch.saved_value(NEVER) == value
     assert storage.reads == reads
-    epoch.doubt()
+    epoch.recheck()
     epoch.value(NEVER)
     assert storage.reads == reads + 1
     now_s = CHECK_PAUSE_S
@@ -190,18 +199,34 @@ def test_checks_are_made_now_and_then_or_when_there_is_a_doubt(storage: Storage)
     assert storage.reads == reads + 2
 
 
-def test_a_check_that_fails_fails_no_job_and_is_repeated_after_the_pause(storage: Storage) -> None:
+def test_a_mark_that_does_not_answer_costs_few_jobs_its_time(storage: Storage) -> None:
     now_s = 0.0
+
+    def hang(operation: str) -> None:
+        nonlocal now_s
+        now_s += CHECK_WAIT_S
+        raise TimeoutError
+
     epoch = Epoch(storage, clock=lambda: now_s)
+    value = epoch.saved_value(NEVER)
+    storage.before = hang
+    epoch.recheck()
+    for _ in range(100):
+        assert epoch.value(NEVER) == value
+    assert now_s == CHECK_WAIT_S
+    now_s = CHECK_PAUSE_S
+    epoch.value(NEVER)
+    assert now_s == CHECK_PAUSE_S + CHECK_WAIT_S
+
+
+def test_a_check_that_fails_at_once_fails_no_job_and_is_repeated_by_the_next(storage: Storage) -> None:
+    epoch = Epoch(storage, clock=lambda: 0.0)
     value = epoch.saved_value(NEVER)
     storage.data = None
     storage.is_down = True
-    epoch.doubt()
+    epoch.recheck()
     assert epoch.saved_value(NEVER) == value
     storage.is_down = False
-    assert epoch.value(NEVER) == value
-    assert storage.data is None, "it is not repeated for each job"
-    now_s = CHECK_PAUSE_S
     assert epoch.saved_value(NEVER) == value
     assert stored_value(storage) == value
 

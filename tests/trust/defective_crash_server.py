@@ -40,7 +40,7 @@ def fs_publishes_before_it_writes() -> None:
 
 @serving
 def fs_takes_a_short_write_for_a_whole_one() -> None:
-    """What `writev` returns is not looked at."""
+    """The result of `writev` is ignored."""
 
     def write_once(fd: int, parts: Sequence[memoryview]) -> None:
         os.writev(fd, parts)
@@ -49,8 +49,8 @@ def fs_takes_a_short_write_for_a_whole_one() -> None:
 
 
 @serving
-def nvme_believes_torn_batches() -> None:
-    """Opening takes a batch for whole whose header is."""
+def nvme_takes_torn_batches_for_whole() -> None:
+    """Opening checks the header of a batch only."""
     plant(tiered_kv_nvme.recovery, "_all_sound", lambda *_: True)
 
 
@@ -68,7 +68,7 @@ def nvme_makes_a_segment_too_many() -> None:
 
 @serving
 def nvme_does_not_flush_its_marker() -> None:
-    """The marker and its name are not on the device when the first block may be stored."""
+    """The marker is not on the device when the first block may be stored."""
     plant(os, "fsync", lambda *_: None)
 
 

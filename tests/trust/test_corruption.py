@@ -1,8 +1,7 @@
-"""Block records damaged underneath a tier: each is a counted miss, and never wrong bytes.
+"""Block records damaged in a tier's storage: each is a counted miss, and never wrong bytes.
 
-A damage has a block of its own. It is stored through the tier, changed behind its back, and then has to be a miss that
-is counted, is not offered again, spares its neighbours, and is good again after the next store. Every other batch of
-damages is met by a tier that was opened after they were done.
+Each damage changes one stored block. The block must then be a counted miss, not be offered again, leave its neighbours
+alone, and load after the next store. Every other batch of damages happens before the tier is opened.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ TIERS = tuple(UNREADABLE)
 
 @dataclass
 class Bench:
-    """A tier, a door to what it has stored, which cases were tried there, and why those failed that did."""
+    """A tier, a door to its stored blocks, and the cases that were tried and that failed."""
 
     place: Place
     rig: TierRig
@@ -104,9 +103,9 @@ def test_a_damaged_record_is_a_counted_miss_and_is_stored_again(
 
 def replays(bench: Bench, codec: str) -> list[Damage]:
     """Return damages that put another sound record in a block's place."""
-    other, stranger = make_keys(2, "another block")
-    bench.rig.store([other, stranger])
-    others, foreign = bench.door.read(other), bench.door.read(stranger)
+    other, third = make_keys(2, "another block")
+    bench.rig.store([other, third])
+    others, foreign = bench.door.read(other), bench.door.read(third)
     assert others is not None
     assert foreign is not None
 
@@ -157,7 +156,7 @@ def _try_batch(bench: Bench, batch: Sequence[Damage], label: str, *, reopens: bo
 
 
 def _check_misses(bench: Bench, victims: dict[OffloadKey, Damage]) -> None:
-    """Load every victim in a job of its own: none may come, each is counted once."""
+    """Load every victim in a separate job: none may load, each is counted once."""
     rig = bench.rig
     for group, counters in (
         ({k: d for k, d in victims.items() if d.kind is Kind.BROKEN}, CORRUPT),
@@ -191,7 +190,7 @@ def _check_healing(bench: Bench, victims: dict[OffloadKey, Damage]) -> None:
 
 
 @pytest.mark.parametrize("tier", [tier for tier in TIERS if tier != "memory"])
-def test_what_lay_there_before_a_reset_may_be_put_back(opened: Opened, tier: str, figures: Figures) -> None:
+def test_storage_from_before_a_reset_may_be_put_back(opened: Opened, tier: str, figures: Figures) -> None:
     """An older version of the storage comes back beside the new one, by a restored backup or a slow replica."""
     bench = opened(tier, "raw")
     keys = make_keys(8, "before")

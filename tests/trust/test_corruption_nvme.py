@@ -1,8 +1,8 @@
-"""Segment files damaged before an nvme tier is opened on them, or while it is: what is lost is what the damage hit.
+"""Segment files damaged before an nvme tier is opened on them, or while it is open: only the damaged blocks are lost.
 
-`tests.support.segment_map` says what each byte of a segment is. So every case has an exact expectation: bytes that
-mean nothing cost nothing, a payload costs its block, a header what it alone answers for, and a summary nothing at all,
-since the batches say the same.
+`tests.support.segment_map` says what each byte of a segment is. So every case has an exact expectation: unused bytes
+cost nothing, a payload costs its block, a header the blocks that only it lists, and a summary nothing, since the
+batches list the same.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Case:
     name: str
     data: bytes  # of the file afterwards
     left: frozenset[OffloadKey]  # the blocks that must load
-    claimed: frozenset[OffloadKey] = frozenset()  # of those that are lost what is found first, so that it is counted
-    is_discarded: bool = False  # the file as a whole is of no use
+    claimed: frozenset[OffloadKey] = frozenset()  # the lost blocks that a lookup still finds: their loads are counted
+    is_discarded: bool = False  # the whole file
 
 
 @dataclass
@@ -65,6 +65,7 @@ class SegmentBench:
     path: Path
     pristine: Path
     codec: str
+    figures: Figures
     tried: int = 0
     failures: dict[str, str] = field(default_factory=dict)
 
@@ -102,17 +103,17 @@ class SegmentBench:
         self.place(case.data)
         try:
             why = self._reopened(case)
-        except Exception as error:  # none may come out of an opening, whatever it finds
+        except Exception as error:  # an opening may raise none
             why = f"{type(error).__name__}: {error}"
         if why:
             self.failures[case.name] = why
 
     def _reopened(self, case: Case) -> str:
         with closing(self.open()) as rig:
-            found = {key for key, here in zip(KEYS, rig.lookup_all(KEYS), strict=True) if here}
+            found = offered_by(rig)
             loaded = rig.load(KEYS)  # checks the bytes
             stats = rig.tier.stats()
-            offered = {key for key, here in zip(KEYS, rig.lookup_all(KEYS), strict=True) if here}
+            offered = offered_by(rig)
             healed = rig.store(KEYS).success and rig.load(KEYS) == set(KEYS)
         corrupt = count_of(stats, "corrupt_blocks_total")
         checks = {
@@ -126,12 +127,16 @@ class SegmentBench:
         }
         return "; ".join(why for why, holds in checks.items() if not holds)
 
-    def report(self, figures: Figures, note: str) -> None:
+    def report(self, note: str = "") -> None:
         """Add the cases to the table of figures, and fail if one did not hold."""
-        figures.add("corruption/nvme", self.tried, self.tried - len(self.failures), note)
+        self.figures.add("corruption/nvme", self.tried, self.tried - len(self.failures), note)
         assert not self.failures, "\n".join(
             f"{self.codec}: {name}: {why}" for name, why in list(self.failures.items())[:20]
         )
+
+
+def offered_by(rig: TierRig) -> set[OffloadKey]:
+    return {key for key, is_offered in zip(KEYS, rig.lookup_all(KEYS), strict=True) if is_offered}
 
 
 def cost(found: SegmentMap, hit: Stretch, *, clean: bool) -> tuple[frozenset[OffloadKey], frozenset[OffloadKey]]:
@@ -139,7 +144,7 @@ def cost(found: SegmentMap, hit: Stretch, *, clean: bool) -> tuple[frozenset[Off
     everything = frozenset(KEYS)
     if hit.part is Part.HEADER:
         return frozenset(), frozenset()
-    if hit.part is Part.PAYLOAD and clean:  # the summary answers for the batch, so nobody looks before it is loaded
+    if hit.part is Part.PAYLOAD and clean:  # the summary lists the batch, so it is read at a load only
         return everything - {hit.key}, frozenset({hit.key})
     if hit.part in (Part.PAYLOAD, Part.BATCH_HEADER) and not clean:  # a batch that is not whole ends its segment
         before = found.batches[: hit.batch]
@@ -148,10 +153,21 @@ def cost(found: SegmentMap, hit: Stretch, *, clean: bool) -> tuple[frozenset[Off
 
 
 @pytest.fixture(params=list(CODECS))
-def directory(request: pytest.FixtureRequest, tmp_path: Path) -> SegmentBench:
-    made = SegmentBench(tmp_path / "kv", tmp_path / "pristine", request.param)
+def directory(request: pytest.FixtureRequest, tmp_path: Path, figures: Figures) -> SegmentBench:
+    made = SegmentBench(tmp_path / "kv", tmp_path / "pristine", request.param, figures)
     made.fill()
     return made
+
+
+@pytest.fixture(params=[True, False], ids=["closed", "crashed"])
+def clean(request: pytest.FixtureRequest) -> bool:
+    """Whether the segment was closed."""
+    return bool(request.param)
+
+
+@pytest.fixture
+def found(directory: SegmentBench, clean: bool) -> SegmentMap:
+    return SegmentMap(directory.segment(clean=clean))
 
 
 def case_at(found: SegmentMap, damage: Damage, at: int, *, clean: bool) -> Case | None:
@@ -201,11 +217,9 @@ _BIT = re.compile(r": bit (\d+) flipped")
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("clean", [True, False], ids=["closed", "crashed"])
 def test_a_damaged_field_costs_what_it_answers_for(
-    directory: SegmentBench, clean: bool, part: int, profile: Profile, figures: Figures
+    directory: SegmentBench, found: SegmentMap, clean: bool, part: int, profile: Profile
 ) -> None:
-    found = SegmentMap(directory.segment(clean=clean))
     fields = fields_of(found, clean=clean)
     is_full = profile is Profile.FULL
     damages = [
@@ -219,15 +233,13 @@ def test_a_damaged_field_costs_what_it_answers_for(
         case = case_at(found, damage, at, clean=clean)
         if case is not None:
             directory.try_reopening(case)
-    directory.report(figures, "fields of segments, batches, entries and summaries")
+    directory.report("fields of segments, batches, entries and summaries")
 
 
-@pytest.mark.parametrize("clean", [True, False], ids=["closed", "crashed"])
 def test_a_flipped_byte_anywhere_costs_what_it_belongs_to(
-    directory: SegmentBench, clean: bool, profile: Profile, figures: Figures
+    directory: SegmentBench, found: SegmentMap, clean: bool, profile: Profile
 ) -> None:
     """Of each stretch its first and last byte, and some within: paddings, gaps and the room behind the batches too."""
-    found = SegmentMap(directory.segment(clean=clean))
     chance = random.Random(SEED)
     samples = profile.pick(1, 10)
     places: list[int] = []
@@ -239,14 +251,12 @@ def test_a_flipped_byte_anywhere_costs_what_it_belongs_to(
         case = case_at(found, chance.choice(damages[:3]), at, clean=clean)
         if case is not None:
             directory.try_reopening(case)
-    directory.report(figures, "")
+    directory.report()
 
 
-@pytest.mark.parametrize("clean", [True, False], ids=["closed", "crashed"])
 def test_a_file_that_is_cut_or_grown_costs_what_was_cut_off(
-    directory: SegmentBench, clean: bool, profile: Profile, figures: Figures
+    directory: SegmentBench, found: SegmentMap, profile: Profile
 ) -> None:
-    found = SegmentMap(directory.segment(clean=clean))
     cuts = {stretch.start for stretch in found.stretches} | {stretch.end - 1 for stretch in found.stretches}
     if profile is Profile.FULL:
         cuts |= set(range(0, len(found.data), 1021))
@@ -258,12 +268,10 @@ def test_a_file_that_is_cut_or_grown_costs_what_was_cut_off(
     for more in (1, PAGE_BYTES, 100_000):
         directory.try_reopening(Case(f"{more} zeros appended", found.data + bytes(more), frozenset(KEYS)))
         directory.try_reopening(Case(f"{more} ones appended", found.data + b"\xff" * more, frozenset(KEYS)))
-    directory.report(figures, "cuts and growth")
+    directory.report("cuts and growth")
 
 
-def test_a_segment_that_says_it_is_shorter_is_not_sealed_over_its_payloads(
-    directory: SegmentBench, figures: Figures
-) -> None:
+def test_a_segment_that_says_it_is_shorter_is_not_sealed_over_its_payloads(directory: SegmentBench) -> None:
     """Closing writes the summary at the segment's end, which the header moves to where a payload lies."""
     found = SegmentMap(directory.segment(clean=False))
     size = next(field for field in SEGMENT_FIELDS if field.name == "segment size")
@@ -279,7 +287,7 @@ def test_a_segment_that_says_it_is_shorter_is_not_sealed_over_its_payloads(
             corrupt = count_of(rig.tier.stats(), "corrupt_blocks_total")
         if (loaded, corrupt) != (set(kept), 0):
             directory.failures["closed and opened again"] = f"{len(loaded)} loaded, {corrupt} corrupt"
-    directory.report(figures, "")
+    directory.report()
 
 
 # Under an open tier.
@@ -311,8 +319,8 @@ def payload_changes(found: SegmentMap, profile: Profile) -> Iterator[tuple[str, 
     yield "zeros, as a hole would read", bytes(data), {first.key}
 
 
-def test_a_block_that_is_damaged_while_the_tier_is_open_is_a_counted_miss(
-    directory: SegmentBench, profile: Profile, figures: Figures
+def test_a_block_that_is_damaged_under_an_open_tier_is_a_counted_miss(
+    directory: SegmentBench, profile: Profile
 ) -> None:
     found = SegmentMap(directory.segment(clean=True))
     for name, data, victims in payload_changes(found, profile):
@@ -322,15 +330,15 @@ def test_a_block_that_is_damaged_while_the_tier_is_open_is_a_counted_miss(
             _write_in_place(directory.path / SEGMENT_NAME, data)
             loaded = rig.load(KEYS)
             counted = count_of(rig.tier.stats(), "corrupt_blocks_total")
-            offered = {key for key, here in zip(KEYS, rig.lookup_all(KEYS), strict=True) if here}
+            offered = offered_by(rig)
             healed = rig.store(sorted(victims)).success and rig.load(KEYS) == set(KEYS)
         if (loaded, counted, offered, healed) != (set(KEYS) - victims, len(victims), set(KEYS) - victims, True):
             directory.failures[name] = f"loaded {len(loaded)}, counted {counted}, offered {len(offered)}, {healed=}"
-    directory.report(figures, "payloads under an open tier")
+    directory.report("payloads under an open tier")
 
 
-def test_headers_that_are_damaged_while_the_tier_is_open_cost_nothing_until_it_is_opened_again(
-    directory: SegmentBench, figures: Figures
+def test_headers_that_are_damaged_under_an_open_tier_cost_nothing_until_it_is_opened_again(
+    directory: SegmentBench,
 ) -> None:
     """The index is in memory then. Closing writes the summary, which answers for batches, not for the first page."""
     found = SegmentMap(directory.segment(clean=True))
@@ -352,10 +360,10 @@ def test_headers_that_are_damaged_while_the_tier_is_open_cost_nothing_until_it_i
             if (loaded, after, healed) != (set(KEYS), kept, True):
                 why = f"{len(loaded)} loaded, {len(after)} after opening again, {healed=}"
                 directory.failures[f"{part.value} at {stretch.start}"] = why
-    directory.report(figures, "headers under an open tier")
+    directory.report("headers under an open tier")
 
 
-def test_an_older_use_of_a_segment_brings_no_block_back(directory: SegmentBench, figures: Figures) -> None:
+def test_an_older_use_of_a_segment_brings_no_block_back(directory: SegmentBench) -> None:
     """The file of before a reset lies there again: its batches carry the old epoch."""
     old = directory.segment(clean=True)
     directory.tried += 2
@@ -368,7 +376,7 @@ def test_an_older_use_of_a_segment_brings_no_block_back(directory: SegmentBench,
             offered, loaded = rig.lookup_all(KEYS), rig.load(KEYS)
         if any(offered) or loaded:
             directory.failures[name] = f"{sum(offered)} are offered, {len(loaded)} loaded"
-    directory.report(figures, "segments of before a reset")
+    directory.report("segments of before a reset")
 
 
 def _write_in_place(path: Path, data: bytes) -> None:

@@ -1,7 +1,6 @@
-"""Encrypted blocks in each tier, attacked from below: a damaged, moved, foreign or plain block is a counted miss.
+"""Encrypted blocks in each tier, attacked in the storage: a damaged, moved, foreign or plain block is a counted miss.
 
-Whoever attacks here can write into the storage and knows the formats: every checksum is right, so that only encryption
-stands against it. The keys are the one thing that is not known.
+The attacker writes into the storage and knows all but the keys: every checksum is right, so only encryption helps.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _ENTRY = struct.Struct("<QIHH16s")
 
 
 class Planted(NamedTuple):
-    """What an attacker puts into a block's place."""
+    """A block's codec and payload, written by an attacker."""
 
     codec_id: int
     payload: bytes
@@ -58,7 +57,7 @@ class Bench:
         self.rig.reopen()
 
     def refused(self) -> int:
-        """Return how many blocks were counted as unreadable, whatever the reason."""
+        """Return how many blocks were counted as unreadable, for any reason."""
         counted = self.rig.tier.stats()
         if self.kind == "redis":
             return count_of(counted, "failed_blocks_total", "load")
@@ -176,7 +175,7 @@ def _sealed(key: OffloadKey, namespace_digest: bytes, codec_id: int, secret: str
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("tier", TIERS)
-def test_whoever_writes_into_the_storage_cannot_make_a_block(
+def test_an_attacker_who_writes_into_the_storage_cannot_make_a_block(
     opened: Opened, tier: str, codec: str, profile: Profile, figures: Figures
 ) -> None:
     bench = opened(tier, codec)
@@ -199,7 +198,7 @@ def test_whoever_writes_into_the_storage_cannot_make_a_block(
     figures.add("encryption", len(planted), len(planted) - len(broken), "all five tiers")
     assert not broken, f"{tier}: attacks {broken} of attacks_on gave a block"
     assert bench.refused() - before == len(planted), "each was counted"
-    assert bench.rig.load(neighbours) == set(neighbours), "what nobody touched is there"
+    assert bench.rig.load(neighbours) == set(neighbours), "untouched blocks load"
 
 
 @pytest.mark.parametrize("tier", TIERS[1:])

@@ -1,4 +1,4 @@
-"""Inspection of real servers: every damage is found and repaired, nobody is disturbed, nothing sound is deleted."""
+"""Inspection of real servers finds and repairs every damage, disturbs no process, and deletes no sound block."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_server_that_does_not_answer_is_an_error(place_of: PlaceOf) -> None:
     assert "the server" in tier["error"]
 
 
-def test_a_server_tells_with_a_ttl_which_blocks_were_used_again(place_of: PlaceOf) -> None:
+def test_with_a_ttl_a_server_s_survey_counts_blocks_that_were_used_again(place_of: PlaceOf) -> None:
     place = place_of("redis")
     alice = place.tenant("alice", ttl="1h")
     alice.store(BLOCKS)

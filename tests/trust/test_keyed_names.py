@@ -1,4 +1,4 @@
-"""Who reads a tier's storage cannot tell which keys are stored there: looked for in every byte of it."""
+"""A reader of a tier's storage cannot find out which keys it holds: every byte is searched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
 KEYS = 16
 SEEN_BYTES = 8
-"""A part of a digest that is so long occurs by chance in none of the few megabytes that are looked at."""
+"""Eight bytes of a digest occur by chance in none of the few megabytes that are searched."""
 NAME_KEY, OTHER_KEY = "5a" * 32, "a5" * 32
 SPEC = TierSpec("names", 4096, bytes(range(16)), {"model": "names"})
 DIGESTS: tuple[Callable[[bytes], bytes], ...] = (
@@ -37,7 +37,7 @@ DIGESTS: tuple[Callable[[bytes], bytes], ...] = (
 
 
 def traces_of(key: OffloadKey) -> set[bytes]:
-    """Return what would tell of a key, in each way to write it down: itself, and digests that need no secret."""
+    """Return a key and its digests without a secret, each in several encodings."""
     traces = {digest(text) for text in (key, get_offload_block_hash(key)) for digest in DIGESTS}
     traces |= {digest_of(key), bytes.fromhex(block_path(key, SPEC.namespace_digest)[3:])}  # the project's own
     written: set[bytes] = set()
@@ -48,7 +48,7 @@ def traces_of(key: OffloadKey) -> set[bytes]:
 
 
 def filled(place: Place, name_key: str | None) -> tuple[list[OffloadKey], bytes]:
-    """Store blocks whose bytes tell nothing of their keys; return the keys, and what a reader of the storage sees."""
+    """Store blocks of constant bytes; return their keys, and all names and bytes of the storage."""
     keys = make_keys(KEYS, "a prompt that the reader knows")
     rig = place.open(SPEC, lambda key, size, epoch: b"\xa5" * size, name_key=name_key)
     assert rig.store(keys).success

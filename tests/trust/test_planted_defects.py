@@ -1,4 +1,4 @@
-"""Defects planted in the product on purpose: each must be found by the races and crashes that are there to find it.
+"""Defects planted in the product on purpose: each must be found by the races and crashes.
 
 The simulation's are in `tests/support_tests/test_simulation.py`.
 """
@@ -17,7 +17,7 @@ import tiered_kv_nvme.reader
 from tests.support.crash_cases import FS, NVME, CrashCases
 from tests.support.crash_scenario import CrashScenario
 from tests.support.crash_server import Case
-from tests.support.flush_order import FlushOrder
+from tests.support.disks import FlushOrder
 from tests.support.mounts import PowerLoss
 from tests.support.race_cases import BLOCK_BYTES, race_damage, race_late_workers, race_loads_with_stores, stack_of
 from tests.support.races import Prompts, open_guarded, problems_at_rest
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.trust("planted-defects"), pytest.mark.slow]
 
 SECONDS = 2.0
 SEEDS = range(1, 21)
-"""A race goes on with the next until the defect is found: when threads meet is up to the machine."""
+"""A race tries the next seed until the defect is found: the machine decides the timing of threads."""
 SEED = 1
 WRITES_TRIED = 48
 CASES_A_ROUND = 8
@@ -91,7 +91,7 @@ def test_a_store_s_blocks_released_before_its_worker_has_ended_are_found_by_late
 
 
 class EagerTier(NvmeTier):
-    """Says that it has a block as soon as it is to be stored."""
+    """Answers True for a block as soon as its store is submitted."""
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
         self.promised = frozenset(job_metadata.keys)
@@ -156,7 +156,7 @@ def test_a_tier_that_forgets_nothing_at_a_reset_is_found_by_a_scheduler_that_res
     [
         (defective_crash_server.fs_publishes_before_it_writes, FS, True),
         (defective_crash_server.fs_takes_a_short_write_for_a_whole_one, FS, False),
-        (defective_crash_server.nvme_believes_torn_batches, NVME, True),
+        (defective_crash_server.nvme_takes_torn_batches_for_whole, NVME, True),
     ],
     ids=["published early", "short write", "torn batch"],
 )

@@ -1,7 +1,7 @@
-"""Races of threads: on the facade, a scheduler with its tiers, late workers; over hardly any room, every byte compared.
+"""Races of threads: on the facade, a scheduler with its tiers, late workers; in little memory, every byte compared.
 
-`tests.support.races` says what is raced and what must hold. A case that fails names its tier and seed; to play it
-again, run its test alone (`pytest -k`): the calls are the same, and when they meet is up to the machine.
+`tests.support.races` says what must hold. A case that fails names its tier and seed. To repeat it, run its test alone
+(`pytest -k`): the calls are the same, and their timing is the machine's.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def test_a_stack_that_is_closed_before_its_late_workers_come_leaves_them_their_b
     config = stack_of(entry_of(tier))
     for seed, note in seeds_of(f"{tier}, closed before late workers", profile.pick(2, 6), figures):
         found, late = race_late_shutdown(config, places_of(tier), seed=seed, seconds=0.1 + 0.05 * seed)
-        note(found + unless(late > 0, "nobody was late"))
+        note(found + unless(late > 0, "no worker was late"))
 
 
 @pytest.mark.parametrize("direction", ["to_client", "to_server"])
@@ -139,7 +139,7 @@ def test_no_block_is_used_again_while_a_stalled_connection_may_touch_it(
         where = f"{'redis' if tier == 'redis' else 'http'}://{proxy.host}:{proxy.port}"
         entry |= {"url" if tier == "redis" else "endpoint_url": where, "job_timeout": 0.3, "lookup_timeout": 0.5}
         entry |= {"breaker_failures": 1_000_000}
-        # What is sent must not fit the buffers of the sockets, or nobody reads the block any more when time is over.
+        # A block must not fit the sockets' buffers, or no worker reads it any more when its deadline passes.
         block_bytes = 4 << 20 if direction == "to_server" else BLOCK_BYTES
         few = {"families": 1, "shared_blocks": 2} if direction == "to_server" else {}
         for seed, note in seeds_of(f"{tier}, connections stalled {direction}", profile.pick(1, 3), figures):

@@ -1,7 +1,4 @@
-"""Races of stacks and processes: opened, closed and killed amid transfers, on one storage; every byte compared.
-
-`tests.support.races` says what is raced and what must hold. A case that fails names its tier and seed.
-"""
+"""Races of stacks and processes: opened, closed and killed amid transfers, on one storage; every byte compared."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import pytest
 from tests.support.children import Child
 from tests.support.entries import EntryOf
 from tests.support.figures import Figures, Profile
-from tests.support.race_cases import BLOCK_BYTES, TIERS, race_as_told, seeds_of, stack_of, unless
+from tests.support.race_cases import BLOCK_BYTES, TIERS, race_from_arguments, seeds_of, stack_of, unless
 from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
 from tiered_kv.stack import open_stack
@@ -91,7 +88,7 @@ def switching_often() -> Iterator[None]:
 
 def racer(config: Mapping[str, object], seed: int, seconds: float, reset_every: int = 0) -> Child:
     """Start a process that races on its own stack over shared tiers."""
-    return Child(race_as_told, json.dumps(config), str(seed), str(seconds), str(reset_every))
+    return Child(race_from_arguments, json.dumps(config), str(seed), str(seconds), str(reset_every))
 
 
 def race_of(child: Child) -> Race | None:
@@ -108,7 +105,7 @@ def test_two_processes_race_on_one_storage(
     config = stack_of(entry_of(tier))
     seconds = profile.pick(2.0, 3.0)
     for seed, note in seeds_of(f"{tier}, two processes, {what}", profile.pick(1, 3), figures):
-        # One that is to be killed does not end before, however late that comes.
+        # A process that will be killed must not end before.
         second_s = LIMIT_S if what == "one is killed" else seconds
         resets = 200 if what == "one resets" else 0
         with racer(config, seed, seconds) as first, racer(config, 1000 + seed, second_s, resets) as second:
@@ -119,9 +116,9 @@ def test_two_processes_race_on_one_storage(
             races = [race_of(first), race_of(second)]
         note([problem for race in races if race is not None for problem in race.problems])
         note(unless(races[0] is not None and races[0].verified_blocks > 0, "nothing was loaded"))
-        note(unless((races[1] is None) == (what == "one is killed"), "nobody was killed"))
+        note(unless((races[1] is None) == (what == "one is killed"), "no process was killed"))
         if what == "one resets":
-            note(unless(races[1] is not None and races[1].resets > 0, "nobody has reset"))
+            note(unless(races[1] is not None and races[1].resets > 0, "no process has reset"))
         # And what they have left is sound for a third.
         with open_stack(config) as stack:
             third = race_facade(stack, Prompts(BLOCK_BYTES), seed=seed, threads=2, seconds=0.5)

@@ -44,7 +44,7 @@ def linted(*arguments: str, text: str | None = None) -> str:
     return done.stdout
 
 
-def test_the_linter_s_rules_find_what_turns_data_into_code_or_verifies_nobody() -> None:
+def test_the_linter_finds_code_that_runs_data_or_verifies_no_certificate() -> None:
     said = linted("--stdin-filename", str(ROOT / "tiered_kv" / "planted.py"), "-", text=IMPORTS + PLANTED)
     found = {int(line) for line in re.findall(r"planted\.py:(\d+):\d+: (?:S|TID)\d+", said)}
     first = IMPORTS.count("\n") + 1

@@ -1,4 +1,4 @@
-"""What lies on disks and in shared memory is its owner's alone, and nothing planted is followed or written to."""
+"""Files on disk and in shared memory are private, and planted files are neither followed nor written to."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ FILES = {
     "nvme": ("lock", "epoch", "tiered-kv-nvme.json", "segment"),
     "fs": ("tiered-kv-fs.json",),
 }
-"""What a tier writes to, or believes, when it opens a directory."""
+"""Files that a tier reads or writes when it opens a directory."""
 CASES = [(tier, name) for tier, names in FILES.items() for name in names]
 VICTIM = b"precious" * 1024
-STRANGER = 12345
+OTHER_UID = 12345
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
 
@@ -53,7 +53,7 @@ def umask(mask: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("mask", [0, 0o022, 0o077])
 @pytest.mark.parametrize("tier", TIERS)
-def test_what_is_made_is_its_owner_s_alone_whatever_the_umask(tier: str, mask: int, tmp_path: Path) -> None:
+def test_files_and_directories_are_private_with_any_umask(tier: str, mask: int, tmp_path: Path) -> None:
     nested = tmp_path / "made" / "above"
     with umask(mask):
         tenant = Place(tier, tmp_path).tenant("alice")
@@ -80,12 +80,12 @@ def test_a_directory_with_blocks_that_others_can_get_at_is_refused_and_says_what
 
 @pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777])
 def test_an_empty_directory_of_ours_is_closed_to_others(tenant: Tenant, mode: int) -> None:
-    """A new file system's directory for lost files is nothing."""
+    """A new file system's `lost+found` does not count."""
     directory = tenant.path
     directory.mkdir()
     (directory / "lost+found").mkdir(mode=0o700)
     if os.geteuid() == 0:
-        os.chown(directory / "lost+found", STRANGER, STRANGER)
+        os.chown(directory / "lost+found", OTHER_UID, OTHER_UID)
     directory.chmod(mode)
     assert tenant.store(4) == 4
     assert mode_of(directory) & 0o077 == 0
@@ -96,11 +96,11 @@ def test_another_user_s_directory_is_refused_and_not_purged(tenant: Tenant, caps
     tenant.store(4)
     directory = tenant.path
     before = sorted(os.listdir(directory))
-    os.chown(directory, STRANGER, STRANGER)
+    os.chown(directory, OTHER_UID, OTHER_UID)
     with pytest.raises(ConfigError, match=r"found .* of uid 12345; .*make sure that nobody has put .*: chown -R 0"):
         open_stack(tenant.file)
     assert main(["purge", str(tenant.file), "--yes"]) == 1
-    assert str(STRANGER) in capsys.readouterr().out
+    assert str(OTHER_UID) in capsys.readouterr().out
     assert sorted(os.listdir(directory)) == before
     os.chown(directory, os.geteuid(), os.getegid())
     assert tenant.load(4) == (4, 0)
@@ -135,7 +135,7 @@ PLANTS: dict[str, Callable[[Path, Path], None]] = {
 
 @pytest.mark.parametrize("plant", PLANTS)
 @pytest.mark.parametrize(("tier", "name"), CASES)
-def test_what_is_planted_in_a_file_s_place_is_neither_followed_nor_written_to_nor_waited_for(
+def test_a_file_planted_in_a_file_s_place_is_neither_followed_nor_written_to_nor_waited_for(
     tier: str, name: str, plant: str, tmp_path: Path
 ) -> None:
     tenant, path = made(tier, name, tmp_path)
@@ -159,7 +159,7 @@ def test_what_is_planted_in_a_file_s_place_is_neither_followed_nor_written_to_no
 @pytest.mark.parametrize(("tier", "name"), CASES)
 def test_a_file_of_another_user_is_refused(tier: str, name: str, tmp_path: Path) -> None:
     tenant, path = made(tier, name, tmp_path)
-    os.chown(path, STRANGER, STRANGER)
+    os.chown(path, OTHER_UID, OTHER_UID)
     with pytest.raises(TierUnavailableError, match=r"belongs to another user \(uid 12345\)"):
         open_stack(tenant.file)
 
@@ -185,12 +185,11 @@ def test_a_namespace_that_is_a_symbolic_link_is_refused(tmp_path: Path) -> None:
 
 
 def test_where_a_file_system_keeps_no_modes_the_check_can_be_turned_off_and_check_shows_it(tmp_path: Path) -> None:
-    """Then the directory is everybody's."""
     tenant = Place("fs", tmp_path).tenant("alice", private=False)
     tenant.store(4)
     for path in (tenant.path, *tenant.path.rglob("*")):
         if os.geteuid() == 0:
-            os.chown(path, STRANGER, STRANGER)
+            os.chown(path, OTHER_UID, OTHER_UID)
         path.chmod(0o777)
     with open_stack(tenant.file) as stack:
         assert tenant.wrong(stack, tenant.keys(4)) == (4, 0)
@@ -200,47 +199,47 @@ def test_where_a_file_system_keeps_no_modes_the_check_can_be_turned_off_and_chec
 
 
 @pytest.fixture
-def shared_name() -> Iterator[str]:
-    name = f"tiered-kv-test-{os.getpid()}"
-    yield name
-    path = Path("/dev/shm") / f"{name}+workers"
+def shared() -> Iterator[Path]:
+    """Return the place of a region's file."""
+    path = Path("/dev/shm") / f"tiered-kv-test-{os.getpid()}+workers"
+    yield path
     if path.is_dir():
         path.rmdir()
     else:
         path.unlink(missing_ok=True)
 
 
-def join(name: str) -> None:
-    SharedRegion.join(SharedFile(name, "a", ["a"]), Geometry(2, BLOCK_BYTES)).close()
+def join(path: Path, *parties: str) -> SharedRegion:
+    file = SharedFile(path.name.removesuffix("+workers"), "a", ["a", *parties])
+    return SharedRegion.join(file, Geometry(2, BLOCK_BYTES))
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_what_is_planted_in_the_place_of_a_region_is_refused(plant: str, shared_name: str, tmp_path: Path) -> None:
-    victim = Path("/dev/shm") / f"{shared_name}-victim"  # a hard link needs the same file system
+def test_a_file_planted_in_the_place_of_a_region_is_refused(plant: str, shared: Path) -> None:
+    victim = shared.with_name(f"{shared.name}-victim")  # a hard link needs the same file system
     victim.write_bytes(bytes(2 * BLOCK_BYTES))
     try:
-        PLANTS[plant](Path("/dev/shm") / f"{shared_name}+workers", victim)
+        PLANTS[plant](shared, victim)
         with pytest.raises(ConfigError):
-            join(shared_name)
+            join(shared)
         assert victim.read_bytes() == bytes(2 * BLOCK_BYTES)
     finally:
         victim.unlink()
 
 
 @needs_root
-def test_another_user_s_region_is_refused(shared_name: str) -> None:
-    path = Path("/dev/shm") / f"{shared_name}+workers"
-    path.write_bytes(bytes(2 * BLOCK_BYTES))
-    os.chown(path, STRANGER, STRANGER)
+def test_another_user_s_region_is_refused(shared: Path) -> None:
+    shared.write_bytes(bytes(2 * BLOCK_BYTES))
+    os.chown(shared, OTHER_UID, OTHER_UID)
     with pytest.raises(ConfigError, match="belongs to another user"):
-        join(shared_name)
+        join(shared)
 
 
-def test_a_region_is_its_owner_s_alone_whatever_the_umask(shared_name: str) -> None:
+def test_a_region_is_private_with_any_umask(shared: Path) -> None:
     with umask(0):
-        joined = SharedRegion.join(SharedFile(shared_name, "a", ["a", "b"]), Geometry(2, BLOCK_BYTES))
+        joined = join(shared, "b")
     try:
-        assert mode_of(Path("/dev/shm") / f"{shared_name}+workers") == 0o600
+        assert mode_of(shared) == 0o600
     finally:
         joined.close()
 
@@ -254,7 +253,7 @@ def alice(tmp_path: Path) -> Tenant:
 
 
 def entries(path: Path) -> dict[str, tuple[int, int, int]]:
-    """Return all that is in a directory, itself included: whose, with what mode, changed when."""
+    """Return owner, mode and time of change of a directory and all its entries."""
     found = [path, *path.rglob("*")]
     return {str(each): (each.lstat().st_uid, each.lstat().st_mode, each.lstat().st_mtime_ns) for each in found}
 
@@ -265,21 +264,21 @@ PLANTED: dict[str, Callable[[Path], object]] = {
     "ledger": lambda path: path.write_bytes(b""),
     "tiered-kv-fs.json": lambda path: path.write_text('{"format": 1, "tier": "fs"}'),
 }
-"""Names that this tier gives, a namespace's first, and how to put something there."""
+"""Names that this tier uses, and how to make an entry of that name."""
 
 
 @needs_root
 @pytest.mark.parametrize("mode", [0o1777, 0o755, 0o700])
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_directory_that_is_not_used_yet_and_holds_a_stranger_s_entry_is_refused_untouched(
+def test_an_unused_directory_with_another_user_s_entry_is_refused_untouched(
     alice: Tenant, name: str, mode: int
 ) -> None:
     alice.path.mkdir()
     PLANTED[name](alice.path / name)
-    os.chown(alice.path / name, STRANGER, STRANGER)
+    os.chown(alice.path / name, OTHER_UID, OTHER_UID)
     alice.path.chmod(mode)
     before = entries(alice.path)
-    with pytest.raises(TieredKVError, match=rf"{STRANGER}|not a directory of this tier|mode (1777|0755)"):
+    with pytest.raises(TieredKVError, match=rf"{OTHER_UID}|not a directory of this tier|mode (1777|0755)"):
         open_stack(alice.file)
     assert entries(alice.path) == before
 
@@ -300,11 +299,11 @@ def test_a_directory_that_is_open_to_others_and_holds_anything_is_not_closed_but
 
 
 @needs_root
-def test_a_stranger_s_namespace_in_a_directory_of_ours_is_refused_at_the_opening(alice: Tenant) -> None:
+def test_another_user_s_namespace_in_a_directory_is_refused_at_the_opening(alice: Tenant) -> None:
     alice.store(8)
     path = alice.path / alice.digest
-    os.chown(path, STRANGER, STRANGER)
-    with pytest.raises(TierUnavailableError, match=rf"{path} belongs to another user \(uid {STRANGER}\)"):
+    os.chown(path, OTHER_UID, OTHER_UID)
+    with pytest.raises(TierUnavailableError, match=rf"{path} belongs to another user \(uid {OTHER_UID}\)"):
         open_stack(alice.file)
     os.chown(path, os.geteuid(), os.getegid())
     assert alice.load(8) == (8, 0)
@@ -328,7 +327,7 @@ def test_a_block_of_another_user_is_a_counted_miss_and_is_stored_again(alice: Te
     alice.store(8)
     with open_stack(alice.file) as stack:
         for block in alice.path.glob("*/*/*/*"):
-            os.chown(block, STRANGER, STRANGER)
+            os.chown(block, OTHER_UID, OTHER_UID)
         assert alice.wrong(stack, alice.keys(8)) == (0, 0)
     assert alice.store(8) == 8
     assert alice.load(8) == (8, 0)

@@ -1,4 +1,4 @@
-"""What comes from outside is never part of a path, nor of a name that could mean something else."""
+"""No input becomes part of a path, nor of a name with another meaning."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ KINDS = ("nvme", "fs", "redis", "s3")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_a_key_holds_it_is_part_of_no_path_and_means_nothing_to_a_server(
-    kind: str, place_of: PlaceOf, tmp_path: Path
-) -> None:
+def test_no_key_is_part_of_a_path_or_a_command_to_a_server(kind: str, place_of: PlaceOf, tmp_path: Path) -> None:
     storage = place_of(kind)
     tenant = storage.tenant("alice")
     keys: list[OffloadKey] = [make_offload_key(each, 0) for each in HASHES]
@@ -77,7 +75,7 @@ def test_whatever_a_key_holds_it_is_part_of_no_path_and_means_nothing_to_a_serve
 
 @pytest.mark.parametrize("name", TENANTS, ids=repr)
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_a_tenant_is_called_its_name_is_part_of_no_path_and_can_be_purged(
+def test_no_tenant_s_name_is_part_of_a_path_and_every_tenant_can_be_purged(
     kind: str, name: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage = place_of(kind)
@@ -98,10 +96,10 @@ RIGHTS = ("+get", "+set", "+strlen", "+unlink")
 
 
 @pytest.mark.parametrize("name_key", [None, "5a" * 32])
-def test_names_in_redis_are_seen_by_who_may_scan_and_say_nothing_if_they_are_keyed(
+def test_users_who_may_scan_redis_see_names_and_keyed_names_hide_the_keys(
     name_key: str | None, place_of: PlaceOf, redis_server: RedisServer
 ) -> None:
-    """As the page says of tenants on one server, each with a user of its own."""
+    """As `docs/reference/redis.md` describes tenants on one server, each with its own user."""
     place = place_of("redis")
     bob, alice = place.tenant("bob", name_key=name_key), place.tenant("alice")
     assert bob.store(4) == 4

@@ -1,14 +1,11 @@
-"""A purge leaves no byte of a tenant in any tier, and disturbs nobody who goes on.
-
-It takes nothing of another's, nor of what only has a name that begins like the namespace's.
-"""
+"""A purge leaves no byte of a tenant in any tier, disturbs no other process, and deletes no other namespace's data."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import pytest
 
 from tests.support.disk_use import occupied_bytes
 from tests.support.places import Place, PlaceOf
-from tests.support.redis_sentinels import RedisSentinelServers
+from tests.support.redis_groups import RedisSentinelServers
 from tests.support.redis_servers import RedisServer
 from tests.support.tenants import Tenant, neighbour
 from tiered_kv.cli import main
@@ -35,21 +32,35 @@ SHARED = ("fs", "redis", "redis-cluster", "s3-versioned")
 WAIT_S = 120.0
 
 
-def purge(tenant: Tenant, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
-    """Run the command; return its status and what it says of the tier."""
-    capsys.readouterr()
-    status = main(["purge", str(tenant.file), "--yes", "--json", *options])
-    report: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return status, report["tiers"][0]
+Purge = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def purge(capsys: pytest.CaptureFixture[str]) -> Purge:
+    """Runs the command with options; returns its status and its report of the tier."""
+
+    def purge(tenant: Tenant, *options: str) -> tuple[int, dict[str, Any]]:
+        capsys.readouterr()
+        status = main(["purge", str(tenant.file), "--yes", "--json", *options])
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return status, report["tiers"][0]
+
+    return purge
+
+
+def two_tenants(storage: Place) -> tuple[Tenant, Tenant]:
+    """Return two tenants on one storage, each with `BLOCKS` stored blocks."""
+    alice, bob = storage.tenant("alice"), storage.tenant("bob")
+    assert (alice.store(BLOCKS), bob.store(BLOCKS)) == (BLOCKS, BLOCKS)
+    return alice, bob
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_purge_leaves_no_byte_of_the_tenant_and_every_block_of_the_other(
-    kind: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
+    kind: str, place_of: PlaceOf, purge: Purge
 ) -> None:
     storage = place_of(kind)
-    alice, bob = storage.tenant("alice"), storage.tenant("bob")
-    assert (alice.store(BLOCKS), bob.store(BLOCKS)) == (BLOCKS, BLOCKS)
+    alice, bob = two_tenants(storage)
     if kind == "s3-versioned":
         leave_versions(storage, alice)
     of_alice, before, named = storage.hold(alice.marker, bob.marker, alice.digest.encode())
@@ -57,7 +68,7 @@ def test_a_purge_leaves_no_byte_of_the_tenant_and_every_block_of_the_other(
     assert before
     assert named
 
-    status, tier = purge(alice, capsys, "--tenant", "alice")
+    status, tier = purge(alice, "--tenant", "alice")
 
     assert (status, tier["error"], tier["unknown"]) == (0, "", [])
     (found,) = tier["namespaces"]
@@ -86,32 +97,28 @@ def leave_versions(storage: Place, tenant: Tenant) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fs", "redis", "s3-versioned"])
-def test_what_a_reset_made_unreachable_is_purged_too(
-    kind: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_reset_made_unreachable_is_purged_too(kind: str, place_of: PlaceOf, purge: Purge) -> None:
     storage = place_of(kind)
     alice = storage.tenant("alice")
     with open_stack(alice.file) as stack:
         alice.put(stack, alice.keys(BLOCKS))
         stack.manager.reset_cache()
         alice.put(stack, alice.keys(BLOCKS, BLOCKS))
-    status, tier = purge(alice, capsys)
+    status, tier = purge(alice)
     assert status == 0, tier
     assert storage.holds(alice.marker) == []
     assert tier["namespaces"][0]["blocks"] >= 2 * BLOCKS
-    assert purge(alice, capsys)[1]["namespaces"] == []
+    assert purge(alice)[1]["namespaces"] == []
 
 
 @pytest.mark.parametrize("kind", SHARED)
-def test_a_purge_disturbs_nobody_who_uses_the_same_storage(
-    kind: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_purge_disturbs_no_process_that_uses_the_same_storage(kind: str, place_of: PlaceOf, purge: Purge) -> None:
     storage = place_of(kind)
     alice, bob = storage.tenant("alice"), storage.tenant("bob")
     with neighbour(alice) as purged, neighbour(bob) as other:
         purged.go_on(ROUNDS)
         before = other.go_on(ROUNDS)
-        status, tier = purge(alice, capsys)
+        status, tier = purge(alice)
         assert tier["error"] == ""
         assert status == (0 if all(not each["left"] for each in tier["namespaces"]) else 1)
         (found,) = tier["namespaces"]
@@ -126,7 +133,7 @@ def test_a_purge_disturbs_nobody_who_uses_the_same_storage(
         assert last["came"] - before["came"] == 16 * (last["rounds"] - before["rounds"]), (
             "no block of the other is lost"
         )
-    status, tier = purge(alice, capsys)
+    status, tier = purge(alice)
     assert (status, tier["error"]) == (0, "")
     of_alice, of_bob = storage.hold(alice.marker, bob.marker)
     assert of_alice == []
@@ -134,48 +141,47 @@ def test_a_purge_disturbs_nobody_who_uses_the_same_storage(
 
 
 def test_a_purge_through_a_sentinel_finds_the_master_that_there_is_now(
-    redis_sentinel: RedisSentinelServers, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
+    redis_sentinel: RedisSentinelServers, place_of: PlaceOf, purge: Purge
 ) -> None:
     replica, storage = redis_sentinel.replica, place_of("redis-sentinel")
-    alice, bob = storage.tenant("alice"), storage.tenant("bob")
-    assert (alice.store(BLOCKS), bob.store(BLOCKS)) == (BLOCKS, BLOCKS)
+    alice, bob = two_tenants(storage)
     wait_until(lambda: len(replica.keys("*")) >= len(redis_sentinel.master.keys("*")), what="the replica's following")
     redis_sentinel.fail_over()
     storage.masters = [replica]
     assert storage.holds(alice.marker)
-    status, tier = purge(alice, capsys, "--tenant", "alice")
+    status, tier = purge(alice, "--tenant", "alice")
     assert (status, tier["error"]) == (0, "")
     assert tier["namespaces"][0]["blocks"] == BLOCKS
     assert storage.hold(alice.marker, alice.digest.encode()) == [[], []]
     assert bob.load(BLOCKS) == (BLOCKS, 0)
 
 
-def test_an_nvme_directory_that_is_open_is_not_purged(place_of: PlaceOf, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_nvme_directory_that_is_open_is_not_purged(place_of: PlaceOf, purge: Purge) -> None:
     storage = place_of("nvme")
     alice = storage.tenant("alice")
     with neighbour(alice) as owner:
         owner.go_on(2)
-        status, tier = purge(alice, capsys)
+        status, tier = purge(alice)
         assert status == 1
         assert "is in use by process" in tier["error"]
         assert storage.holds(alice.marker)
         owner.go_on(2)
 
 
-def test_a_directory_of_another_namespace_is_not_touched(place_of: PlaceOf, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_of_another_namespace_is_not_touched(place_of: PlaceOf, purge: Purge) -> None:
     storage = place_of("nvme")
     alice, bob = storage.tenant("alice"), storage.tenant("bob")
     bob.store(BLOCKS)
     before = {entry.name: entry.read_bytes() for entry in bob.path.iterdir()}
     alice.file.write_text(alice.file.read_text().replace(str(alice.path), str(bob.path)))
-    status, tier = purge(alice, capsys, "--tenant", "alice")
+    status, tier = purge(alice, "--tenant", "alice")
     assert (status, tier["namespaces"], tier["error"]) == (0, [], "")
     assert {entry.name: entry.read_bytes() for entry in bob.path.iterdir()} == before
 
 
 @pytest.mark.parametrize("where", ["nvme", "fs", "fs namespace"])
-def test_what_is_not_the_tier_s_stays_and_is_told_where_it_may_be_a_copy_of_blocks(
-    where: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_other_files_stay_and_are_reported_where_they_may_be_copies_of_blocks(
+    where: str, place_of: PlaceOf, purge: Purge, tmp_path: Path
 ) -> None:
     """An nvme directory is one namespace's, and so is a namespace's in one of fs, which is many's."""
     storage = place_of(where.partition(" ")[0])
@@ -187,7 +193,7 @@ def test_what_is_not_the_tier_s_stays_and_is_told_where_it_may_be_a_copy_of_bloc
     victim.mkdir()
     (victim / ("0" * 32)).write_bytes(b"precious")
     (folder / ("e" * 16)).symlink_to(victim)
-    status, tier = purge(alice, capsys)
+    status, tier = purge(alice)
     told = " ".join(tier["namespaces"][0]["left"])
     assert (status, "notes.txt, which is not this tier's" in told) == ((0, False) if where == "fs" else (1, True))
     assert [path.read_text() for path in alice.path.rglob("notes.txt")] == ["mine"]
@@ -195,47 +201,35 @@ def test_what_is_not_the_tier_s_stays_and_is_told_where_it_may_be_a_copy_of_bloc
     assert storage.holds(alice.marker) == []
 
 
-def test_what_a_killed_purge_or_a_killed_writer_left_is_purged(
-    place_of: PlaceOf, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_a_killed_purge_or_a_killed_writer_left_is_purged(place_of: PlaceOf, purge: Purge, tmp_path: Path) -> None:
     storage = place_of("fs")
-    alice, bob = storage.tenant("alice"), storage.tenant("bob")
-    assert (alice.store(BLOCKS), bob.store(BLOCKS)) == (BLOCKS, BLOCKS)
+    alice, bob = two_tenants(storage)
     directory = tmp_path / "kv"
     block = next((directory / alice.digest).glob("*/*/*"))
     shutil.copy(block, block.with_name(f".{block.name}.{'a' * 16}.7.tmp"))
     (directory / alice.digest).rename(directory / f".{alice.digest}.{'0' * 16}.purged")
     assert storage.holds(alice.marker)
     assert bob.load(BLOCKS) == (BLOCKS, 0)
-    status, tier = purge(alice, capsys, "--tenant", "alice")
+    status, tier = purge(alice, "--tenant", "alice")
     assert (status, tier["namespaces"][0]["blocks"]) == (0, BLOCKS)
     assert storage.holds(alice.marker) == []
 
 
-def test_the_ledger_gets_back_what_a_purge_has_freed(
-    place_of: PlaceOf, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    storage = place_of("fs")
-    alice, bob = storage.tenant("alice"), storage.tenant("bob")
-    alice.store(BLOCKS)
-    bob.store(BLOCKS)
-
+def test_the_ledger_gets_back_what_a_purge_has_freed(place_of: PlaceOf, purge: Purge, tmp_path: Path) -> None:
+    alice, _ = two_tenants(place_of("fs"))
     ledger = tmp_path / "kv" / "ledger"
     before = json.loads(ledger.read_bytes())["total_bytes"]
-    _, tier = purge(alice, capsys)
+    _, tier = purge(alice)
     after = json.loads(ledger.read_bytes())["total_bytes"]
     assert after == before - tier["namespaces"][0]["size_bytes"] >= occupied_bytes(tmp_path / "kv")
 
 
-def test_a_readable_form_that_names_another_tenant_is_not_believed(
-    place_of: PlaceOf, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_readable_form_that_names_another_tenant_is_refused(place_of: PlaceOf, purge: Purge, tmp_path: Path) -> None:
     storage = place_of("fs")
-    alice, bob = storage.tenant("alice"), storage.tenant("bob")
-    assert (alice.store(BLOCKS), bob.store(BLOCKS)) == (BLOCKS, BLOCKS)
+    alice, bob = two_tenants(storage)
     readable = tmp_path / "kv" / bob.digest / "namespace.json"
     readable.write_bytes(readable.read_bytes().replace(b'"bob"', b'"alice"'))
-    status, tier = purge(alice, capsys, "--tenant", "alice")
+    status, tier = purge(alice, "--tenant", "alice")
     assert (status, tier["unknown"]) == (1, [bob.digest])
     assert [each["namespace"] for each in tier["namespaces"]] == [alice.digest]
     assert storage.holds(alice.marker) == []
@@ -243,7 +237,7 @@ def test_a_readable_form_that_names_another_tenant_is_not_believed(
 
 
 def test_an_epoch_survives_a_purge_as_a_new_one_so_that_nothing_from_before_a_reset_is_joined(
-    place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
+    place_of: PlaceOf, purge: Purge
 ) -> None:
     storage = place_of("s3-versioned")
     alice = storage.tenant("alice")
@@ -252,7 +246,7 @@ def test_an_epoch_survives_a_purge_as_a_new_one_so_that_nothing_from_before_a_re
         with open_stack(alice.file) as stack:
             stack.manager.reset_cache()
             alice.put(stack, alice.keys(4, 4))
-        purge(alice, capsys)
+        purge(alice)
         alice.put(never_reset, alice.keys(4, 100))  # of old weights, for all that is known
         assert alice.load(4, 100) == (0, 0)
         wait_until(lambda: not never_reset.counters()["s3"]["jobs_in_flight"])
@@ -261,7 +255,7 @@ def test_an_epoch_survives_a_purge_as_a_new_one_so_that_nothing_from_before_a_re
 
 @pytest.mark.parametrize("kind", ["s3", "s3-versioned"])
 def test_a_purge_keeps_the_mark_that_a_reset_writes_while_it_runs(
-    kind: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: str, place_of: PlaceOf, purge: Purge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = place_of(kind)
     alice = place.tenant("alice")
@@ -278,7 +272,7 @@ def test_a_purge_keeps_the_mark_that_a_reset_writes_while_it_runs(
             return delete(self, objects)
 
         monkeypatch.setattr(Control, "delete", delete_late)
-        status, tier = purge(alice, capsys)
+        status, tier = purge(alice)
     assert [(name, data) for name, _, data in place.everything()] == [(f"{root}epoch", b"new")]
     (found,) = tier["namespaces"]
     assert (status, found["blocks"], found["left"]) == (0, 2 if kind == "s3-versioned" else 1, [])
@@ -288,7 +282,7 @@ def test_a_purge_keeps_the_mark_that_a_reset_writes_while_it_runs(
 
 
 def test_names_in_redis_that_others_put_beside_or_among_the_namespace_s_stay(
-    redis_server: RedisServer, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
+    redis_server: RedisServer, place_of: PlaceOf, purge: Purge
 ) -> None:
     alice = place_of("redis").tenant("alice")
     alice.store(FEW)
@@ -305,7 +299,7 @@ def test_names_in_redis_that_others_put_beside_or_among_the_namespace_s_stay(
     ]  # fmt: skip
     for name in (*among, *beside):
         redis_server.set(name.encode(), b"precious")
-    status, tier = purge(alice, capsys)
+    status, tier = purge(alice)
     (found,) = tier["namespaces"]
     assert sorted(redis_server.keys("*")) == sorted(name.encode() for name in (*among, *beside))
     assert (status, found["blocks"]) == (1, FEW + 1)
@@ -331,7 +325,7 @@ def test_prefixes_of_a_bucket_that_begin_alike_are_apart(place_of: PlaceOf) -> N
 
 
 def test_a_bucket_s_objects_that_others_put_under_the_namespace_s_names_stay_and_are_told(
-    place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
+    place_of: PlaceOf, purge: Purge
 ) -> None:
     place = place_of("s3-versioned")
     alice = place.tenant("alice", capacity="64MiB")
@@ -350,7 +344,7 @@ def test_a_bucket_s_objects_that_others_put_under_the_namespace_s_names_stay_and
     for name in foreign:
         for body in (b"precious", b"more precious"):
             client.put_object(Bucket=place.bucket, Key=name, Body=body)
-    client.delete_object(Bucket=place.bucket, Key=foreign[0])  # its older versions are somebody's all the same
+    client.delete_object(Bucket=place.bucket, Key=foreign[0])  # leaves its older versions
 
     client.close()
 
@@ -358,12 +352,12 @@ def test_a_bucket_s_objects_that_others_put_under_the_namespace_s_names_stay_and
         return sorted((name, data) for name, _, data in place.everything() if data is not None)
 
     before = [each for each in versions() if each[0] in foreign]
-    status, tier = purge(alice, capsys)
+    status, tier = purge(alice)
     (found,) = tier["namespaces"]
     after = versions()
     assert len(before) == 2 * len(foreign)
     assert [each for each in after if each[0] in foreign] == before
-    assert {name for name, _ in after} == {*foreign, f"{root}epoch"}, "whatever was this tool's is gone"
+    assert {name for name, _ in after} == {*foreign, f"{root}epoch"}, "all objects of this tool are gone"
     assert place.holds(alice.marker) == []
     assert (status, found["purged"], found["blocks"]) == (1, False, 2 * FEW)
     assert found["left"] == [f"{len(foreign)} objects that are not of this tool were left"]

@@ -1,6 +1,6 @@
-"""Everything that is read from outside has a limit: a gigabyte in its place is refused, and never in memory.
+"""Every input has a size limit: a gigabyte is refused, and never read into memory.
 
-The files are sparse, so a gigabyte takes no room on the disk; what is read of one takes memory all the same.
+The files are sparse, so a gigabyte takes no room on the disk.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import pytest
 from tests.support.loopback import LoopbackServer
 from tests.support.places import Place, PlaceOf
 from tests.support.redis_servers import RedisServer
-from tests.support.s3_servers import REGION, S3Server, missing_for_moto
 from tests.support.tenants import Tenant
 from tiered_kv.cli import main
 from tiered_kv.config.secret_keys import read_key_file
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.stack import open_stack
+from tiered_kv.testing.s3_servers import REGION, S3Server, missing_for_moto
 from tiered_kv.workload.trace import read_trace
 
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
@@ -38,7 +38,7 @@ BLOCKS = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def _servers(request: pytest.FixtureRequest) -> None:
-    """Start, and import, what lasts for the session before any test of this module measures anything."""
+    """Start the session's server, and import its client, before a test measures memory."""
     if not missing_for_moto():
         server: S3Server = request.getfixturevalue("moto_server")
         server.client().close()
@@ -46,7 +46,7 @@ def _servers(request: pytest.FixtureRequest) -> None:
 
 @contextmanager
 def little_memory() -> Iterator[None]:
-    """Fail if the block has more than `PEAK_BYTES` of objects at a time that it made."""
+    """Fail if the block allocates more than `PEAK_BYTES` at a time."""
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
@@ -175,12 +175,7 @@ def test_an_object_in_a_bucket(which: str, place_of: PlaceOf) -> None:
 
 
 class EndlessServer(LoopbackServer):
-    """Answers whatever it is sent with a head, and then with bytes for as long as they are taken.
-
-    Args:
-        head: The first bytes of each answer.
-        filler: What follows, again and again.
-    """
+    """Answers each request with `head`, and then with `filler` until the client closes the connection."""
 
     def __init__(self, head: bytes, filler: bytes) -> None:
         self._head, self._filler = head, filler * (65536 // len(filler))
@@ -210,12 +205,12 @@ ENDLESS_HTTP = {
 
 @pytest.mark.parametrize("form", ENDLESS_HTTP)
 def test_an_s3_server_s_answers(form: str, tmp_path: Path) -> None:
-    """What a running engine does is bounded. Purges and `check` read as boto3 does (security.md)."""
+    """Bounded for a running engine; purges and `check` read as boto3 does (docs/explanation/security.md)."""
     with EndlessServer(*ENDLESS_HTTP[form]) as server:
         entry = {"type": "s3", "bucket": "kv-bucket", "region": REGION, "access_key_id": "a", "secret_access_key": "b"}
         entry |= {"endpoint_url": f"http://{server.address}", "job_timeout": "1s", "lookup_timeout": "200ms"}
         tenant = Tenant("alice", tmp_path, {**entry, "attempts": 1, "request_timeout": "400ms"})
         with little_memory(), suppress(TieredKVError), open_stack(tenant.file) as stack:
-            tenant.put(stack, tenant.keys(BLOCKS))  # a server that says that it has done so is believed
+            tenant.put(stack, tenant.keys(BLOCKS))  # may succeed: the server may report that it stored them
             assert tenant.wrong(stack, tenant.keys(BLOCKS, 100)) == (0, 0)
         assert server.sent_bytes > 0

@@ -1,6 +1,6 @@
-"""Servers prove who they are unless a setting says that they need not, and then `tiered-kv check` shows it.
+"""Every server's certificate is verified: also those of a Redis Cluster's members, of sentinels and of their masters.
 
-Over TLS a Redis Cluster's members, sentinels, and the masters that they name prove who they are, each of them.
+`tls_verify: false` turns this off, and `tiered-kv check` shows it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.redis_clusters import RedisClusterServers
-from tests.support.redis_sentinels import SERVICE, RedisSentinelServers
+from tests.support.redis_groups import SERVICE, RedisClusterServers, RedisSentinelServers
 from tests.support.redis_servers import PASSWORD, PATIENT, RedisServer, TlsFiles, make_tls_files
 from tests.support.s3_entries import s3_entry
-from tests.support.s3_servers import S3Server, missing_for_moto, start_moto
 from tests.support.tenants import Tenant
 from tiered_kv.cli import main
 from tiered_kv.counters import count_of
 from tiered_kv.stack import open_stack
+from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, start_moto
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv_s3.settings import S3Settings
 
@@ -43,7 +42,7 @@ def other(tmp_path: Path) -> TlsFiles:
 
 
 def both(one: TlsFiles, other: TlsFiles, folder: Path) -> str:
-    """Return the path of a file with both authorities, so that nothing but a name can be wrong."""
+    """Return the path of a file with both authorities, so that only a name can be wrong."""
     path = folder / "both.pem"
     path.write_bytes(one.ca.read_bytes() + other.ca.read_bytes())
     return str(path)
@@ -91,7 +90,7 @@ def values_of(servers: Sequence[RedisServer]) -> int:
 
 
 @pytest.mark.parametrize("reason", ["wrong authority", "system authorities", "wrong name"])
-def test_a_redis_that_does_not_prove_who_it_is_gets_nothing(
+def test_a_redis_with_a_wrong_certificate_gets_nothing(
     reason: str, tls_redis_server: RedisServer, other: TlsFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = tls_redis_server
@@ -103,14 +102,14 @@ def test_a_redis_that_does_not_prove_who_it_is_gets_nothing(
     expect_used(tenant_of(server.tls, tmp_path, **settings, tls_verify=False), capsys, verified=False)
 
 
-def test_a_redis_that_proves_who_it_is_is_used_and_check_says_verified(
+def test_a_redis_with_the_right_certificate_is_used_and_check_says_verified(
     tls_redis_server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = tls_redis_server
     expect_used(tenant_of(server.tls, tmp_path, url=server.url, password=PASSWORD), capsys)
 
 
-def test_a_cluster_s_members_prove_who_they_are(
+def test_the_certificates_of_a_cluster_s_members_are_verified(
     tls_redis_cluster: RedisClusterServers, other: TlsFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster, tls = tls_redis_cluster, tls_redis_cluster.tls
@@ -127,10 +126,10 @@ def test_a_cluster_s_members_prove_who_they_are(
     expect_refused(tenant_of(tls, tmp_path, **trusting), capsys)
 
 
-def test_a_master_that_a_cluster_names_proves_who_it_is_too(
+def test_the_certificates_of_other_masters_of_a_cluster_are_verified(
     tls_redis_cluster: RedisClusterServers, other: TlsFiles, tmp_path: Path
 ) -> None:
-    """The one that is asked has the right certificate. What another has is not stored, and is a miss."""
+    """The first master has the right certificate. Blocks of the others are not stored, and are misses."""
     cluster, tls = tls_redis_cluster, tls_redis_cluster.tls
     assert tls is not None
     cluster.keep_masters()
@@ -148,7 +147,7 @@ def test_a_master_that_a_cluster_names_proves_who_it_is_too(
     assert values_of([asked]) == before + stored
 
 
-def test_a_sentinel_and_the_master_that_it_names_prove_who_they_are(
+def test_the_certificates_of_a_sentinel_and_its_master_are_verified(
     tls_redis_sentinel: RedisSentinelServers, other: TlsFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     servers, tls = tls_redis_sentinel, tls_redis_sentinel.tls
@@ -188,7 +187,7 @@ def moto_with() -> Iterator[Callable[[TlsFiles], S3Server]]:
 
 
 @pytest.mark.parametrize("reason", ["wrong authority", "system authorities", "wrong name"])
-def test_an_s3_server_that_does_not_prove_who_it_is_gets_nothing(
+def test_an_s3_server_with_a_wrong_certificate_gets_nothing(
     reason: str, moto_with: Callable[[TlsFiles], S3Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = "elsewhere.example" if reason == "wrong name" else "127.0.0.1"
@@ -206,7 +205,7 @@ def test_an_s3_server_that_does_not_prove_who_it_is_gets_nothing(
         assert count_of(stack.counters()["s3"], "failed_blocks_total", "store", "untrusted") == BLOCKS
 
 
-def test_an_s3_server_that_proves_who_it_is_is_used(
+def test_an_s3_server_with_the_right_certificate_is_used(
     moto_with: Callable[[TlsFiles], S3Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = files_in(tmp_path / "own")

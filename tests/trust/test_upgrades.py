@@ -1,4 +1,4 @@
-"""What earlier releases stored loads today; what other versions of the format left is refused, and left alone.
+"""Blocks of earlier releases load; storage of other format versions is refused, and not changed.
 
 `golden/make_golden.py` made the golden files, and says when to make others.
 """
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.figures import Figures
 from tests.support.places import STORED, Place, PlaceOf
 from tests.support.segment_map import PAGE_BYTES, SEGMENT_FIELDS, seal
 from tests.trust.golden.make_golden import FORMS, NAME_KEY, SMALL, SPEC
@@ -24,7 +23,7 @@ from tiered_kv.testing.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_re
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID
 
-pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
+pytestmark = [pytest.mark.trust("upgrades"), pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 
 GOLDEN = Path(__file__).parent / "golden"
 OTHER_VERSIONS = (0, 2)
@@ -45,22 +44,15 @@ def golden(tier: str, form: str = "", version: int = 1) -> dict[str, bytes]:
     return {name: zlib.decompress(base64.b64decode(text)) for name, text in texts.items()}
 
 
-def conclude(figures: Figures, found: object, expected: object, note: str = "") -> None:
-    """Count a case, which passes if what was found is what was expected."""
-    figures.add("upgrades", 1, int(found == expected), note)
-    assert found == expected
-
-
 # Of this version.
 
 
+@pytest.mark.trust(note="golden files of version 1, in all codecs")
 @pytest.mark.parametrize(
     ("form", "codec"), [(form, codec) for form in ("", "encrypted") for codec in FORMS[form].codecs]
 )
 @pytest.mark.parametrize("tier", STORED)
-def test_what_version_1_stored_loads_byte_for_byte(
-    place_of: PlaceOf, tier: str, form: str, codec: str, figures: Figures
-) -> None:
+def test_what_version_1_stored_loads_byte_for_byte(place_of: PlaceOf, tier: str, form: str, codec: str) -> None:
     """And what it encrypted with another key, under the same number, does not."""
     place, stored, keys = place_of(tier), golden(tier, form), make_keys(4, f"golden {codec}")
     place.restore(stored)
@@ -70,13 +62,12 @@ def test_what_version_1_stored_loads_byte_for_byte(
         rig.tier.shutdown()
         place.restore(stored)
         found.append(opened(place, codec, form, encryption={"keys": {7: "b8" * 32}, "write_key": 7}).load(keys))
-    conclude(figures, found, [[True] * 4, set(keys), set()][: len(found)], "golden files of version 1, in all codecs")
+    assert found == [[True] * 4, set(keys), set()][: len(found)]
 
 
+@pytest.mark.trust(note="golden directories with keyed names")
 @pytest.mark.parametrize("tier", ["nvme", "fs"])
-def test_what_version_1_stored_under_names_is_found_with_their_key_alone(
-    place_of: PlaceOf, tier: str, figures: Figures
-) -> None:
+def test_what_version_1_stored_under_names_is_found_with_their_key_alone(place_of: PlaceOf, tier: str) -> None:
     place, keys = place_of(tier), make_keys(4, "golden raw")
     place.restore(golden(tier, "keyed"))
     found = []
@@ -84,15 +75,13 @@ def test_what_version_1_stored_under_names_is_found_with_their_key_alone(
         rig = opened(place, form="keyed", name_key=name_key)
         found.append(len(rig.load(keys)))
         rig.tier.shutdown()
-    conclude(figures, found, [4, 0], "golden directories with keyed names")
+    assert found == [4, 0]
 
 
 @pytest.mark.parametrize(
     ("tier", "form"), [*((tier, form) for tier in ("fs", "redis", "s3") for form in ("", "encrypted")), ("fs", "keyed")]
 )
-def test_what_is_stored_today_has_the_names_and_bytes_of_version_1(
-    place_of: PlaceOf, tier: str, form: str, figures: Figures
-) -> None:
+def test_what_is_stored_today_has_the_names_and_bytes_of_version_1(place_of: PlaceOf, tier: str, form: str) -> None:
     """So that version 1's releases, of which some may run beside this one, read it too."""
     stored, place = golden(tier, form), place_of(tier)
     expected = comparable(stored)
@@ -102,7 +91,7 @@ def test_what_is_stored_today_has_the_names_and_bytes_of_version_1(
         rig = opened(place, codec, form)
         assert rig.store(make_keys(4, f"golden {codec}")).success
         rig.tier.shutdown()
-    conclude(figures, comparable(place.stored()), expected)
+    assert comparable(place.stored()) == expected
 
 
 def comparable(stored: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -121,7 +110,7 @@ def comparable(stored: Mapping[str, bytes]) -> dict[str, bytes]:
     return found
 
 
-def test_the_head_of_a_segment_is_that_of_version_1(place_of: PlaceOf, figures: Figures) -> None:
+def test_the_head_of_a_segment_is_that_of_version_1(place_of: PlaceOf) -> None:
     """Generation and epoch are of the directory; all else of page 0 is the format's."""
     place = place_of("nvme")
     rig = opened(place)
@@ -131,17 +120,16 @@ def test_the_head_of_a_segment_is_that_of_version_1(place_of: PlaceOf, figures: 
     generation = next(field for field in SEGMENT_FIELDS if field.name == "generation")
     pages = [stored[name][:PAGE_BYTES] for stored in (place.stored(), golden("nvme"))]
     today, old = (seal(generation.written(page, 1), 0, PAGE_BYTES) for page in pages)
-    conclude(figures, today, old)
+    assert today == old
 
 
 # Of other versions.
 
 
+@pytest.mark.trust(note="directories, records, servers and buckets of versions 0 and 2")
 @pytest.mark.parametrize("version", OTHER_VERSIONS)
 @pytest.mark.parametrize("tier", ["nvme", "fs"])
-def test_a_directory_of_another_version_is_refused_and_left_alone(
-    place_of: PlaceOf, tier: str, version: int, figures: Figures
-) -> None:
+def test_a_directory_of_another_version_is_refused_and_left_alone(place_of: PlaceOf, tier: str, version: int) -> None:
     """Also where the marker has nothing else that this release knows: then its version says why."""
     name = f"tiered-kv-{tier}.json"
     place = place_of(tier)
@@ -151,13 +139,12 @@ def test_a_directory_of_another_version_is_refused_and_left_alone(
         opened(place)
     advice = ("use the release that wrote it", "give another directory", "delete this one", str(place.path))
     said = (f"format version {version}", "reads version 1", *advice)
-    unsaid = [each for each in said if each not in str(refused.value)]
-    note = "directories, records, servers and buckets of versions 0 and 2"
-    conclude(figures, (unsaid, {path: path.read_bytes() for path in before}), ([], before), note)
+    assert [each for each in said if each not in str(refused.value)] == []
+    assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.parametrize("version", OTHER_VERSIONS)
-def test_a_segment_of_another_version_holds_nothing(place_of: PlaceOf, version: int, figures: Figures) -> None:
+def test_a_segment_of_another_version_holds_nothing(place_of: PlaceOf, version: int) -> None:
     """In a directory whose marker says version 1 no release writes any other: it is damage, and its room is used."""
     stored = golden("nvme")
     (name,) = (each for each in stored if each.startswith("segment-"))
@@ -165,16 +152,14 @@ def test_a_segment_of_another_version_holds_nothing(place_of: PlaceOf, version: 
     place = place_of("nvme")
     place.restore({**stored, name: seal(field.written(stored[name], version), 0, PAGE_BYTES)})
     rig = opened(place)
-    found = rig.tier.stats()["discarded_segments_total"], rig.lookup_all(make_keys(4, "golden raw"))
-    conclude(figures, found, (1, [False] * 4))
+    assert rig.tier.stats()["discarded_segments_total"] == 1
+    assert rig.lookup_all(make_keys(4, "golden raw")) == [False] * 4
 
 
 @pytest.mark.parametrize("version", OTHER_VERSIONS)
 @pytest.mark.parametrize("tier", ["memory", "fs", "redis", "s3"])
-def test_a_record_of_another_version_is_a_counted_miss(
-    place_of: PlaceOf, tier: str, version: int, figures: Figures
-) -> None:
-    """It stays in a bucket, which nothing marks as one version's; elsewhere such a mark says that it is damage."""
+def test_a_record_of_another_version_is_a_counted_miss(place_of: PlaceOf, tier: str, version: int) -> None:
+    """It stays in a bucket, which has no mark of a version; elsewhere the mark says version 1, so it is damage."""
     place = place_of(tier)
     rig = opened(place)
     keys = make_keys(3, "of another version")
@@ -185,31 +170,33 @@ def test_a_record_of_another_version_is_a_counted_miss(
     assert record is not None
     foreign = seal_record(field.written(record, version))
     door.write(keys[0], foreign)
-    found = rig.load(keys), count_of(rig.tier.stats(), "corrupt_blocks_total"), rig.lookup_all(keys), door.read(keys[0])
+    assert rig.load(keys) == set(keys[1:])
+    assert count_of(rig.tier.stats(), "corrupt_blocks_total") == 1
+    assert rig.lookup_all(keys) == [False, True, True]
+    assert door.read(keys[0]) == (foreign if tier == "s3" else None)
     assert rig.store(keys[:1]).success
     assert rig.load(keys) == set(keys)
-    conclude(figures, found, (set(keys[1:]), 1, [False, True, True], foreign if tier == "s3" else None))
 
 
 @pytest.mark.parametrize("version", OTHER_VERSIONS)
-def test_names_of_another_version_in_a_server_are_left_alone(place_of: PlaceOf, version: int, figures: Figures) -> None:
+def test_names_of_another_version_in_a_server_are_left_alone(place_of: PlaceOf, version: int) -> None:
     ours, keys = golden("redis"), make_keys(4, "golden raw")
     theirs = {bytes.fromhex(name).replace(b"tkv1:", b"tkv%d:" % version, 1).hex(): data for name, data in ours.items()}
     place = place_of("redis")
     place.restore(theirs)
     rig = opened(place)
-    found = rig.lookup_all(keys), rig.load(keys)
+    assert (rig.lookup_all(keys), rig.load(keys)) == ([False] * 4, set())
     assert rig.store(keys).success
     assert rig.tier.reset_cache()
     assert rig.store(keys).success
     rig.tier.shutdown()
     now = place.stored()
-    conclude(figures, (*found, {name: now.get(name) for name in theirs}), ([False] * 4, set(), theirs))
+    assert {name: now.get(name) for name in theirs} == theirs
 
 
 @pytest.mark.parametrize("version", OTHER_VERSIONS)
 def test_a_bucket_of_another_version_is_refused_and_left_alone(
-    place_of: PlaceOf, version: int, figures: Figures, caplog: pytest.LogCaptureFixture
+    place_of: PlaceOf, version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The epoch is a bucket's mark: where it is another version's, nothing is stored, loaded, offered, or reset."""
     stored = golden("s3")
@@ -228,8 +215,8 @@ def test_a_bucket_of_another_version_is_refused_and_left_alone(
         rig.tier.reset_cache()
         results += rig.wait([rig.submit_store(make_keys(2, "new"))])
         rig.tier.shutdown()
-    reasons = [(result.success, result.reason) for result in results]
-    now = {each: data for each, data in place.stored().items() if each in theirs}
+    assert {each: data for each, data in place.stored().items() if each in theirs} == theirs
+    assert [(result.success, result.reason) for result in results] == [(False, "format")] * 3
+    assert offered == [False] * 4
     advice = (f"version {version}", "reads version 1", "use the release that wrote it")
-    unsaid = [each for each in advice if each not in str(refused.value)]
-    conclude(figures, (now, reasons, offered, unsaid), (theirs, [(False, "format")] * 3, [False] * 4, []))
+    assert [each for each in advice if each not in str(refused.value)] == []

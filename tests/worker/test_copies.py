@@ -1,4 +1,4 @@
-"""Handlers copy what a plain loop over slices copies, whatever the layout."""
+"""Handlers copy the same bytes as a plain loop over slices, in any layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handlers work in order, refuse what cannot be, and stop when they are told to."""
+"""Handlers work in order, refuse impossible transfers, and stop at shutdown."""
 
 from __future__ import annotations
 
@@ -30,8 +30,15 @@ DEVICES = [
 BLOCK_BYTES = 512
 
 
+def caches_of(tensor: Any, page_bytes: int, refs: list[list[tuple[int, int]]] | None = None) -> CanonicalKVCaches:
+    groups = [[(0, page_bytes)]] if refs is None else refs
+    return CanonicalKVCaches(
+        [CanonicalKVCacheTensor(tensor, page_bytes)], [[CanonicalKVCacheRef(*ref) for ref in group] for group in groups]
+    )
+
+
 class Copying(HostCopier):
-    """Copies by a function of the test's own."""
+    """Copies by a function of the test."""
 
     def __init__(self, copy: Callable[[CopyPlan], float]) -> None:
         super().__init__("tiered-kv-store")
@@ -47,9 +54,7 @@ class Rig:
     def __init__(self, device: str, copy: Callable[[CopyPlan], float] | None = None) -> None:
         self.region = PrimaryRegion(16, BLOCK_BYTES)
         self.cache = torch.zeros((16, BLOCK_BYTES), dtype=torch.uint8, device=device)
-        caches = CanonicalKVCaches(
-            [CanonicalKVCacheTensor(self.cache, BLOCK_BYTES)], [[CanonicalKVCacheRef(0, BLOCK_BYTES)]]
-        )
+        caches = caches_of(self.cache, BLOCK_BYTES)
         if copy is None:
             self.handlers = open_handlers(caches, self.region)
         else:
@@ -122,12 +127,10 @@ def test_nothing_is_copied_after_shutdown(rig: Rig) -> None:
         rig.store(2, [0], [0])
     with pytest.raises(ShutdownError):
         rig.load(2, [0], [0])
-    assert rig.region.close(), "nobody holds the memory any more"
+    assert rig.region.close(), "the memory is no longer used"
 
 
-def test_copies_of_a_handler_that_is_dropped_do_not_outlive_their_memory(
-    gate: Gate,
-) -> None:
+def test_copies_of_a_handler_that_is_dropped_do_not_outlive_their_memory(gate: Gate) -> None:
     def held_up(plan: CopyPlan) -> float:
         gate.pass_through()
         was_there.append(memory() is not None)
@@ -151,9 +154,7 @@ def test_copies_of_a_handler_that_is_dropped_do_not_outlive_their_memory(
     assert region.close()
 
 
-def test_shutdown_waits_for_the_copy_that_runs_and_drops_those_behind_it(
-    gate: Gate,
-) -> None:
+def test_shutdown_waits_for_the_copy_that_runs_and_drops_those_behind_it(gate: Gate) -> None:
     def held_up(plan: CopyPlan) -> float:
         gate.pass_through()
         return copy_runs(plan)
@@ -223,7 +224,7 @@ def test_impossible_blocks_are_refused_and_nothing_is_copied(
 
 
 class ForeignSpec:
-    """A spec of an engine's own class."""
+    """A spec of an engine's class."""
 
     def __init__(self, block_ids: object, **attributes: object) -> None:
         self.block_ids = block_ids
@@ -249,13 +250,6 @@ def test_specs_are_read_by_their_attributes(rig: Rig) -> None:
 def test_what_is_no_spec_is_refused(rig: Rig, spec: tuple[object, object], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         rig.handlers.store.transfer_async(1, spec)
-
-
-def caches_of(tensor: Any, page_bytes: int, refs: list[list[tuple[int, int]]] | None = None) -> CanonicalKVCaches:
-    groups = [[(0, page_bytes)]] if refs is None else refs
-    return CanonicalKVCaches(
-        [CanonicalKVCacheTensor(tensor, page_bytes)], [[CanonicalKVCacheRef(*ref) for ref in group] for group in groups]
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A region that several processes map: nobody waits, nobody is left over."""
+"""A region that several processes map, in any order of arrival, also after some were killed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def name() -> Iterator[str]:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits that have an end have it at once, and not after five minutes."""
+    """Waits time out at once, and not after five minutes."""
     monkeypatch.setattr(shared_file, "JOIN_TIMEOUT_S", 0.05)
 
 
@@ -69,14 +69,14 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("order", [PARTIES, PARTIES[::-1], ["worker 1", "scheduler", "worker 0"]])
-def test_all_map_the_same_bytes_in_whatever_order_they_come(name: str, order: list[str]) -> None:
+def test_all_parties_map_the_same_bytes_in_any_order_of_joining(name: str, order: list[str]) -> None:
     regions: list[SharedRegion] = []
     for index, party in enumerate(order):
         assert not any(region.is_complete() for region in regions)
         assert all(region.missing_parties() == sorted(order[index:]) for region in regions)
         regions.append(join(name, party))
     assert all(region.is_complete() and not region.missing_parties() for region in regions)
-    assert not file_of(name).exists(), "the name goes with the last who comes"
+    assert not file_of(name).exists(), "the last party that joins removes the name"
     for index, region in enumerate(regions):
         region.array[index] = index + 1
     for region in regions:
@@ -84,7 +84,7 @@ def test_all_map_the_same_bytes_in_whatever_order_they_come(name: str, order: li
         assert region.close()
 
 
-def test_who_leaves_before_all_have_come_is_missing_again(name: str) -> None:
+def test_a_party_that_leaves_before_all_have_joined_is_missing_again(name: str) -> None:
     scheduler, worker = join(name, "scheduler"), join(name, "worker 0")
     worker.close()
     assert scheduler.missing_parties() == ["worker 0", "worker 1"]
@@ -112,7 +112,7 @@ def test_a_second_process_of_the_same_party_is_refused(name: str) -> None:
         ({"block_size_factor": 2}, "expected block_size_factor 2 in .*, found block_size_factor 1"),
     ],
 )
-def test_another_geometry_is_refused_while_somebody_is_there(name: str, other: dict[str, int], message: str) -> None:
+def test_another_geometry_is_refused_while_a_party_has_joined(name: str, other: dict[str, int], message: str) -> None:
     region = join(name, "worker 0")
     with pytest.raises(ConfigError, match=message):
         join(name, "worker 1", **other)
@@ -121,7 +121,7 @@ def test_another_geometry_is_refused_while_somebody_is_there(name: str, other: d
     region.close()
 
 
-def test_who_joins_gives_its_place_to_a_region_of_any_geometry_until_one_is_stated(name: str) -> None:
+def test_a_file_has_no_geometry_before_a_region_joins(name: str) -> None:
     file = SharedFile(name, "worker 0", PARTIES)
     other = join(name, "worker 1", rows=7)
     with pytest.raises(ConfigError, match=r"expected rows 4 in .*, found rows 7"):
@@ -130,7 +130,7 @@ def test_who_joins_gives_its_place_to_a_region_of_any_geometry_until_one_is_stat
     other.close()
 
 
-def test_notes_are_read_by_all_in_whatever_order_the_parties_come(name: str) -> None:
+def test_all_parties_read_the_notes_in_any_order_of_joining(name: str) -> None:
     files = [SharedFile(name, party, PARTIES, party.encode()) for party in reversed(PARTIES)]
     for file in files:
         assert file.notes_of(PARTIES[1:]) == [b"worker 0", b"worker 1"]
@@ -141,7 +141,7 @@ def test_notes_are_read_by_all_in_whatever_order_the_parties_come(name: str) -> 
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_note_that_does_not_come_is_waited_for_in_bounds(name: str) -> None:
+def test_the_wait_for_a_note_is_bounded(name: str) -> None:
     kill(hold(name, "worker 1"))
     file = SharedFile(name, "worker 0", PARTIES, b"new")
     with pytest.raises(ConfigError, match=r"^worker 1 has not joined .* on one machine$"):
@@ -165,7 +165,7 @@ def test_a_party_that_was_killed_is_missing_again(name: str) -> None:
     scheduler.close()
 
 
-def test_what_a_killed_run_left_is_used_again_with_any_size(name: str) -> None:
+def test_the_file_of_a_killed_run_is_used_again_with_any_size(name: str) -> None:
     kill(hold(name, "worker 0"))
     assert file_of(name).exists()
     region = join(name, "worker 0", rows=7)
@@ -175,7 +175,7 @@ def test_what_a_killed_run_left_is_used_again_with_any_size(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_killed_processes_leave_nothing_once_all_have_come(name: str) -> None:
+def test_killed_processes_leave_no_file_once_all_have_joined(name: str) -> None:
     processes = [hold(name, party) for party in PARTIES]
     assert not file_of(name).exists()
     for process in processes:
@@ -192,7 +192,7 @@ def test_a_restarted_worker_does_not_pass_for_the_one_before(name: str) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_neighbour_that_does_not_finish_its_turn_is_waited_for_in_bounds(name: str) -> None:
+def test_the_wait_for_a_locked_file_is_bounded(name: str) -> None:
     with file_of(name).open("wb") as file:
         file_of(name).chmod(0o600)
         fcntl.lockf(file, fcntl.LOCK_EX)

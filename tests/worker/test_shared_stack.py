@@ -24,6 +24,7 @@ from tiered_kv.base import (
 )
 from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY
 from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.facade import rows_of
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.stack import Stack
 from tiered_kv.worker import SharedStack, TieredOffloadingSpec, WorkerHandlers
@@ -69,11 +70,7 @@ def transfer(handlers: WorkerHandlers, blocks: list[int], rows: list[int], *, is
 
 def prepare_store(stack: Stack, keys: list[OffloadKey]) -> list[int] | None:
     output = stack.manager.prepare_store(keys, ReqContext(req_id="r"))
-    if output is None:
-        return None
-    assert isinstance(output.store_spec, CPULoadStoreSpec)
-    rows: list[int] = output.store_spec.block_ids.tolist()
-    return rows
+    return None if output is None else rows_of(output.store_spec)
 
 
 def test_workers_of_different_sizes_do_not_share_bytes(name: str) -> None:

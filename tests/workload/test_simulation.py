@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tests.support import stacks
 from tests.support.redis_servers import PATIENT, RedisServer, redis_server
 from tests.support.s3_entries import s3_entry
-from tests.support.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.hit_rates import default_sizes, hit_rate
@@ -161,12 +161,13 @@ HALF_MEMORY = {"type": "memory", "capacity": "384KiB"}
     "tiers",
     [
         [{"type": "memory", "capacity": "768KiB"}],
+        pytest.param([NVME], marks=pytest.mark.slow),
         [HALF_MEMORY, NVME],
         pytest.param([{**HALF_MEMORY, "fill_on_promotion": True}, NVME], marks=pytest.mark.slow),
         pytest.param([{**NVME, "admit_after": 2}], marks=pytest.mark.slow),
         pytest.param([{"type": "fs", "path": "fs", "capacity": "64MiB"}], marks=pytest.mark.slow),
     ],
-    ids=["memory", "memory-nvme", "filled", "admission", "fs"],
+    ids=["memory", "nvme", "memory-nvme", "filled", "admission", "fs"],
 )
 def test_it_agrees_with_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: list[dict[str, Any]]) -> None:
     assert_agrees(tmp_path, monkeypatch, tiers)

@@ -9,7 +9,7 @@ import pytest
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.workload.request import Request, block_key
-from tiered_kv.workload.trace import read_trace
+from tiered_kv.workload.trace import LINE_BYTES_MAX, read_trace
 
 GOOD = {"timestamp": 5, "input_length": 600, "output_length": 20, "hash_ids": [0, 7]}
 REAL_TRACE = Path(__file__).parents[3] / "shared/traces/conversation_trace.jsonl"
@@ -55,6 +55,11 @@ def test_a_bad_line_says_where_and_what(tmp_path: Path, line: object, problem: s
     with pytest.raises(ConfigError, match=problem) as caught:
         list(read_trace(file))
     assert caught.value.location == f"{file}:2"
+
+
+def test_a_line_that_never_ends_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="longer than 4MiB"):
+        list(read_trace(written(tmp_path, "1" * (LINE_BYTES_MAX + 1))))
 
 
 def test_an_absent_trace_is_a_clear_error(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.observe.report.bench_page import BENCH_COLUMNS, bench_page, bench_remarks, bench_rows
-from tiered_kv.observe.report.page import Run, counted
+from tiered_kv.observe.report.page import Run, quantity
 from tiered_kv.stack import open_tier
 from tiered_kv.workload.bench import BenchSettings, TierBench, bench_tier
 
@@ -110,7 +110,7 @@ def _show(stack: str, results: list[TierBench], settings: BenchSettings) -> None
         bench_rows(results),
         title=f"{stack}: {settings.blocks:,} blocks of {format_bytes(block_bytes)}, {settings.batch} to a job",
     )
-    rounds = counted(settings.rounds, "round")
+    rounds = quantity(settings.rounds, "round")
     print_text(f"Medians (and spreads) of {rounds}; each tier was given {written} of new blocks.")
     for line in bench_remarks(results):
         print_text(line)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
-from tiered_kv.config.redaction import scrub, told
+from tiered_kv.config.redaction import error_text, scrub
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes, rounded_bytes
@@ -84,7 +84,7 @@ def _check_primary(config: StackConfig) -> tuple[TierCheck, PrimaryRegion]:
         make_policy(settings.policy, config.primary_blocks)
         region = open_region(config)
     except Exception as error:  # a third-party policy may raise anything
-        reason = told(error, config.secret_texts())
+        reason = error_text(error, config.secret_texts())
         return TierCheck("cpu", "cpu", False, reason), PrimaryRegion(_PROBE_BLOCKS, config.block.bytes)
     details: dict[str, object] = {
         "capacity_bytes": region.num_blocks * region.block_bytes,
@@ -103,7 +103,7 @@ def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegi
         details = {name: _scrubbed(each, secrets) for name, each in tier.describe().items()}
         return TierCheck(settings.name, settings.type, True, details=details)
     except Exception as error:  # a third-party tier may raise anything
-        return TierCheck(settings.name, settings.type, False, told(error, secrets))
+        return TierCheck(settings.name, settings.type, False, error_text(error, secrets))
 
 
 def _scrubbed(value: object, secrets: set[str]) -> object:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from tiered_kv._cli.arguments import describe_use, rate, seconds
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
 from tiered_kv.config.namespace import differences
-from tiered_kv.config.redaction import told
+from tiered_kv.config.redaction import error_text
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
@@ -27,6 +27,8 @@ _TIMEOUT_FACTOR = 4
 """A check may take this many times as long as its rate needs."""
 _SHOW_INTERVAL_S = 0.1
 _SLEEP_MIN_S = 0.01
+_LAG_MAX_S = 1.0
+"""How far a check may be behind its rate and catch up: reading, and sleeping longer than asked, take time too."""
 _CHECKED = ("ok", "blocks", "size_bytes", "damaged", "unreadable", "repaired", "checks_tags", "notes", "error")
 
 
@@ -105,7 +107,7 @@ def _inspect(config: StackConfig, settings: TierSettings, args: argparse.Namespa
             if args.verify:
                 _verify(administration, config, settings, tier, args)
     except Exception as error:  # a third-party administration may raise anything
-        tier.error = told(error, settings.secret_texts())
+        tier.error = error_text(error, settings.secret_texts())
     return tier
 
 
@@ -132,7 +134,7 @@ def _verify(
             except NotImplementedError:
                 found.error = f"tiers of type '{settings.type}' cannot be verified"
             except Exception as problem:  # a third-party administration may raise anything
-                found.error = told(problem, settings.secret_texts())
+                found.error = error_text(problem, settings.secret_texts())
 
 
 def _paced(rate_bytes: int, show: Callable[[int], None], deadline: float) -> Callable[[int], None]:
@@ -147,7 +149,7 @@ def _paced(rate_bytes: int, show: Callable[[int], None], deadline: float) -> Cal
         nonlocal done_bytes, due_s, shown_s
         now_s = time.monotonic()
         done_bytes += size_bytes
-        due_s = max(due_s, now_s) + size_bytes / rate_bytes
+        due_s = max(due_s, now_s - _LAG_MAX_S) + size_bytes / rate_bytes
         if now_s - shown_s >= _SHOW_INTERVAL_S:
             show(done_bytes)
             shown_s = now_s

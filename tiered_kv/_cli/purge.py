@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
-from tiered_kv.config.redaction import told
+from tiered_kv.config.redaction import error_text
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.config.units import rounded_bytes
@@ -145,7 +145,7 @@ def _administer(settings: TierSettings, tier: TierPurge, work: Callable[[TierAdm
         with closing(load()(settings)) as administration:
             work(administration)
     except Exception as error:  # a third-party administration may raise anything
-        tier.error = told(error, settings.secret_texts())
+        tier.error = error_text(error, settings.secret_texts())
 
 
 def _ask(tiers: Sequence[TierPurge]) -> None:
@@ -180,6 +180,6 @@ def _remarks(tier: TierPurge) -> Iterator[str]:
         yield from (f"LEFT of {each.namespace}: {text}" for text in each.left)
         yield from each.notes
     for digest in tier.unknown:
-        yield f"whose namespace {digest} is cannot be told; give --namespace if it is meant"
+        yield f"whose namespace {digest} is cannot be error_text; give --namespace if it is meant"
     if tier.error:
         yield f"FAILED: {tier.error}"

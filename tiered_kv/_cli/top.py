@@ -76,16 +76,16 @@ def _once(watcher: Watcher, address: Address, args: argparse.Namespace) -> Statu
     """Show one interval; raise TierUnavailableError without an answer."""
     with progress(f"looking twice in {rounded_seconds(args.interval)}", None):
         first = watcher.look()
-        if not first.trouble:
+        if not first.error:
             time.sleep(args.interval)
-        sight = first if first.trouble else watcher.look()
-    if sight.view is None or sight.trouble:
-        raise TierUnavailableError(f"{address}: {sight.trouble}; is the stack open there, with 'metrics' in its file?")
+        sight = first if first.error else watcher.look()
+    if sight.view is None or sight.error:
+        raise TierUnavailableError(f"{address}: {sight.error}; is the stack open there, with 'metrics' in its file?")
     if args.json:
         print_json({"url": str(address), **asdict(sight.view)})
     else:
         _print_sight(sight, args.interval, notices_s=float("inf"))
-    return Status.FOUND if sight.view.is_troubled else Status.OK
+    return Status.FOUND if sight.view.has_problem else Status.OK
 
 
 def _draw(watcher: Watcher, address: Address, interval_s: float) -> None:
@@ -123,7 +123,7 @@ def _print_sight(sight: Sight, interval_s: float, *, notices_s: float) -> None:
 
     view = sight.view
     print_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {headline(sight, interval_s).plain}")
-    if view is None or sight.trouble:
+    if view is None or sight.error:
         return
     columns, rows = plain_rows(view)
     print_table(columns, rows)

@@ -26,7 +26,7 @@ _KINDS: Final = {
     "load": "load failed",
     "store": "store failed",
 }
-_WIDTHS_MIN: Final = {"load\nbudget": 76, "store\nbudget": 69, "load\np99": 62, "hit\n%": 55}
+_WIDTHS_MIN: Final = {"load\nbudget": 79, "store\nbudget": 72, "load\np99": 65, "hit\n%": 58}
 """The width of a terminal from which it shows a column, if that is not always."""
 _BARS_WIDTH_MIN: Final = 80
 _TABLE_WIDTH_MAX: Final = 110
@@ -48,7 +48,7 @@ def screen(sight: Sight, where: str, interval_s: float, console: Console) -> Ren
         return Group(*parts, Text("Ctrl-C ends", style="dim"))
     left = console.height - len(parts) - 4
     tiers, notices = view.tiers[: max(1, left)], view.notices
-    parts += ["", _tier_table(tiers, console, "dim" if sight.trouble else "")]
+    parts += ["", _tier_table(tiers, console, "dim" if sight.error else "")]
     left -= len(tiers)
     reasons_max = max(_REASONS_MIN, left - 4 - min(len(notices), max(3, left // 3)))
     reasons = view.reasons[:reasons_max] if left >= _REASONS_MIN + 2 else ()
@@ -63,9 +63,9 @@ def screen(sight: Sight, where: str, interval_s: float, console: Console) -> Ren
 def headline(sight: Sight, interval_s: float) -> Text:
     """Return a line about the whole stack, or that there is no answer."""
     view = sight.view
-    if view is None or sight.trouble:
+    if view is None or sight.error:
         since = f" for {rounded_seconds(sight.lost_s)}" if sight.lost_s >= 1 else ""
-        lost = f"NO ANSWER{since}: {sight.trouble}; asking again every {rounded_seconds(interval_s)}"
+        lost = f"NO ANSWER{since}: {sight.error}; asking again every {rounded_seconds(interval_s)}"
         return Text(lost, style="bold white on red", no_wrap=True, overflow="ellipsis")
     hits = number(sum(tier.hits_per_s for tier in view.tiers))
     share = f"{hits} blocks/s" if view.hit_share is None else f"{view.hit_share:.1%}"

@@ -83,7 +83,7 @@ def scrub(text: str, secrets: Set[str]) -> str:
     return _QUERY.sub(rf"\1{HIDDEN}", _USERINFO_IN_TEXT.sub(rf"\1{HIDDEN}@", text))
 
 
-def told(error: Exception, secrets: Set[str]) -> str:
+def error_text(error: Exception, secrets: Set[str]) -> str:
     """Return an error's text without any of `secrets`; a text of a third-party error begins with its type."""
     text = scrub(str(error), secrets)
     return text if isinstance(error, TieredKVError) else f"{type(error).__name__}: {text}"

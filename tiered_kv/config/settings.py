@@ -105,9 +105,7 @@ class TierSettings(StrictModel):
         ge=1,
         description="Bytes of loads in flight; by default a quarter of the primary tier's capacity.",
     )
-    job_timeout: Seconds = Field(
-        default=30.0, gt=0, le=86400, description="How long a job may take before it counts as failed."
-    )
+    job_timeout: Seconds = Field(default=30.0, gt=0, le=86400, description="How long a job may take before it expires.")
     lookup_timeout: Seconds = Field(
         default=1.0, gt=0, le=3600, description="How long a lookup may go unanswered before it is a miss."
     )

@@ -141,7 +141,7 @@ class EventPublisher:
         self._queue.append((self._next_batch, time.time(), events))
         self._next_batch += 1
 
-    def counted(self) -> dict[str, int]:
+    def snapshot(self) -> dict[str, int]:
         return {
             "event_messages_total": self._sent_messages,
             "dropped_event_batches_total": self._dropped_batches + self._invalid_batches,

@@ -2,7 +2,7 @@
 
 The scheduler's thread appends batches to a queue. The history's thread, or a reader, takes them from it:
 
-    manager:  note(tier, fate, keys) · missed(log, because, keys) · loaded(log, keys, sources) · ended(log, troubles)
+    manager:  note(tier, fate, keys) · missed(log, because, keys) · loaded(log, keys, sources) · ended(log, failures)
     history:  fates into the table · why each key was missed, by the table as it then is · counts
 
 The order matters: a block that a request misses is computed and stored again, and that must not hide why it was missed.
@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.observe.fates import CHUNK_KEYS_MAX, Fate
-from tiered_kv.observe.ledger import CPU, Because, EndedRequest, Ledger, RequestLog, Troubles
+from tiered_kv.observe.ledger import CPU, BatchFates, EndedRequest, Failures, Ledger, RequestLog
 from tiered_kv.tiering.step import give_way
 
 PAGE_KEYS: Final = 1 << 14
@@ -42,7 +42,7 @@ Page = list[OffloadKey]
 _Batch = tuple[Callable[..., None], Page, int, int, tuple[Any, ...]]
 """A method of the ledger, the part of a page that has its keys, and its other arguments (Any: as it takes)."""
 _NO_KEYS: Final[Page] = []
-_NO_TROUBLES: Final[Troubles] = {}
+_NO_FAILURES: Final[Failures] = {}
 
 
 def next_page(page: Page) -> Page:
@@ -124,10 +124,10 @@ class BlockHistory:
     def missed(
         self,
         log: RequestLog,
-        because: Because,
+        because: BatchFates,
         page: Page,
         start: int = 0,
-        troubles: Troubles = _NO_TROUBLES,
+        failures: Failures = _NO_FAILURES,
     ) -> None:
         """Note the keys `page[start:]`, for which a request got a miss; with repetitions, if it asked again.
 
@@ -135,11 +135,11 @@ class BlockHistory:
         """
         self._note_evicted()
         if self._has_room():
-            self._append(self._ledger.miss, page, start, log, because, troubles)
+            self._append(self._ledger.miss, page, start, log, because, failures)
         else:
             self._dropped_keys += len(page) - start
 
-    def promoted(self, log: RequestLog, because: Because, keys: Collection[OffloadKey]) -> None:
+    def promoted(self, log: RequestLog, because: BatchFates, keys: Collection[OffloadKey]) -> None:
         """Note keys that only a secondary tier has, and for which a request waits."""
         self._note_evicted()
         self._add(self._ledger.promote, keys, log, because)
@@ -149,16 +149,16 @@ class BlockHistory:
         if not self._add(self._ledger.load, keys, log, sources):
             self._dropped_keys += len(keys)
 
-    def ended(self, log: RequestLog, troubles: Troubles = _NO_TROUBLES) -> None:
+    def ended(self, log: RequestLog, failures: Failures = _NO_FAILURES) -> None:
         """Count the blocks of a request that has ended; without room in the queue it is forgotten later."""
         if self._has_room():
-            self._append(self._ledger.end, _NO_KEYS, 0, log, troubles)
+            self._append(self._ledger.end, _NO_KEYS, 0, log, failures)
 
     def stored(self, keys: Collection[OffloadKey]) -> None:
         """Note keys that the engine has computed and stored, after a miss."""
         self._add(self._ledger.store, keys)
 
-    def gave_up(self, tier: int) -> None:
+    def note_lookup_timeout(self, tier: int) -> None:
         """Note that a lookup in a tier timed out, and counts as a miss."""
         if self._has_room():
             self._append(self._ledger.lookup_timeout, _NO_KEYS, 0, tier)
@@ -209,7 +209,7 @@ class BlockHistory:
             if keys_max is None:
                 give_way()
 
-    def counted(self) -> list[dict[str, dict[str, int]]]:
+    def snapshot(self) -> list[dict[str, dict[str, int]]]:
         """Return for each tier `blocks_total` by result, `misses_total` by reason and `ghost_hits_total` by size."""
         with self._lock:
             return self._ledger.snapshot()

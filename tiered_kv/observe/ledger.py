@@ -31,9 +31,9 @@ _NOT_STORED: Final = frozenset(
     {Fate.ADMISSION, Fate.BUDGET, Fate.NO_SPACE, Fate.BREAKER, Fate.DISABLED, Fate.TIMEOUT, Fate.FAILED}
 )
 
-Because = bytes
+BatchFates = bytes
 """For each tier, the fate of all keys of a batch; 0 where the table has the reason of each."""
-Troubles = Mapping[OffloadKey, Mapping[int, str]]
+Failures = Mapping[OffloadKey, Mapping[int, str]]
 """Why a tier that had a block did not bring it, by key and the tier's number."""
 Rows = NDArray[np.void]
 """For each key its hash, and a fate for each tier. Of loaded keys, `fates[0]` is the number of the tier."""
@@ -189,17 +189,17 @@ class Ledger:
     # What requests asked for.
 
     def miss(
-        self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, because: Because, troubles: Troubles
+        self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, because: BatchFates, failures: Failures
     ) -> None:
         asked: bool | Mask = True
-        if troubles:  # not all tiers were asked for a key with troubles
-            asked = np.fromiter((key not in troubles for key in keys), np.bool_, len(keys))
+        if failures:  # not all tiers were asked for a key with failures
+            asked = np.fromiter((key not in failures for key in keys), np.bool_, len(keys))
         request = self._asked(log)
         if len(request.first_missed) < _PARTS_MAX:
             request.first_missed.append(keys[0])
         self._keep(request, request.missed, self._why(keys, now_s, log, because, asked))
 
-    def promote(self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, because: Because) -> None:
+    def promote(self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, because: BatchFates) -> None:
         request = self._asked(log)
         self._keep(request, request.promoted, self._why(keys, now_s, log, because, False))
 
@@ -214,7 +214,7 @@ class Ledger:
         request = self._asked(log)
         self._keep(request, request.loaded, rows)
 
-    def end(self, _: Sequence[OffloadKey], now_s: float, log: RequestLog, troubles: Troubles) -> None:
+    def end(self, _: Sequence[OffloadKey], now_s: float, log: RequestLog, failures: Failures) -> None:
         """Count a request's blocks. A loaded block is a hit, even if it was missed before."""
         request = self._asked(log)
         self._forget(log)
@@ -222,11 +222,11 @@ class Ledger:
         if not len(missed) and not len(loaded):
             return
         known = self._distinct(request.promoted + request.missed) if request.promoted else missed
-        troubled = list(troubles)
+        failed = list(failures)
         for rows in (known, missed):  # perhaps the same
-            for key, row in zip(troubled, _places(rows, troubled), strict=True):
+            for key, row in zip(failed, _places(rows, failed), strict=True):
                 if row is not None:
-                    _add_trouble(rows["fates"][row], troubles[key])
+                    _add_failures(rows["fates"][row], failures[key])
         misses = np.zeros_like(self._misses)
         hits = np.bincount(loaded["fates"][:, 0], minlength=len(self._numbers))
         for tier in np.flatnonzero(hits[1:]) + 1:
@@ -286,7 +286,7 @@ class Ledger:
         return rows[np.unique(rows["digest"], return_index=True)[1]]
 
     def _why(
-        self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, because: Because, asked: bool | Mask
+        self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, because: BatchFates, asked: bool | Mask
     ) -> Rows:
         """Return why each tier does not have some keys.
 
@@ -345,9 +345,9 @@ def _places(rows: Rows, keys: Sequence[OffloadKey]) -> list[int | None]:
     return [place if is_found else None for place, is_found in zip(places.tolist(), found.tolist(), strict=True)]
 
 
-def _add_trouble(fates: Fates, trouble: Mapping[int, str]) -> None:
+def _add_failures(fates: Fates, failures: Mapping[int, str]) -> None:
     """Set the fates of a key in tiers that had it. Tiers below one that refused it were not asked."""
-    for tier, reason in sorted(trouble.items()):
+    for tier, reason in sorted(failures.items()):
         fates[tier] = Fate.REFUSED if reason == "refused" else fate_of(reason)
         if reason == "refused":
             fates[tier + 1 :] = Fate.UNKNOWN

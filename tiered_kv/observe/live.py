@@ -73,7 +73,7 @@ class View:
     """The latest first."""
 
     @property
-    def is_troubled(self) -> bool:
+    def has_problem(self) -> bool:
         """Whether a tier is disabled, or its breaker is not closed."""
         return any(tier.is_disabled or tier.breaker not in ("", "closed") for tier in self.tiers)
 
@@ -184,7 +184,7 @@ class Sight:
     """The last view, and the error of the last request; empty after an answer."""
 
     view: View | None
-    trouble: str = ""
+    error: str = ""
     lost_s: float = 0.0
     """Seconds without an answer."""
 

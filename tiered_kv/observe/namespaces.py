@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from tiered_kv.config.namespace import differences
-from tiered_kv.config.redaction import told
+from tiered_kv.config.redaction import error_text
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.hooks import tier_plugins
@@ -56,7 +56,7 @@ def tier_namespaces(config: StackConfig, settings: TierSettings, deadline: float
         with closing(load()(settings)) as administration:
             stored = administration.survey(deadline).namespaces
     except Exception as error:  # a third-party administration may raise anything
-        return TierNamespaces(settings.name, error=told(error, settings.secret_texts()))
+        return TierNamespaces(settings.name, error=error_text(error, settings.secret_texts()))
     digest = own.digest.hex()
     others = [
         OtherNamespace(each.digest, differences(own.described, each.described))

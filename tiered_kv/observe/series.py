@@ -21,11 +21,11 @@ Counters = Mapping[str, Mapping[str, Any]]  # Any: as `Stack.counters`
 Read = Callable[[], Counters]
 """Returns counters; any thread may call."""
 
-STRANGE_SERIES_MAX: Final = 64
+THIRD_PARTY_SERIES_MAX: Final = 64
 """Series of one tier with names that the vocabulary does not have."""
 DROPPED: Final = "dropped_series"
 DROPPED_METRIC: Final = Metric("Numbers of the tier that are no metrics: too many, or unfit names or values.")
-STRANGE: Final = Metric("A number of the tier's own; its author says which.", ("labels",))
+THIRD_PARTY: Final = Metric("A number of the tier's own; its author says which.", ("labels",))
 _DEPTH_MAX: Final = 4
 _NUMBERS_MAX: Final = 4096
 """Numbers that are read of one tier's own counters."""
@@ -115,8 +115,8 @@ class _OwnSeries:
         name = _UNFIT.sub("_", name)
         if not self._is_fit(name):
             return None
-        series = Series(TIER_PREFIX + name, STRANGE, (self._tier, ",".join(labels)), value)
-        return series if self._is_admitted(series, "", STRANGE_SERIES_MAX) else None
+        series = Series(TIER_PREFIX + name, THIRD_PARTY, (self._tier, ",".join(labels)), value)
+        return series if self._is_admitted(series, "", THIRD_PARTY_SERIES_MAX) else None
 
     def _is_fit(self, name: str) -> bool:
         """Return whether a name can be a new metric's, beside those of the vocabulary and of other tiers."""

@@ -90,9 +90,9 @@ class TierSpec:
 class SecondaryTierManager(ABC):
     """One storage tier behind the primary tier.
 
-    The manager calls every method from one thread. If `is_nonblocking` is True, this is the scheduler's thread: each
-    call must return within microseconds and do no I/O, as with the base classes of `tiered_kv.toolkit`. If it is False,
-    the tier gets its own thread, and a slow call costs hits but no scheduler time.
+    The manager calls every method but `stats` from one thread. If `is_nonblocking` is True, this is the scheduler's
+    thread: each call must return within microseconds and do no I/O, as with the base classes of `tiered_kv.toolkit`. If
+    it is False, the tier gets its own thread, and a slow call costs hits but no scheduler time.
 
     Args:
         offloading_spec: The configuration. A stack passes a `TierSpec`, engines pass their own. For the built-in tiers,
@@ -164,7 +164,7 @@ class SecondaryTierManager(ABC):
         return False
 
     @property
-    def tells_stored(self) -> bool:
+    def reports_stored(self) -> bool:
         """Whether `take_events` reports each block when it is stored and when it is removed, in that order.
 
         If not (the default), the manager derives stored blocks from the results of jobs.
@@ -172,14 +172,17 @@ class SecondaryTierManager(ABC):
         return False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return what the tier removed since the last call, and with `tells_stored` also what it stored.
+        """Return what the tier removed since the last call, and with `reports_stored` also what it stored.
 
         The manager uses only `keys` and `removed`. It drops events from before a `reset_cache`, and reports the reset.
         """
         return ()
 
     def stats(self) -> Mapping[str, Any]:  # Any: a number, or a mapping of numbers by label
-        """Return the tier's counters and gauges by name, in the form of `tiered_kv.counters`; any thread may call."""
+        """Return the tier's counters and gauges by name, in the form of `tiered_kv.counters`.
+
+        Reads memory only. If `is_nonblocking` is True, any thread may call it, while the scheduler's calls others.
+        """
         return {}
 
     def describe(self) -> Mapping[str, object]:

@@ -101,7 +101,7 @@ class KeyedNames(WrapperTier):
         return map(self._end, results) if results else ()  # one by one: the next may raise
 
     @property
-    def tells_stored(self) -> bool:
+    def reports_stored(self) -> bool:
         return False
 
     def take_events(self) -> Iterable[OffloadingEvent]:

@@ -30,7 +30,7 @@ class EventSink(Protocol):
     def clear(self) -> None:
         """Note that every block of every tier was removed."""
 
-    def counted(self) -> dict[str, int]:
+    def snapshot(self) -> dict[str, int]:
         """Return counts by name, for the primary tier's counters."""
 
     def close(self) -> None:
@@ -111,10 +111,10 @@ class Observer:
         if self._history is not None:
             self._history.settle(_SETTLED_KEYS_MAX)
             counters[PRIMARY_NAME]["unexplained_blocks_total"] = self._history.dropped_blocks
-            for name, values in zip(self._history.names, self._history.counted(), strict=True):
+            for name, values in zip(self._history.names, self._history.snapshot(), strict=True):
                 counters[name].update(values)
         if self._event_sink is not None:
-            counters[PRIMARY_NAME].update(self._event_sink.counted())
+            counters[PRIMARY_NAME].update(self._event_sink.snapshot())
 
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events of all tiers since the last call."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.observe.fates import Fate
-from tiered_kv.observe.ledger import Because, RequestLog
+from tiered_kv.observe.ledger import BatchFates, RequestLog
 from tiered_kv.tiering.guarded import GuardedTier
 
 
@@ -81,7 +81,7 @@ class RequestState:
 
     # For the history.
     log: RequestLog | None = None
-    reasons_not_asked: Because = b""
+    reasons_not_asked: BatchFates = b""
     """Why tiers are not asked, one byte for each tier; b"" if all are asked."""
     reported_hash: int | None = None
     """The hash of the misses that were last reported; 0 for the first ones."""

@@ -67,7 +67,7 @@ class TierObserver:
         self._notices = notices
         self._history = history
         self._event_source = event_source
-        self._tier_tells_stored = event_source is not None and event_source.tells_stored
+        self._tier_reports_stored = event_source is not None and event_source.reports_stored
         self._job_events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
         self._jobs_before_reset: frozenset[JobId] = frozenset()
 
@@ -111,7 +111,7 @@ class TierObserver:
     def note_lookup_timeout(self) -> None:
         """Record that the tier answered a lookup with a miss because it could not know."""
         if self._history is not None:
-            self._history.gave_up(self._number)
+            self._history.note_lookup_timeout(self._number)
 
     def reset(self, jobs: Sequence[JobId]) -> None:
         """Record that the tier has forgotten its blocks, including those of `jobs`, which are in flight."""
@@ -145,7 +145,7 @@ class TierObserver:
 
     def _note_event(self, job: JobMetadata, result: JobResult) -> None:
         """Derive an event from a job: a store has stored blocks, a load may have found blocks removed."""
-        if self._tier_tells_stored or (job.is_promotion and (result.success or result.reason not in _GONE_REASONS)):
+        if self._tier_reports_stored or (job.is_promotion and (result.success or result.reason not in _GONE_REASONS)):
             return
         keys = job.keys if isinstance(job.keys, list) else list(job.keys)
         if not result.success:
@@ -162,7 +162,7 @@ class TierObserver:
             return [
                 OffloadingEvent(list(event.keys), self._block_bytes, self._name, bool(event.removed))
                 for event in self._event_source.take_events()
-                if event.removed or self._tier_tells_stored
+                if event.removed or self._tier_reports_stored
             ]
         except Exception:
             self.note_exception("take_events")

@@ -60,8 +60,8 @@ class WrapperTier(SecondaryTierManager):
         return self.inner.reset_cache()
 
     @property
-    def tells_stored(self) -> bool:
-        return self.inner.tells_stored
+    def reports_stored(self) -> bool:
+        return self.inner.reports_stored
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self.inner.take_events()

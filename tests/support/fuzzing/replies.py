@@ -1,4 +1,4 @@
-"""Fuzzing of what a Redis server answers: no byte is taken for another block's, and nothing but a `NodeError` comes."""
+"""Fuzzing of the replies of a Redis server: no wrong bytes, and no error but `NodeError`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
-from tests.support.fuzzing.target import Target
+from tests.support.fuzzing import Target
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
 from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.record import encode_record
@@ -28,7 +28,7 @@ _PIECES = (1, 7, 100, 1000, 1 << 20)
 
 
 def make() -> Target:
-    """Return the target: a byte that says who reads, one for how it is cut, and what the server sends."""
+    """Return the target: a byte for the reader, one for the size of the pieces, and the server's bytes."""
     raw, zstd = (b"".join(_bulk(_record(number, codec)) for number in range(4)) for codec in ("raw", "zstd"))
     mixed = _bulk(_record(0, "raw")) + b"$-1\r\n-LOADING wait\r\n" + _bulk(_record(3, "zstd"))
     replies = b"+OK\r\n:12\r\n$-1\r\n$3\r\nabc\r\n-MOVED 1 127.0.0.1:7000\r\n:-5\r\n"
@@ -54,7 +54,7 @@ def _bulk(data: bytes) -> bytes:
 
 
 class _Script:
-    """A stream that gives what it was given, in pieces, and then ends as a closed connection does."""
+    """A stream that returns given bytes in pieces, and then ends as a closed connection does."""
 
     def __init__(self, data: bytes, piece_bytes: int) -> None:
         self._data = memoryview(data)
@@ -84,7 +84,7 @@ class _Script:
 
 
 class _ScriptedLink:
-    """What a `Link` has that is needed here, over a script."""
+    """The part of a `Link` that readers use."""
 
     def __init__(self, script: _Script) -> None:
         self.stream = script

@@ -1,4 +1,4 @@
-"""Fuzzing of an nvme directory: whatever its files hold, it opens or is refused, and what it then claims is true."""
+"""Fuzzing of an nvme directory: it opens or is refused, and all blocks in its index are valid."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import closing
 from functools import cache
 from pathlib import Path
 
-from tests.support.fuzzing.target import Target
+from tests.support.fuzzing import Target
 from tests.support.segment_map import PAGE_BYTES, seal, seal_summary
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
@@ -36,7 +36,7 @@ _SEGMENT, _FUZZ_MARKER, _FUZZ_EPOCH = 0, 8, 16
 
 
 def make() -> Target:
-    """Return the target: a byte that says which file it is and which checksums are made right, then the file."""
+    """Return the target: a byte for the file and the checksums that are made right, then the file."""
     seeds = []
     for codec in ("raw", "zstd"):
         segment = _made(codec)[_NAME]
@@ -50,7 +50,7 @@ def make() -> Target:
 
 @cache
 def _made(codec: str) -> dict[str, bytes]:
-    """Return the files of a directory with two batches of blocks, the same ones in each run."""
+    """Return the files of a directory with two batches of blocks, the same in each run."""
     with tempfile.TemporaryDirectory(prefix="tiered-kv-fuzz-") as name:
         path = Path(name) / "kv"
         path.mkdir(mode=0o700)
@@ -76,7 +76,6 @@ class _BoundedDisk(Disk):
 
 
 def _opened(path: Path, codec: str = "raw") -> SegmentStore:
-    """Open a store on a directory, with a disk that notices what is read."""
     sizing = Sizing.of(8 * SEGMENT_BYTES + (128 << 10), BLOCK_BYTES, SEGMENT_BYTES)
     options = StoreOptions(sizing, want_direct=False, codecs=CodecSet(codec), threads=1)
     identity = Identity(NAMESPACE, {"model": "fuzz"}, BLOCK_BYTES)
@@ -107,7 +106,7 @@ def _run(data: bytes) -> None:
 
 
 def _sealed(content: bytes, mode: int) -> bytes:
-    """Return a segment with those checksums right that the mode asks for."""
+    """Return a segment with valid checksums where the mode asks for them."""
     if mode & _SEAL_HEADER and len(content) >= PAGE_BYTES:
         content = seal(content, 0, PAGE_BYTES)
     if mode & _SEAL_BATCHES:
@@ -121,13 +120,13 @@ def _sealed(content: bytes, mode: int) -> bytes:
 
 
 def _check(store: SegmentStore, *, is_sealed: bool) -> None:
-    """Load all that is claimed: it comes verified, or is counted as corrupt and not claimed any more."""
+    """Load all indexed blocks: each is verified, or counted as corrupt and removed from the index."""
     claimed: list[OffloadKey] = list(store.index.places)
     blocks = _memory(max(1, len(claimed)))[: len(claimed)]
     outcome = store.load(claimed, blocks)
     loaded = set(claimed) if outcome.successful_keys is None else set(outcome.successful_keys)
     for key, block in zip(claimed, blocks, strict=True):
-        # Who seals a table says whose block is whose: then it is no more than one of those that were stored.
+        # A table with a valid checksum decides which key a block has: then it may be any stored block.
         allowed = _CONTENTS if is_sealed else {block_content(key, BLOCK_BYTES), compressible_content(key, BLOCK_BYTES)}
         assert key not in loaded or bytes(block) in allowed, f"wrong bytes for {key.hex()}"
     corrupt = count_of(store.stats(), "corrupt_blocks_total")

@@ -7,7 +7,7 @@ import time
 from functools import cache
 from pathlib import Path
 
-from tests.support.fuzzing.target import Target
+from tests.support.fuzzing import Target
 from tiered_kv.errors import TierError
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.epoch import Epoch
@@ -20,7 +20,7 @@ _KINDS = (LEDGER_NAME, EPOCH_NAME, MARKER_NAME, NAMESPACE_NAME)
 
 
 def make() -> Target:
-    """Return the target: a byte that says which file it is, then the file."""
+    """Return the target: a byte for the file, then the file."""
     made = _made()
     seeds = tuple(bytes([number]) + made[kind] for number, kind in enumerate(_KINDS))
     words = (b"null", b"-1", b"1e999", b"{}", b"[]", b'"x"', b"[" * 2000, NAMESPACE.hex().encode(), b"NaN", b"2")
@@ -29,7 +29,7 @@ def make() -> Target:
 
 @cache
 def _made() -> dict[str, bytes]:
-    """Return each kind of file as a directory in use has it."""
+    """Return each kind of file from a directory in use."""
     with tempfile.TemporaryDirectory(prefix="tiered-kv-fuzz-") as name:
         directory = _open(Path(name) / "kv")
         with Ledger(directory.path).locked() as state:
@@ -53,13 +53,13 @@ def _run(data: bytes) -> None:
         try:
             opened = _open(path)
         except TierError as error:
-            said = str(error)
+            message = str(error)
         else:
             _check_ledger(opened)
             return
-        assert kind in (MARKER_NAME, NAMESPACE_NAME, EPOCH_NAME), f"{kind}: {said}"
+        assert kind in (MARKER_NAME, NAMESPACE_NAME, EPOCH_NAME), f"{kind}: {message}"
         assert changed.read_bytes() == before, f"{kind} is changed by a refusal"
-        assert ("format version" if kind == EPOCH_NAME else str(path)) in said, f"the error is not to be used: {said}"
+        assert ("format version" if kind == EPOCH_NAME else str(path)) in message, f"the error does not help: {message}"
 
 
 def _open(path: Path) -> Directory:
@@ -71,7 +71,6 @@ def _open(path: Path) -> Directory:
 
 
 def _check_ledger(directory: Directory) -> None:
-    """Look at what the ledger is taken for."""
     with Ledger(directory.path).locked() as state:
         numbers = (state.total_bytes, state.pending_bytes, *(holder.granted_bytes for holder in state.holders.values()))
         for number in numbers:

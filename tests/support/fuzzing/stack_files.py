@@ -1,11 +1,11 @@
-"""Fuzzing of a stack's YAML: it is a configuration, or a `ConfigError`, and no secret is ever told."""
+"""Fuzzing of a stack's YAML: the result is a configuration or a `ConfigError`, which shows no secret."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
 
-from tests.support.fuzzing.target import Target
+from tests.support.fuzzing import Target
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError
 
@@ -61,7 +61,6 @@ _WORDS = (
 
 
 def make() -> Target:
-    """Return the target: a stack's file."""
     return Target("fuzz/stack-file", _SEEDS, _run, _WORDS)
 
 
@@ -69,16 +68,16 @@ def _run(data: bytes) -> None:
     with tempfile.NamedTemporaryFile(prefix="tiered-kv-fuzz-", suffix=".yaml") as file:
         file.write(data)
         file.flush()
-        said = ""
+        message = ""
         config: StackConfig | None = None
         try:
             config = load_config(Path(file.name), environ=_ENVIRON)
         except ConfigError as error:
-            said = f"{error}\n{error!r}\n{error.__cause__!r}"
+            message = f"{error}\n{error!r}\n{error.__cause__!r}"
     if config is None:
-        assert SECRET not in said, f"a secret is told: {said}"
-        assert len(said) < 4096 + _ERROR_CHARACTERS_PER_BYTE * len(data), "the error is longer than what it is about"
+        assert SECRET not in message, f"a secret is shown: {message}"
+        assert len(message) < 4096 + _ERROR_CHARACTERS_PER_BYTE * len(data), "the error is longer than what it is about"
         return
-    assert SECRET not in repr(config), "a secret stands in the configuration's text"
+    assert SECRET not in repr(config), "a secret is in the configuration's text"
     assert config.primary_blocks >= 2
     assert len(config.identity.digest) == 16

@@ -1,7 +1,7 @@
-"""Lets SGLang run on a CPU: every interpreter with this directory on its path has stand-ins for what has no CPU build.
+"""Lets SGLang run on a CPU: every interpreter with this directory on its path replaces what has no CPU build.
 
-Kernels are missing: a module of theirs has classes for all names, and using one is an error. HiCache has no copies
-between a host pool and a device pool in CPU memory: they are added where SGLang's modules are loaded.
+Missing kernels: their modules have a class for each name, and using one is an error. HiCache has no copies between a
+host pool and a device pool in CPU memory: they are added when SGLang's modules are loaded.
 """
 
 from __future__ import annotations
@@ -94,16 +94,12 @@ ADDITIONS: dict[str, Callable[[Any], None]] = {
 
 
 class Completed(SourceFileLoader):
-    """Loads a module of SGLang's, and adds to it."""
-
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         ADDITIONS[module.__name__](module)
 
 
 class Completing(importlib.abc.MetaPathFinder):
-    """Finds the modules that something is added to."""
-
     def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path) if name in ADDITIONS else None
         if spec is not None and spec.origin is not None:

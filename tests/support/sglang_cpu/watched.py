@@ -1,4 +1,4 @@
-"""Our backend, as SGLang's scheduler makes it, which writes down what it counts: the tests see no memory of it."""
+"""Our backend with its counters written to a file: tests run outside the process of SGLang's scheduler."""
 
 from __future__ import annotations
 

@@ -1,17 +1,12 @@
 """A whole stack on one thread, in simulated time: a seed makes a history, and the same seed makes it again.
 
-    from tests.support.simulation import Scenario, run
-
     failure = run(Scenario.of_seed(17))
     if failure is not None:
         print(failure.shortest())
 
-The manager is the real one. Its clock is the simulation's, its tiers move each block at a simulated moment of their
-own, and fate makes them slow, full, wedged, lying, raising or forgetful. After every action the promises are checked:
-no wrong byte, no phantom, no answer later than its bound, budgets held, no row used by two. In the end all faults
-cease, and every tier must come to be used again.
-
-`tests/support_tests/test_simulation.py` plays seeds: 250, or 5,000 with `--trust=full`.
+The manager is the real one, with the simulation's clock. Its tiers move each block at a simulated time, and become
+slow, full, wedged, wrong, failing or empty. After every action the promises are checked: no wrong byte, no phantom, no
+answer after its bound, budgets held, no row used twice. In the end all faults cease, and every tier must be used again.
 """
 
 from __future__ import annotations
@@ -29,14 +24,12 @@ _RUNS_MAX = 400
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A scenario in which a promise was broken."""
-
     scenario: Scenario
     error: str
     trace: str
 
     def shortest(self) -> Failure:
-        """Leave out whatever can be left out so that the run still fails, in whichever way, and return what is left."""
+        """Return the failure after leaving out all actions without which the run still fails, in whichever way."""
         failure, runs = self, 0
         size = max(len(failure.scenario.actions) // 2, 1)
         while True:
@@ -57,7 +50,7 @@ class Failure:
 
 
 def run(scenario: Scenario) -> Failure | None:
-    """Play a scenario; return what was broken, or None."""
+    """Play a scenario; return the failure, or None."""
     simulation = Simulation(scenario.seed)
     done = 0
     try:

@@ -1,4 +1,4 @@
-"""A scenario: what is built, and what is done to it, action by action."""
+"""A scenario: a seed for the stack, and the actions on it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ _WEIGHTS = {
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that happens."""
-
     name: str
     salt: int
 
@@ -48,20 +46,17 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A whole history."""
-
     seed: int
     actions: tuple[Action, ...]
 
     @classmethod
     def of_seed(cls, seed: int) -> Scenario:
-        """Return the scenario that a seed stands for; the same one in every process."""
+        """Return the scenario of a seed; the same in every process."""
         rng = Random(seed)
         names = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=ACTIONS)
         return cls(seed, tuple(Action(name, rng.getrandbits(32)) for name in names))
 
     def without(self, start: int, stop: int) -> Scenario:
-        """Return the scenario without the actions from `start` to `stop` (exclusive)."""
         return replace(self, actions=self.actions[:start] + self.actions[stop:])
 
     def __str__(self) -> str:

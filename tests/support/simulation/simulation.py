@@ -1,4 +1,4 @@
-"""The simulated engine and fate: what each action does to a stack, and what must hold after it."""
+"""The simulated engine and its faults: the actions on a stack, and the checks after each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from random import Random
 
 from tests.support.simulation.scenario import Action
 from tests.support.simulation.storage import Mood, World
-from tests.support.simulation.tier import SimulatedTier
-from tests.support.simulation.toolkit_tier import SimulatedToolkitTier
+from tests.support.simulation.tiers import SimulatedTier, SimulatedToolkitTier
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.policies import BUILT_IN_POLICIES
 from tiered_kv.config.settings import TierSettings
@@ -67,8 +66,6 @@ class _Wait:
 
 
 class Simulation:
-    """One stack under one seed."""
-
     def __init__(self, seed: int) -> None:
         rng = Random(f"stack {seed}")
         self.world = World()
@@ -81,7 +78,7 @@ class Simulation:
         self._polled_at_s = self.world.clock()
 
     def act(self, action: Action) -> None:
-        """Do one action, and check that everything still holds."""
+        """Do one action, and check all promises."""
         self.world.rng = Random(action.salt)
         getattr(self, action.name)()
         self.model.check_transfers()
@@ -90,7 +87,7 @@ class Simulation:
         self._check_expiry()
 
     def conclude(self) -> None:
-        """End all faults and all work; then every tier must be in use again, and give back what it is given."""
+        """End all faults and all work; then every tier must be used again, and return what it stores."""
         self._end_faults()
         self._settle()
         self._check_recovery()
@@ -99,7 +96,6 @@ class Simulation:
             assert not tier.used_after_refusal, "a tier that could not forget was used again"
 
     def close(self) -> None:
-        """Shut the stack down."""
         self._end_faults()
         self.model.loads.clear()
         self._end_step(JOB_TIMEOUT_S)
@@ -114,25 +110,23 @@ class Simulation:
     # The engine.
 
     def start(self) -> None:
-        """A request comes in."""
         if len(self.model.requests) < REQUESTS_MAX:
             self.model.start(self._chat()[: self.world.rng.randint(2, CHAT_BLOCKS)])
 
     def step(self) -> None:
-        """The scheduler looks at every request: what is answered goes on, what is not asks again."""
+        """Look up every request: answered ones go on, the others ask again."""
         for req_id in list(self.model.requests):
             self._look_at(req_id)
         self._end_step(self.world.rng.random() * STEP_S_MAX)
 
     def ask_on(self) -> None:
-        """The scheduler does nothing but ask; whatever the tiers do, that comes to an end."""
+        """Look up until every request is answered."""
         asking = list(self.model.requests)
         while asking:
             asking = [req_id for req_id in asking if not self._look_at(req_id)]
             self._end_step(STEP_S_MAX)
 
     def finish_transfer(self) -> None:
-        """A copy between the GPU and the primary tier ends."""
         rng, model = self.world.rng, self.model
         if model.loads and (not model.stores or rng.random() < 0.5):
             model.complete_load(rng.randrange(len(model.loads)))
@@ -140,40 +134,36 @@ class Simulation:
             model.complete_store(rng.randrange(len(model.stores)), success=True)
 
     def fail_store(self) -> None:
-        """A copy from the GPU fails."""
         if self.model.stores:
             self.model.complete_store(self.world.rng.randrange(len(self.model.stores)), success=False)
 
     def abandon(self) -> None:
-        """A request is aborted, whatever is under way for it."""
         if self.model.requests:
             self._finish(self._any_request())
 
     def prefetch(self) -> None:
-        """The engine knows what it will ask for."""
         if self.model.requests:
             request, keys = self.model.requests[self._any_request()]
             self.manager.prefetch(keys, request)
 
     def touch(self) -> None:
-        """The engine used blocks that it did not load from here."""
         if self.model.requests:
             request, keys = self.model.requests[self._any_request()]
             self.manager.touch(keys, request)
 
     def ask_once(self) -> None:
-        """A request without an id asks, and does not come back."""
+        """Look up without a request id."""
         for key in self._chat():
             answer = self.manager.lookup(key, ReqContext())
             assert not answer or key in self.model.stored, f"block {key.hex()} was found, and is not there to be found"
 
     def store_others(self) -> None:
-        """Blocks come that nobody asks for again, and others must go."""
+        """Store blocks that are not looked up again, so that others are evicted."""
         self._store_at_once(self._strangers(self.world.rng.randint(1, 12)))
         self._end_step(0.0)
 
     def store_under_a_load(self) -> None:
-        """Between the lookup and the load of one step, a store wants room."""
+        """Store between the lookup and the load of one step."""
         if not self.model.requests:
             return
         req_id = self._any_request()
@@ -185,46 +175,39 @@ class Simulation:
         self._end_step(0.0)
 
     def take_events(self) -> None:
-        """Somebody reads the events."""
         list(self.manager.take_events())
 
     def reset(self) -> None:
-        """The weights change: everything is void."""
         self.model.reset()
 
     # Time.
 
     def wait_briefly(self) -> None:
-        """A moment passes, and the scheduler polls."""
         self._end_step(self.world.rng.random() * 0.2)
 
     def wait_long(self) -> None:
-        """The scheduler is away for longer than any deadline."""
+        """Wait longer than any deadline."""
         self._end_step(self.world.rng.random() * WAIT_S_MAX)
 
     # Fate.
 
     def change_mood(self) -> None:
-        """A tier begins to behave in another way."""
         tier, mood = self.world.rng.choice(self.tiers), self.world.rng.choice(_MOODS)
         tier.storage.mood = mood
 
     def wedge_busy(self) -> None:
-        """Tiers that have transfers under way get stuck in the middle of them."""
+        """Block the tiers that have transfers under way."""
         for tier in self.tiers:
             if tier.storage.transfers_running:
                 tier.storage.mood = Mood(is_wedged=True)
 
     def heal(self) -> None:
-        """A tier behaves well again."""
         self.world.rng.choice(self.tiers).storage.mood = Mood()
 
     def damage(self) -> None:
-        """What a tier has stored rots."""
         self.world.rng.choice(self.tiers).storage.damage(self.world.rng)
 
     def lose_everything(self) -> None:
-        """A tier's server was started anew, empty."""
         self.world.rng.choice(self.tiers).storage.records.clear()
 
     # How the stack is built.
@@ -267,7 +250,6 @@ class Simulation:
         )
 
     def _tier(self, spec: TierSpec, region: PrimaryRegion, rng: Random) -> SimulatedTier | SimulatedToolkitTier:
-        """Return a tier that is made with the toolkit, or one that is not."""
         records_max = rng.choice((12, 40, 1000))
         if rng.random() < 0.5:
             return SimulatedToolkitTier(
@@ -297,7 +279,7 @@ class Simulation:
         self._polled_at_s = self.world.clock()
 
     def _found(self, req_id: str) -> list[OffloadKey] | None:
-        """Return the prefix of a request that is found, or None if it has to wait, which it may for so long."""
+        """Return the prefix of a request that is found; None if it has to wait, which is bounded."""
         request, keys = self.model.requests[req_id]
         wait, now_s = self._waits[req_id], self.world.clock()
         wait.seconds += max(0.0, min(now_s - wait.since_s, PAUSE_S_MAX))
@@ -317,7 +299,7 @@ class Simulation:
         return found
 
     def _look_at(self, req_id: str) -> bool:
-        """Ask for a request; return whether it was answered."""
+        """Look up a request; return whether it was answered."""
         found = self._found(req_id)
         if found is None:
             return False
@@ -331,7 +313,7 @@ class Simulation:
         return True
 
     def _settle(self) -> None:
-        """Let everything come to its end in simulated time, and check that nothing is held then."""
+        """Complete all work in simulated time, and check that nothing is held then."""
         while self.model.loads:
             self.model.complete_load(0)
         while self.model.stores:
@@ -339,11 +321,10 @@ class Simulation:
         for req_id in list(self.model.requests):
             self._finish(req_id)
         self._drain()
-        self._end_step(2 * HOLD_S)  # what a request without an id has found is held for nobody until then
+        self._end_step(2 * HOLD_S)  # blocks found without a request id are held until then
         self.model.settle()
 
     def _drain(self) -> None:
-        """Let every job come to its end, which takes no longer than it may."""
         end_s = self.world.clock() + RECOVERY_S_MAX
         self._end_step(0.0)
         while self.manager.jobs_in_flight:
@@ -371,7 +352,7 @@ class Simulation:
             assert watched.load_blocks_peak * BLOCK_BYTES <= (limits.load_budget or 0), "a load budget was exceeded"
 
     def _check_expiry(self) -> None:
-        """As of the last poll, exactly those jobs count as expired that are late and have not been reported."""
+        """As of the last poll, exactly the unreported jobs beyond their deadline count as expired."""
         counters = self.manager.counters()
         for tier in self.tiers:
             late = sum(deadline_s <= self._polled_at_s for deadline_s in tier.deadlines_s.values())
@@ -381,7 +362,7 @@ class Simulation:
             )
 
     def _check_recovery(self) -> None:
-        """With all faults over, blocks go to every tier, and come back from below when the primary tier lost them."""
+        """Without faults, blocks are stored in every tier, and promoted when the primary tier has lost them."""
         self._end_step(RECOVERY_S_MAX)  # past every cooldown
         usable = [tier for tier in self.tiers if not tier.reset_refused]
         keys = make_keys(2, "after all")

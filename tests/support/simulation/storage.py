@@ -1,4 +1,4 @@
-"""Simulated time, what a simulated tier keeps in it, and the moods in which it does."""
+"""Simulated time, and the records and moods of a simulated tier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EPOCH_S = 1_000_000.0
 
 
 class World:
-    """The clock, and the calls that are due at some time of it, in an order that depends on nothing else."""
+    """The clock, and the calls that are due at some time, in a fixed order."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -28,11 +28,10 @@ class World:
         self._numbers = itertools.count()
 
     def call_after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Have `call` called once `seconds` have passed."""
         heapq.heappush(self._due, (self.clock() + seconds, next(self._numbers), call))
 
     def advance(self, seconds: float) -> None:
-        """Let time pass, and do on the way what becomes due."""
+        """Advance the clock, and make the calls that become due."""
         end_s = self.clock() + seconds
         while self._due and self._due[0][0] <= end_s:
             at_s, _, call = heapq.heappop(self._due)
@@ -43,25 +42,21 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Mood:
-    """How a tier behaves just now; verbs say how likely it does something, from 0 to 1."""
+    """How a tier behaves now; verbs are probabilities from 0 to 1."""
 
     block_s: float = 0.005  # that a block takes, drawn evenly from 0 to twice this
     answer_s: float = 0.0  # until a lookup is answered
-    is_wedged: bool = False  # transfers stand still, and go on when it ends, whatever has expired meanwhile
-    is_mute: bool = False  # nothing is reported and no lookup answered, though transfers go on
+    is_wedged: bool = False  # transfers stop, and continue when it ends, even if their jobs have expired
+    is_mute: bool = False  # nothing is reported and no lookup answered, but transfers continue
     fails: float = 0.0  # a block is not stored, or not loaded
     raises: float = 0.0
-    lies: float = 0.0  # a lookup is answered with the contrary of what is true
-    babbles: float = 0.0  # `get_finished` adds results that nobody waits for
+    lies: float = 0.0  # a lookup returns the opposite
+    babbles: float = 0.0  # `get_finished` adds unknown results
     tears: float = 0.0  # only a part of a record is written, and called a success
 
 
 class SimulatedStorage:
-    """Records in a dictionary of limited size, the oldest out first.
-
-    Attributes:
-        transfers_running: How many have not ended.
-    """
+    """Records in a dictionary of limited size; the oldest is evicted first."""
 
     def __init__(self, world: World, namespace_digest: bytes, records_max: int) -> None:
         self.records: dict[OffloadKey, bytearray] = {}
@@ -80,13 +75,13 @@ class SimulatedStorage:
         refusal: Callable[[], str],
         end: Callable[[list[str]], None],
     ) -> None:
-        """Store or load blocks, one after the other, each in its time.
+        """Store or load blocks one after the other, each in its time.
 
         Args:
-            keys, blocks: Which, and their memory.
+            keys, blocks: The blocks and their memory.
             is_load: Whether they are loaded.
-            refusal: Asked before each block why it is not to be moved; "" if it is.
-            end: Called in the end with why each block was not moved, or "".
+            refusal: Returns before each block why it must not be moved; "" if it may.
+            end: Called at the end with the error of each block, or "".
         """
         move = self.load if is_load else self.store
         reasons: list[str] = []
@@ -105,7 +100,7 @@ class SimulatedStorage:
         self._world.call_after(self._block_s(), step)
 
     def store(self, key: OffloadKey, block: memoryview) -> str:
-        """Keep a block; return why it was not, or nothing."""
+        """Store a block; return the error, or ""."""
         if self.chance(self.mood.fails):
             return "io_error"
         header, payload = encode_record(key, block, self._namespace_digest)
@@ -119,7 +114,7 @@ class SimulatedStorage:
         return ""
 
     def load(self, key: OffloadKey, block: memoryview) -> str:
-        """Bring a block back; return why it could not be, or nothing."""
+        """Load a block; return the error, or ""."""
         if self.chance(self.mood.fails):
             block[: len(block) // 2] = bytes(len(block) // 2)  # a transfer that breaks off leaves its beginning
             return "io_error"
@@ -134,7 +129,6 @@ class SimulatedStorage:
         return "" if status is RecordStatus.OK else status.value
 
     def has(self, key: OffloadKey) -> bool:
-        """Return whether a block is here, or a lie."""
         return (key in self.records) != self.chance(self.mood.lies)
 
     def damage(self, rng: Random) -> None:

@@ -12,7 +12,6 @@ from tests.support.soak.soak import SoakSettings, run
 
 
 def main() -> int:
-    """Run it and print what it came to; return 1 if anything was wrong, else 0."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="decides chats and faults (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""What a soak stands on: directories, a Redis server and a bucket behind fault proxies; and the chats it replays."""
+"""The storage of a soak: directories, a Redis server and a bucket behind fault proxies; and its workload."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Self
 
 from tests.support.redis_servers import RedisServer
 from tests.support.s3_entries import s3_entry
-from tests.support.s3_servers import S3Server, start_moto
+from tests.support.stacks import stack_of
 from tiered_kv.testing.proxy import FaultProxy
+from tiered_kv.testing.s3_servers import S3Server, start_moto
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings
 from tiered_kv.workload.request import Request
@@ -25,17 +26,14 @@ JOB_TIMEOUT_S = 4.0
 TIERS = ("nvme", "fs", "redis", "s3")
 CHATS_SETTINGS = ReplaySettings(concurrency=16, request_timeout_s=3.0)
 SAMPLE_S = 0.5
-"""How often each process is looked at."""
+"""The interval of samples of a process."""
 
 _REDIS_OPTIONS = ("--maxmemory", REDIS_CAPACITY, "--maxmemory-policy", "allkeys-lru")
 _BUCKET = "soak"
 
 
 class Grounds:
-    """The servers and directories. A context manager; its end ends the servers.
-
-    Any thread may call, but one at a time may restart servers.
-    """
+    """The servers and directories; a context manager. Any thread may call, but only one restarts servers."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -44,9 +42,7 @@ class Grounds:
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
-            redis_directory = self.directory / "redis"
-            redis_directory.mkdir()
-            self.redis = RedisServer(redis_directory, _REDIS_OPTIONS)
+            self.redis = RedisServer(self.directory / "redis", _REDIS_OPTIONS)
             undo.callback(self.redis.kill)
             self.redis.start()
             self.s3: S3Server = start_moto()
@@ -62,18 +58,17 @@ class Grounds:
 
     @property
     def foreign_descriptors(self) -> int:
-        """How many descriptors of this process are the proxies', two for each connection.
+        """The descriptors of this process that belong to the proxies, two for each connection.
 
-        A server that is behind keeps connections open that its client has long closed.
+        A slow server keeps connections open that its client has closed.
         """
         return 2 * sum(proxy.open_connections for proxy in (self.redis_proxy, self.s3_proxy))
 
     def nvme_directory(self, process: int) -> Path:
-        """The directory of a process's nvme tier."""
         return self.directory / f"nvme-{process}"
 
     def config(self, process: int) -> dict[str, object]:
-        """Return the stack of a process: the same blocks, its own nvme directory, the others shared."""
+        """Return the stack of a process: the same blocks, an nvme directory for each, the other tiers shared."""
         limits = {"job_timeout": JOB_TIMEOUT_S, "lookup_timeout": 1.0, "breaker_cooldown": 0.5}
         s3 = s3_entry(self.s3, _BUCKET, name="s3", capacity=S3_CAPACITY_BYTES, sweep_interval=2.0, presence_ttl=1.0)
         s3 |= {"endpoint_url": f"http://{self.s3_proxy.host}:{self.s3_proxy.port}", "request_timeout": 2.0}
@@ -81,12 +76,8 @@ class Grounds:
         nvme = {"type": "nvme", "path": str(self.nvme_directory(process)), "capacity": NVME_CAPACITY_BYTES}
         fs = {"type": "fs", "path": str(self.fs_directory), "capacity": FS_CAPACITY_BYTES}
         redis = {"type": "redis", "url": f"redis://{self.redis_proxy.host}:{self.redis_proxy.port}/0", "timeout": 1.0}
-        return {
-            "namespace": {"model": "soak"},
-            "block": {"bytes": BLOCK_BYTES, "tokens": 512},
-            "primary": {"capacity": PRIMARY_BLOCKS * BLOCK_BYTES},
-            "secondary": [{**nvme, "segment": 256 << 10, **limits}, {**fs, **limits}, {**redis, **limits}, s3],
-        }
+        tiers = ({**nvme, "segment": 256 << 10, **limits}, {**fs, **limits}, {**redis, **limits}, s3)
+        return stack_of(*tiers, blocks=PRIMARY_BLOCKS, block_bytes=BLOCK_BYTES, block={"tokens": 512})
 
     def restart_s3(self) -> None:
         """Kill moto's server and start another, with an empty bucket."""
@@ -97,7 +88,6 @@ class Grounds:
         self.s3_proxy.reset_connections()
 
     def s3_used_bytes(self) -> int:
-        """Return what the objects in the bucket take; the server must run."""
         with closing(self.s3.client()) as client:
             pages = client.get_paginator("list_objects_v2").paginate(Bucket=_BUCKET)
             return sum(entry["Size"] for page in pages for entry in page.get("Contents", ()))
@@ -108,5 +98,5 @@ class Grounds:
 
 
 def chats(seed: int) -> Iterator[Request]:
-    """Return requests of chats without end, which go on at once and need several times what any tier but s3 holds."""
+    """Yield requests of concurrent chats without end, several times larger than any tier but s3."""
     return ChatWorkload(seed=seed, chats=10**9, active_chats=100, turn_blocks=4).requests()

@@ -1,4 +1,4 @@
-"""What a process holds, sample by sample, and whether it grows."""
+"""Resources of a process, sample by sample, and whether they grow."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import NamedTuple
 SETTLED_S = 120.0
 """Pools and caches fill up in the first minute or two."""
 JUDGED_S_MIN = 240.0
-"""The shortest time after that from which growth can be told from settling."""
+"""The shortest time after that in which growth differs from settling."""
 LEFT_LIMIT_S = 60.0
 """How long after closing threads and descriptors have to go."""
 
 
 class _Bound(NamedTuple):
-    """What may come on top: at any moment over the first sample, and once settled from one half to the next."""
+    """Allowed growth: at any moment over the first sample, and once settled from one half to the next."""
 
     unit: str
     rise_max: int
@@ -27,7 +27,7 @@ class _Bound(NamedTuple):
 
 _BOUNDS = {
     "rss_bytes": _Bound("bytes of memory", 160 << 20, 24 << 20),
-    # Connections come and go with load and faults. What leaks with a job or a request comes to thousands.
+    # Connections vary with load and faults. A leak with each job or request reaches thousands.
     "threads": _Bound("threads", 80, 32),
     "descriptors": _Bound("descriptors", 320, 32),
 }
@@ -36,7 +36,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What a process holds at a moment, by `time.monotonic()`: resident memory, all threads, open descriptors."""
+    """Resources of a process at a moment of `time.monotonic()`: resident memory, threads, open descriptors."""
 
     at_s: float
     rss_bytes: int
@@ -45,7 +45,7 @@ class Holdings:
 
     @classmethod
     def now(cls, foreign_descriptors: int = 0) -> Holdings:
-        """Return what this process holds, without descriptors that are not those of the stack."""
+        """Return the resources of this process, without descriptors of other parts of the test."""
         with open("/proc/self/statm", encoding="ascii") as statm:
             pages = int(statm.read().split()[1])
         threads = len(os.listdir("/proc/self/task"))
@@ -54,9 +54,9 @@ class Holdings:
 
 
 def growth_problems(samples: Sequence[Holdings]) -> list[str]:
-    """Return what has risen at any moment, or grown once settled, by more than it may, as sentences.
+    """Return which resources have risen at any moment, or grown once settled, by more than allowed.
 
-    Growth is from the median of one half of the time to that of the next: bursts and noise hardly move it.
+    Growth is from the median of one half of the time to that of the next, which bursts and noise hardly change.
     """
     if not samples:
         return []
@@ -77,9 +77,9 @@ def growth_problems(samples: Sequence[Holdings]) -> list[str]:
 
 
 def left_problems(before: Holdings, now: Callable[[], Holdings], limit_s: float = LEFT_LIMIT_S) -> list[str]:
-    """Return whether threads or descriptors are left, once they have had `limit_s` to go.
+    """Return whether threads or descriptors are left after `limit_s`.
 
-    Memory is not compared: what modules, and the allocator, have taken for themselves stays.
+    Memory is not compared: modules and the allocator keep some.
     """
     end_s = time.monotonic() + limit_s
     while True:

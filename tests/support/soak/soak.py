@@ -42,7 +42,7 @@ from tiered_kv.workload.replay import replay
 from tiered_kv.workload.tally import Tally
 
 RECOVERY_LIMIT_S = 120.0
-"""How long after the last fault every tier must have come to be hit again, and the quarantine be empty."""
+"""How long after the last fault every tier must be hit again, and the quarantine be empty."""
 HELD_P99_MAX_S = 0.1
 """Five times what it was on two processors with fifteen threads of others that were ready to run, 19 ms."""
 LONG_STEP_S = 0.25
@@ -51,48 +51,43 @@ LONG_STEPS_SHARE_MAX = 0.03
 COUNTED_S_MAX = 1.0
 """What a long step counts at most: a machine that stands still makes one of them, a scheduler that waits many."""
 _LONGER_MAX_S = 300.0
-"""How much longer than it was asked for a soak may take until there were the faults that it was asked for."""
+"""How much longer a soak may take to reach `kinds_min`."""
 _STEP_S = 0.003
-"""What a step of the model takes, in which the scheduler sleeps and servers and workers run."""
+"""The time of a model step, in which the scheduler sleeps and servers and workers run."""
 _CALM_STEP_S = 0.1
-"""The same in the recovery: there a server that a busy machine makes slow must come to answer what it is asked."""
+"""The same in the recovery, in which a server on a busy machine must answer in time."""
 _SECOND_LIMIT_S = 300.0
-"""Longer than all that the second process waits for at its end, one after the other."""
+"""Longer than the sum of all timeouts at the end of the second process."""
 _SECOND_STEP_S = 0.02
-"""What a step of its model takes: enough that two processors do for both processes and the servers."""
+"""The time of its model step: two processors are enough for both processes and the servers."""
 _PROBLEMS_SHOWN = 20
 _LOOKS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class SoakSettings:
-    """How a soak goes."""
-
     seconds: float  # until the last fault is switched off; recovery and the end come on top
     seed: int = 0  # decides the chats, the order of faults, and where they strike
     warm_s: float = 10.0  # before the first fault
     fault_s: float = 3.0  # that each fault is on
     quiet_s: float = 1.5  # after it
     kinds_min: int = 0
-    """How many kinds of faults there have to be, one of which has struck. On a busy machine each takes longer, so the
-    soak goes on for up to five minutes more until that is so."""
+    """Kinds of faults that are needed, one of which has struck. On a busy machine each takes longer, so the soak
+    continues for up to five minutes more."""
 
 
 @dataclass
 class SoakReport:
-    """What a soak came to."""
-
     seconds: float = 0.0  # servers' start and end left out
-    verified_blocks: int = 0  # which came back, and were compared, in both processes
+    verified_blocks: int = 0  # loaded and compared, in both processes
     hits: dict[str, int] = field(default_factory=dict)  # the first process's, by tier
     switched: dict[str, int] = field(default_factory=dict)  # how often each fault was switched on
-    struck: dict[str, int] = field(default_factory=dict)  # how often it hit something, as far as that can be told
+    struck: dict[str, int] = field(default_factory=dict)  # how often it hit something, if known
     held_s: array[float] = field(default_factory=lambda: array("d"))  # by steps, without time in the run queue
     samples: list[list[Holdings]] = field(default_factory=list)  # what each process held, every half second
     problems: list[str] = field(default_factory=list)  # what must not have happened, as sentences
 
     def lines(self) -> list[str]:
-        """Return it for a person."""
         return [
             f"{self.seconds:.0f} s: {self.note()}; hits {self.hits}",
             f"{len(self.switched)} kinds of faults: {self.switched}; they struck: {self.struck}",
@@ -102,7 +97,7 @@ class SoakReport:
         ]
 
     def note(self) -> str:
-        """Return it in a few words, for a table."""
+        """Return a summary for a table."""
         p99_s, longest_s = np.percentile(self.held_s, (99, 100)) if self.held_s else (0.0, 0.0)
         return (
             f"{self.verified_blocks} blocks verified, {sum(self.switched.values())} faults switched, "
@@ -111,7 +106,7 @@ class SoakReport:
 
 
 def run(settings: SoakSettings, directory: Path) -> SoakReport:
-    """Run one soak in an empty directory; the calling thread is its scheduler's."""
+    """Run one soak in an empty directory, with the calling thread as the scheduler."""
     report = SoakReport()
     with Grounds(directory) as grounds:
         before = Holdings.now(grounds.foreign_descriptors)
@@ -133,7 +128,7 @@ def run(settings: SoakSettings, directory: Path) -> SoakReport:
 
 
 def pace_problems(held_s: Sequence[float], seconds: float) -> list[str]:
-    """Return whether the scheduler waits for something, in a soak of so many seconds, by the times of its steps."""
+    """Return whether the scheduler waits for something, from the times of its steps and of the soak."""
     found = []
     times_s = np.asarray(held_s)
     if len(times_s) and (p99_s := np.percentile(times_s, 99)) > HELD_P99_MAX_S:
@@ -148,10 +143,10 @@ def pace_problems(held_s: Sequence[float], seconds: float) -> list[str]:
 
 
 def run_queue_s() -> float:
-    """Return for how long the calling thread has stood ready while others had the processors.
+    """Return how long the calling thread has been ready while others had the processors.
 
-    The second number of schedstat, in nanoseconds (Linux, Documentation/scheduler/sched-stats.rst). Where the kernel
-    does not have it, it is 0, and times are judged as they are.
+    The second number of schedstat, in nanoseconds (Linux, Documentation/scheduler/sched-stats.rst); 0 if the kernel
+    does not have it.
     """
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as schedstat:
@@ -161,7 +156,7 @@ def run_queue_s() -> float:
 
 
 class _Soak:
-    """The phases of a soak, on the scheduler's thread: warming up, faults, the end of the last one, recovery."""
+    """The phases of a soak, on the scheduler's thread: warming up, faults, the end of the last fault, recovery."""
 
     def __init__(self, settings: SoakSettings, grounds: Grounds, stack: Stack, report: SoakReport) -> None:
         self._settings = settings
@@ -181,7 +176,6 @@ class _Soak:
         self._is_over = False
 
     def run(self) -> None:
-        """Do all of it, and fill the report."""
         report, manager, troubles = self._report, self._stack.manager, self._troubles
         try:
             replayed = replay(
@@ -231,7 +225,7 @@ class _Soak:
         is_enough = len(troubles.switched) >= settings.kinds_min and (not settings.kinds_min or troubles.struck)
         is_late = after_s >= settings.seconds + _LONGER_MAX_S
         if (after_s >= settings.seconds and (is_enough or is_late)) or troubles.error is not None:
-            self._stopper.start()  # not on this thread: the scheduler goes on while the last fault is switched off
+            self._stopper.start()  # not on this thread: the scheduler runs while the last fault is switched off
             self._phase = self._end_fault
 
     def _end_fault(self, tally: Tally, after_s: float) -> None:
@@ -246,11 +240,11 @@ class _Soak:
         held = [name for name in TIERS if counters[name].get("quarantined_bytes")]
         self._is_over = not quiet and not held
         if not self._is_over and after_s - self._recovery_begun_s > RECOVERY_LIMIT_S:
-            told = {name: counters[name] for name in (*quiet, *held)}
-            self._note(f"{RECOVERY_LIMIT_S} s after the faults: no hits in {quiet}, quarantine in {held}: {told}")
+            counts = {name: counters[name] for name in (*quiet, *held)}
+            self._note(f"{RECOVERY_LIMIT_S} s after the faults: no hits in {quiet}, quarantine in {held}: {counts}")
             self._is_over = True
 
-    # What is looked at.
+    # Samples.
 
     def _sample(self) -> None:
         grounds = self._grounds
@@ -264,7 +258,7 @@ class _Soak:
                 self._note(f"{name} has {jobs} jobs in flight and {held} bytes in quarantine")
 
     def _look_at(self, path: Path, capacity_bytes: int) -> None:
-        """Note a directory that is beyond its capacity at each look: one look may count what goes with what comes."""
+        """Note a directory that exceeds its capacity at each look: one look may count files that replace each other."""
         used_bytes = [occupied_bytes(path)]
         while min(used_bytes) > capacity_bytes and len(used_bytes) < _LOOKS:
             used_bytes.append(occupied_bytes(path))
@@ -272,7 +266,6 @@ class _Soak:
             self._note(f"{os.path.basename(path)} occupies {min(used_bytes)} of {capacity_bytes} bytes")
 
     def _look_at_bucket(self) -> None:
-        """Called by the faults' thread."""
         used_bytes = self._grounds.s3_used_bytes()
         if used_bytes > 2 * S3_CAPACITY_BYTES:  # a sweep is made every two seconds; until then it may be exceeded
             self._note(f"the bucket holds {used_bytes} of {S3_CAPACITY_BYTES} bytes")
@@ -286,14 +279,14 @@ class _Soak:
 
 
 def _end_of(process: Child) -> tuple[int, list[Holdings], list[str]]:
-    """Have the process end; return how many blocks it verified, its samples, and what was wrong."""
+    """End the process; return its verified blocks, its samples, and its problems."""
     try:
-        told: dict[str, Any] = json.loads(process.finish(_SECOND_LIMIT_S) or "")  # Any: JSON
+        result: dict[str, Any] = json.loads(process.finish(_SECOND_LIMIT_S) or "")  # Any: JSON
     except (subprocess.TimeoutExpired, AssertionError, ValueError) as error:
         return 0, [], [f"the second process did not end well: {type(error).__name__}"]
-    samples = [Holdings(*sample) for sample in told["samples"]]
-    problems = [*told["problems"], *growth_problems(samples)]
-    return told["verified"], samples, [f"the second process: {problem}" for problem in problems]
+    samples = [Holdings(*sample) for sample in result["samples"]]
+    problems = [*result["problems"], *growth_problems(samples)]
+    return result["verified"], samples, [f"the second process: {problem}" for problem in problems]
 
 
 def second() -> None:
@@ -323,5 +316,5 @@ def second() -> None:
     problems += left_problems(before, Holdings.now)
     if report.corrupt_blocks:
         problems.append(f"{report.corrupt_blocks} blocks came with wrong bytes")
-    told = {"verified": report.verified_blocks, "problems": problems, "samples": list(map(astuple, samples))}
-    print(json.dumps(told), flush=True)
+    result = {"verified": report.verified_blocks, "problems": problems, "samples": list(map(astuple, samples))}
+    print(json.dumps(result), flush=True)

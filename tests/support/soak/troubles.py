@@ -1,4 +1,4 @@
-"""The faults of a soak: one after the other is switched on and off, in an order that a seed decides."""
+"""The faults of a soak, switched on and off one after the other, in an order that a seed decides."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from tests.support.race_cases import flip_a_bit
-from tests.support.server_process import ServerProcess
 from tests.support.soak.grounds import BLOCK_BYTES, Grounds
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
+from tiered_kv.testing.server_process import ServerProcess
 
 _AGAIN_S = 0.25
 """How often a fault that strikes once is set again."""
@@ -36,18 +36,17 @@ class Troubles:
         self._thread = threading.Thread(target=self._run, name="soak-troubles")
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Switch off what is on, and return when that is done."""
+        """Switch the present fault off, and return when that is done."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
 
     @property
     def faults(self) -> dict[str, Callable[[], None]]:
-        """Every fault: what brings it about, and returns with it gone."""
+        """Functions that switch a fault on, and return after switching it off."""
         made: dict[str, Callable[[], None]] = {}
         grounds = self._grounds
         for tier, proxy in (("redis", grounds.redis_proxy), ("s3", grounds.s3_proxy)):
@@ -76,7 +75,7 @@ class Troubles:
                     self.faults[name]()
                     if self._strikes() > before:
                         self.struck[name] += 1
-        except Exception as error:  # told at the end of the soak
+        except Exception as error:  # reported at the end of the soak
             self.error = error
 
     def _strikes(self) -> int:
@@ -108,7 +107,7 @@ class Troubles:
         self._again(damage, pause_s=_AGAIN_S / 10)
 
     def _again(self, act: Callable[[], None], pause_s: float = _AGAIN_S) -> None:
-        """Do something again and again as long as a fault lasts."""
+        """Repeat a call as long as a fault lasts."""
         end_s = time.monotonic() + self._fault_s
         while time.monotonic() < end_s:
             act()
@@ -117,7 +116,7 @@ class Troubles:
 
 
 def _wire_faults(chance: random.Random) -> dict[str, Callable[[], tuple[Faults, Faults]]]:
-    """Return faults to the server and to the client, by name; where they strike is drawn each time they are set."""
+    """Return faults to the server and to the client, by name; each call draws where they strike."""
 
     def at() -> int:
         return int(2 ** chance.uniform(0, 18))  # anywhere between a reply's first line and many blocks later

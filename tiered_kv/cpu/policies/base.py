@@ -13,8 +13,9 @@ class CachePolicy(ABC):
 
     A policy contains only blocks that may be evicted. The manager removes a block when it is pinned, and adds it again
     when its last pin is gone. Within a request the tail must go before the head: a block is worthless once a block
-    before it in its prefix is gone. `CPUBlock.chain` is the request that used a block last, and `CPUBlock.position` its
-    position in that request's prefix.
+    before it in its prefix is gone. This holds between requests too: a head that a later request uses must not go
+    before its old tail, which is still the older request's. `CPUBlock.chain` is the request that used a block last, and
+    `CPUBlock.position` its position in that request's prefix.
 
     Args:
         num_blocks: Blocks in the primary tier, pinned ones included.

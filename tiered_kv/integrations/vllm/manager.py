@@ -52,7 +52,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._stale: list[_Transfer] = []
         self._has_events = has_events
         tiers = zip(stack.tier_names, stack.secondary_tiers, strict=True)
-        self._reporting = frozenset(name for name, tier in tiers if tier.tells_stored)
+        self._reporting = frozenset(name for name, tier in tiers if tier.reports_stored)
         self._flush_steps = flush_steps
         self._steps_to_flush: int | None = None
         self._meter = PrefillMeter() if stack.config.is_prefill_measured else None

@@ -126,7 +126,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._guarded = GuardedTier(
             opened, settings, self._block_bytes, budget_bytes, time.monotonic, reports_events=self._has_events
         )
-        self._reporting = frozenset((settings.name,) if opened.tells_stored else ())
+        self._reporting = frozenset((settings.name,) if opened.reports_stored else ())
         self._is_closed = False
         self._hint_reader = HintReader()
         self._requests: dict[str, RequestNotes] = {}

@@ -10,7 +10,7 @@ from tiered_kv.config.units import format_bytes
 from tiered_kv.observe.report import figures, page
 from tiered_kv.observe.report.figures import draw
 from tiered_kv.observe.report.markup import Html, card, element, table
-from tiered_kv.observe.report.page import Run, counted, figure, section, tile
+from tiered_kv.observe.report.page import Run, figure, quantity, section, tile
 from tiered_kv.workload.bench import POLL_S, BenchSettings, TierBench
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def bench_remarks(results: Sequence[TierBench]) -> Iterator[str]:
     """Yield a sentence for each kind of failure."""
     for each in results:
         if each.corrupt_blocks:
-            yield f"CORRUPT: {counted(each.corrupt_blocks, 'block')} came back from {each.name} with other bytes"
+            yield f"CORRUPT: {quantity(each.corrupt_blocks, 'block')} came back from {each.name} with other bytes"
         if each.failed_stores or each.failed_loads:
             reasons = ", ".join(f"{reason} {jobs:,}" for reason, jobs in each.reasons.items())
             yield (
@@ -69,9 +69,9 @@ def bench_remarks(results: Sequence[TierBench]) -> Iterator[str]:
 
 def _measured(results: Sequence[TierBench], settings: BenchSettings) -> str:
     return (
-        f"{counted(len(results), 'tier')} stored, found and loaded {counted(settings.blocks, 'new block')} of "
-        f"{format_bytes(results[0].block_bytes)} in each of {counted(settings.rounds, 'round')}, one tier after the "
-        f"other, each alone and without the manager in front of it. {counted(settings.batch, 'block')} made a job, "
+        f"{quantity(len(results), 'tier')} stored, found and loaded {quantity(settings.blocks, 'new block')} of "
+        f"{format_bytes(results[0].block_bytes)} in each of {quantity(settings.rounds, 'round')}, one tier after the "
+        f"other, each alone and without the manager in front of it. {quantity(settings.batch, 'block')} made a job, "
         "and all jobs of a direction were submitted at once. Every loaded block was compared with what had been "
         "stored, byte by byte."
     )
@@ -106,8 +106,8 @@ def _speed(results: Sequence[TierBench], settings: BenchSettings) -> Html:
         ),
     ]
     about = (
-        f"The median of {counted(settings.rounds, 'round')}, and the slowest and the fastest of them. Rates are of the "
-        "blocks that succeeded, from the first submission to the last report; 1 GB is 1e9 bytes."
+        f"The median of {quantity(settings.rounds, 'round')}, and the slowest and the fastest of them. Rates are of "
+        "the blocks that succeeded, from the first submission to the last report; 1 GB is 1e9 bytes."
     )
     return section(
         "How fast each tier is",

@@ -89,7 +89,7 @@ def page(
     )
 
 
-def counted(count: int, noun: str) -> str:
+def quantity(count: int, noun: str) -> str:
     """Return a number and a noun: "1 block", "2,000 blocks"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 

@@ -11,7 +11,7 @@ from tiered_kv.counters import flat_counts
 from tiered_kv.observe.fates import SENTENCES
 from tiered_kv.observe.report import figures, page, plots
 from tiered_kv.observe.report.markup import Html, bar, card, element, joined, table
-from tiered_kv.observe.report.page import Run, counted, figure, section, tile
+from tiered_kv.observe.report.page import Run, figure, quantity, section, tile
 from tiered_kv.observe.report.samples import Sampler
 from tiered_kv.workload.replay import ReplaySettings
 from tiered_kv.workload.tally import GB, ReplayReport
@@ -91,10 +91,11 @@ def _share(part: int, whole: int) -> str:
 def _measured(report: ReplayReport, settings: ReplaySettings) -> str:
     tiers = len(report.tiers)
     return (
-        f"In {report.seconds:,.1f} s, until the last stores had ended, {counted(report.requests, 'request')} asked for "
-        f"{counted(report.blocks, 'block')} of {format_bytes(report.block_bytes)}, in order and as fast as the stack "
-        f"took them, at most {settings.concurrency} at once. {counted(tiers, 'tier')} gave {report.hit_rate:.1%} of "
-        "the blocks. Every block that came back was compared with what had been stored, byte by byte: "
+        f"In {report.seconds:,.1f} s, until the last stores had ended, {quantity(report.requests, 'request')} asked "
+        f"for {quantity(report.blocks, 'block')} of {format_bytes(report.block_bytes)}, in order and as fast as the "
+        f"stack took them, at most {settings.concurrency} at once. {quantity(tiers, 'tier')} gave "
+        f"{report.hit_rate:.1%} of the blocks. Every block that came back was compared with what had been "
+        "stored, byte by byte: "
         f"{report.verified_blocks:,} were right, {report.corrupt_blocks:,} were wrong. No model was run: the time is "
         "that of storing, finding and loading blocks."
     )
@@ -153,7 +154,7 @@ def _course(report: ReplayReport, sampler: Sampler) -> Html:
         ),
         figure(
             "Time of a step",
-            f"What {counted(report.steps, 'step')} spent inside the manager, all requests of a step together. The "
+            f"What {quantity(report.steps, 'step')} spent inside the manager, all requests of a step together. The "
             f"lines: half took at most {step.p50:,.0f} us, 99 of 100 at most {step.p99:,.0f} us (dashed), the longest "
             f"{step.max:,.0f} us (dotted).",
             plots.step_distribution(sampler.step_s, step),
@@ -190,9 +191,8 @@ def _course(report: ReplayReport, sampler: Sampler) -> Html:
                 _BREAKER_STATES,
             )
         )
-    about = (
-        f"{counted(len(samples), 'sample')} of the counters, taken between steps, so that they count in no step's time."
-    )
+    taken = quantity(len(samples), "sample")
+    about = f"{taken} of the counters, taken between steps, so that they count in no step's time."
     return section("During the run", about, element("div", *shown, class_="plots"))
 
 
@@ -236,7 +236,7 @@ def _counters(run: Run, report: ReplayReport) -> Html:
             ]
             for path, count in counts[:_COUNTERS_MAX]
         ]
-        title = element("summary", f"{name}: {counted(len(counts), 'counter')}")
+        title = element("summary", f"{name}: {quantity(len(counts), 'counter')}")
         tiers.append(element("details", title, table(["counter, and its labels", "at the end"], rows), class_="card"))
     return section("All counters", "What each of them means is in the reference of counters.", *tiers)
 

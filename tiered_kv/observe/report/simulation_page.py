@@ -12,7 +12,7 @@ from tiered_kv.config.units import rounded_bytes
 from tiered_kv.observe.report import figures, page
 from tiered_kv.observe.report.figures import draw, tier_color
 from tiered_kv.observe.report.markup import Html, card, element, table
-from tiered_kv.observe.report.page import Run, counted, figure, section, tile
+from tiered_kv.observe.report.page import Run, figure, quantity, section, tile
 from tiered_kv.workload.hit_rates import HitRate
 from tiered_kv.workload.prices import Costs
 from tiered_kv.workload.simulation import Fleet, Simulated
@@ -81,7 +81,7 @@ def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: 
         [(policy, tier_color(index)) for index, policy in enumerate(policies)],
     )
     lede = (
-        f"{counted(requests, 'request')} asked for {counted(curve.blocks, 'block')}, of which "
+        f"{quantity(requests, 'request')} asked for {quantity(curve.blocks, 'block')}, of which "
         f"{curve.distinct_blocks:,} are distinct, one request after the other. No byte was moved."
     )
     best = max(rates, key=lambda rate: rate.hit_rate)
@@ -115,8 +115,8 @@ def stack_page(
         sections.append(section(f"The tiers: {name}", about, *(card(table(*each)) for each in tables)))
     routed = f", routed {fleet.router}" if fleet.servers > 1 else ""
     lede = (
-        f"{counted(first.requests, 'request')} asked for {counted(first.blocks, 'block')} of "
-        f"{rounded_bytes(config.block.bytes)} on {counted(fleet.servers, 'server')}{routed}, at most "
+        f"{quantity(first.requests, 'request')} asked for {quantity(first.blocks, 'block')} of "
+        f"{rounded_bytes(config.block.bytes)} on {quantity(fleet.servers, 'server')}{routed}, at most "
         f"{fleet.concurrency} at once. The manager is the real one; its tiers kept keys and no bytes."
     )
     name, best, _ = max(runs, key=lambda each: each[1].hit_rate)

@@ -1,4 +1,4 @@
-"""Work on other threads for as long as a test does something else."""
+"""Work on other threads during a `with` block, and processes that can start no thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def meanwhile(work: Callable[[], object], threads: int = 1) -> Iterator[None]:
-    """Do something again and again until the `with` block ends, and raise then what it has raised."""
+    """Repeat `work` on threads until the `with` block ends, and raise its exceptions then."""
     is_over = threading.Event()
 
     def go_on() -> None:
@@ -25,3 +25,13 @@ def meanwhile(work: Callable[[], object], threads: int = 1) -> Iterator[None]:
             is_over.set()
     for each in working:
         each.result()
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """Make the start of every thread fail within the block: its stack would exceed the memory."""
+    stack_bytes = threading.stack_size(1 << 46)
+    try:
+        yield
+    finally:
+        threading.stack_size(stack_bytes)

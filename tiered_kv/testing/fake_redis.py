@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.server_process import STOP_S_MAX
+from tiered_kv.testing.server_process import STOP_S_MAX
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.server_process import ServerProcess
+from tiered_kv.testing.server_process import ServerProcess
 
 ACCESS_KEY_ID = "testing-key-id"
 SECRET_ACCESS_KEY = "testing-secret"

@@ -1,12 +1,15 @@
-"""What the CUDA copier asks of torch and of the driver, with both played by stand-ins that copy at once.
+"""The copier within the CPU's memory, and the calls of the CUDA copier to fakes of torch and of the driver.
 
-The handlers' own tests run on a real device where there is one.
+`test_copies.py` and `test_handlers.py` use a real device if there is one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -14,17 +17,17 @@ import numpy as np
 import pytest
 
 from tiered_kv.worker.cuda import CudaCopier, DriverCopies, _Attributes
+from tiered_kv.worker.handlers import HostCopier
 from tiered_kv.worker.plan import CopyPlan
 
 CUDA_ERROR_INVALID_VALUE = 1
 
 
 class FakeCuda:
-    """Plays torch.cuda: one list of what happened on the device, in order."""
+    """torch.cuda, with a log of the device's calls."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.num_events = 0
         self.has_failed = False
 
     def check(self) -> None:
@@ -43,7 +46,6 @@ class FakeCuda:
 
     def Event(self, enable_timing: bool) -> FakeEvent:
         assert enable_timing
-        self.num_events += 1
         return FakeEvent(self)
 
 
@@ -86,7 +88,7 @@ def integer(value: Any) -> int:
 
 
 class EachDriver:
-    """Plays a driver without batches."""
+    """A driver without batches."""
 
     def __init__(self, log: list[str], code: int = 0) -> None:
         self.log = log
@@ -101,7 +103,7 @@ class EachDriver:
 
 
 class FirstBatchDriver(EachDriver):
-    """Plays the driver of CUDA 12.8."""
+    """The driver of CUDA 12.8."""
 
     def __init__(self, log: list[str], batch_code: int = 0) -> None:
         super().__init__(log)
@@ -128,7 +130,7 @@ class FirstBatchDriver(EachDriver):
 
 
 class SecondBatchDriver(FirstBatchDriver):
-    """Plays the driver of CUDA 13, which has both versions."""
+    """The driver of CUDA 13, which has both versions."""
 
     def cuMemcpyBatchAsync(self, *arguments: Any) -> int:
         raise AssertionError("the second version is there")
@@ -152,6 +154,22 @@ class Reversal:
 
     def is_done(self) -> bool:
         return np.array_equal(self.destination, self.source[::-1])
+
+
+def test_many_small_runs_do_not_wait_for_an_engine_that_computes_in_python() -> None:
+    reversal = Reversal(20_000)
+    copier = HostCopier("tiered-kv-test")
+    began_s = time.perf_counter()
+    copy = copier.submit(reversal.plan)
+    turns = 0
+    while not copy.has_ended():
+        turns += 1  # holds the interpreter's lock until another thread asks for it
+    # Runs that each waited for the lock would take 20,000 switch intervals, which is 100 s; a busy machine takes a few.
+    assert time.perf_counter() - began_s < 4000 * sys.getswitchinterval()
+    assert copy.seconds() is not None
+    assert reversal.is_done()
+    copier.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tiered-kv-test")]
 
 
 def copier(cuda: FakeCuda, driver: object) -> CudaCopier:
