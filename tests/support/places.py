@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -98,7 +99,8 @@ class Place:
         self, spec: TierSpec, content: Content = block_content, *, num_blocks: int = 512, **settings: object
     ) -> TierRig:
         """Open a tier on a rig; settings replace those of the entry."""
-        entry = {**self._patient, **_OF_RIGS.get(self._type, {}), **self.entry, **settings}
+        # A chain: a rig that opens the tier again takes the entry of that time.
+        entry = ChainMap(settings, self.entry, dict(_OF_RIGS.get(self._type, {})), dict(self._patient))
         rig = rig_of(entry, block_bytes=spec.block_bytes, num_blocks=num_blocks, spec=spec, content=content)
         self._ending.callback(rig.close)
         return rig
