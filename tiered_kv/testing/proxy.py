@@ -161,7 +161,7 @@ class FaultProxy:
 
         def forget(_: asyncio.Task[None]) -> None:
             connection.close()  # here, because a task that is cancelled before it begins closes nothing
-            self._connections.discard(connection)
+            self._loop.call_soon(self._connections.discard, connection)  # after asyncio has closed its sockets
 
         connection.task.add_done_callback(forget)
 
