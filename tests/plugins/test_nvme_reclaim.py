@@ -195,9 +195,12 @@ def test_the_blocks_to_move_are_chosen_in_chunks_that_give_way_to_a_step(monkeyp
     segment.table.append(keys, [Entry(4096, 4096, RAW_ID, bytes(16))] * len(keys), [0] * len(keys))
     pool.index.add(keys, 0)
     monkeypatch.setattr(pool.worth, "movable", lambda table: list(range(len(table))))
-    monkeypatch.setattr(STEP, "pauses_left", 10)
-    assert sum(map(len, survivors(pool, segment))) == len(keys)
-    assert STEP.pauses_left == 10 - 4
+    STEP.pauses_left = 10
+    try:
+        assert sum(map(len, survivors(pool, segment))) == len(keys)
+        assert STEP.pauses_left == 10 - 4
+    finally:
+        STEP.pauses_left = 0
 
 
 def test_blocks_that_were_written_out_of_order_can_move(

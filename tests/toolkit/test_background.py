@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.support.threads import no_threads
-from tiered_kv.toolkit.background import BackgroundTask
+from tiered_kv.toolkit.background import BackgroundTask, logger
 
 
 def test_a_request_while_it_runs_makes_it_run_again() -> None:
@@ -54,13 +55,18 @@ def test_without_a_thread_it_is_left_to_the_next_request() -> None:
     assert done.wait(60.0)
 
 
+@pytest.fixture
+def log() -> Iterator[Callable[[logging.Handler], None]]:
+    """Add handlers to the module's logger until the test ends."""
+    before = list(logger.handlers)
+    yield logger.addHandler
+    logger.handlers[:] = before
+
+
 @pytest.mark.parametrize("error", [OSError, SystemExit])
 @pytest.mark.parametrize("handler_raises", [False, True])
 def test_an_exception_is_logged_and_the_next_request_is_served(
-    error: type[BaseException],
-    handler_raises: bool,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException], handler_raises: bool, log: Callable[[logging.Handler], None]
 ) -> None:
     begun, goes_on = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -69,13 +75,14 @@ def test_an_exception_is_logged_and_the_next_request_is_served(
         assert goes_on.acquire(timeout=60.0)
         raise error
 
-    def emit(record: logging.LogRecord) -> None:
-        logged.append(record.getMessage())
-        if handler_raises:
-            raise ValueError
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append(record.getMessage())
+            if handler_raises:
+                raise ValueError
 
     logged: list[str] = []
-    monkeypatch.setattr(caplog.handler, "emit", emit)
+    log(Handler())
     task = BackgroundTask(work, "a task")
     task.ask()
     assert begun.acquire(timeout=60.0)
