@@ -246,8 +246,8 @@ def test_every_task_of_many_threads_is_answered_once(pool: Any, entry: dict[str,
 def test_the_end_of_a_job_or_lookup_wakes_the_thread(
     pool: Any, entry: dict[str, object], register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thread, "TICK_S", 3600.0)
-    monkeypatch.setattr(thread, "IDLE_TICK_S", 3600.0)
+    for name in ("TICK_S", "IDLE_TICK_S"):
+        monkeypatch.setattr(thread, name, 3600.0)
     register("isolated", lambda inner: HangingTier(inner, Gate()))
     small = {"store_budget": BLOCK_BYTES, "load_budget": BLOCK_BYTES}
     for tier in ({**entry, **small}, {"type": "isolated", **PATIENT, **small}):

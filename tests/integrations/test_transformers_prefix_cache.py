@@ -70,8 +70,8 @@ def _first_run(temporary_directory: Path, _one_thread: None, model: Any) -> None
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what is to be found be waited for longer than a busy machine takes; a test may say otherwise."""
     monkeypatch.setattr(PrefixCache.restore, "__kwdefaults__", {"timeout": WAIT_S})
-    monkeypatch.setattr(PrefixCache.flush, "__defaults__", (WAIT_S,))
-    monkeypatch.setattr(PrefixCache.close, "__defaults__", (WAIT_S,))
+    for method in (PrefixCache.flush, PrefixCache.close):
+        monkeypatch.setattr(method, "__defaults__", (WAIT_S,))
 
 
 def prompt(tokens: int, seed: int = 0) -> Tensor:

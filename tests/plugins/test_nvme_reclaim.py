@@ -189,12 +189,16 @@ def test_a_store_without_memory_leaves_its_segment_to_others(
     assert bench.get(bench.open(), newest) == set(newest)
 
 
+def move_every_block(pool: SegmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool.worth, "movable", lambda table: list(range(len(table))))
+
+
 def test_the_blocks_to_move_are_chosen_in_chunks_that_give_way_to_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, segment = SegmentPool(bytes(16), 1, Worth(4096, 4)), Segment(0, -1, 1 << 30, 1)
     keys = make_keys(4 * CHUNK_KEYS)
     segment.table.append(keys, [Entry(4096, 4096, RAW_ID, bytes(16))] * len(keys), [0] * len(keys))
     pool.index.add(keys, 0)
-    monkeypatch.setattr(pool.worth, "movable", lambda table: list(range(len(table))))
+    move_every_block(pool, monkeypatch)
     STEP.pauses_left = 10
     try:
         assert sum(map(len, survivors(pool, segment))) == len(keys)
@@ -212,7 +216,7 @@ def test_blocks_that_were_written_out_of_order_can_move(
         bench.put(store, second)
     segment = store._pool.segments[slot_of(store.index.places[first[0]])]
     assert segment.table.keys == second + first
-    monkeypatch.setattr(store._pool.worth, "movable", lambda table: list(range(len(table))))
+    move_every_block(store._pool, monkeypatch)
     (ordinals,) = survivors(store._pool, segment)
     assert len(ordinals) == 10
     assert None not in store._reader.read_stored(segment, ordinals)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from tiered_kv.base import (
 )
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, make_policy
-from tiered_kv.hints import HINT_NAMES, HintReader, Hints
+from tiered_kv.hints import BY_REQUEST, HINT_NAMES, HintReader, Hints
 from tiered_kv.mediums import CPULoadStoreSpec
 
 PRIMARY_NAME = "cpu"
@@ -214,6 +215,21 @@ class CPUOffloadingManager(OffloadingManager):
             self.backend.region.close()
         else:
             self.backend.region.unlink()
+
+    def snapshot(self) -> dict[str, Any]:  # Any: as `Counters.snapshot`
+        """Return counters of blocks, bytes and hints. Any thread may call."""
+        blocks, block_bytes = len(self.blocks), self.backend.block_size
+        counted: dict[str, Any] = {
+            "used_blocks": blocks,
+            "used_bytes": blocks * block_bytes,
+            "capacity_bytes": self.backend.num_blocks * block_bytes,
+            "evicted_blocks_total": self.evicted_blocks,
+            "hinted_requests_total": self.hint_reader.hinted,
+            "refused_hints_total": self.hint_reader.refused,
+        }
+        if self.skipped_blocks:
+            counted["skipped_blocks_total"] = {BY_REQUEST: self.skipped_blocks}
+        return counted
 
     # For the tiering manager only.
 

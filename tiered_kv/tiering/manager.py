@@ -18,7 +18,6 @@ from tiered_kv.base import (
 )
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
-from tiered_kv.hints import BY_REQUEST
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.notices import Notices
@@ -411,22 +410,14 @@ class TieringOffloadingManager(OffloadingManager):
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return all counts by tier, a secondary tier's own `stats` under "tier". Any thread may call."""
-        primary, blocks, block_bytes = self.primary, len(self._primary_blocks), self.primary.backend.block_size
         of_primary: dict[str, Any] = {
-            "used_blocks": blocks,
-            "used_bytes": blocks * block_bytes,
-            "capacity_bytes": primary.backend.num_blocks * block_bytes,
+            **self.primary.snapshot(),
             **self._observer.snapshot(),
-            "evicted_blocks_total": primary.evicted_blocks,
             "promotion_blocks": self._promotions.blocks_taken,
             "released_holds_total": self._promotions.released_holds,
             "forgotten_requests_total": self._requests.forgotten,
-            "hinted_requests_total": primary.hint_reader.hinted,
-            "refused_hints_total": primary.hint_reader.refused,
             "step_seconds": self._timer.seconds.snapshot(),
         }
-        if primary.skipped_blocks:
-            of_primary["skipped_blocks_total"] = {BY_REQUEST: primary.skipped_blocks}
         counted = {PRIMARY_NAME: of_primary, **{guarded.name: guarded.snapshot() for guarded in self._tiers}}
         self._observer.add_counts(counted)
         if self._audit is not None:
