@@ -238,6 +238,14 @@ class Checks:
             first.adapter.close()
             assert second.lookup(keys_of(1)) == [True]
 
+    def without_a_thread_to_open_them_the_tiers_are_opened_later(self) -> None:
+        with host(self._tier()) as rig:
+            for name in ("Thread.start", "Timer.start"):
+                refuses = mock.patch(f"threading.{name}", side_effect=RuntimeError("can't start new thread"))
+                with mock.patch.object(tier_set, "RETRY_S", 0.0), refuses:
+                    assert rig.lookup(keys_of(1)) == [False]
+            assert rig.store(keys_of(1), rig.objects(1)).is_successful()
+
     def an_error_has_no_text_of_a_client_library(self) -> None:
         with (
             mock.patch.object(tier_set, "DirectTiers", side_effect=RuntimeError("redis://:secret@host")),

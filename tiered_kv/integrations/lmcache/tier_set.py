@@ -114,12 +114,15 @@ class TierSet:
                     self._retry_at_s = 0.0
             tiers = None if self._is_closed else self._tiers
             if tiers is None and not self._is_closed and time.monotonic() >= self._retry_at_s:
-                if self._opener is None:
-                    opener = threading.Thread(target=self._open, name="tiered-kv-open", daemon=True)
-                    opener.start()
-                    self._opener = opener
-                self._waiting.append((task, stores))
-                return
+                # No more threads: a later task tries again. An exception would let LMCache reuse the memory of all
+                # objects of its task, and another set may still read or write some.
+                with suppress(RuntimeError):
+                    if self._opener is None:
+                        opener = threading.Thread(target=self._open, name="tiered-kv-open", daemon=True)
+                        opener.start()
+                        self._opener = opener
+                    self._waiting.append((task, stores))
+                    return
         self._begin(task, tiers, stores)
 
     def _begin(self, task: Task, tiers: DirectTiers | None, stores: bool) -> None:
