@@ -35,7 +35,9 @@ class UserNamespace(StrictModel):
                 f"{engine} sets '{taken[0]}'; choose another name", location=".".join((*location, "extra"))
             )
         own = self.model_dump(exclude_none=True, exclude={"extra"})
-        return validate(Namespace, {**fields, **own, "extra": {**self.extra, **facts}}, location)
+        namespace = validate(Namespace, {**fields, **own, "extra": {**self.extra, **facts}}, location)
+        namespace._from_environment = self._from_environment  # of which `own` has plain copies
+        return namespace
 
 
 class UserModelNamespace(UserNamespace):
