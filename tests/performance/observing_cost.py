@@ -181,13 +181,7 @@ def measure(rounds: int, steps: int) -> dict[str, dict[str, Taken]]:
         rounds: How many turns each manager has.
         steps: Whole steps in a turn; 0 for the parts of a step, in turns of one request.
     """
-    parts: dict[str, list[Act]] = {
-        "store": [store],
-        "lookup_hit": [look_up],
-        "load": [look_up, load],
-        "lookup_miss": [look_up],
-    }
-    acts = {"step": [look_up, store, load]} if steps else parts
+    acts = {"step": [look_up, store, load]} if steps else PARTS
     sides = SIDES | {"scraped": ()} if steps else SIDES
     taken = {name: {side: Taken() for side in sides} for name in acts}
     requests = steps or 1
