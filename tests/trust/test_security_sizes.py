@@ -192,8 +192,8 @@ class EndlessServer(LoopbackServer):
 
 
 ENDLESS_HTTP = {
-    "a body of a terabyte": (b"HTTP/1.1 200 OK\r\nContent-Length: 1099511627776\r\n\r\n", b"<Key>x</Key>"),
-    "an error of a terabyte": (b"HTTP/1.1 500 No\r\nContent-Length: 1099511627776\r\n\r\n", b"<Code>x</Code>"),
+    "a body of 100 MiB": (b"HTTP/1.1 200 OK\r\nContent-Length: 104857600\r\n\r\n", b"<Key>x</Key>"),
+    "an error of 100 MiB": (b"HTTP/1.1 500 No\r\nContent-Length: 104857600\r\n\r\n", b"<Code>x</Code>"),
     "chunks without an end": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"4\r\nabcd\r\n"),
     "a chunk of four gigabytes": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffff\r\n", b"x"),
     "a header without an end": (b"HTTP/1.1 200 OK\r\nX: ", b"x"),
@@ -201,6 +201,7 @@ ENDLESS_HTTP = {
     "interim answers without an end": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
     "no HTTP at all": (b"", b"\0"),
 }
+"""The lengths are such that a reader which allocates them succeeds, and is found."""
 
 
 @pytest.mark.parametrize("form", ENDLESS_HTTP)
