@@ -48,7 +48,7 @@ KINDS = ("nvme", "fs", "redis", "s3")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_key_is_part_of_a_path_or_a_command_to_a_server(kind: str, place_of: PlaceOf, tmp_path: Path) -> None:
+def test_no_key_is_part_of_a_path_or_taken_for_a_command(kind: str, place_of: PlaceOf, tmp_path: Path) -> None:
     storage = place_of(kind)
     tenant = storage.tenant("alice")
     keys: list[OffloadKey] = [make_offload_key(each, 0) for each in HASHES]
