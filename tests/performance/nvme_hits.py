@@ -43,7 +43,10 @@ def run(
 
 
 def main() -> None:
-    arguments = workload_line(__doc__).parse_args()
+    parser = workload_line(__doc__)
+    arguments = parser.parse_args()
+    if arguments.sizes and len(arguments.sizes) != 2:
+        parser.error("--sizes: give the blocks of the primary tier, and those of nvme")
     for name, requests in chosen(arguments):
         for primary, blocks in [arguments.sizes] if arguments.sizes else SIZES[name]:
             outcome = run(requests, primary, blocks)
