@@ -154,10 +154,14 @@ def race_late_shutdown(
             stack.close(0.0)
             late = hindrance.gate.waiting
             hindrance.gate.open()
-        wait_until(lambda: _can_be_opened(config), _LATE_LIMIT_S, what="the release of the storage")
-        wait_until(lambda: not hindrance.under_way, _LATE_LIMIT_S, what="the end of the workers")
+        problems = list(scheduler.race.problems)
+        try:
+            wait_until(lambda: _can_be_opened(config), _LATE_LIMIT_S, what="the release of the storage")
+            wait_until(lambda: not hindrance.under_way, _LATE_LIMIT_S, what="the end of the workers")
+        except AssertionError as error:  # with its seed, and counted
+            problems.append(str(error))
         guard.check()
-    return [*scheduler.race.problems, *guard.violations], late
+    return [*problems, *guard.violations], late
 
 
 def _can_be_opened(config: Mapping[str, object]) -> bool:
