@@ -50,6 +50,7 @@ _MAIN: Final = "main"
 _ATTACH_S_MAX: Final = 30.0
 """How long a thread may take to start, or a tracer to attach."""
 _POLL_S: Final = 0.001
+_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_PTRACER: Final = 0x59616D61
 _PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
 _LOG_S_MAX: Final = 30.0
@@ -227,7 +228,7 @@ def _result_of(text: str) -> int | None:
 
 
 class _TracedChild:
-    """A forked child that runs `work`; the end of the context kills it.
+    """A forked child that runs `work`; the end of the context kills it, and so does the end of this process.
 
     Its threads report their roles before they do anything, so that a tracer can be attached to one of them. The role
     is the name without the project's prefix; the second thread of a name gets a number: `nvme-reclaimer#1`.
@@ -298,6 +299,7 @@ class _TracedChild:
     def _be_child(self, work: Callable[[], None]) -> None:
         status = 1
         try:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # or it would wait for a dead tracer
             if self._wanted:
                 # Where only ancestors may trace (Yama's ptrace_scope 1), allow any: strace is this process's sibling.
                 ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
