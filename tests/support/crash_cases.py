@@ -13,7 +13,7 @@ import random
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -83,9 +83,9 @@ class CrashCases:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for server in self._servers:
-            with server.process as process, suppress(subprocess.TimeoutExpired):
-                process.finish(30.0)
+        with ExitStack() as ending:
+            for server in self._servers:
+                ending.callback(server.end)
 
     def record(self, scenario: CrashScenario, kind: str, *, kills: bool = True) -> list[Call]:
         return [Call(**call) for call in self._ask(Case(scenario), do="record", kind=kind, kills=kills)]
@@ -129,6 +129,10 @@ class _Server:
         self._root = folder / "mounted" if image else folder
         within = command_in_namespace if image else list
         self.process = Child(main, str(folder), *(["--image"] * image), within=within)
+
+    def end(self) -> None:
+        with self.process, suppress(subprocess.TimeoutExpired):
+            self.process.finish(30.0)
 
     def ask(self, case: Case, request: Mapping[str, object]) -> Any:  # Any: JSON
         """Send a request about a case, whose directory is moved to this server's folder."""
