@@ -93,9 +93,12 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Count a test that is marked `trust("some proof")` as one case of that proof, with a marker's `note`."""
+    """Count a test that is marked `trust("some proof")` as one case of that proof, with a marker's `note`.
+
+    An error before or after the test, such as a leak, counts as a failed case too.
+    """
     report = yield
-    if report.when == "call" and not report.skipped:
+    if report.failed or (report.when == "call" and report.passed):
         markers = list(item.iter_markers("trust"))
         note = next((marker.kwargs["note"] for marker in markers if "note" in marker.kwargs), "")
         for proof in (proof for marker in markers for proof in marker.args):
