@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.observe.rig import BLOCK_BYTES, OTHERS, Engine, blocks, get, misses, obedient, put, put_below, stack_of
+from tests.observe.rig import (
+    BLOCK_BYTES,
+    OTHERS,
+    WAIT_S,
+    Engine,
+    blocks,
+    get,
+    misses,
+    obedient,
+    put,
+    put_below,
+    stack_of,
+)
 from tiered_kv.base import ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -177,16 +190,23 @@ def test_the_facade_asks_once_however_long_it_waits(stack: Stack) -> None:
 def test_a_replay_counts_the_same_hits_as_the_counters_and_misses_add_up_with_reasons(tmp_path: Path) -> None:
     nvme = {"type": "nvme", "path": str(tmp_path), "capacity": "16MiB"}
     with open_stack(stack_of({"type": "memory", "capacity": "256KiB"}, nvme, blocks=48)) as stack:
-        chats = ChatWorkload(chats=20, turns=4, active_chats=8, turn_blocks=3).requests()
-        report = replay(stack.manager, stack.kv_view, chats)
+        chats, hits = ChatWorkload(chats=20, turns=4, active_chats=8, turn_blocks=3), Counter[str]()
+        for _ in range(2):  # however late stores are on a busy machine, the second replay finds some of the first
+            report = replay(stack.manager, stack.kv_view, chats.requests())
+            hits.update({tier: traffic.hits for tier, traffic in report.tiers.items()})
+            assert stack.manager.drain_jobs(WAIT_S)
         assert stack.history is not None
         stack.history.settle()
-        for tier, traffic in report.tiers.items():
-            assert traffic.hits == blocks(stack, tier)[0] > 0
+        assert hits["cpu"] > 0
+        assert hits["memory"] + hits["nvme"] > 0
+        for tier in ("cpu", "memory", "nvme"):
+            assert hits[tier] == blocks(stack, tier)[0]
             assert sum(misses(stack, tier).values()) == blocks(stack, tier)[1]
-        # A miss in one tier is a lookup in the next, unless a tier that has the block cannot promote it.
         assert blocks(stack, "cpu")[1] == sum(blocks(stack, "memory"))
-        assert blocks(stack, "memory")[1] - misses(stack, "memory").get("refused", 0) == sum(blocks(stack, "nvme"))
+        # A miss in one tier is a lookup in the next, unless a tier that has the block cannot promote it. The request
+        # may ask once more, though, when that tier has evicted it.
+        missed, refused = blocks(stack, "memory")[1], misses(stack, "memory").get("refused", 0)
+        assert missed - refused <= sum(blocks(stack, "nvme")) <= missed
         assert stack.counters()["cpu"]["unexplained_blocks_total"] == 0
 
 
