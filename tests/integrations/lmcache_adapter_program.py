@@ -242,8 +242,9 @@ class Checks:
         with host(self._tier()) as rig:
             for name in ("Thread.start", "Timer.start"):
                 refuses = mock.patch(f"threading.{name}", side_effect=RuntimeError("can't start new thread"))
-                with mock.patch.object(tier_set, "RETRY_S", 0.0), refuses:
+                with mock.patch.object(tier_set, "RETRY_S", 0.0), refuses as start:
                     assert rig.lookup(keys_of(1)) == [False]
+                start.assert_called()
             assert rig.store(keys_of(1), rig.objects(1)).is_successful()
 
     def an_error_has_no_text_of_a_client_library(self) -> None:

@@ -142,7 +142,10 @@ def race_late_shutdown(
 
     Once they have ended, the next stack must be able to open the tiers' storage.
     """
-    stack, guard = open_guarded(config)
+    try:
+        stack, guard = open_guarded(config)
+    except TierBusyError as error:  # the stack of an earlier seed has not released it
+        return [str(error)], 1
     hindrance = Hindrance(seed, delay_max_s=0.001)
     scheduler = RacingScheduler(stack.manager, stack.region, Prompts(stack.config.block.bytes), seed=seed)
     with hindrance.before(*places):
@@ -155,11 +158,14 @@ def race_late_shutdown(
             late = hindrance.gate.waiting
             hindrance.gate.open()
         problems = list(scheduler.race.problems)
-        try:
-            wait_until(lambda: _can_be_opened(config), _LATE_LIMIT_S, what="the release of the storage")
-            wait_until(lambda: not hindrance.under_way, _LATE_LIMIT_S, what="the end of the workers")
-        except AssertionError as error:  # with its seed, and counted
-            problems.append(str(error))
+        for what, has_come in {
+            "the release of the storage": lambda: _can_be_opened(config),
+            "the end of the workers": lambda: not hindrance.under_way,
+        }.items():
+            try:
+                wait_until(has_come, _LATE_LIMIT_S, what=what)
+            except AssertionError as error:  # with its seed, and counted
+                problems.append(str(error))
         guard.check()
     return [*problems, *guard.violations], late
 

@@ -201,7 +201,7 @@ ENDLESS_HTTP = {
     "interim answers without an end": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
     "no HTTP at all": (b"", b"\0"),
 }
-"""The lengths are such that a reader which allocates them succeeds, and is found."""
+"""100 MiB, because a reader that allocates so much succeeds, and is found."""
 
 
 @pytest.mark.parametrize("form", ENDLESS_HTTP)

@@ -107,6 +107,7 @@ class TierSet:
 
     def use(self, task: Task, *, stores: bool) -> None:
         """Call `task` with the tiers: at once, or when they have been opened."""
+        is_new = False  # an error to log
         with self._lock:
             if stores and not self._stores:
                 self._stores = True
@@ -114,15 +115,19 @@ class TierSet:
                     self._retry_at_s = 0.0
             tiers = None if self._is_closed else self._tiers
             if tiers is None and not self._is_closed and time.monotonic() >= self._retry_at_s:
-                # No more threads: a later task tries again. An exception would let LMCache reuse the memory of all
-                # objects of its task, and another set may still read or write some.
-                with suppress(RuntimeError):
+                try:
                     if self._opener is None:
                         opener = threading.Thread(target=self._open, name="tiered-kv-open", daemon=True)
                         opener.start()
                         self._opener = opener
                     self._waiting.append((task, stores))
                     return
+                except RuntimeError as error:
+                    # No thread can be started: a later task tries again. An exception would let LMCache reuse the
+                    # memory of its whole task, while another set may still read or write parts of it.
+                    is_new, self._error = not self._error, str(error)
+        if is_new:
+            _log.error("no tiers for %s: %s", self._what, self._error)
         self._begin(task, tiers, stores)
 
     def _begin(self, task: Task, tiers: DirectTiers | None, stores: bool) -> None:
