@@ -85,7 +85,8 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
     """Blocks by their numbers in a medium.
 
     Args:
-        block_ids: Block numbers, kept as an int64 array of shape (n,) in `self.block_ids`.
+        block_ids: Block numbers, kept as an int64 array of shape (n,) in `self.block_ids`. The scheduler's thread
+            passes a list: while numpy copies an array of more than 500 numbers, other threads take the interpreter.
     """
 
     def __init__(self, block_ids: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> None:

@@ -44,6 +44,8 @@ BLOCK_BYTES = 64 << 10
 BATCH = 32
 BATCHES = 8
 """Batches stored, and asked for, before each busy step: more than the tier moves between two."""
+JOBS_MAX = 30
+"""Nothing is stored beyond these jobs in flight: two fewer than a tier accepts, a quarter of the primary tier."""
 MODEL_STEP_S = 0.005
 TIERS = ("memory", "nvme", "fs", "redis", "s3")
 
@@ -104,25 +106,30 @@ class Steps:
         return times, jobs
 
     def feed(self) -> None:
-        """Store new blocks, and begin to promote blocks that the primary tier has evicted."""
+        """Store new blocks, and ask for evicted ones until each is promoted or a miss."""
         for _ in range(BATCHES):
+            if self._manager.jobs_in_flight >= JOBS_MAX:
+                break
             context = ReqContext(f"store-{self._stored}")
             output = self._manager.prepare_store([block_key(self._stored + i) for i in range(BATCH)], context)
             if output is not None:
                 self._manager.complete_store(output.keys_to_store, context)
                 self._stored += BATCH
             self._manager.on_request_finished(context)
-            if self._asked < self._stored - 2 * self._primary_blocks:
-                self._ask(ReqContext(f"load-{self._asked}"), [block_key(self._asked + i) for i in range(BATCH)])
-                self._asked += BATCH
-        for context, keys in [self._asking.popleft() for _ in range(len(self._asking) - BATCHES)]:
-            self._manager.lookup_many(keys, context)  # by now a server has answered
-            self._manager.on_request_finished(context)  # so that loaded blocks are not held for it
+        for _ in range(len(self._asking)):
+            context, keys = self._asking.popleft()
+            if None in self._manager.lookup_many(keys, context):
+                self._asking.append((context, keys))
+            else:
+                self._manager.on_request_finished(context)  # so that loaded blocks are not held for it
+        evicted = self._stored - 2 * self._primary_blocks  # blocks before it are no more in the primary tier
+        self._asked = max(self._asked, evicted - self._primary_blocks)  # but still in a tier that is full
+        while len(self._asking) < 2 * BATCHES and self._asked < evicted:
+            context, keys = ReqContext(f"load-{self._asked}"), [block_key(self._asked + i) for i in range(BATCH)]
+            self._manager.lookup_many(keys, context)
+            self._asking.append((context, keys))
+            self._asked += BATCH
         self._manager.on_schedule_end()  # submits the loads
-
-    def _ask(self, context: ReqContext, keys: list[OffloadKey]) -> None:
-        self._manager.lookup_many(keys, context)
-        self._asking.append((context, keys))
 
     def _processor_wait_s(self) -> float:
         """Return for how long this thread has been ready to run and had no processor."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.support.stacks import stack_of
-from tiered_kv.base import ReqContext
+from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, PATIENT, stack_of
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
@@ -46,3 +51,83 @@ def test_a_step_without_an_end_delays_workers_a_limited_number_of_times(stack: S
     for _ in range(PAUSES_MAX + 10):
         give_way()
     assert STEP.pauses_left == 0
+
+
+class OtherThread:
+    """A thread that would compute whenever the scheduler's thread released the interpreter."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run)
+        self._interval_s = sys.getswitchinterval()
+
+    def __enter__(self) -> OtherThread:
+        gc.disable()  # a collection could close another test's files, which releases the interpreter
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setswitchinterval(self._interval_s)
+        gc.enable()
+        self._is_stopped = True
+        self._thread.join()
+
+    def turns_during(self, call: Callable[[], object]) -> int:
+        """Return how often it could compute during `call`; Python itself takes the interpreter from no thread."""
+        sys.setswitchinterval(1000)
+        time.sleep(0.01)  # from here on each thread waits with the new interval
+        before = self._turns
+        call()
+        turns = self._turns - before
+        sys.setswitchinterval(self._interval_s)
+        return turns
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            self._turns += 1
+            time.sleep(0)
+
+
+@pytest.mark.parametrize("tier", ["memory", "nvme"])
+def test_no_call_of_a_step_lets_another_thread_take_the_interpreter(tmp_path: Path, tier: str) -> None:
+    """A scheduler that releases CPython's lock waits up to 5 ms for each thread that takes it."""
+    entry = {
+        "type": tier,
+        **BUILT_IN_TIERS[tier],
+        **PATIENT,
+        **({"path": str(tmp_path)} if tier in IN_DIRECTORIES else {}),
+    }
+    count = 600  # numpy releases the lock for arrays of more than 500
+    with open_stack(stack_of(entry, blocks=2 * count)) as stack, OtherThread() as other:
+        manager = stack.manager
+
+        def turns_of_steps(keys: list[OffloadKey], context: ReqContext) -> dict[str, int]:
+            """Run steps that store blocks and load them; return the turns of the other thread."""
+            turns = {
+                "miss": other.turns_during(lambda: [manager.lookup(key, context) for key in keys]),
+                "prepare_store": other.turns_during(lambda: manager.prepare_store(keys, context)),
+                "complete_store": other.turns_during(lambda: manager.complete_store(keys, context)),
+                "end of store": other.turns_during(manager.on_schedule_end),
+            }
+            assert manager.drain_jobs(60)
+            return turns | {
+                "hit": other.turns_during(lambda: manager.lookup_many(keys, context)),
+                "prepare_load": other.turns_during(lambda: manager.prepare_load(keys, context)),
+                "complete_load": other.turns_during(lambda: manager.complete_load(keys, context)),
+                "end of load": other.turns_during(manager.on_schedule_end),
+                "end of request": other.turns_during(lambda: manager.on_request_finished(context)),
+            }
+
+        first, second, third = (make_keys(count, str(number)) for number in range(3))
+        turns_of_steps(first, ReqContext("first"))  # starts the threads
+        for keys in (second, third):
+            turns = turns_of_steps(keys, ReqContext(keys[0].hex()))
+            assert turns == dict.fromkeys(turns, 0)
+        context, answers = ReqContext("promotion"), list[bool | None]()
+        while not answers or None in answers:
+            answers.clear()
+            assert other.turns_during(lambda: answers.extend(manager.lookup_many(first, context))) == 0
+            assert other.turns_during(manager.on_schedule_end) == 0
+            assert manager.drain_jobs(60)
+        assert True in answers

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from tiered_kv.backend import Backend, BlockStatus
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.region import PrimaryRegion
@@ -141,4 +139,4 @@ class CPUBackend(Backend):
     def get_load_store_spec(
         self, block_hashes: Iterable[OffloadKey], blocks: Iterable[BlockStatus]
     ) -> CPULoadStoreSpec:
-        return CPULoadStoreSpec(np.array([block.block_id for block in blocks], dtype=np.int64))
+        return CPULoadStoreSpec([block.block_id for block in blocks])

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from tiered_kv.base import (
     OffloadingEvent,
     OffloadingManager,
@@ -105,7 +103,7 @@ class CPUOffloadingManager(OffloadingManager):
         for block in found:
             block.loads += 1
         self.policy.use(found, self.chain_of(req_context))
-        return CPULoadStoreSpec(np.array([block.block_id for block in found], dtype=np.int64))
+        return CPULoadStoreSpec([block.block_id for block in found])
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.unpin(self._loading_blocks(keys))
@@ -136,7 +134,7 @@ class CPUOffloadingManager(OffloadingManager):
             self.policy.use([blocks[key] for key in dict.fromkeys(keys) if key in blocks], chain)
         else:
             chain.extend(new_blocks)
-        spec = CPULoadStoreSpec(np.array([block.block_id for block in new_blocks], dtype=np.int64))
+        spec = CPULoadStoreSpec([block.block_id for block in new_blocks])
         return PrepareStoreOutput(new_keys, spec, evicted)
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:

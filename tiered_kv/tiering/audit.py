@@ -17,8 +17,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
@@ -298,7 +296,7 @@ class Audit:
         rows = dict(zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True))
         rows |= {pair.block.key: pair.spare.block_id for pair in pairs}
         ordered = [key for key in dict.fromkeys(keys) if key in rows]
-        spec = CPULoadStoreSpec(np.array([rows[key] for key in ordered], dtype=np.int64))
+        spec = CPULoadStoreSpec([rows[key] for key in ordered])
         return PrepareStoreOutput(ordered, spec, [*output.evicted_keys, *evicted])
 
     def _load(self, audited: Audited, guarded: GuardedTier, blocks: list[CPUBlock], req_context: ReqContext) -> None:

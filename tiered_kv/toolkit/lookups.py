@@ -176,16 +176,18 @@ class BatchedLookups:
 
     def _expire(self, now: float) -> None:
         """Answer late keys with a miss, and let the next key start another runner."""
-        pending = self._pending
+        late: list[_Question] = []
         self._next_deadline = math.inf
-        while pending:
-            key, question = next(iter(pending.items()))
+        for question in self._pending.values():  # one pass: a dictionary keeps gaps where its first keys were deleted
             if question.deadline > now:
                 self._next_deadline = question.deadline
-                return
-            del pending[key]
+                break
+            late.append(question)
+        for question in late:
+            del self._pending[question.key]
             self._settle(question, False)
-            self.timeouts += 1
+        if late:
+            self.timeouts += len(late)
             self._has_runner = False
 
     def _settle(self, question: _Question, answer: bool) -> None:
