@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.counters import Counters
@@ -15,6 +15,12 @@ from tiered_kv.toolkit import BlockingTier, Outcome
 from tiered_kv.toolkit.event_log import EventLog
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
 from tiered_kv_memory.settings import MemorySettings
+
+_Pair = tuple[OffloadKey, memoryview]
+_THREADS: Final = 4
+_RUN_BLOCKS_MAX: Final = 8
+"""Blocks that a thread transfers between two times that it holds the lock. If it takes the lock for each block of 64
+KiB, the threads wait for each other, and beside a scheduler's steps they move half as many blocks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,15 +41,23 @@ class MemoryTier(BlockingTier):
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: MemorySettings
     ) -> None:
-        super().__init__(offloading_spec, primary_kv_view, tier_type, lookup_timeout_s=settings.lookup_timeout)
+        super().__init__(
+            offloading_spec,
+            primary_kv_view,
+            tier_type,
+            threads=_THREADS,
+            lookup_timeout_s=settings.lookup_timeout,
+        )
         self._namespace_digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
         self._codecs = settings.open_codecs()
         self._capacity_bytes = settings.capacity
-        record_bytes = HEADER_BYTES + self.block_bytes + self._codecs.overhead_bytes
-        if record_bytes > self._capacity_bytes:
+        self._record_bytes = HEADER_BYTES + self.block_bytes + self._codecs.overhead_bytes  # at most
+        if self._record_bytes > self._capacity_bytes:
             raise ConfigError(
-                f"{self._capacity_bytes} bytes do not hold one record of {record_bytes} bytes", location="capacity"
+                f"{self._capacity_bytes} bytes do not hold one record of {self._record_bytes} bytes",
+                location="capacity",
             )
+        self._run_blocks = max(1, min(_RUN_BLOCKS_MAX, self._capacity_bytes // self._record_bytes // _THREADS))
         # Oldest use first. Any thread reads it without a lock, and `touch` reorders it. Other changes need
         # `_records_lock`, as do the attributes below.
         self._records: OrderedDict[OffloadKey, _Record] = OrderedDict()
@@ -56,10 +70,10 @@ class MemoryTier(BlockingTier):
 
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
         # Backwards: the head of a prefix is evicted last, because its tail is worthless without it.
-        return _each(self._store, keys[::-1], blocks[::-1])
+        return self._in_runs(self._store, keys[::-1], blocks[::-1])
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        return _each(self._load, keys, blocks)
+        return self._in_runs(self._load, keys, blocks)
 
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         return [key in self._records for key in keys]
@@ -111,52 +125,70 @@ class MemoryTier(BlockingTier):
 
     # Records.
 
-    def _store(self, key: OffloadKey, block: memoryview) -> str:
-        """Store one block; return the reason for a failure, or an empty string."""
-        reserved = HEADER_BYTES + len(block) + self._codecs.overhead_bytes
+    def _in_runs(
+        self,
+        transfer: Callable[[Sequence[_Pair]], dict[OffloadKey, str]],
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[memoryview],
+    ) -> Outcome:
+        """Transfer blocks, some at a time; `transfer` returns the reason for each failure."""
+        pairs = list(zip(keys, blocks, strict=True))
+        reasons: dict[OffloadKey, str] = {}
+        for start in range(0, len(pairs), self._run_blocks):
+            reasons |= transfer(pairs[start : start + self._run_blocks])
+        return Outcome([key for key in keys if key not in reasons], next(iter(reasons.values()), ""))
+
+    def _store(self, pairs: Sequence[_Pair]) -> dict[OffloadKey, str]:
         with self._records_lock:
-            if key in self._records:
-                return ""
+            absent = [(key, block) for key, block in pairs if key not in self._records]
+            reserved = len(absent) * self._record_bytes
             if not self._make_room(reserved):
-                return "no_space"
+                return {key: "no_space" for key, _ in absent}
             self._used_bytes += reserved
-        kept = 0
+        records: dict[OffloadKey, _Record] = {}
         try:
-            header, payload = encode_record(key, block, self._namespace_digest, self._codecs)
-            record = _Record(bytearray().join((header, payload)))
-            with self._records_lock:
-                if self.part_epoch != self.epoch:
-                    return "reset"
-                if key not in self._records:
-                    self._records[key] = record
-                    self._events.stored((key,))
-                    kept = len(record.data)
-            return ""
+            for key, block in absent:
+                header, payload = encode_record(key, block, self._namespace_digest, self._codecs)
+                records[key] = _Record(bytearray().join((header, payload)))
         finally:
             with self._records_lock:
-                self._used_bytes -= reserved - kept
+                self._used_bytes -= reserved
+                is_reset = self.part_epoch != self.epoch
+                new = {} if is_reset else {key: record for key, record in records.items() if key not in self._records}
+                self._records.update(new)
+                self._used_bytes += sum(len(record.data) for record in new.values())
+                self._events.stored(new)
+        return dict.fromkeys(records, "reset") if is_reset else {}
 
-    def _load(self, key: OffloadKey, block: memoryview) -> str:
-        """Load one block; return the reason for a failure, or an empty string."""
+    def _load(self, pairs: Sequence[_Pair]) -> dict[OffloadKey, str]:
+        reasons: dict[OffloadKey, str] = {}
+        found: list[tuple[OffloadKey, memoryview, _Record]] = []
         with self._records_lock:
-            record = self._records.get(key)
-            if record is None:
-                return "absent"
-            self._records.move_to_end(key)
-            record.readers += 1
-            record.is_read = True
-        data = memoryview(record.data)
-        header, payload = data[:HEADER_BYTES], data[HEADER_BYTES:]
-        status = decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
+            for key, block in pairs:
+                record = self._records.get(key)
+                if record is None:
+                    reasons[key] = "absent"
+                    continue
+                self._records.move_to_end(key)
+                record.readers += 1
+                record.is_read = True
+                found.append((key, block, record))
+        for key, block, record in found:
+            data = memoryview(record.data)
+            header, payload = data[:HEADER_BYTES], data[HEADER_BYTES:]
+            status = decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
+            if status is not RecordStatus.OK:
+                reasons[key] = status.value
         with self._records_lock:
-            record.readers -= 1
-            if record.is_removed and not record.readers:
-                self._used_bytes -= len(record.data)
-            if status is not RecordStatus.OK and self._records.get(key) is record:
-                self._counters.add("corrupt_blocks_total", status.value)
-                self._release(self._records.pop(key))
-                self._events.removed((key,))
-        return "" if status is RecordStatus.OK else status.value
+            for key, _, record in found:
+                record.readers -= 1
+                if record.is_removed and not record.readers:
+                    self._used_bytes -= len(record.data)
+                if key in reasons and self._records.get(key) is record:
+                    self._counters.add("corrupt_blocks_total", reasons[key])
+                    self._release(self._records.pop(key))
+                    self._events.removed((key,))
+        return reasons
 
     def _make_room(self, wanted_bytes: int) -> bool:
         """Locked. Evict until `wanted_bytes` fit; return whether they do."""
@@ -175,11 +207,3 @@ class MemoryTier(BlockingTier):
         record.is_removed = True
         if not record.readers:
             self._used_bytes -= len(record.data)
-
-
-def _each(
-    transfer: Callable[[OffloadKey, memoryview], str], keys: Sequence[OffloadKey], blocks: Sequence[memoryview]
-) -> Outcome:
-    results = [(key, transfer(key, block)) for key, block in zip(keys, blocks, strict=True)]
-    reasons = [failure for _, failure in results if failure]
-    return Outcome([key for key, failure in results if not failure], reasons[-1] if reasons else "")

@@ -107,6 +107,7 @@ class Steps:
 
     def feed(self) -> None:
         """Store new blocks, and ask for evicted ones until each is promoted or a miss."""
+        self._manager.poll()  # what has ended since the last step makes room
         for _ in range(BATCHES):
             if self._manager.jobs_in_flight >= JOBS_MAX:
                 break
