@@ -136,11 +136,18 @@ class MemoryTier(BlockingTier):
         reasons: dict[OffloadKey, str] = {}
         for start in range(0, len(pairs), self._run_blocks):
             reasons |= transfer(pairs[start : start + self._run_blocks])
-        return Outcome([key for key in keys if key not in reasons], next(iter(reasons.values()), ""))
+        return Outcome([key for key in keys if key not in reasons], next(reversed(reasons.values()), ""))
 
     def _store(self, pairs: Sequence[_Pair]) -> dict[OffloadKey, str]:
         with self._records_lock:
-            absent = [(key, block) for key, block in pairs if key not in self._records]
+            if self.part_epoch != self.epoch:
+                return {key: "reset" for key, _ in pairs}
+            absent = []
+            for key, block in pairs:
+                if key in self._records:
+                    self._records.move_to_end(key)  # so that the others of the run do not evict it
+                else:
+                    absent.append((key, block))
             reserved = len(absent) * self._record_bytes
             if not self._make_room(reserved):
                 return {key: "no_space" for key, _ in absent}
@@ -152,11 +159,10 @@ class MemoryTier(BlockingTier):
                 records[key] = _Record(bytearray().join((header, payload)))
         finally:
             with self._records_lock:
-                self._used_bytes -= reserved
                 is_reset = self.part_epoch != self.epoch
                 new = {} if is_reset else {key: record for key, record in records.items() if key not in self._records}
                 self._records.update(new)
-                self._used_bytes += sum(len(record.data) for record in new.values())
+                self._used_bytes += sum(len(record.data) for record in new.values()) - reserved
                 self._events.stored(new)
         return dict.fromkeys(records, "reset") if is_reset else {}
 
@@ -173,21 +179,23 @@ class MemoryTier(BlockingTier):
                 record.readers += 1
                 record.is_read = True
                 found.append((key, block, record))
-        for key, block, record in found:
-            data = memoryview(record.data)
-            header, payload = data[:HEADER_BYTES], data[HEADER_BYTES:]
-            status = decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
-            if status is not RecordStatus.OK:
-                reasons[key] = status.value
-        with self._records_lock:
-            for key, _, record in found:
-                record.readers -= 1
-                if record.is_removed and not record.readers:
-                    self._used_bytes -= len(record.data)
-                if key in reasons and self._records.get(key) is record:
-                    self._counters.add("corrupt_blocks_total", reasons[key])
-                    self._release(self._records.pop(key))
-                    self._events.removed((key,))
+        try:
+            for key, block, record in found:
+                data = memoryview(record.data)
+                header, payload = data[:HEADER_BYTES], data[HEADER_BYTES:]
+                status = decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
+                if status is not RecordStatus.OK:
+                    reasons[key] = status.value
+        finally:
+            with self._records_lock:
+                for key, _, record in found:
+                    record.readers -= 1
+                    if record.is_removed and not record.readers:
+                        self._used_bytes -= len(record.data)
+                    if key in reasons and self._records.get(key) is record:
+                        self._counters.add("corrupt_blocks_total", reasons[key])
+                        self._release(self._records.pop(key))
+                        self._events.removed((key,))
         return reasons
 
     def _make_room(self, wanted_bytes: int) -> bool:

@@ -43,9 +43,9 @@ PRIMARY_BYTES = 256 << 20
 BLOCK_BYTES = 64 << 10
 BATCH = 32
 BATCHES = 8
-"""Batches stored, and asked for, before each busy step: more than the tier moves between two."""
+"""Batches stored before each busy step, at most; twice as many are asked for at a time."""
 JOBS_MAX = 30
-"""Nothing is stored beyond these jobs in flight: two fewer than a tier accepts, a quarter of the primary tier."""
+"""Nothing is stored beyond these jobs in flight. A tier accepts 32 such stores: a quarter of the primary tier."""
 MODEL_STEP_S = 0.005
 TIERS = ("memory", "nvme", "fs", "redis", "s3")
 
@@ -123,8 +123,8 @@ class Steps:
                 self._asking.append((context, keys))
             else:
                 self._manager.on_request_finished(context)  # so that loaded blocks are not held for it
-        evicted = self._stored - 2 * self._primary_blocks  # blocks before it are no more in the primary tier
-        self._asked = max(self._asked, evicted - self._primary_blocks)  # but still in a tier that is full
+        evicted = self._stored - 2 * self._primary_blocks  # the primary tier has no block before it
+        self._asked = max(self._asked, evicted - self._primary_blocks)  # a full tier may have evicted those before
         while len(self._asking) < 2 * BATCHES and self._asked < evicted:
             context, keys = ReqContext(f"load-{self._asked}"), [block_key(self._asked + i) for i in range(BATCH)]
             self._manager.lookup_many(keys, context)

@@ -50,6 +50,29 @@ def test_the_least_recently_used_block_is_evicted_and_the_head_of_a_prefix_last(
     assert rig.tier.stats()["evicted_blocks_total"] == 4
 
 
+def test_a_store_does_not_evict_the_blocks_that_it_found_stored(make_rig: MakeRig) -> None:
+    rig = make_rig(capacity=8 * RECORD_BYTES)
+    keys = make_keys(8)
+    rig.store(keys)
+    job = [keys[-1], *make_keys(1, "new")]  # the least recently used block, and one more
+    assert rig.store(job).success
+    assert found(rig, job) == [True, True]
+
+
+def test_a_load_that_raises_keeps_no_capacity(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(*arguments: object) -> None:
+        raise MemoryError
+
+    rig = make_rig(capacity=32 * RECORD_BYTES)
+    keys = make_keys(8)
+    rig.store(keys)
+    with monkeypatch.context() as patch:
+        patch.setattr("tiered_kv_memory.tier.decode_record", raises)
+        assert rig.load(keys) == set()
+    rig.tier.reset_cache()
+    assert rig.tier.stats()["used_bytes"] == 0
+
+
 def test_the_capacity_holds_while_threads_store_load_and_reset(make_rig: MakeRig) -> None:
     rig = make_rig(capacity=10 * RECORD_BYTES + 17)
     tier = rig.tier

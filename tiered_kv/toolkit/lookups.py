@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -71,7 +71,9 @@ class BatchedLookups:
         self._clock = clock
         self._on_answered = on_answered
         self._answers: dict[str, dict[OffloadKey, bool]] = {}
-        self._pending: dict[OffloadKey, _Question] = {}  # ordered by deadline, since all have the same timeout
+        # Ordered by deadline, since all have the same timeout. In a `dict`, to find the first key takes as long as keys
+        # were deleted before it.
+        self._pending: OrderedDict[OffloadKey, _Question] = OrderedDict()
         self._gathered: deque[_Question] = deque()
         self._next_deadline = math.inf  # of the first in `_pending`, or earlier
         self._arrived: deque[tuple[list[_Question], Sequence[bool | None]]] = deque()
@@ -178,7 +180,7 @@ class BatchedLookups:
         """Answer late keys with a miss, and let the next key start another runner."""
         late: list[_Question] = []
         self._next_deadline = math.inf
-        for question in self._pending.values():  # one pass: a dictionary keeps gaps where its first keys were deleted
+        for question in self._pending.values():
             if question.deadline > now:
                 self._next_deadline = question.deadline
                 break
