@@ -71,8 +71,8 @@ class BatchedLookups:
         self._clock = clock
         self._on_answered = on_answered
         self._answers: dict[str, dict[OffloadKey, bool]] = {}
-        # Ordered by deadline, since all have the same timeout. In a `dict`, to find the first key takes as long as keys
-        # were deleted before it.
+        # Ordered by deadline, since all have the same timeout. Late keys are deleted at the front. A `dict` would walk
+        # over their empty places to find the first key.
         self._pending: OrderedDict[OffloadKey, _Question] = OrderedDict()
         self._gathered: deque[_Question] = deque()
         self._next_deadline = math.inf  # of the first in `_pending`, or earlier
