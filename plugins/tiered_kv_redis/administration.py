@@ -35,7 +35,16 @@ from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv.toolkit.status import RecordStatus
 from tiered_kv_redis.endpoint import check_tls_files
 from tiered_kv_redis.keyspace import KEY_PREFIX
-from tiered_kv_redis.reasons import MOVED, PERMISSION, REFUSAL_HINTS, TIMEOUT, WRONG_TYPE, NodeError, reason_of_error
+from tiered_kv_redis.reasons import (
+    MOVED,
+    PERMISSION,
+    REFUSAL_HINTS,
+    TIMEOUT,
+    WRONG_TYPE,
+    NodeError,
+    reason_of_error,
+    with_text,
+)
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
 
@@ -183,7 +192,9 @@ class RedisAdministration(TierAdministration):
             reason = reason_of_error(error)
             hint = REFUSAL_HINTS.get(reason, f"cannot be used now: {reason}")
             hint = _NO_PERMISSION if reason == PERMISSION else hint
-            raise TierUnavailableError(f"the server {hint}", tier=self._settings.name, operation=operation) from error
+            text = self._topology.said.get(reason, "") if isinstance(error, NodeError) else str(error)
+            message = with_text(f"the server {hint}", text, self._settings.secret_texts())
+            raise TierUnavailableError(message, tier=self._settings.name, operation=operation) from error
 
 
 def _verified(

@@ -12,7 +12,7 @@ from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_redis.exchange import Batch, Calls, Exchange, Failures, Stores, Transfer, run
 from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import CLUSTER_DOWN, MOVED, READ_ONLY, TOO_LONG, UNUSABLE, WRONG_TYPE, NodeError
+from tiered_kv_redis.reasons import CLUSTER_DOWN, CUT_OFF, MOVED, READ_ONLY, TOO_LONG, UNUSABLE, WRONG_TYPE, NodeError
 from tiered_kv_redis.replies import command
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
@@ -115,9 +115,10 @@ class Blocks:
                 kept: Failures = {}
                 self._ask(b"UNLINK", damaged, batch, kept)
                 self._unreadable.note(batch.names[at] for at in kept)  # no permission, or no answer
-            # A value that is too long ends its connection: the replies to later commands were lost.
-            cut_off = [at for at, reason in failed.items() if reason == TOO_LONG and at not in damaged]
-            positions = cut_off if damaged else []
+            # A value that is too long ends its connection: the replies to later commands were lost. So does a server
+            # that keeps fewer replies; each time half as many are pending.
+            lost = {CUT_OFF, TOO_LONG} if damaged else {CUT_OFF}
+            positions = [at for at, reason in failed.items() if reason in lost and at not in damaged]
             failures |= {at: reason for at, reason in failed.items() if at not in positions}
         return failures
 

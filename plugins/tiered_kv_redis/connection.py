@@ -9,6 +9,7 @@ import select
 import socket
 import ssl
 import time
+from typing import Any
 
 from redis.connection import Connection, SSLConnection
 
@@ -58,7 +59,22 @@ class Link:
 
 
 class TcpConnection(Connection):
-    """Connects within `connect_timeout`, with the look-up of the name, which redis-py does not bound."""
+    """Connects within `connect_timeout`, with the look-up of the name, which redis-py does not bound.
+
+    A server that turns a client away says why in its first reply, before any command.
+    """
+
+    def __init__(self, **settings: Any) -> None:  # Any: redis-py's
+        super().__init__(**settings)  # type: ignore[no-untyped-call]
+        # With these set, redis-py sends CLIENT SETINFO first, and ignores the reply.
+        self.lib_name = self.lib_version = self.driver_info = None
+
+    def can_read(self, timeout: float = 0) -> bool:
+        """Raise the server's error instead of returning True, after which the pool would connect again."""
+        is_readable: bool = super().can_read(timeout)
+        if is_readable:
+            self.read_response()
+        return is_readable
 
     def _connect(self) -> socket.socket:
         timeout_s = self.socket_connect_timeout
@@ -74,6 +90,7 @@ class TlsConnection(SSLConnection, TcpConnection):
 
 
 class WireConnection(Connection):
-    """Any connection, with the link that `Node` sets."""
+    """Any connection, with what `Node` sets."""
 
     link: Link
+    opened_s: float  # of `time.monotonic()`, before it was connected

@@ -13,7 +13,7 @@ from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv_redis.connection import Link, WireConnection
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import PROTOCOL, TIMEOUT, NodeError, reason_of_error
+from tiered_kv_redis.reasons import PROTOCOL, READ_ONLY, TIMEOUT, NodeError, reason_of_error
 from tiered_kv_redis.replies import Refusal, Reply
 from tiered_kv_redis.stream import Buffer
 
@@ -74,6 +74,11 @@ class Exchange(ABC):
         for position in self.positions[self.answered :]:
             self.failures.setdefault(position, self.failure)
 
+    def refuse(self, position: int, reply: Refusal) -> None:
+        """Note the server's error reply for one block."""
+        self.failures[position] = reply.reason
+        self.node.said[reply.reason] = reply.text
+
     def reasons(self) -> list[str]:
         """Return the reason of each failed block of this exchange."""
         return [self.failures[position] for position in self.positions if position in self.failures]
@@ -111,6 +116,8 @@ def _run_together(exchanges: Sequence[Exchange], deadline: float) -> None:
         for exchange, connection in begun:
             if exchange.answered < exchange.count or connection.link.replies.buffered_bytes:
                 exchange.fail(PROTOCOL)
+            if READ_ONLY in exchange.reasons():
+                exchange.node.renew()
             if exchange.failure:
                 exchange.node.drop(connection, exchange.failure)
             else:
@@ -140,7 +147,10 @@ def _guarded(exchange: Exchange, link: Link, step: Callable[[Link, float], None]
     try:
         step(link, deadline)
     except (OSError, NodeError) as error:
-        exchange.fail(reason_of_error(error))
+        reason = reason_of_error(error)
+        if isinstance(error, OSError):
+            exchange.node.said[reason] = str(error)
+        exchange.fail(reason)
 
 
 class Calls(Exchange):
@@ -158,7 +168,7 @@ class Calls(Exchange):
         for position in self.positions:
             reply = self.replies[position] = link.replies.reply(deadline)
             if isinstance(reply, Refusal):
-                self.failures[position] = reply.reason
+                self.refuse(position, reply)
             self.answered += 1
 
 
@@ -223,6 +233,6 @@ class Stores(Exchange):
         if reply is None:
             self.occupied.append(position)
         elif isinstance(reply, Refusal):
-            self.failures[position] = reply.reason
+            self.refuse(position, reply)
         elif reply != b"OK":
             raise NodeError(PROTOCOL)

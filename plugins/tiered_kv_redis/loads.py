@@ -9,7 +9,7 @@ from tiered_kv.toolkit.status import UNREADABLE
 from tiered_kv_redis.connection import Link
 from tiered_kv_redis.exchange import Batch, Exchange, Failures, Transfer
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import ABSENT, PROTOCOL, TOO_LONG, NodeError
+from tiered_kv_redis.reasons import ABSENT, CUT_OFF, PROTOCOL, TOO_LONG, NodeError
 from tiered_kv_redis.replies import Refusal
 
 _CRLF = b"\r\n"
@@ -44,7 +44,10 @@ class Loads(Exchange):
         self._opening = b"$%d\r\n" % raw_record_bytes
         self._head_bytes = len(self._opening) + HEADER_BYTES
         reply_bytes = len(self._opening) + raw_record_bytes + len(_CRLF)
+        self._reply_bytes = reply_bytes
         self._pending_max = max(_PENDING_MIN, transfer.pipeline_bytes // reply_bytes)
+        if node.pending_bytes_max is not None:
+            self._pending_max = max(1, min(self._pending_max, node.pending_bytes_max // reply_bytes))
         # Twice as many slots as pending replies: the next are requested before the received ones are verified.
         self._slots = min(2 * self._pending_max, self.count)
         self._sent = 0  # commands
@@ -57,6 +60,17 @@ class Loads(Exchange):
         self._ask(link, deadline)
 
     def finish(self, link: Link, deadline: float) -> None:
+        try:
+            self._finish(link, deadline)
+        except ConnectionError:
+            pending = self._sent - self._received
+            if pending <= 1:
+                raise
+            # A server closes a connection whose pending replies exceed its client-output-buffer-limit.
+            self.node.narrow(pending * self._reply_bytes // 2)
+            raise NodeError(CUT_OFF) from None
+
+    def _finish(self, link: Link, deadline: float) -> None:
         while self.answered < self.count:
             if self._expect_raw:
                 self._receive(link, deadline)
@@ -161,5 +175,7 @@ class Loads(Exchange):
             record = link.replies.bulk(length, deadline)
             self._decode(self._received - 1, record[:HEADER_BYTES], record[HEADER_BYTES:])
         else:
-            self.failures[position] = length.reason if isinstance(length, Refusal) else ABSENT
+            self.failures[position] = ABSENT
+            if isinstance(length, Refusal):
+                self.refuse(position, length)
             self.answered += 1

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import random
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, cast
 
 from redis import Redis
@@ -15,10 +18,13 @@ from redis.exceptions import RedisError, ResponseError
 
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv_redis.connection import Link, WireConnection
-from tiered_kv_redis.reasons import TOO_LONG, UNAVAILABLE, UNUSABLE, NodeError, reason_of_error
+from tiered_kv_redis.reasons import NO_FAILURE_OF_SERVER, UNAVAILABLE, UNUSABLE, NodeError, reason_of_error
+
+_log = logging.getLogger(__name__)
 
 _PAUSE_MIN_S = 0.05
 _PAUSE_MAX_S = 2.0
+_RENEW_PAUSE_S = 0.5
 _PROBE_NAME = "tkv1:probe"  # no block has it
 
 
@@ -28,6 +34,10 @@ class Node:
     After a failure the server is down: `take` fails at once, so its keys cost no time. A background thread probes it
     after 50 ms and then after twice as long each time, up to two seconds, until it answers. `on_failure` is called
     after each failure, also of a probe.
+
+    Attributes:
+        said: The last words of a server or library, by reason; the servers of a tier share it.
+        pending_bytes_max: Bytes of replies that loads may have pending here, if fewer than usual.
     """
 
     def __init__(
@@ -36,8 +46,11 @@ class Node:
         pool_settings: Mapping[str, Any],  # Any: redis-py's
         on_connect: Callable[[], None] = lambda: None,
         on_failure: Callable[[], None] = lambda: None,
+        said: MutableMapping[str, str] | None = None,
     ) -> None:
         self.label = label
+        self.said: MutableMapping[str, str] = {} if said is None else said
+        self.pending_bytes_max: int | None = None
         self._on_connect = on_connect
         self._on_failure = on_failure
         self._closing = threading.Event()
@@ -46,6 +59,7 @@ class Node:
         # Idle connections, outside the pool: its check of each would cost as much as a small block.
         self._idle: deque[WireConnection] = deque()
         self._down_reason = ""  # empty while the server is in use; any thread sets it, the prober clears it
+        self._renewed_s = -math.inf  # connections opened before it are not used again
         self._prober = BackgroundTask(self._probe, "tiered-kv-redis-probe")
 
     @property
@@ -73,20 +87,44 @@ class Node:
         try:
             return self._open()
         except (RedisError, OSError) as error:
-            reason = reason_of_error(error)
+            reason = self._reason_of(error)
         self.note_failure(reason)
         raise NodeError(reason)
 
     def give_back(self, connection: WireConnection) -> None:
         """Keep a connection on which every reply has been read."""
+        if connection.opened_s < self._renewed_s:
+            self._close(connection)
+            return
         self._idle.append(connection)
         if self._closing.is_set():
             self._close_idle()
 
+    def renew(self) -> None:
+        """Use new connections from now on, at most twice a second: the address may lead to another server.
+
+        The server that refuses stores is not the master any more, and keeps its connections open.
+        """
+        now_s = time.monotonic()
+        if now_s - self._renewed_s >= _RENEW_PAUSE_S:
+            self._renewed_s = now_s
+            self._close_idle()
+            self._on_failure()
+
+    def narrow(self, pending_bytes_max: int) -> None:
+        """Let loads have at most these bytes of replies pending, until the server has been down."""
+        if self.pending_bytes_max is None:
+            _log.warning(
+                "%s closed a connection while replies were pending; loads now ask for less at once. "
+                "If this comes again, raise its 'client-output-buffer-limit' or lower 'pipeline'",
+                self.label,
+            )
+        self.pending_bytes_max = min(self.pending_bytes_max or pending_bytes_max, pending_bytes_max)
+
     def drop(self, connection: WireConnection, reason: str) -> None:
         """Close a connection that may have unread bytes; with a `reason`, the server failed."""
         self._close(connection)
-        if reason and reason != TOO_LONG:  # which a client caused, not the server
+        if reason and reason not in NO_FAILURE_OF_SERVER:
             self.note_failure(reason)
 
     def note_failure(self, reason: str) -> None:
@@ -128,12 +166,14 @@ class Node:
             connection = self._idle.pop()
             if connection.link.is_quiet():
                 return connection
-            self._pool.release(connection)  # the pool checks it, and connects again
+            self._close(connection)  # the pool connects again
+        opened_s = time.monotonic()
         connection = cast(WireConnection, self._pool.get_connection())
         if self._closing.is_set():
             self._close(connection)
             raise ConnectionError("the tier was closed")
         connection.link = Link(connection._sock)  # type: ignore[arg-type]  # it is connected
+        connection.opened_s = opened_s
         self._on_connect()
         return connection
 
@@ -153,7 +193,9 @@ class Node:
             try:
                 reason = self._probe_once()
             except Exception as error:  # redis-py may raise any exception for invalid replies
-                reason = reason_of_error(error)
+                reason = self._reason_of(error)
+            if not reason:
+                self.pending_bytes_max = None  # a server that was started again may have another limit
             self._down_reason = reason
             if reason:
                 self._on_failure()
@@ -164,6 +206,11 @@ class Node:
             try:
                 client.strlen(_PROBE_NAME)
             except ResponseError as error:  # such as MOVED, an answer: this member does not have the name
-                reason = reason_of_error(error)
+                reason = self._reason_of(error)
                 return reason if reason in UNUSABLE else ""
         return ""
+
+    def _reason_of(self, error: Exception) -> str:
+        reason = reason_of_error(error)
+        self.said[reason] = str(error)
+        return reason

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Final
 
 from redis.exceptions import (
@@ -17,6 +17,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from tiered_kv.config.redaction import scrub
 from tiered_kv.toolkit.resolver import note_refused
 
 ABSENT: Final = "absent"
@@ -30,10 +31,14 @@ SERVER_ERROR: Final = "server_error"
 LOADING: Final = "loading"
 BUSY: Final = "busy"
 PROTOCOL: Final = "protocol"
+CUT_OFF: Final = "cut_off"
 PERMISSION: Final = "permission"
 TLS: Final = "tls"
 TOO_LONG: Final = "too_long"
 WRONG_TYPE: Final = "wrong_type"
+
+NO_FAILURE_OF_SERVER: Final = frozenset((TOO_LONG, CUT_OFF))
+"""Reasons why a connection ended that this client caused."""
 
 UNANSWERED: Final = "unanswered"
 """The server of a job's blocks cannot be used, while others can: no failure of the tier."""
@@ -45,7 +50,8 @@ OF_ONE_SERVER: Final = UNUSABLE | {BUSY, TIMEOUT, UNAVAILABLE, AUTH, TLS, PROTOC
 """Reasons that concern one server only."""
 
 REFUSAL_HINTS: Final = {
-    AUTH: "refuses the user or password; check 'username' and 'password'",
+    AUTH: "refuses the user or password, or clients of other machines; check 'username', 'password' and its "
+    "'protected-mode'",
     PERMISSION: "does not permit what this tier does; its user needs +get +set +strlen +unlink "
     "on keys 'tkv1:*', in a cluster also +cluster|slots",
     SERVER_ERROR: "answers with an error; check 'db', and that it is a Redis of the 'mode' that is set",
@@ -68,12 +74,16 @@ _BY_CODE: Final = {
     b"MASTERDOWN": CLUSTER_DOWN,
     b"NOAUTH": AUTH,
     b"WRONGPASS": AUTH,
+    b"DENIED": AUTH,
     b"NOPERM": PERMISSION,
     b"WRONGTYPE": WRONG_TYPE,
     b"BUSY": BUSY,
 }
 _NOT_SERVED: Final = "Hash slot not served"
 """A member's text, after CLUSTERDOWN, if one slot has no server and other slots have."""
+_BY_TEXT: Final = {_NOT_SERVED.encode(): MOVED, b"max number of clients": UNAVAILABLE}
+"""By the beginning of the text after the code, before the code counts."""
+_TEXT_CHARACTERS_MAX = 240
 
 _BY_TYPE: Final[Mapping[type[BaseException], str]] = {
     AuthenticationError: AUTH,
@@ -101,9 +111,16 @@ class NodeError(Exception):
 def reason_of_code(line: bytes) -> str:
     """Return the reason for an error reply, such as b"OOM command not allowed ..."."""
     code, _, text = line.partition(b" ")
-    if text.startswith(_NOT_SERVED.encode()):
-        return MOVED
+    for beginning, reason in _BY_TEXT.items():
+        if text.startswith(beginning):
+            return reason
     return _BY_CODE.get(code, SERVER_ERROR)
+
+
+def with_text(message: str, text: str, secrets: Set[str]) -> str:
+    """Return `message` with the `text` of a server or library, which may repeat a password or be of any length."""
+    shown = scrub(text, secrets)[:_TEXT_CHARACTERS_MAX]
+    return f"{message} ({ascii(shown)[1:-1]})" if shown else message
 
 
 def reason_of_error(error: BaseException) -> str:
@@ -120,6 +137,8 @@ def reason_of_error(error: BaseException) -> str:
             note_refused(each)
     if isinstance(error, ClusterError) and str(error).startswith(_NOT_SERVED):
         return MOVED
+    if type(error) is ResponseError:  # one whose code redis-py does not know, and leaves in the text
+        return reason_of_code(str(error).encode())
     for kind, reason in _BY_TYPE.items():
         if any(isinstance(each, kind) for each in chain):
             return reason

@@ -15,9 +15,10 @@ _LENGTH_DIGITS_MAX = 12
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An error reply; `reason` is one word for the counters."""
+    """An error reply; `reason` is one word for the counters, `text` is what the server sent."""
 
     reason: str
+    text: str
 
 
 Reply = bytes | int | Refusal | None
@@ -137,7 +138,7 @@ class ReplyReader:
 def _length(line: bytes, bytes_max: int) -> int | Refusal | None:
     """Return the length in a string's first line, or the error or nil in its place."""
     if line[:1] == b"-":
-        return Refusal(reason_of_code(line[1:]))
+        return Refusal(reason_of_code(line[1:]), line[1:].decode(errors="backslashreplace"))
     length = _number(line[1:]) if line[:1] == b"$" else -2
     if length == -1:
         return None

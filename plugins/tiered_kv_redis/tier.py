@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,16 @@ from tiered_kv_redis.blocks import Blocks
 from tiered_kv_redis.endpoint import check_tls_files
 from tiered_kv_redis.exchange import Batch, Failures
 from tiered_kv_redis.keyspace import KeySpace
-from tiered_kv_redis.reasons import ABSENT, MOVED, OF_ONE_SERVER, REFUSAL_HINTS, SERVER_ERROR, UNANSWERED, NodeError
+from tiered_kv_redis.reasons import (
+    ABSENT,
+    MOVED,
+    OF_ONE_SERVER,
+    REFUSAL_HINTS,
+    SERVER_ERROR,
+    UNANSWERED,
+    NodeError,
+    with_text,
+)
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
 
@@ -58,7 +66,7 @@ class RedisTier(BlockingTier):
         digest = getattr(offloading_spec, "namespace_digest", bytes(16))
         self._settings = settings
         self._counters = Counters(_COUNTERS, _COUNTERS_BY_LABEL)
-        self._warn_once = functools.cache(_log.warning)
+        self._warned: set[tuple[str, str]] = set()  # operations and reasons that were logged
         # First the steps that may fail: a tier that was not opened holds no view of the region.
         check_tls_files(settings)
         self._topology = Topology(settings, lambda: self._keyspace.epoch.recheck())
@@ -68,9 +76,11 @@ class RedisTier(BlockingTier):
             self._keyspace = KeySpace(self._topology, digest, getattr(offloading_spec, "namespace", {}))
             refusal = self._contact()
             if refusal in REFUSAL_HINTS:
-                raise TierUnavailableError(f"the server {REFUSAL_HINTS[refusal]}", tier=name, operation="open")
+                message = self._with_words(f"the server {REFUSAL_HINTS[refusal]}", refusal)
+                raise TierUnavailableError(message, tier=name, operation="open")
             if refusal:
-                _log.warning("tier '%s': no server can be used yet (%s); it is used when one can", name, refusal)
+                words = self._with_words(refusal, refusal)
+                _log.warning("tier '%s': no server can be used yet: %s; it is used when one can", name, words)
             super().__init__(
                 offloading_spec,
                 primary_kv_view,
@@ -103,7 +113,8 @@ class RedisTier(BlockingTier):
         refusal = self._contact()
         if refusal:
             hint = REFUSAL_HINTS.get(refusal, f"cannot be used now: {refusal}")
-            raise TierUnavailableError(f"the server {hint}", tier=self.name, operation="describe")
+            message = self._with_words(f"the server {hint}", refusal)
+            raise TierUnavailableError(message, tier=self.name, operation="describe")
         settings = self._settings
         return {
             "medium": "redis",
@@ -217,6 +228,12 @@ class RedisTier(BlockingTier):
         reported = UNANSWERED if reason in OF_ONE_SERVER and has_others else reason
         if operation == "lookup" and reported != UNANSWERED:
             self._counters.add("unanswered_lookups_total", count=count)
-        if reason not in (ABSENT, MOVED):
-            self._warn_once("tier '%s': %ss fail: %s; further ones are only counted", self.name, operation, reason)
+        if reason not in (ABSENT, MOVED) and (operation, reason) not in self._warned:
+            self._warned.add((operation, reason))
+            words = self._with_words(reason, reason)
+            _log.warning("tier '%s': %ss fail: %s; further ones are only counted", self.name, operation, words)
         return reported
+
+    def _with_words(self, message: str, reason: str) -> str:
+        """Return `message` with what a server last said for this reason."""
+        return with_text(message, self._topology.said.get(reason, ""), self._settings.secret_texts())

@@ -34,11 +34,15 @@ class Topology:
 
     `on_change` is called, on any thread, when a connection was opened or addresses were received: the server may have
     been replaced by one with older data.
+
+    Attributes:
+        said: The last words of a server or library, by reason.
     """
 
     def __init__(self, settings: RedisSettings, on_change: Callable[[], None] = lambda: None) -> None:
         self._settings = settings
         self._on_change = on_change
+        self.said: dict[str, str] = {}
         self._nodes: dict[Address | None, Node] = {}  # this and the next are replaced as a whole
         self._owners: Mapping[int, Node] = {}  # by a cluster's slot; otherwise the only server has number 0
         self._is_stale = settings.mode != "standalone"
@@ -107,6 +111,7 @@ class Topology:
         except Exception as error:  # an invalid reply may raise any exception
             self._is_stale = True
             self._reason = reason_of_error(error)
+            self.said[self._reason] = str(error)
         else:
             self._on_change()
         self._asked_s = time.monotonic()
@@ -156,7 +161,7 @@ class Topology:
 
     def _node_at(self, address: Address | None) -> Node:
         label = str(self._settings.socket) if address is None else _label_of(address)
-        return Node(label, pool_options(self._settings, address), self._on_change, self.refresh)
+        return Node(label, pool_options(self._settings, address), self._on_change, self.refresh, self.said)
 
 
 def masters_of(ranges: Sequence[Any], member: Address) -> dict[int, Address]:  # Any: as redis-py has it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,9 +10,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.plugins.conftest import OpenRedis
+from tests.support.loopback import LoopbackServer
 from tests.support.lying_redis import LyingRedis, Storage
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
+from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
 
@@ -202,6 +205,52 @@ def test_a_reply_too_many_is_not_left_for_the_next_job(open_rig: OpenRedis, liar
     liar.be_honest()
     wait_until(lambda: rig.load(keys) == set(keys))
     assert rig.store(make_keys(4, "newer")).success
+
+
+class Doorman(LoopbackServer):
+    """Answers each connection with one error before any command, and closes it."""
+
+    def __init__(self, reply: bytes) -> None:
+        self._reply = reply
+        super().__init__()
+
+    def serve(self, sock: socket.socket) -> None:
+        sock.sendall(self._reply)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(4096):  # so that closing resets nothing that is under way
+            pass
+
+
+@pytest.mark.parametrize("credentials", [{}, {"password": "hunter2"}, {"db": 3}])
+def test_a_server_in_protected_mode_is_an_error_that_says_so(
+    open_redis: OpenRedis, credentials: dict[str, object]
+) -> None:
+    with (
+        Doorman(b"-DENIED Redis is running in protected mode because of reasons.\r\n") as server,
+        pytest.raises(TierUnavailableError, match=r"protected-mode.*DENIED Redis is running in protected mode"),
+    ):
+        open_redis(url=f"redis://{server.address}", **credentials)
+
+
+def test_a_server_with_too_many_clients_is_used_later(open_redis: OpenRedis, caplog: pytest.LogCaptureFixture) -> None:
+    with Doorman(b"-ERR max number of clients reached\r\n") as server:
+        open_redis(url=f"redis://{server.address}")
+    assert "it is used when one can" in caplog.text
+    assert "max number of clients reached" in caplog.text
+
+
+def test_the_first_failure_is_logged_with_the_server_s_words_and_no_secret(
+    liar: Liar, open_rig: OpenRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_rig(password="hunter2", ttl="60s")
+    keys = make_keys(8)
+    liar.verb = b"SET"
+    liar.replies = dict.fromkeys(keys, b"-FULL hunter2 has no \x1b[31mroom\r\n")
+    for _ in range(3):
+        assert rig.store(keys).reason == "server_error"
+    (line,) = [record.getMessage() for record in caplog.records if "stores fail" in record.getMessage()]
+    assert "server_error (FULL *** has no \\x1b[31mroom)" in line
+    assert "hunter2" not in caplog.text
 
 
 @pytest.mark.parametrize(("pipeline", "blocks"), [(1, 2), (4000, 3)])

@@ -95,7 +95,7 @@ def test_a_tier_may_be_opened_before_its_servers(
         nodes = [f"127.0.0.1:{member.getsockname()[1]}" for member in members]
         rig = open_rig(**(entry | {"nodes": nodes} if entry else {"url": f"redis://{nodes[0]}"}))
         held.callback(rig.close)
-        assert "no server can be used yet (unavailable)" in caplog.text
+        assert "no server can be used yet: unavailable (" in caplog.text
         result = rig.store(make_keys(4))
         assert (result.success, result.reason) == (False, "unavailable")
         before = rig.tier.lookup_failures

@@ -64,6 +64,52 @@ def test_a_read_only_replica_gives_blocks_and_takes_none(
         assert (result.success, result.reason) == (False, "readonly")
 
 
+def test_a_name_that_leads_to_another_master_is_followed_while_the_old_one_keeps_its_connections(
+    redis_server: RedisServer, open_redis: OpenRedis, tmp_path: Path
+) -> None:
+    with RedisServer(tmp_path / "promoted") as promoted, FaultProxy(redis_server.address) as name:
+        rig = open_redis(url=f"redis://{name.host}:{name.port}")
+        assert rig.store(make_keys(4, "before")).success
+        redis_server.call("REPLICAOF", "127.0.0.1", str(promoted.port))
+        name.server = promoted.address  # for new connections
+        wait_until(lambda: rig.store(make_keys(4, "after")).success)
+        assert block_names(promoted)
+        assert rig.load(make_keys(4, "after")) == set(make_keys(4, "after"))
+
+
+def test_a_server_that_stays_read_only_gets_few_new_connections(
+    redis_server: RedisServer, open_redis: OpenRedis
+) -> None:
+    rig = open_redis(url=redis_server.url, connections=1)
+    redis_server.call("REPLICAOF", "127.0.0.1", "1")
+    redis_server.call("CONFIG", "RESETSTAT")
+    begin = time.monotonic()
+    for number in range(100):
+        assert rig.store(make_keys(1, f"{number}")).reason == "readonly"
+    opened = re.search(rb"total_connections_received:(\d+)", redis_server.call("INFO", "stats"))
+    assert opened is not None
+    assert int(opened[1]) <= 2 + 2 * (time.monotonic() - begin + 1), "at most twice a second, and this question's own"
+
+
+@pytest.mark.parametrize("limit", [28_000, 100_000])
+def test_loads_fit_into_a_server_s_output_limit(
+    redis_server: RedisServer, open_redis: OpenRedis, limit: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_redis(url=redis_server.url, connections=1)
+    keys = make_keys(64)
+    assert rig.store(keys).success
+    redis_server.call("CONFIG", "SET", "client-output-buffer-limit", f"normal {limit} 0 0")
+    redis_server.call("CONFIG", "RESETSTAT")
+    assert rig.load(keys) == set(keys)
+    was_cut = b"total_connections_received:1\r" not in redis_server.call("INFO", "stats")  # Valkey counts otherwise
+    assert ("client-output-buffer-limit" in caplog.text) is was_cut
+    caplog.clear()
+    redis_server.call("CONFIG", "RESETSTAT")
+    assert rig.load(keys) == set(keys)
+    assert b"total_connections_received:1\r" in redis_server.call("INFO", "stats"), "this question's own"
+    assert not caplog.text
+
+
 def test_a_frozen_server_holds_no_job_longer_than_its_timeout(redis_server: RedisServer, open_redis: OpenRedis) -> None:
     keys = make_keys(8)
     assert open_redis(url=redis_server.url).store(keys).success

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import pytest
 
-from tests.support.redis_servers import RedisServer, TlsFiles, make_tls_files
+from tests.support.redis_servers import RedisServer, TlsFiles, make_tls_files, redis_program
 from tiered_kv.testing.waiting import wait_until
 
 SERVICE = "blocks"
@@ -157,7 +157,7 @@ class _Sentinel(RedisServer):
         )
 
     def command(self) -> list[str]:
-        return ["redis-server", str(self._config), "--sentinel"]
+        return [redis_program(), str(self._config), "--sentinel"]
 
 
 def _follows(server: RedisServer) -> bool:

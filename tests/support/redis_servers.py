@@ -1,10 +1,11 @@
-"""Redis servers on loopback, started from a plain `redis-server`; import a fixture into a test module to use it.
+"""Redis servers on loopback, started from a plain program; import a fixture into a test module to use it.
 
 A fixture skips if a program or library is missing. Every server has a new directory and listens on 127.0.0.1 only.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import ssl
@@ -33,6 +34,14 @@ class TlsFiles:
     key: Path
 
 
+def redis_program() -> str:
+    """Return the program of servers: `redis-server`, or what the environment has as TIERED_KV_REDIS_SERVER."""
+    program = os.environ.get("TIERED_KV_REDIS_SERVER", "redis-server")
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
+    return program
+
+
 class RedisServer(ServerProcess):
     """A `redis-server` process; it is empty after each start.
 
@@ -57,6 +66,14 @@ class RedisServer(ServerProcess):
     def url(self) -> str:
         """Its URL, without the password."""
         return f"{'rediss' if self.tls else 'redis'}://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        try:
+            super().start()
+        except RuntimeError as error:
+            if self.tls is not None and "Failed finding TLS support" in str(error):  # a build of Valkey
+                pytest.skip(f"{redis_program()} was built without TLS")
+            raise
 
     def restart(self, *options: str) -> None:
         """Kill it and start it again, empty, with additional options from now on."""
@@ -100,8 +117,7 @@ class RedisServer(ServerProcess):
                 self.set(name, bytes(value))
 
     def command(self) -> list[str]:
-        if shutil.which("redis-server") is None:
-            pytest.skip("redis-server is not installed")
+        program = redis_program()
         ports = ["--port", str(self.port)]
         if self.tls is not None:
             ports = ["--port", "0", "--tls-port", str(self.port), "--tls-ca-cert-file", str(self.tls.ca)]
@@ -109,7 +125,7 @@ class RedisServer(ServerProcess):
         password = ["--requirepass", self.password] if self.password else []
         quiet = ["--save", "", "--appendonly", "no", "--dir", str(self._directory)]
         quiet += ["--repl-diskless-sync-delay", "0"]  # replicas are there at once
-        return ["redis-server", *ports, "--bind", "127.0.0.1", *quiet, *password, *self._options]
+        return [program, *ports, "--bind", "127.0.0.1", *quiet, *password, *self._options]
 
     def answers(self) -> bool:
         try:
