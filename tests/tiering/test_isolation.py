@@ -39,6 +39,7 @@ class HeldTier(FourMethodTier):
         self.raises: dict[str, type[BaseException]] = {}
         self.can_reset = False
         self.before_lookup: Callable[[OffloadKey], object] = lambda key: None
+        self.on_load: Callable[[int], object] = lambda job_id: None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         self._pass("lookup")
@@ -51,6 +52,7 @@ class HeldTier(FourMethodTier):
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
         self._pass("submit_load")
+        self.on_load(job_metadata.job_id)
         super().submit_load(job_metadata)
 
     def get_finished(self) -> Iterable[JobResult]:
@@ -221,6 +223,70 @@ def test_jobs_are_reported_while_one_lookup_follows_the_other(
         assert reported
     finally:
         may_end.release(100)
+
+
+def test_a_load_and_its_result_do_not_wait_for_the_lookups_of_a_long_prompt(
+    open_tier: OpenTier, inner: HeldTier, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolation, "SLICE_S", 0.0)  # a lookup takes longer
+    tier = open_tier(1.0, clock)
+    has_begun, may_end = threading.Semaphore(0), threading.Semaphore(0)
+    inner.before_lookup = lambda key: has_begun.release() or may_end.acquire(timeout=WAIT_S)  # type: ignore[func-returns-value]  # release returns None
+    tier.lookup_many(keys(*range(100)), ReqContext("long"))
+    try:
+        assert has_begun.acquire(timeout=WAIT_S)
+        tier.submit_load(job(1, keys(99), is_promotion=True))
+        tier.submit_store(job(2, keys(98)))
+        for _ in range(3):
+            may_end.release()
+            assert has_begun.acquire(timeout=WAIT_S)
+        assert {result.job_id for result in tier.get_finished()} == {1, 2}
+    finally:
+        may_end.release(100)
+
+
+def test_a_result_does_not_wait_for_the_next_load(tier: IsolatedTier, inner: HeldTier) -> None:
+    first, second = threading.Event(), threading.Event()
+    inner.on_load = lambda job_id: {1: first, 2: second}[job_id].wait(WAIT_S)
+    for job_id in (1, 2):
+        tier.submit_load(job(job_id, keys(1), is_promotion=True))
+    first.set()
+    try:
+        assert [result.job_id for result in finished(tier, 1)] == [1]
+    finally:
+        second.set()
+
+
+def test_lookups_do_not_wait_for_thousands_of_slow_hints(
+    tier: IsolatedTier, inner: HeldTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolation, "SLICE_S", 0.0)  # a hint takes longer
+    hang_in_store(tier, inner)
+    for number in range(1000):
+        tier.touch(keys(number), ReqContext("a"))
+    tier.lookup(keys(1)[0], ReqContext("a"))
+    tier.lookup(keys(2)[0], ReqContext("b"))
+    inner.open.set()
+    answer(tier, keys(2)[0], ReqContext("b"))
+    assert inner.calls[: inner.calls.index("lookup")].count("touch") <= 1
+    assert inner.calls[inner.calls.index("lookup") :].count("touch") >= 1
+
+
+def test_a_lookup_whose_deadline_has_passed_is_not_made(
+    open_tier: OpenTier, inner: HeldTier, clock: ManualClock
+) -> None:
+    tier, wanted = open_tier(1.0, clock), keys(*range(10))
+    has_begun, may_end = threading.Event(), threading.Event()
+    inner.before_lookup = lambda key: has_begun.set() or may_end.wait(WAIT_S)  # type: ignore[func-returns-value]  # set returns None
+    assert tier.lookup_many(wanted, ReqContext("a")) == [None] * 10
+    try:
+        assert has_begun.wait(WAIT_S)
+        clock.advance(1.0)
+        assert tier.lookup_many(wanted, ReqContext("a")) == [False] * 10
+    finally:
+        may_end.set()
+    assert answer(tier, keys(99)[0], ReqContext("b")) is False
+    assert inner.calls.count("lookup") == 2
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit, asyncio.CancelledError])

@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.wrapper import WrapperTier
-from tiered_kv.toolkit.lookups import BatchedLookups, Probe
+from tiered_kv.toolkit.lookups import BatchedLookups, Probe, Question
 
 POLL_INTERVAL_S = 0.001
 """How often the tier is polled while it has jobs."""
+SLICE_S = 0.001
+"""How long lookups, or hints, are passed on before the rest of a round; the call that runs then may take longer."""
 HINTS_MAX = 1 << 12
 """Queued messages about touches, requests and ends of steps; while the tier hangs, the oldest are dropped."""
 EVENTS_MAX = 1 << 14
@@ -58,6 +60,7 @@ class IsolatedTier(WrapperTier):
         self._hints: deque[Callable[[], object]] = deque(maxlen=HINTS_MAX)
         self._stores: deque[JobMetadata] = deque()
         self._has_probe = False
+        self._questions: deque[Question] = deque()  # of the last probe; owned by the tier's thread
         self._results: deque[JobResult] = deque()
         self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
         self._running: set[JobId] = set()
@@ -177,35 +180,45 @@ class IsolatedTier(WrapperTier):
             pass
         else:
             self._begin(self.inner.submit_store, job)
-        while self._hints and not self._urgent:
-            self._attempt(self._hints.popleft())
+        self._for_a_while(self._hints, self._attempt)
         if self._running:
-            num_running = len(self._running)
             self._collect()
-            if len(self._running) < num_running:
-                self._attempt(self._note_stats)
         self._attempt(self._note_lookup_failures)
 
     def _do_urgent(self) -> None:
         while self._urgent:
             self._attempt(self._urgent.popleft())
 
+    def _for_a_while(self, queue: deque[_Item], use: Callable[[_Item], object]) -> None:
+        """Take from a queue for a `SLICE_S`, once at least: any call may be slow. Loads go first."""
+        end_s = time.monotonic() + SLICE_S
+        while queue:
+            use(queue.popleft())
+            self._do_urgent()
+            if time.monotonic() >= end_s:
+                break
+
     def _answer(self) -> None:
-        """Answer gathered lookups, one probe a round, so that jobs do not wait for ever."""
-        self._has_probe = False
-        probe = self._lookups.take()
-        if probe is None:
-            return
-        for question in probe.questions:
-            self._do_urgent()  # lookups may be slow, and loads go first
-            answer: bool | None = False
-            try:
-                answer = self.inner.lookup(question.key, question.req_context)
-            except BaseException:
-                self._lookup_exceptions += 1
-            # One by one: the next lookup may be slow.
-            self._lookups.answer(Probe([question.key], probe.deadline, [question]), [answer])
+        """Look up gathered keys, for a while, so that loads, stores and results do not wait for all of them."""
+        if not self._questions:
+            self._has_probe = False
+            probe = self._lookups.take()
+            if probe is None:
+                return
+            self._questions.extend(probe.questions)
+        self._for_a_while(self._questions, self._look_up)
         self._has_probe = True  # `take` has to be called until it returns None
+
+    def _look_up(self, question: Question) -> None:
+        if question.deadline <= self._clock():
+            return  # it is a miss already
+        answer: bool | None = False
+        try:
+            answer = self.inner.lookup(question.key, question.req_context)
+        except BaseException:
+            self._lookup_exceptions += 1
+        # One by one: the next lookup may be slow.
+        self._lookups.answer(Probe([question.key], question.deadline, [question]), [answer])
 
     def _begin(self, submit: Callable[[JobMetadata], None], job: JobMetadata) -> None:
         reason = ""
@@ -220,13 +233,18 @@ class IsolatedTier(WrapperTier):
             except BaseException:
                 self._running.discard(job.job_id)
                 reason = "exception"
+            else:
+                self._collect()  # it may be done already, and the next call may take long
         if reason:
             self._results.append(JobResult(job.job_id, False, reason=reason))
             self._notify_host()
 
     def _collect(self) -> None:
+        num_running = len(self._running)
         self._attempt(self._collect_results)
         self._attempt(lambda: self._events.extend(self.inner.take_events()))
+        if len(self._running) < num_running:
+            self._attempt(self._note_stats)
 
     def _collect_results(self) -> None:
         for result in self.inner.get_finished():  # one by one: the iterator may raise, and a result comes only once
@@ -248,6 +266,7 @@ class IsolatedTier(WrapperTier):
         self._stats = dict(self.inner.stats())
 
     def _reset(self) -> None:
+        self._questions.clear()
         try:
             self._cannot_reset = not self.inner.reset_cache()
         except BaseException:

@@ -19,7 +19,9 @@ REQUESTS_MAX = 100_000
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class Question:
+    """A key to look up, for the requests that have asked for it. At `deadline` it is a miss."""
+
     key: OffloadKey
     deadline: float
     req_context: ReqContext  # the request that asked first; mostly the only one
@@ -32,7 +34,7 @@ class Probe:
 
     keys: list[OffloadKey]
     deadline: float
-    questions: list[_Question]
+    questions: list[Question]
 
 
 class BatchedLookups:
@@ -73,10 +75,10 @@ class BatchedLookups:
         self._answers: dict[str, dict[OffloadKey, bool]] = {}
         # Ordered by deadline, since all have the same timeout. Late keys are deleted at the front. A `dict` would walk
         # over their empty places to find the first key.
-        self._pending: OrderedDict[OffloadKey, _Question] = OrderedDict()
-        self._gathered: deque[_Question] = deque()
+        self._pending: OrderedDict[OffloadKey, Question] = OrderedDict()
+        self._gathered: deque[Question] = deque()
         self._next_deadline = math.inf  # of the first in `_pending`, or earlier
-        self._arrived: deque[tuple[list[_Question], Sequence[bool | None]]] = deque()
+        self._arrived: deque[tuple[list[Question], Sequence[bool | None]]] = deque()
         self._has_runner = False
 
     # The scheduler's thread.
@@ -140,7 +142,7 @@ class BatchedLookups:
                     result.append(False)
                     continue
                 room -= 1
-                question = pending[key] = _Question(key, deadline, req_context)
+                question = pending[key] = Question(key, deadline, req_context)
                 gathered.append(question)
             elif question.req_context.req_id != req_id:
                 if question.others is None:
@@ -178,7 +180,7 @@ class BatchedLookups:
 
     def _expire(self, now: float) -> None:
         """Answer late keys with a miss, and let the next key start another runner."""
-        late: list[_Question] = []
+        late: list[Question] = []
         self._next_deadline = math.inf
         for question in self._pending.values():
             if question.deadline > now:
@@ -192,7 +194,7 @@ class BatchedLookups:
             self.timeouts += len(late)
             self._has_runner = False
 
-    def _settle(self, question: _Question, answer: bool) -> None:
+    def _settle(self, question: Question, answer: bool) -> None:
         answers = self._answers.get(question.req_context.req_id)
         if answers is not None:
             answers[question.key] = answer
@@ -221,9 +223,9 @@ class BatchedLookups:
         if self._on_answered is not None:
             self._on_answered()
 
-    def _drain(self) -> list[_Question]:
+    def _drain(self) -> list[Question]:
         now = self._clock()
-        questions: list[_Question] = []
+        questions: list[Question] = []
         with suppress(IndexError):  # empty; another runner may take from it too
             while len(questions) < PROBE_KEYS_MAX:
                 question = self._gathered.popleft()
