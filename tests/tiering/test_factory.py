@@ -110,6 +110,18 @@ def test_a_class_that_is_not_a_tier_is_refused(view: memoryview, loaded: Any, re
         SecondaryTierFactory.create(SPEC, view, {"type": "odd"})
 
 
+def test_a_class_that_does_not_initialize_its_base_is_refused_with_what_to_do(
+    view: memoryview, register: Register
+) -> None:
+    class Forgetful(FourMethodTier):
+        def __init__(self, *arguments: Any) -> None:
+            self.blocks = {}
+
+    register("forgetful", Forgetful)
+    with pytest.raises(TierError, match=r"super\(\)\.__init__\(offloading_spec, primary_kv_view, tier_type\)"):
+        SecondaryTierFactory.create(SPEC, view, {"type": "forgetful"})
+
+
 def test_a_name_is_registered_once(register: Register) -> None:
     register("four", FourMethodTier)
     with pytest.raises(ConfigError, match="four"):

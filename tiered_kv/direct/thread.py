@@ -17,6 +17,7 @@ from tiered_kv.counters import Counters
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.direct.tasks import Task, TierQueue
 from tiered_kv.errors import ShutdownError
+from tiered_kv.tiering.answers import checked_answers, tier_exceptions
 from tiered_kv.tiering.guarded import GuardedTier
 
 _log = logging.getLogger(__name__)
@@ -220,8 +221,10 @@ def _each_key_once(blocks: Sequence[CPUBlock]) -> list[list[CPUBlock]]:
 
 def _answers(guarded: GuardedTier, task: Task, places: Sequence[int], now_s: float) -> Sequence[bool | None]:
     if guarded.is_searched:
-        answers = guarded.call("lookup_many", [task.keys[place] for place in places], task.context)
-        if isinstance(answers, list) and len(answers) == len(places):
-            return answers
+        try:
+            asked = [task.keys[place] for place in places]
+            return checked_answers(guarded.tier.lookup_many(asked, task.context), len(places))
+        except tier_exceptions():
+            guarded.observer.note_exception("lookup_many")
         guarded.breaker.fail(now_s)
     return [False] * len(places)

@@ -21,6 +21,7 @@ from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.tiering.answers import checked_answers, tier_exceptions
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.comparison import is_known
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
@@ -270,10 +271,11 @@ class Audit:
             if not guarded.is_searched:
                 continue
             try:
-                answers = dict(zip(rest, guarded.tier.lookup_many(rest, audited.context), strict=True))
-            except Exception:
+                replies = checked_answers(guarded.tier.lookup_many(rest, audited.context), len(rest))
+            except tier_exceptions():
                 guarded.observer.note_exception("lookup_many")
                 continue
+            answers = dict(zip(rest, replies, strict=True))
             audited.asked.update({key: guarded for key, answer in answers.items() if answer})
             rest = [key for key, answer in answers.items() if answer is not None and not answer]
         for key in rest:

@@ -94,6 +94,9 @@ class SecondaryTierManager(ABC):
     thread: each call must return within microseconds and do no I/O, as with the base classes of `tiered_kv.toolkit`. If
     it is False, the tier gets its own thread, and a slow call costs hits but no scheduler time.
 
+    An exception, or a value of a wrong type, is a miss or a failed job, and is counted. If `submit_store` or
+    `submit_load` raises, the tier must not touch the job's blocks, and must not report the job.
+
     Args:
         offloading_spec: The configuration. A stack passes a `TierSpec`, engines pass their own. For the built-in tiers,
             all stacks without a `TierSpec` that have one block size share a namespace.

@@ -18,6 +18,8 @@ from tiered_kv.tiering.keyed_names import KeyedNames
 _SEED_ARGUMENTS = 3
 """offloading_spec, primary_kv_view, tier_type."""
 
+_NO_SUPER = "its class does not call super().__init__(offloading_spec, primary_kv_view, tier_type)"
+
 
 class SecondaryTierFactory:
     """Registers and constructs tiers. The state is in `tier_plugins()`."""
@@ -78,6 +80,8 @@ class SecondaryTierFactory:
         name_key = _name_key(checked)
         try:
             tier = tier_class(*arguments, **keywords)
+            if not hasattr(tier, "tier_type"):
+                raise TierError(_NO_SUPER, tier=checked.name, operation="open")
             return tier if name_key is None else KeyedNames(tier, name_key)
         except TieredKVError:
             raise

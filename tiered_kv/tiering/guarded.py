@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.notices import Notices
+from tiered_kv.tiering.answers import WrongValueError, checked_flag, checked_result, checked_stats, tier_exceptions
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.breaker import Breaker, BreakerState
 from tiered_kv.tiering.isolation import IsolatedTier
@@ -28,9 +29,6 @@ HARMLESS_REASONS: Final = UNUSABLE_REASONS | {"absent", "missing", "no_space", "
 
 `unanswered`: one of a tier's servers does not answer, while others do.
 """
-
-_REASON = re.compile(r"[\w.-]{1,64}", re.ASCII)
-"""The form of a failure reason: a label of counters and metrics, not a sentence."""
 
 _job_ids = itertools.count()
 
@@ -106,13 +104,16 @@ class GuardedTier:
     ) -> None:
         self.name = settings.name
         self.number = number
-        self.tier = tier if tier.is_nonblocking else IsolatedTier(tier, settings.lookup_timeout, clock)
+        is_nonblocking = getattr(tier, "is_nonblocking", False) is True
+        self.tier = tier if is_nonblocking else IsolatedTier(tier, settings.lookup_timeout, clock)
         self.settings = settings
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_cooldown)
         self.admission = admission_of(settings, block_bytes, wear_clock or clock, self._moved_blocks)
         self.pace = Pace()
         event_source = self.tier if reports_events else None
         self.observer = TierObserver(self.name, number, block_bytes, notices or Notices(), history, event_source)
+        if isinstance(self.tier, IsolatedTier):
+            self.tier.note_exception = self.observer.note_exception
         self.counters = self.observer.counters
         self.measures = self.observer.measures
         self.jobs: dict[JobId, SubmittedJob] = {}
@@ -194,7 +195,7 @@ class GuardedTier:
         job = SubmittedJob(JobMetadata(job_id, keys, block_ids, is_promotion, req_context, deadline), blocks, in_flight)
         try:
             (self.tier.submit_load if is_promotion else self.tier.submit_store)(job.metadata)
-        except Exception:
+        except tier_exceptions():
             self.observer.note_exception("submit_load" if is_promotion else "submit_store")
             self.observer.failed(job.metadata, len(keys), "exception")
             self.breaker.fail(self._clock())
@@ -209,26 +210,29 @@ class GuardedTier:
     def collect(self) -> list[tuple[SubmittedJob, JobResult]]:
         """Return the jobs that the tier has reported, including expired ones, and free their budget."""
         results: list[JobResult] = []
+        is_wrong = False
         try:
             reported = self.tier.get_finished()
             if not reported:
                 return []
             for result in reported:  # results before an exception count: they are reported only once
-                if isinstance(result, JobResult):
-                    results.append(result)
-        except Exception:
+                try:
+                    results.append(checked_result(result))
+                except WrongValueError:
+                    self.observer.note_exception("get_finished")
+                    self.counters.add("unknown_results_total")
+                    is_wrong = True
+        except tier_exceptions():
             self.observer.note_exception("get_finished")
+            is_wrong = True
+        if is_wrong:
             self.breaker.fail(self._clock())
         ended = []
-        for raw_result in results:
-            try:
-                job = self.jobs.pop(raw_result.job_id, None)
-            except TypeError:  # an id that cannot be hashed
-                job = None
+        for result in results:
+            job = self.jobs.pop(result.job_id, None)
             if job is None:
                 self.counters.add("unknown_results_total")
                 continue
-            result = _validated(raw_result)
             self._budget_of(job).blocks -= len(job.blocks)
             ended_s, now_s = result.ended_s, self._clock()
             begun_s = (job.metadata.deadline or 0.0) - self.settings.job_timeout
@@ -270,13 +274,13 @@ class GuardedTier:
     def tick(self, now_s: float) -> None:
         """Update breaker and admission; called once a step. Lookup failures of the tier count as one failure."""
         try:
-            failures = self.tier.lookup_failures
-        except Exception:
+            failures = operator.index(self.tier.lookup_failures)
+        except tier_exceptions():
             self.observer.note_exception("lookup_failures")
             failures = self._lookup_failures
-        if failures != self._lookup_failures:
-            self.counters.add("lookup_timeouts_total", count=failures - self._lookup_failures)
-            self._lookup_failures = failures
+        before, self._lookup_failures = self._lookup_failures, failures
+        if failures > before:
+            self.counters.add("lookup_timeouts_total", count=failures - before)
             self.breaker.fail(now_s)
             self.observer.note_lookup_timeout()
         self.breaker.tick(now_s)
@@ -295,7 +299,7 @@ class GuardedTier:
         """Call a method of the tier; an exception is counted, and the result is then None."""
         try:
             return getattr(self.tier, method)(*arguments)
-        except Exception:
+        except tier_exceptions():
             self.observer.note_exception(method)
             return None
 
@@ -307,7 +311,6 @@ class GuardedTier:
 
     def snapshot(self) -> dict[str, Any]:
         """Return the counters and gauges of this tier, with its own `stats` under "tier"."""
-        stats = self.call("stats")
         block_bytes = self._block_bytes
         stores, loads = self.stores.blocks, self.loads.blocks + self.loads.reserved_blocks
         return {
@@ -323,20 +326,31 @@ class GuardedTier:
             "quarantined_bytes": (self.loads.expired_blocks + self.stores.expired_blocks) * block_bytes,
             "breaker_state": self.breaker.state.value,
             "breaker_opened_total": self.breaker.times_opened,
-            "tier": dict(stats) if isinstance(stats, Mapping) else {},
+            "tier": self._stats(),
         }
 
     def reset_cache(self) -> None:
         """Reset the tier; disable it if it cannot reset."""
-        if not self.call("reset_cache"):
+        try:
+            has_reset = checked_flag(self.tier.reset_cache())
+        except tier_exceptions():
+            self.observer.note_exception("reset_cache")
+            has_reset = False
+        if not has_reset:
             self.disable("it cannot reset")
         self.observer.reset(list(self.jobs))
 
     def _moved_blocks(self) -> int:
         """Return how many blocks the tier reports as relocated within its storage."""
-        stats = self.call("stats")
-        count = stats.get("relocated_blocks_total") if isinstance(stats, Mapping) else 0
+        count = self._stats().get("relocated_blocks_total")
         return count if isinstance(count, int) else 0
+
+    def _stats(self) -> dict[str, Any]:
+        try:
+            return checked_stats(self.tier.stats())
+        except tier_exceptions():
+            self.observer.note_exception("stats")
+            return {}
 
     def _budget_of(self, job: SubmittedJob) -> _Budget:
         return self.loads if job.metadata.is_promotion else self.stores
@@ -355,18 +369,6 @@ class GuardedTier:
             self.breaker.succeed()
         elif result.reason not in HARMLESS_REASONS:
             self.breaker.fail(self._clock())
-
-
-def _validated(raw: JobResult) -> JobResult:
-    """Return a result whose fields have the right types. If one cannot be converted, the job has failed."""
-    try:
-        keys = None if raw.successful_keys is None else frozenset(raw.successful_keys)
-        reason = str(raw.reason or "")
-        is_word = not reason or _REASON.fullmatch(reason)
-        ended_s = None if raw.ended_s is None else float(raw.ended_s)
-        return JobResult(raw.job_id, bool(raw.success), keys, reason if is_word else "error", ended_s)
-    except Exception:
-        return JobResult(raw.job_id, False, reason="nonsense")
 
 
 def _blocks(budget_bytes: int | None, default_bytes: int, block_bytes: int) -> int:

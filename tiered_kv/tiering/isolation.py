@@ -7,6 +7,7 @@ the tier's thread, so a call that hangs costs only hits of that tier. No excepti
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections import deque
@@ -15,6 +16,14 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
+from tiered_kv.tiering.answers import (
+    WrongValueError,
+    checked_answer,
+    checked_event,
+    checked_flag,
+    checked_result,
+    checked_stats,
+)
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.wrapper import WrapperTier
 from tiered_kv.toolkit.lookups import BatchedLookups, Probe, Question
@@ -25,6 +34,8 @@ SLICE_S = 0.001
 """How long lookups, or hints, are passed on before the rest of a round; the call that runs then may take longer."""
 HINTS_MAX = 1 << 12
 """Queued messages about touches, requests and ends of steps; while the tier hangs, the oldest are dropped."""
+UNKNOWN_RESULTS_MAX = 1 << 10
+"""Results of no running job that are kept until they are counted."""
 EVENTS_MAX = 1 << 14
 """Events that are kept until they are taken; the oldest are dropped."""
 CLOSE_TIMEOUT_S = 5.0
@@ -42,6 +53,9 @@ class IsolatedTier(WrapperTier):
         inner: The tier to isolate.
         lookup_timeout_s: A lookup without an answer after this time is a miss.
         clock: Seconds of the monotonic clock of the jobs' deadlines.
+
+    Attributes:
+        note_exception: Called on the tier's thread with a method's name when the tier has raised; optional.
     """
 
     is_nonblocking = True
@@ -50,6 +64,7 @@ class IsolatedTier(WrapperTier):
         self, inner: SecondaryTierManager, lookup_timeout_s: float = 1.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(inner)
+        self.note_exception: Callable[[str], None] = lambda operation: None
         self._clock = clock
         self._on_finished: Callable[[], None] | None = getattr(inner._offloading_spec, "on_finished", None)
         self._lookups = BatchedLookups(
@@ -57,7 +72,7 @@ class IsolatedTier(WrapperTier):
         )
         self._wake = threading.Condition(threading.Lock())
         self._urgent: deque[Callable[[], object]] = deque()
-        self._hints: deque[Callable[[], object]] = deque(maxlen=HINTS_MAX)
+        self._hints: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=HINTS_MAX)
         self._stores: deque[JobMetadata] = deque()
         self._has_probe = False
         self._questions: deque[Question] = deque()  # of the last probe; owned by the tier's thread
@@ -103,20 +118,20 @@ class IsolatedTier(WrapperTier):
         return _take_all(self._results)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._hint(lambda: self.inner.touch(keys, req_context))
+        self._hint("touch", keys, req_context)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         # The scheduler cannot wait for the tier's policy, so an isolated tier has the default one.
-        self._hint(lambda: self.inner.on_new_request(req_context))
+        self._hint("on_new_request", req_context)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.forget_request(req_context.req_id)
-        self._hint(lambda: self.inner.on_request_finished(req_context))
+        self._hint("on_request_finished", req_context)
 
     def on_schedule_end(self) -> None:
         if self._running or self._stores or self._has_probe:
-            self._hint(self.inner.on_schedule_end)
+            self._hint("on_schedule_end")
 
     def reset_cache(self) -> bool:
         self._is_resetting = True
@@ -143,8 +158,8 @@ class IsolatedTier(WrapperTier):
         self._has_probe = True
         self._notify()
 
-    def _hint(self, message: Callable[[], object]) -> None:
-        self._hints.append(message)
+    def _hint(self, method: str, *arguments: Any) -> None:  # Any: as the tier's method takes
+        self._hints.append((method, arguments))
         self._notify()
 
     def _notify(self) -> None:
@@ -157,7 +172,7 @@ class IsolatedTier(WrapperTier):
     # The tier's side.
 
     def _run(self) -> None:
-        self._attempt(self._note_stats)
+        self._attempt("stats", self._note_stats)
         while True:
             with self._wake:
                 self._is_idle = True
@@ -166,10 +181,10 @@ class IsolatedTier(WrapperTier):
                 self._is_idle = False
                 if self._is_closing and not self._urgent and not self._stores:
                     break
-            self._attempt(self._do_one_round)
-        self._attempt(self.inner.shutdown)
+            self._attempt("its thread", self._do_one_round)
+        self._attempt("shutdown", self.inner.shutdown)
         self._collect()
-        self._attempt(self._note_stats)
+        self._attempt("stats", self._note_stats)
 
     def _do_one_round(self) -> None:
         self._do_urgent()
@@ -180,14 +195,14 @@ class IsolatedTier(WrapperTier):
             pass
         else:
             self._begin(self.inner.submit_store, job)
-        self._for_a_while(self._hints, self._attempt)
+        self._for_a_while(self._hints, lambda hint: self._attempt(hint[0], getattr(self.inner, hint[0]), *hint[1]))
         if self._running:
             self._collect()
-        self._attempt(self._note_lookup_failures)
+        self._attempt("lookup_failures", self._note_lookup_failures)
 
     def _do_urgent(self) -> None:
         while self._urgent:
-            self._attempt(self._urgent.popleft())
+            self._urgent.popleft()()
 
     def _for_a_while(self, queue: deque[_Item], use: Callable[[_Item], object]) -> None:
         """Take from a queue for a `SLICE_S`, once at least: any call may be slow. Loads go first."""
@@ -214,9 +229,10 @@ class IsolatedTier(WrapperTier):
             return  # it is a miss already
         answer: bool | None = False
         try:
-            answer = self.inner.lookup(question.key, question.req_context)
+            answer = checked_answer(self.inner.lookup(question.key, question.req_context))
         except BaseException:
             self._lookup_exceptions += 1
+            self.note_exception("lookup")
         # One by one: the next lookup may be slow.
         self._lookups.answer(Probe([question.key], question.deadline, [question]), [answer])
 
@@ -232,6 +248,7 @@ class IsolatedTier(WrapperTier):
                 submit(job)
             except BaseException:
                 self._running.discard(job.job_id)
+                self.note_exception("submit_load" if job.is_promotion else "submit_store")
                 reason = "exception"
             else:
                 self._collect()  # it may be done already, and the next call may take long
@@ -241,46 +258,53 @@ class IsolatedTier(WrapperTier):
 
     def _collect(self) -> None:
         num_running = len(self._running)
-        self._attempt(self._collect_results)
-        self._attempt(lambda: self._events.extend(self.inner.take_events()))
+        self._attempt("get_finished", self._collect_results)
+        self._attempt("take_events", self._collect_events)
         if len(self._running) < num_running:
-            self._attempt(self._note_stats)
+            self._attempt("stats", self._note_stats)
+
+    def _collect_events(self) -> None:
+        self._events.extend(map(checked_event, self.inner.take_events()))
 
     def _collect_results(self) -> None:
-        for result in self.inner.get_finished():  # one by one: the iterator may raise, and a result comes only once
+        for raw in self.inner.get_finished() or ():  # one by one: the iterator may raise, and a result comes only once
             try:
+                result = checked_result(raw)
+                is_known = result.job_id in self._running
                 self._running.discard(result.job_id)
-            except (AttributeError, TypeError):  # not a `JobResult`, or an id that cannot be hashed
-                continue
-            self._results.append(result)
-            self._notify_host()
+            except WrongValueError:  # for the breaker
+                result, is_known = raw, False
+            if is_known or len(self._results) < UNKNOWN_RESULTS_MAX:
+                self._results.append(result)
+                self._notify_host()
 
     def _notify_host(self) -> None:
         if self._on_finished is not None:
             self._on_finished()
 
     def _note_lookup_failures(self) -> None:
-        self._inner_failures = self.inner.lookup_failures
+        self._inner_failures = operator.index(self.inner.lookup_failures)
 
     def _note_stats(self) -> None:
-        self._stats = dict(self.inner.stats())
+        self._stats = checked_stats(self.inner.stats())
 
     def _reset(self) -> None:
         self._questions.clear()
         try:
-            self._cannot_reset = not self.inner.reset_cache()
+            self._cannot_reset = not checked_flag(self.inner.reset_cache())
         except BaseException:
             self._cannot_reset = True
-        self._attempt(lambda: list(self.inner.take_events()))  # dropped: they are from before the reset
+            self.note_exception("reset_cache")
+        self._attempt("take_events", lambda: list(self.inner.take_events()))  # dropped: they are from before the reset
         self._events.clear()
         self._is_resetting = False
 
-    def _attempt(self, call: Callable[[], object]) -> None:
-        """Make a call whose exceptions are ignored."""
+    def _attempt(self, method: str, call: Callable[..., object], *arguments: Any) -> None:
+        """Make a call whose exceptions are only noted."""
         try:
-            call()
+            call(*arguments)
         except BaseException:
-            return
+            self.note_exception(method)
 
 
 def _take_all(queue: deque[_Item]) -> Iterable[_Item]:

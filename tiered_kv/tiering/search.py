@@ -11,6 +11,7 @@ from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.observe.fates import Fate, fate_of
 from tiered_kv.observe.history import BlockHistory, Page, next_page
 from tiered_kv.observe.ledger import RequestLog
+from tiered_kv.tiering.answers import WrongValueError, checked_answer, checked_answers, tier_exceptions
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import computed_blocks
 from tiered_kv.tiering.promotion import Promotions
@@ -90,7 +91,7 @@ class Search:
                 continue
             try:
                 answer = lookup(key, req_context)
-            except Exception:
+            except tier_exceptions():
                 self._fail(guarded, state, "lookup")
                 continue
             if answer is False and not is_unanswered:  # by far the most frequent
@@ -155,13 +156,13 @@ class Search:
         if state.failed:
             asked = [key for key in keys if guarded not in state.failed.get(key, ())]
         try:
-            replies = guarded.tier.lookup_many(asked, req_context)
-            found = dict(zip(asked, replies, strict=True))
-        except Exception:
+            replies = checked_answers(guarded.tier.lookup_many(asked, req_context), len(asked))
+        except tier_exceptions():
             self._fail(guarded, state, "lookup_many")
             return keys
         if not state.unanswered and True not in replies and None not in replies:
             return keys
+        found = dict(zip(asked, replies, strict=True))
         rest = []
         for key in keys:
             answer = found.get(key, False)
@@ -197,6 +198,12 @@ class Search:
             guarded.counters.add("lookup_timeouts_total")
             self._fail(guarded, state)
             return _Verdict.ASK_NEXT_TIER
+        if answer is not True and answer is not False:
+            try:
+                answer = checked_answer(answer)
+            except WrongValueError:
+                self._fail(guarded, state, "lookup")
+                return _Verdict.ASK_NEXT_TIER
         asked_s = state.unanswered.pop((key, guarded), None)
         if asked_s is not None and guarded.measures.noted_s != self._now_s:  # one sample a step
             guarded.measures.noted_s = self._now_s

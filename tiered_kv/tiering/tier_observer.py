@@ -16,6 +16,7 @@ from tiered_kv.observe.fates import Fate, fate_of
 from tiered_kv.observe.histogram import BYTES, SECONDS, SHORT_SECONDS, Histogram
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.notices import Notices
+from tiered_kv.tiering.answers import WrongValueError, checked_event, checked_flag, tier_exceptions
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.toolkit.status import DAMAGE_REASONS, UNUSABLE_REASONS
 
@@ -67,7 +68,7 @@ class TierObserver:
         self._notices = notices
         self._history = history
         self._event_source = event_source
-        self._tier_reports_stored = event_source is not None and event_source.reports_stored
+        self._tier_reports_stored = event_source is not None and self._reports_stored(event_source)
         self._job_events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
         self._jobs_before_reset: frozenset[JobId] = frozenset()
 
@@ -138,8 +139,9 @@ class TierObserver:
         self.counters.add("exceptions_total")
         if self.counters["exceptions_total"] == 1:
             self.notice(f"first exception, in {operation}")
-            kind, _, traceback = sys.exc_info()
-            nameless = TierError(kind.__name__ if kind else "", tier=self._name, operation=operation)
+            kind, error, traceback = sys.exc_info()
+            shown = str(error) if isinstance(error, WrongValueError) else kind.__name__ if kind else ""
+            nameless = TierError(shown, tier=self._name, operation=operation)
             about = "tier %r raised in %s; further exceptions are only counted"
             logger.error(about, self._name, operation, exc_info=(TierError, nameless, traceback))
 
@@ -160,13 +162,20 @@ class TierObserver:
             return []
         try:
             return [
-                OffloadingEvent(list(event.keys), self._block_bytes, self._name, bool(event.removed))
-                for event in self._event_source.take_events()
+                OffloadingEvent(event.keys, self._block_bytes, self._name, event.removed)
+                for event in map(checked_event, self._event_source.take_events())
                 if event.removed or self._tier_reports_stored
             ]
-        except Exception:
+        except tier_exceptions():
             self.note_exception("take_events")
             return None
+
+    def _reports_stored(self, event_source: SecondaryTierManager) -> bool:
+        try:
+            return checked_flag(event_source.reports_stored)
+        except tier_exceptions():
+            self.note_exception("reports_stored")
+            return False
 
     def _note_fates(self, history: BlockHistory, job: JobMetadata, result: JobResult, done: int) -> None:
         """Record in the history which blocks the tier has gained or lost."""

@@ -6,7 +6,7 @@ import errno
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +94,8 @@ def checked_outcome(returned: object, keys: Sequence[OffloadKey]) -> Outcome:
         return Outcome((), "bad_outcome")
     if returned.successful_keys is None:
         return ALL_DONE
+    if isinstance(returned.successful_keys, Mapping):  # perhaps from keys to their success
+        return Outcome((), "bad_outcome")
     claimed = frozenset(returned.successful_keys)
     successful = [key for key in keys if key in claimed]
     return ALL_DONE if len(successful) == len(keys) else Outcome(successful, returned.reason or "error")
@@ -101,9 +103,10 @@ def checked_outcome(returned: object, keys: Sequence[OffloadKey]) -> Outcome:
 
 def checked_answers(returned: object, keys: Sequence[OffloadKey]) -> list[bool]:
     """Return what `contains_blocks` returned; all False if that is invalid."""
-    if not isinstance(returned, Sequence | np.ndarray) or len(returned) != len(keys):
+    if not isinstance(returned, Sequence | np.ndarray) or isinstance(returned, str) or len(returned) != len(keys):
         return [False] * len(keys)
-    return [bool(answer) for answer in returned]
+    # A text is true, whatever it says.
+    return [isinstance(answer, (int, np.generic)) and bool(answer) for answer in returned]
 
 
 def failure_reason(error: BaseException) -> str:

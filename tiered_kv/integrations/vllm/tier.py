@@ -31,6 +31,7 @@ from tiered_kv.integrations.vllm.identity import (
     namespace_of,
 )
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, metric_definitions, vllm_events
+from tiered_kv.tiering.answers import checked_answer, tier_exceptions
 from tiered_kv.tiering.base import JobMetadata, TierSpec
 from tiered_kv.tiering.base import JobResult as OurResult
 from tiered_kv.tiering.factory import SecondaryTierFactory
@@ -140,8 +141,8 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         if notes.has_timed_out or notes.skips_load or key in notes.failed or not guarded.is_searched:
             return LookupResult.MISS
         try:
-            answer = guarded.tier.lookup(key, req_context)
-        except Exception:
+            answer = checked_answer(guarded.tier.lookup(key, req_context))
+        except tier_exceptions():
             guarded.observer.note_exception("lookup")
             return self._fail_lookup(notes)
         if answer is None:

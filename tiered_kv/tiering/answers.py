@@ -1,0 +1,102 @@
+"""Checks of what tiers return. A third-party tier may return anything, and its values reach the engine only from here.
+
+Each function returns a value of the right type, or raises `WrongValueError`. Only a type that cannot be mistaken is
+converted: the text "no" is true, and so is the coroutine of a method that was made `async` by mistake.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tiered_kv.base import OffloadingEvent, OffloadKey
+from tiered_kv.tiering.base import JobResult
+
+_REASON = re.compile(r"[\w.-]{1,64}", re.ASCII)
+"""The form of a failure reason: a label of counters and metrics, not a sentence."""
+
+
+class WrongValueError(TypeError):
+    """A tier has returned a value of the wrong type. Its text has no value of the tier: that might be a secret."""
+
+    def __init__(self, wanted: str, found: object) -> None:
+        super().__init__(f"expected {wanted}, found {type(found).__name__}")
+
+
+def tier_exceptions() -> tuple[type[BaseException], ...]:
+    """Return what a tier may raise on the scheduler's thread without effect; called only when something was raised.
+
+    `KeyboardInterrupt` and `SystemExit` go on: a signal handler may have raised them while the tier was called.
+    """
+    cancelled = getattr(sys.modules.get("asyncio"), "CancelledError", Exception)  # the core does not import asyncio
+    return Exception, GeneratorExit, cancelled
+
+
+def checked_flag(value: object, wanted: str = "True or False") -> bool:
+    """Return a bool, of Python or numpy."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise WrongValueError(wanted, value)
+
+
+def checked_answer(answer: object) -> bool | None:
+    """Return what `lookup` returned."""
+    return None if answer is None else checked_flag(answer, "True, False or None")
+
+
+def checked_answers(answers: Any, count: int) -> list[bool | None]:  # Any: whatever a tier returned
+    """Return what `lookup_many` returned for `count` keys."""
+    listed = answers if isinstance(answers, list) else list(answers)
+    if len(listed) != count:
+        raise WrongValueError(f"{count} answers", answers)
+    if listed.count(False) == count:  # by far the most frequent
+        return listed
+    return listed if {*map(type, listed)} <= {bool, type(None)} else [*map(checked_answer, listed)]
+
+
+def checked_result(result: object) -> JobResult:
+    """Return a result of `get_finished`. If only its job is certain, the job has failed."""
+    if not isinstance(result, JobResult):
+        raise WrongValueError("a JobResult", result)
+    job_id = result.job_id
+    if isinstance(job_id, bool) or not isinstance(job_id, (int, np.integer)):
+        raise WrongValueError("a JobResult with the job's id", job_id)
+    try:
+        keys = result.successful_keys
+        if isinstance(keys, Mapping):  # perhaps from keys to their success
+            raise WrongValueError("a collection of keys", keys)
+        keys = None if keys is None else frozenset(checked_keys(keys))
+        reason = str(result.reason or "")
+        is_word = not reason or _REASON.fullmatch(reason)
+        ended_s = None if result.ended_s is None else float(result.ended_s)
+        return JobResult(int(job_id), checked_flag(result.success), keys, reason if is_word else "error", ended_s)
+    except tier_exceptions():
+        return JobResult(int(job_id), False, reason="nonsense")
+
+
+def checked_keys(keys: Any) -> list[OffloadKey]:  # Any: whatever a tier returned
+    """Return a collection of keys as a list."""
+    listed = list(keys)
+    if not {*map(type, listed)} <= {bytes}:
+        raise WrongValueError("a collection of keys", keys)
+    return listed
+
+
+def checked_event(event: Any) -> OffloadingEvent:  # Any: whatever a tier returned
+    """Return an event of `take_events`. Only its keys, and whether they were removed, are the tier's."""
+    if not isinstance(event, OffloadingEvent):
+        raise WrongValueError("an OffloadingEvent", event)
+    return OffloadingEvent(checked_keys(event.keys), event.block_size, event.medium, checked_flag(event.removed))
+
+
+def checked_stats(stats: Any) -> dict[str, Any]:  # Any: whatever a tier returned; a number, or numbers by label
+    """Return what `stats` returned: a copy of the mapping and of the mappings in it."""
+    if not isinstance(stats, Mapping):
+        raise WrongValueError("a mapping of numbers", stats)
+    return {
+        str(name): checked_stats(value) if isinstance(value, Mapping) else value for name, value in [*stats.items()]
+    }
