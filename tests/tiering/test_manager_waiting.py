@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.tiering.conftest import LARGE_BUDGETS, LOOKUP_TIMEOUT_S, Bench, MakeBench, keys
+from tests.tiering.conftest import LARGE_BUDGETS, LOOKUP_TIMEOUT_S, Bench, MakeBench, ManualTier, keys
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.requests import ManagerLimits
+from tiered_kv.toolkit.lookups import BatchedLookups
 
 
 def answers_nothing(bench: Bench) -> None:
@@ -26,6 +27,19 @@ def is_stored_by_another(bench: Bench) -> None:
 
 def is_on_its_way(bench: Bench) -> None:
     bench.tier.has(6)
+
+
+def answer_in_next_step(tier: ManualTier, bench: Bench, answer: bool) -> None:
+    """Let a tier answer lookups at the end of a step, as one with a remote index does."""
+    lookups = BatchedLookups(lambda: None, timeout_s=3600, clock=bench.clock)
+
+    def end_step() -> None:
+        while (probe := lookups.take()) is not None:
+            lookups.answer(probe, [answer] * len(probe.keys))
+
+    tier.lookup = lambda key, req_context: lookups.lookup_many([key], req_context)[0]  # type: ignore[method-assign]
+    tier.lookup_many = lookups.lookup_many  # type: ignore[method-assign]
+    tier.on_schedule_end = end_step  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -157,6 +171,48 @@ def test_a_request_without_an_id_asks_in_vain_for_a_while_only(bench: Bench) -> 
     bench.step()
     assert bench.lookup(keys(2), ReqContext()) == [None]
     assert False in ask_on(bench, keys(2), ReqContext(), 2 * bench.limits.wait_max_s)
+
+
+@pytest.mark.parametrize("block", [answers_nothing, has_no_room, is_stored_by_another, is_on_its_way])
+@pytest.mark.parametrize("begins_at", [0.0, 0.5, 1.0, 1.1, 1.5, 1.9])
+def test_a_request_without_an_id_waits_no_longer_than_others(
+    patient: Bench, block: Callable[[Bench], None], begins_at: float
+) -> None:
+    wait_s = patient.limits.wait_max_s
+    patient.lookup(keys(7), ReqContext())
+    patient.step()
+    patient.clock.advance(begins_at * wait_s)
+    block(patient)
+    answers = ask_on(patient, keys(6), ReqContext(), wait_s + 1)
+    assert answers[:2] == [None, False]
+
+
+@pytest.mark.parametrize("found_in", [0, 2, None])
+@pytest.mark.parametrize("many", [False, True])
+def test_a_request_without_an_id_asks_as_often_as_others(
+    make_bench: MakeBench, many: bool, found_in: int | None
+) -> None:
+    bench = make_bench(*[{**LARGE_BUDGETS, "lookup_timeout": 3600}] * 3)
+    for number, tier in enumerate(bench.tiers):
+        answer_in_next_step(tier, bench, number == found_in)
+    bench.step()
+
+    def asked(context: ReqContext, *numbers: int) -> int:
+        """Return how many lookups were answered None before a promotion, or a miss."""
+        for count in range(100):
+            if many:
+                answers = bench.manager.lookup_many(keys(*numbers), context)
+            else:
+                answers = bench.lookup(keys(*numbers), context)
+            if None not in answers or bench.jobs:
+                return count
+            bench.step()
+        raise AssertionError("no answer")
+
+    named = asked(bench.request("a"), 1, 2)
+    for tier in bench.tiers:
+        tier.jobs.clear()
+    assert asked(ReqContext(), 3, 4) == named
 
 
 def test_requests_that_are_never_finished_do_not_pile_up(make_bench: MakeBench) -> None:

@@ -12,6 +12,9 @@ from tiered_kv.observe.fates import Fate
 from tiered_kv.observe.ledger import BatchFates, RequestLog
 from tiered_kv.tiering.guarded import GuardedTier
 
+PAUSE_S_MAX = 1.0
+"""The most that counts as waiting between two lookups: an engine that does not ask for longer does not wait."""
+
 
 @dataclass(frozen=True, slots=True)
 class ManagerLimits:
@@ -102,8 +105,8 @@ class RequestTable:
     """The states of at most `requests_max` requests. Owned by the manager's thread.
 
     Calls without a request id share one state, the *anonymous* request. It never ends, so it is forgotten
-    `anonymous_max_s` after it began; then failed keys may be tried again. Beyond `requests_max` the oldest request is
-    forgotten. `forget` is called with each forgotten state.
+    `anonymous_max_s` after it began; then failed keys may be tried again. If it waits at that time, the next one has
+    waited as long. Beyond `requests_max` the oldest request is forgotten. `forget` is called with each forgotten state.
     """
 
     def __init__(
@@ -151,3 +154,6 @@ class RequestTable:
         if state is not None and now_s >= self._anonymous_until_s:
             self.pop(state)
             self._forget(state)
+            if 0 <= now_s - state.asked_s <= PAUSE_S_MAX and not state.has_waited:
+                following = self.state_of(state.req_context)
+                following.waited_s, following.asked_s = state.waited_s, state.asked_s

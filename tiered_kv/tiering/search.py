@@ -15,10 +15,7 @@ from tiered_kv.tiering.answers import WrongValueError, checked_answer, checked_a
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import computed_blocks
 from tiered_kv.tiering.promotion import Promotions
-from tiered_kv.tiering.requests import RequestState, RequestTable
-
-PAUSE_S_MAX = 1.0
-"""The most that counts as waiting between two lookups: an engine that does not ask for longer does not wait."""
+from tiered_kv.tiering.requests import PAUSE_S_MAX, RequestState, RequestTable
 
 _Lookup = Callable[[OffloadKey, ReqContext], bool | None]
 
@@ -86,7 +83,10 @@ class Search:
         if block is not None:
             return self._await(key, block, state)
         failed, timed_out, is_unanswered = state.failed, state.timed_out, bool(state.unanswered)
-        for guarded, lookup in self._searched:
+        searched = self._searched
+        if is_unanswered and not state.req_context.req_id:
+            searched = self._from_unanswered(key, state)
+        for guarded, lookup in searched:
             if (failed and guarded in failed.get(key, ())) or (timed_out and guarded in timed_out):
                 continue
             try:
@@ -136,6 +136,15 @@ class Search:
         answers.update(dict.fromkeys(rest, False))
         return answers
 
+    def _from_unanswered(self, key: OffloadKey, state: RequestState) -> list[tuple[GuardedTier, _Lookup]]:
+        """Return the tiers from the one on whose answer the anonymous request waits for.
+
+        The tiers before it have answered False. They do not keep answers for it, and would have to look again.
+        """
+        searched = self._searched
+        number = next((at for at, (guarded, _) in enumerate(searched) if (key, guarded) in state.unanswered), 0)
+        return searched[number:]
+
     def skip(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return the answers for a request that skips loads: no tier is asked."""
         state = self._requests.state_of(req_context)
@@ -155,6 +164,8 @@ class Search:
         asked = keys
         if state.failed:
             asked = [key for key in keys if guarded not in state.failed.get(key, ())]
+        if state.unanswered and not state.req_context.req_id:
+            asked = [key for key in asked if guarded in (each for each, _ in self._from_unanswered(key, state))]
         try:
             replies = checked_answers(guarded.tier.lookup_many(asked, req_context), len(asked))
         except tier_exceptions():

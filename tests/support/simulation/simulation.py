@@ -21,8 +21,7 @@ from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.watch import RowLedger, WatchedTier
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.manager import TieringOffloadingManager
-from tiered_kv.tiering.requests import ManagerLimits
-from tiered_kv.tiering.search import PAUSE_S_MAX
+from tiered_kv.tiering.requests import PAUSE_S_MAX, ManagerLimits
 
 BLOCK_BYTES = 64
 ADMISSIONS: tuple[dict[str, int], ...] = ({}, {}, {}, {"admit_after": 2}, {"write_budget": 1 << 50})
