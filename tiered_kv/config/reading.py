@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TypeVar
 
 import yaml
 
 from tiered_kv.config.redaction import HIDDEN, EnvironmentText
 from tiered_kv.config.units import format_bytes
+from tiered_kv.config.validation import KEY, WRITTEN, Location
 from tiered_kv.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
@@ -50,16 +51,24 @@ def from_source(
         raise ConfigError(f"{what} cannot be read: {error.strerror}", location=path) from error
     if len(text) > FILE_BYTES_MAX:
         raise ConfigError(f"{what} has at most {format_bytes(FILE_BYTES_MAX)}", location=path)
-    raw = parse_stack_text(text, path, keys)
+    raw, written = _parse(text, path, keys)
+    token = WRITTEN.set(written)
     try:
         return use(raw)
     except ConfigError as error:
         raise ConfigError(error.message, location=error.location, file=path) from None
+    finally:
+        WRITTEN.reset(token)
 
 
 def parse_stack_text(text: str | bytes, source: str = "the stack", keys: str = _STACK_KEYS) -> dict[str, object]:
     """Return the mapping in a YAML `text`; `source` names it in errors."""
-    data, problem = _load(text)
+    return _parse(text, source, keys)[0]
+
+
+def _parse(text: str | bytes, source: str, keys: str) -> tuple[dict[str, object], dict[Location, str]]:
+    """Return the mapping in a YAML `text`, and what it says at each value that is no text."""
+    data, written, problem = _load(text)
     if problem:
         # Raised outside of the handler: PyYAML's own error repeats lines of the file.
         raise ConfigError(problem, location=source)
@@ -68,22 +77,24 @@ def parse_stack_text(text: str | bytes, source: str = "the stack", keys: str = _
     if not isinstance(data, dict):
         found = "a list" if isinstance(data, list) else "a single value"  # not which: this may be the wrong file
         raise ConfigError(f"expected a mapping with {keys}, found {found}", location=source)
-    return data
+    return data, written
 
 
-def _load(text: str | bytes) -> tuple[object, str]:
-    """Return the data in a YAML `text`, and the problem with it; the problem is empty if there is none."""
+def _load(text: str | bytes) -> tuple[object, dict[Location, str], str]:
+    """Return the data in a YAML `text`, its values that are no texts as written, and the problem with it, if any."""
     try:
-        return yaml.load(text, _StackLoader), ""  # noqa: S506  # a subclass of SafeLoader
+        data, written = yaml.load(text, _StackLoader)  # noqa: S506  # a subclass of SafeLoader
+        return data, written, ""
     except yaml.MarkedYAMLError as error:
-        return None, _problem_of(error, text)
+        problem = _problem_of(error, text)
     except yaml.reader.ReaderError as error:
-        return None, f"this is not YAML: {error.reason}, at position {error.position}"
+        problem = f"this is not YAML: {error.reason}, at position {error.position}"
     except RecursionError:
-        return None, "this is nested too deeply"
+        problem = "this is nested too deeply"
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
         # PyYAML raises the last five for a value that does not have the type of its tag.
-        return None, f"this is not YAML: a value cannot be read ({type(error).__name__})"
+        problem = f"this is not YAML: a value cannot be read ({type(error).__name__})"
+    return None, {}, problem
 
 
 def _problem_of(error: yaml.MarkedYAMLError, text: str | bytes) -> str:
@@ -160,7 +171,27 @@ class _StackFileError(yaml.MarkedYAMLError):
 
 
 class _StackLoader(yaml.SafeLoader):
-    """The safe loader, without aliases, merges, duplicate keys, and keys without a value."""
+    """The safe loader, without aliases, merges, duplicate keys, and keys without a value. It fills `WRITTEN`, too."""
+
+    def get_single_data(self) -> tuple[object, dict[Location, str]]:
+        node = self.get_single_node()
+        if node is None:
+            return None, {}
+        return self.construct_document(node), dict(self._no_texts(node))
+
+    def _no_texts(self, node: yaml.Node, location: Location = ()) -> Iterator[tuple[Location, str]]:
+        """Yield the place, and the words, of each key and value that YAML reads as something else than a text."""
+        if isinstance(node, yaml.MappingNode):
+            for key_node, value_node in node.value:
+                key = self.construct_object(key_node)
+                inside = (*location, key if isinstance(key, (str, int)) else str(key))  # as pydantic's paths
+                yield from self._no_texts(key_node, (*inside, KEY))
+                yield from self._no_texts(value_node, inside)
+        elif isinstance(node, yaml.SequenceNode):
+            for place, value_node in enumerate(node.value):
+                yield from self._no_texts(value_node, (*location, place))
+        elif node.tag != _TEXT_TAG and node.value:
+            yield location, node.value
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -189,5 +220,6 @@ class _StackLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_TEXT_TAG = "tag:yaml.org,2002:str"
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 _NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")

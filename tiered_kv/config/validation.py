@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
@@ -16,9 +17,12 @@ from tiered_kv.errors import ConfigError
 _SHOWN_CHARACTERS_MAX = 80
 _NAME_CHARACTERS_MAX = 40
 
+_TEXT_WANTED = "expected a text"
+
 # The first match counts, so the general text is last.
 _REWORDED = {
-    "Input should be a valid string": "expected a text",
+    "Input should be a valid string": _TEXT_WANTED,
+    "Keys should be strings": _TEXT_WANTED,
     "Input should be a valid boolean": "expected true or false",
     "Input should be a valid integer": "expected a whole number",
     "Input should be a valid number": "expected a number",
@@ -36,6 +40,15 @@ _WITHOUT_DETAIL = (" or instance of", ", unable to ", ", got ")
 
 Model = TypeVar("Model", bound=BaseModel)
 Location = tuple[int | str, ...]
+"""The path of a setting: keys, and places in lists."""
+
+WRITTEN: ContextVar[Mapping[Location, str]] = ContextVar("tiered_kv_written")
+"""What the file that is being checked says, letter for letter, at each value and key that YAML does not read as a text.
+
+YAML reads 1.10 as 1.1, 0123 as 83 and `on` as true. `config.reading` sets it.
+"""
+KEY = "[key]"
+"""Ends the path of a key itself, as in pydantic's errors."""
 
 
 def validate(model: type[Model], data: object, location: Location = ()) -> Model:
@@ -83,7 +96,7 @@ def check(model: type[Model], data: object, location: Location = ()) -> Model | 
             if isinstance(cause, Problems):
                 found += cause.errors
             else:
-                text = scrub(_message(model, detail), secrets)
+                text = scrub(_message(model, detail, location), secrets)
                 found.append(ConfigError(text, location=dotted((*location, *detail["loc"]))))
         return found
 
@@ -93,7 +106,9 @@ def dotted(location: Location) -> str:
 
     A name that is too long for a setting may be a misplaced secret, and is hidden.
     """
-    return ".".join(str(part) if len(str(part)) <= _NAME_CHARACTERS_MAX else HIDDEN for part in location)
+    written = WRITTEN.get({})
+    names = [written.get((*location[:at], part, KEY), str(part)) for at, part in enumerate(location)]
+    return ".".join(name if len(name) <= _NAME_CHARACTERS_MAX else HIDDEN for name in names)
 
 
 def suggestion(word: str, known: Sequence[str]) -> str:
@@ -102,7 +117,7 @@ def suggestion(word: str, known: Sequence[str]) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
-def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
+def _message(model: type[BaseModel], detail: ErrorDetails, above: Location) -> str:
     location, value = detail["loc"], detail["input"]
     name = str(location[-1]) if location else ""
     owner, fields = _fields_at(model, location)
@@ -112,17 +127,19 @@ def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
         known = owner.model_fields if owner else {}
         # The key may be a misspelled name of a secret.
-        found = HIDDEN if any(map(_is_secret, known.values())) else _shown(value, name)
+        found = HIDDEN if any(map(_is_secret, known.values())) else _as_written(value, name, (*above, *location))
         hint = getattr(owner, "unknown_key_hints", {}).get(name)
         accepted = f"{suggestion(name, list(known))}; known keys: {', '.join(known)}" if known else ""
         return f"unknown key, with the value {found}{f'; {hint}' if hint else accepted}"
-    if detail["type"] == "string_type" and isinstance(value, (bool, int, float)) and not is_secret_name(name):
-        return f"expected a text; put it in quotes: '{_shown(value, name)}'"
     wanted = _reworded(detail["msg"])
     if isinstance(value, Mapping) and detail["type"] == "value_error":  # a check of several settings together
         return wanted
     is_hidden = any(map(_is_secret, fields)) or any(is_secret_name(str(part)) for part in location)
-    return f"{wanted}, found {HIDDEN if is_hidden else _shown(value, name)}"
+    place = (*above, *location, *((KEY,) if detail["type"] == "invalid_key" else ()))
+    found = HIDDEN if is_hidden else _as_written(value, name, place)
+    if wanted != _TEXT_WANTED or place not in WRITTEN.get({}):
+        return f"{wanted}, found {found}"
+    return f"{wanted}; put it in quotes" + (f": '{found}'" if found != HIDDEN else "")
 
 
 def _reworded(message: str) -> str:
@@ -139,6 +156,12 @@ def _reworded(message: str) -> str:
 
 def _is_secret(field: FieldInfo | None) -> bool:
     return field is not None and not {SecretStr, SecretBytes}.isdisjoint(_types_in(field.annotation))
+
+
+def _as_written(value: object, name: str, location: Location) -> str:
+    """Return a value as the file has it, or as Python shows it if it comes from no file, or is a text."""
+    shown = _shown(value, name)
+    return shown if shown == HIDDEN or isinstance(value, str) else WRITTEN.get({}).get(location, shown)
 
 
 def _shown(value: object, name: str) -> str:
