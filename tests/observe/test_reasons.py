@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -21,12 +23,14 @@ from tests.observe.rig import (
     stack_of,
 )
 from tests.support.stacks import Register
-from tiered_kv.base import ReqContext
+from tiered_kv import stack as stack_module
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.observe.history import PENDING_KEYS_MAX
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.pace import LOADS_MIN
 
 KEYS = make_keys(4)
@@ -38,6 +42,13 @@ def stack() -> Iterator[Stack]:
     """A stack over one obedient tier."""
     with open_stack(stack_of(OBEDIENT)) as stack:
         yield stack
+
+
+@pytest.fixture
+def clock(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> ManualClock:
+    """The clock of the stacks' timeouts: they pass when the test says so, however slow the machine is."""
+    monkeypatch.setattr(stack_module, "TieringOffloadingManager", partial(TieringOffloadingManager, clock=clock))
+    return clock
 
 
 def fates(stack: Stack, index: int = 0) -> list[str]:
@@ -75,6 +86,19 @@ def test_what_found_the_store_budget_used_up() -> None:
         assert stack.manager.lookup_many(KEYS, context) == [False] * 4
         Engine(stack.manager).end(context)
         assert misses(stack, "disk") == {"evicted": 1, "budget": 3}
+
+
+def answers_after(stack: Stack, keys: list[OffloadKey], clock: ManualClock, seconds: float) -> list[bool | None]:
+    """Return the answers to a request that asks, and asks again after some time."""
+    engine = Engine(stack.manager)
+    context = engine.begin("waits")
+    assert stack.manager.lookup_many(keys, context) == [None] * len(keys)
+    stack.manager.on_schedule_end()
+    clock.advance(seconds)
+    stack.manager.on_schedule_end()
+    answers = stack.manager.lookup_many(keys, context)
+    engine.end(context)
+    return answers
 
 
 @pytest.mark.parametrize(
@@ -116,29 +140,29 @@ def test_an_open_breaker() -> None:
         assert [fates(stack, index)[1] for index in range(4)] == ["stored", "stored", "failed", "breaker"]
 
 
-def test_a_tier_that_never_answers_is_too_slow() -> None:
-    with open_stack(stack_of({**OBEDIENT, "lookup_timeout": "1ms"})) as stack:
+def test_a_tier_that_never_answers_is_too_slow(clock: ManualClock) -> None:
+    with open_stack(stack_of({**OBEDIENT, "lookup_timeout": "1s"})) as stack:
         put_below(stack, KEYS)
         obedient(stack).answers_nothing = True
-        assert get(stack, KEYS) == 0
+        assert answers_after(stack, KEYS, clock, 1.0) == [False] * 4
         assert misses(stack, "disk") == {"timeout": 4}
         assert fates(stack) == ["evicted", "stored"], "it still has the blocks"
 
 
-def test_a_load_that_is_not_reported_is_too_slow() -> None:
-    with open_stack(stack_of({**OBEDIENT, "job_timeout": "1ms"})) as stack:
+def test_a_load_that_is_not_reported_is_too_slow(clock: ManualClock) -> None:
+    with open_stack(stack_of({**OBEDIENT, "job_timeout": "1s"})) as stack:
         put_below(stack, KEYS[:1])
         obedient(stack).holds_jobs = True
-        assert get(stack, KEYS[:1]) == 0
+        assert answers_after(stack, KEYS[:1], clock, 1.0) == [False]
         assert misses(stack, "disk") == {"timeout": 1}
         obedient(stack).let_go()
 
 
-def test_a_request_that_has_waited_too_long() -> None:
-    with open_stack(stack_of(OBEDIENT, primary={"request_wait": "5ms"})) as stack:
+def test_a_request_that_has_waited_too_long(clock: ManualClock) -> None:
+    with open_stack(stack_of(OBEDIENT, primary={"request_wait": "1s"})) as stack:
         put_below(stack, KEYS)
         obedient(stack).answers_nothing = True
-        assert get(stack, KEYS) == 0
+        assert answers_after(stack, KEYS, clock, 1.0) == [False] * 4
         assert misses(stack, "cpu") == misses(stack, "disk") == {"too_late": 4}
 
 
@@ -171,6 +195,7 @@ def test_what_is_older_than_the_tier_keeps_it() -> None:
     with open_stack(stack_of({**OBEDIENT, "ttl": "1ms"})) as stack:
         put_below(stack, KEYS)
         obedient(stack).present.clear()
+        time.sleep(0.002)  # longer than it keeps them
         assert get(stack, KEYS) == 0
         assert misses(stack, "disk") == {"expired": 4}
         assert fates(stack) == ["evicted", "expired"]
@@ -230,13 +255,15 @@ def test_a_request_that_waits_is_noted_once_however_often_it_asks(stack: Stack, 
     assert misses(stack, "disk") == ({} if present == 4 else {"absent": 2})
 
 
-def test_what_was_not_stored_before_the_deadline() -> None:
-    with open_stack(stack_of({**OBEDIENT, "job_timeout": "10ms"})) as stack:
+def test_what_was_not_stored_before_the_deadline(clock: ManualClock) -> None:
+    with open_stack(stack_of({**OBEDIENT, "job_timeout": "1s"})) as stack:
         tier = obedient(stack)
         tier.holds_jobs = True
         engine = Engine(stack.manager)
         engine.store(KEYS, "stores")
-        wait_until(lambda: not stack.flush(0.0) and stack.counters()["disk"]["expired_jobs_total"] == 1)
+        clock.advance(1.0)
+        assert not stack.flush(0.0)
+        assert stack.counters()["disk"]["expired_jobs_total"] == 1
         tier.let_go()
         tier.holds_jobs = False
         assert stack.flush(WAIT_S)
