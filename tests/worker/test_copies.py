@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.devices import start_device
 from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.mediums import CPULoadStoreSpec
@@ -183,6 +184,12 @@ def finish(handlers: WorkerHandlers, job_id: int, spec: tuple[object, object], *
     assert result.transfer_time >= 0
     assert result.transfer_size is not None
     return result.transfer_size
+
+
+def test_the_driver_is_started_before_descriptors_are_counted(request: pytest.FixtureRequest) -> None:
+    names = request.fixturenames
+    assert names.index("_driver_is_started") < names.index("_nothing_left_behind")
+    start_device("cpu")
 
 
 @pytest.mark.parametrize("device", DEVICES)
