@@ -31,6 +31,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingManager,
     TierFilter,
     TierMatcher,
+    make_offload_key,
 )
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -256,6 +257,19 @@ class Checks:
             assert again is not None, "the workers' rows were not given back"
             for ended in (context, reading, others):
                 engine.finish(ended)
+
+    def tails_of_all_groups_go_before_heads(self) -> None:
+        with engine_with({"primary": {"capacity": PRIMARY_BLOCKS * WORKERS * LAYERS * PAGE_BYTES}}) as engine:
+            ends = range(1, PRIMARY_BLOCKS // 2 + 1)
+            keys = {(end, group): make_offload_key(b"%d" % end, group) for group in range(2) for end in ends}
+            context = engine.begin([])
+            for (end, _), key in keys.items():
+                context.set_offload_key_position(key, 16 * end)
+            assert engine.prepare_store(list(keys.values()), context) is not None
+            engine.manager.complete_store(set(keys.values()), context)
+            engine.finish(context)
+            output = engine.prepare_store(keys_of("other", 6), engine.begin(keys_of("other", 6)))
+            assert set(output.evicted_keys) == {key for (end, _), key in keys.items() if end > ends[-1] - 3}
 
     def a_request_that_wants_no_storage_gets_none(self) -> None:
         keys = keys_of("filter", 4)

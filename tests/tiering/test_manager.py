@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.tiering.conftest import BLOCK_BYTES, Bench, MakeBench, keys
-from tiered_kv.base import OffloadPolicy, ReqContext
+from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext
 from tiered_kv.tiering.requests import ManagerLimits
 
 # Cascade.
@@ -205,3 +205,49 @@ def test_lookup_many_answers_like_lookup(make_bench: MakeBench, tier_raises: boo
         bench.step()
         answers.append([sorted(key for job in tier.jobs for key in job.keys) for tier in bench.tiers])
     assert answers[:2] == answers[2:]
+
+
+# Recency.
+
+
+def evicted_by_a_new_block(bench: Bench) -> list[OffloadKey]:
+    output = bench.manager.prepare_store(keys(100), bench.request("new"))
+    assert output is not None
+    return output.evicted_keys
+
+
+def test_the_end_of_a_cascade_makes_no_block_recent(bench: Bench) -> None:
+    bench.store(keys(0, 1, 2, 3), bench.request("old"))
+    bench.store(keys(4, 5, 6, 7), bench.request("recent"))
+    bench.tier.jobs.reverse()
+    bench.end()
+    bench.end()
+    assert evicted_by_a_new_block(bench) == keys(3)
+
+
+def test_the_end_of_a_promotion_makes_no_block_recent(bench: Bench) -> None:
+    context = bench.promote(0, 1)
+    bench.store(keys(2, 3, 4, 5, 6, 7), bench.request("recent"))
+    bench.manager.on_request_finished(context)
+    bench.tier.jobs.reverse()
+    bench.end()
+    bench.end()
+    assert evicted_by_a_new_block(bench) == keys(1)
+
+
+def test_promoted_blocks_have_the_places_that_the_engine_tells(bench: Bench) -> None:
+    context = bench.request("a")
+    order = keys(0, 1, 2, 3, 4, 5)  # two groups of three blocks
+    for number, key in enumerate(order):
+        context.set_offload_key_position(key, 16 * (number % 3 + 1))
+    bench.tier.has(*range(6))
+    bench.lookup(order, context)
+    bench.step()
+    bench.end()
+    bench.manager.on_request_finished(context)
+    gone = []
+    for number in range(100, 107):
+        output = bench.manager.prepare_store(keys(number), bench.request(f"{number}"))
+        assert output is not None
+        gone += output.evicted_keys
+    assert [order.index(key) % 3 for key in gone] == [2, 2, 1, 1, 0]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from tiered_kv.backend import Backend, BlockStatus
@@ -16,26 +17,56 @@ PROMOTION: Final = "\0promotion"
 """The writer of a block that is loaded from a secondary tier; no request has this id."""
 
 
+_GROUP_BITS = 8
+_uses = itertools.count(1)
+
+
 class RequestChain:
     """A request in an eviction order, with the positions of the blocks that it has used in its prefix.
 
+    Positions rise from the head to the tail. They are counted in the order of the calls, or come from the engine.
+
     Attributes:
         hints: The request's hints.
-        last_use: Set by policies that compare chains of several orders, from a counter.
+        last_use: When the request last used or allocated blocks, as a number that rises; set by `refresh`.
         note: The policy's own data of the request.
+        position_of: Returns where a block of the request ends, in tokens, or None: `ReqContext`'s method. None if the
+            engine does not tell positions.
+        step: The distance between the positions of neighbouring blocks: 1, or larger if the engine tells positions.
     """
 
-    __slots__ = ("_next_position", "_positions", "hints", "last_use", "note")
+    __slots__ = ("_next_position", "_positions", "hints", "last_use", "note", "position_of", "step")
 
     def __init__(self) -> None:
         self.hints: Hints | None = None
         self.last_use = 0
         self.note: Any = None  # Any: the policy's own type
+        self.position_of: Callable[[OffloadKey], int | None] | None = None
+        self.step = 1
         self._next_position = 0
         self._positions: dict[OffloadKey, int] = {}
 
+    def refresh(self) -> None:
+        """Note that the request uses blocks now."""
+        self.last_use = next(_uses)
+
+    def is_told(self, key: OffloadKey) -> bool:
+        """Return whether the engine tells the position of `key`, and so of the blocks beside it."""
+        return self.position_of is not None and self.position_of(key) is not None
+
+    def in_order(self, blocks: list[CPUBlock]) -> list[CPUBlock]:
+        """Return blocks that the request uses in the order of its prefix, over all KV cache groups."""
+        if len(blocks) < 2 or not self.is_told(blocks[0].key):
+            return blocks
+        return sorted(blocks, key=lambda block: self._told_position(block.key))
+
     def extend(self, blocks: Sequence[CPUBlock]) -> None:
-        """Append `blocks` to the request's blocks; they must not be in an order now."""
+        """Append `blocks` to the request's blocks, or place them where the engine tells.
+
+        They must not be in an order now.
+        """
+        if blocks and self.is_told(blocks[0].key):
+            return self._place(blocks)
         position = self._next_position
         positions = self._positions
         for block in blocks:
@@ -49,6 +80,8 @@ class RequestChain:
 
         Blocks that return from another request's chain get their former positions.
         """
+        if blocks and self.is_told(blocks[0].key):
+            return self._place(blocks)
         positions = [self._positions.get(block.key, -1) for block in blocks]
         if all(before < after for before, after in zip([-1, *positions], positions, strict=False)):
             for block, position in zip(blocks, positions, strict=True):
@@ -60,6 +93,25 @@ class RequestChain:
     def finish(self) -> None:
         """Forget the positions: the request has ended and uses no block again."""
         self._positions = {}
+        self.position_of = None
+
+    def _place(self, blocks: Sequence[CPUBlock]) -> None:
+        before = self._next_position >> _GROUP_BITS
+        for block in blocks:
+            block.chain = self
+            position = block.position = self._told_position(block.key)
+            tokens = (position >> _GROUP_BITS) - before
+            if tokens > 0 and (self.step == 1 or tokens << _GROUP_BITS < self.step):
+                self.step = tokens << _GROUP_BITS
+            before += tokens
+
+    def _told_position(self, key: OffloadKey) -> int:
+        assert self.position_of is not None
+        end_token = self.position_of(key)
+        # Blocks of several groups that end together keep one order, so that each is above the same others.
+        position = self._next_position if end_token is None else (end_token << _GROUP_BITS) + key[-1]
+        self._next_position = max(self._next_position, position + 1)
+        return position
 
 
 class CPUBlock(BlockStatus):

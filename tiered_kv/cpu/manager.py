@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from tiered_kv.base import (
@@ -27,6 +28,7 @@ CHAINS_MAX = 100_000
 EVENTS_MAX = 1 << 16
 """Limit of events that wait for `take_events`; beyond it the oldest are lost."""
 _NO_HINTS = Hints()
+_position_of = attrgetter("position")
 
 
 class CPUOffloadingManager(OffloadingManager):
@@ -102,7 +104,8 @@ class CPUOffloadingManager(OffloadingManager):
         self.pin(found)
         for block in found:
             block.loads += 1
-        self.policy.use(found, self.chain_of(req_context))
+        chain = self.chain_of(req_context)
+        self.policy.use(chain.in_order(found), chain)
         return CPULoadStoreSpec([block.block_id for block in found])
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -131,7 +134,8 @@ class CPUOffloadingManager(OffloadingManager):
         if new_blocks is None:
             return None
         if has_present:
-            self.policy.use([blocks[key] for key in dict.fromkeys(keys) if key in blocks], chain)
+            used = [blocks[key] for key in dict.fromkeys(keys) if key in blocks]
+            self.policy.use(chain.in_order(used), chain)
         else:
             chain.extend(new_blocks)
         spec = CPULoadStoreSpec([block.block_id for block in new_blocks])
@@ -149,7 +153,8 @@ class CPUOffloadingManager(OffloadingManager):
         get = self.blocks.get
         found = [block for block in map(get, dict.fromkeys(keys)) if block is not None]
         if found:
-            self.policy.use(found, self.chain_of(req_context))
+            chain = self.chain_of(req_context)
+            self.policy.use(chain.in_order(found), chain)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         req_id = req_context.req_id
@@ -246,6 +251,7 @@ class CPUOffloadingManager(OffloadingManager):
                 if len(self._chains) >= CHAINS_MAX:
                     self._finish(next(iter(self._chains)))
                 self._chains[req_id] = chain
+        chain.position_of = getattr(req_context, "get_offload_key_position", None)  # engines have contexts of their own
         return chain
 
     def allocate(
@@ -281,7 +287,7 @@ class CPUOffloadingManager(OffloadingManager):
         blocks = self.backend.allocate_blocks(keys)
         for block in blocks:
             block.writer = writer
-        self.policy.admit(blocks, chain)
+        self.policy.admit(chain.in_order(blocks), chain)
         self.blocks.update(zip(keys, blocks, strict=True))
         return blocks
 
@@ -290,7 +296,10 @@ class CPUOffloadingManager(OffloadingManager):
         return key in self._orphans
 
     def written_blocks(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[CPUBlock]:
-        """Return the blocks of `keys` that this request was to write; free them if a reset has removed them."""
+        """Return the blocks of `keys` that this request was to write; free them if a reset has removed them.
+
+        If the engine tells positions, they are in the order of the prefix.
+        """
         req_id = req_context.req_id
         get = self.blocks.get
         written = []
@@ -305,6 +314,9 @@ class CPUOffloadingManager(OffloadingManager):
             else:
                 del self._orphans[key]
                 self.backend.free(block)
+        chain = written[0].chain if written else None
+        if chain is not None and chain.step > 1:
+            written.sort(key=_position_of)
         return written
 
     def commit(self, blocks: Collection[CPUBlock], pins: int = 0) -> None:

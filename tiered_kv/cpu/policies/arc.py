@@ -12,6 +12,7 @@ head.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -29,15 +30,16 @@ class ARCPolicy(CachePolicy):
         super().__init__(num_blocks)
         self._recent = ChainOrder()
         self._frequent = ChainOrder()
+        self._lists = self._recent, self._frequent
         self._recent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
         self._frequent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
         self._recent_target = 0.0
-        self._clock = 0
 
     def __len__(self) -> int:
         return len(self._recent) + len(self._frequent)
 
     def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
+        chain.refresh()
         recent, frequent = self._recent_ghosts, self._frequent_ghosts
         for block in blocks:
             key = block.key
@@ -55,24 +57,16 @@ class ARCPolicy(CachePolicy):
             block.is_frequent = not chain.note
 
     def add(self, blocks: Iterable[CPUBlock]) -> None:
-        self._clock += 1
         for is_frequent, group in groupby(blocks, key=lambda block: block.is_frequent):
-            members = list(group)
-            for block in members:
-                assert block.chain is not None
-                block.chain.last_use = self._clock
-            (self._frequent if is_frequent else self._recent).add(members)
+            (self._frequent if is_frequent else self._recent).add(group)
 
     def remove(self, blocks: Iterable[CPUBlock]) -> None:
         for block in blocks:
             self._discard(block)
 
     def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
-        self._clock += 1
-        chain.last_use = self._clock
+        chain.refresh()
         if all(block.chain is chain for block in blocks):
-            self._recent.refresh(chain)
-            self._frequent.refresh(chain)
             return
         evictable = [block for block in blocks if self._discard(block)]
         for block in blocks:
@@ -86,14 +80,12 @@ class ARCPolicy(CachePolicy):
             return None
         victims: list[CPUBlock] = []
         while len(victims) < count:
-            first, second = self._preference()
-            # One at a time: each eviction changes which of the two lists evicts next.
-            popped = first.pop(1, step, spare) or second.pop(1, step, spare)
-            if not popped:
-                self._frequent.restore([block for block in victims if block.is_frequent])
-                self._recent.restore([block for block in victims if not block.is_frequent])
+            chosen = self._choose(spare)
+            if chosen is None:
+                self.add(victims)
                 return None
-            victims += popped
+            order, chain, most = chosen
+            victims += order.pop_from(chain, min(most, count - len(victims)), step)
         for block in victims:
             (self._frequent_ghosts if block.is_frequent else self._recent_ghosts)[block.key] = None
         self._trim_ghosts()
@@ -106,13 +98,23 @@ class ARCPolicy(CachePolicy):
     def _discard(self, block: CPUBlock) -> bool:
         return (self._frequent if block.is_frequent else self._recent).discard(block)
 
-    def _preference(self) -> tuple[ChainOrder, ChainOrder]:
-        recent, frequent = self._recent.oldest(), self._frequent.oldest()
-        if recent is None or frequent is None:
-            return (self._recent, self._frequent) if frequent is None else (self._frequent, self._recent)
-        if len(self._recent) > self._recent_target or recent.last_use <= frequent.last_use:
-            return self._recent, self._frequent
-        return self._frequent, self._recent
+    def _choose(self, spare: RequestChain | None) -> tuple[ChainOrder, RequestChain, int] | None:
+        """Return the list that evicts next, its chain, and after how many blocks to choose again; None if none may."""
+        recent, frequent = (None if (chain := order.oldest()) is spare else chain for order in self._lists)
+        excess, most = math.ceil(len(self._recent) - self._recent_target), self.num_blocks
+        is_older = recent is not None and (frequent is None or recent.last_use <= frequent.last_use)
+        if recent is not None and (is_older or excess > 0):
+            (order, other), chain = self._lists, recent
+            most = most if is_older else excess
+        elif frequent is not None:
+            (other, order), chain = self._lists, frequent
+        else:
+            return None
+        depth = other.depth(chain)
+        if depth < 0:
+            return order, chain, most
+        # Its other blocks are in the other list; one that was filled in later may be the head, and is new.
+        return (other if depth > order.depth(chain) else order), chain, 1
 
     def _trim_ghosts(self) -> None:
         # The paper's bounds: T1 and B1 together hold at most c keys, all four lists at most 2c.

@@ -12,10 +12,11 @@ class CachePolicy(ABC):
     """Decides which evictable block is evicted next. Owned by the manager's thread.
 
     A policy contains only blocks that may be evicted. The manager removes a block when it is pinned, and adds it again
-    when its last pin is gone. Within a request the tail must go before the head: a block is worthless once a block
-    before it in its prefix is gone. This holds between requests too: a head that a later request uses must not go
-    before its old tail, which is still the older request's. `CPUBlock.chain` is the request that used a block last, and
-    `CPUBlock.position` its position in that request's prefix.
+    when its last pin is gone. So `add` is no use of a block: `use` and `admit` are. Within a request the tail must go
+    before the head: a block is worthless once a block before it in its prefix is gone. This holds between requests too:
+    a head that a later request uses must not go before its old tail, which is still the older request's.
+    `CPUBlock.chain` is the request that used a block last, and `CPUBlock.position` its position in that request's
+    prefix. Positions may have gaps, and a block may be added after blocks of higher positions.
 
     Args:
         num_blocks: Blocks in the primary tier, pinned ones included.
@@ -33,7 +34,10 @@ class CachePolicy(ABC):
         """Return the number of blocks held."""
 
     def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
-        """Note that `blocks` were allocated for new keys of `chain`'s request; `add` follows when they are written."""
+        """Note that `blocks` were allocated for new keys of `chain`'s request; `add` follows when they are written.
+
+        They are in the order of the prefix as far as it is known. Their `chain` and `position` are not set yet.
+        """
         return
 
     @abstractmethod

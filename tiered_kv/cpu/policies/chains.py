@@ -4,18 +4,28 @@ In an LRU list of blocks, each use of a request would have to move all of its bl
 head. Here the list contains *chains*, one for each request. A chain is a stack of the blocks that its request was the
 last to use. Eviction pops from the top of the least recently used chain: the tail of its prefix. So storing, using and
 evicting cost O(1) a block.
+
+`RequestChain.last_use` says which chain that is. A block that becomes evictable, because its store or its last read has
+ended, changes nothing of that.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+import heapq
+import itertools
+from collections.abc import Iterable
+from operator import attrgetter
 
 from tiered_kv.cpu.backend import CPUBlock, RequestChain
 
+_position_of = attrgetter("position")
+
+QUEUE_SPARE = 64
+"""Entries of a queue that may be out of date, besides one for each chain."""
+
 
 class _Stack:
-    """The evictable blocks of one chain by position; sorted only when a pop finds them out of order."""
+    """The evictable blocks of one chain, by block_id; sorted by position only when a pop finds them out of order."""
 
     __slots__ = ("blocks", "is_sorted", "top")
 
@@ -23,6 +33,11 @@ class _Stack:
         self.blocks: dict[int, CPUBlock] = {}
         self.top = -1
         self.is_sorted = True
+
+    def sort(self) -> None:
+        if not self.is_sorted:
+            self.blocks = {block.block_id: block for block in sorted(self.blocks.values(), key=_position_of)}
+            self.is_sorted = True
 
 
 class ChainOrder:
@@ -32,7 +47,10 @@ class ChainOrder:
     """
 
     def __init__(self) -> None:
-        self._stacks: OrderedDict[RequestChain, _Stack] = OrderedDict()
+        self._stacks: dict[RequestChain, _Stack] = {}
+        # A heap by last use. An entry is out of date if its chain was used later, or has no blocks any more.
+        self._queue: list[tuple[int, int, RequestChain]] = []
+        self._numbers = itertools.count()  # chains are not compared
         self._held: dict[
             int, CPUBlock
         ] = {}  # set aside in this step; by block_id, since ctypes structures have no hash
@@ -42,23 +60,17 @@ class ChainOrder:
         return self._size
 
     def add(self, blocks: Iterable[CPUBlock]) -> None:
-        """Add blocks that are not in the order; their chains become the most recently used."""
-        stacks = self._stacks
+        """Add blocks that are not in the order."""
         chain: RequestChain | None = None
         stack = _Stack()
         for block in blocks:
             if block.chain is not chain:
                 chain = block.chain
                 assert chain is not None
-                found = stacks.get(chain)
-                if found is None:
-                    found = stacks[chain] = _Stack()
-                else:
-                    stacks.move_to_end(chain)
-                stack = found
+                stack = self._stacks.get(chain) or self._begin(chain)
             position = block.position
-            stack.blocks[position] = block
-            if position > stack.top:
+            stack.blocks[block.block_id] = block
+            if position >= stack.top:
                 stack.top = position
             else:
                 stack.is_sorted = False
@@ -68,8 +80,8 @@ class ChainOrder:
         """Remove a block if it is in the order, and return whether it was."""
         chain = block.chain
         stack = self._stacks.get(chain) if chain is not None else None
-        if stack is not None and stack.blocks.get(block.position) is block:
-            del stack.blocks[block.position]
+        if stack is not None and stack.blocks.get(block.block_id) is block:
+            del stack.blocks[block.block_id]
             if not stack.blocks:
                 assert chain is not None
                 del self._stacks[chain]
@@ -80,14 +92,26 @@ class ChainOrder:
         self._size -= 1
         return True
 
-    def refresh(self, chain: RequestChain) -> None:
-        """Make a chain the most recently used."""
-        if chain in self._stacks:
-            self._stacks.move_to_end(chain)
-
     def oldest(self) -> RequestChain | None:
         """Return the least recently used chain, or None if the order is empty."""
-        return next(iter(self._stacks), None)
+        queue = self._queue
+        while queue:
+            last_use, _, chain = queue[0]
+            if chain not in self._stacks:
+                heapq.heappop(queue)
+            elif chain.last_use != last_use:
+                heapq.heapreplace(queue, (chain.last_use, next(self._numbers), chain))
+            else:
+                return chain
+        return None
+
+    def depth(self, chain: RequestChain) -> int:
+        """Return the position of a chain's deepest block; -1 if it has none here."""
+        stack = self._stacks.get(chain)
+        if stack is None:
+            return -1
+        stack.sort()
+        return next(reversed(stack.blocks.values())).position
 
     def pop(self, count: int, step: int, spare: RequestChain | None) -> list[CPUBlock]:
         """Remove and return up to `count` blocks in the order of eviction, none of the chain `spare`.
@@ -96,34 +120,28 @@ class ChainOrder:
         be the most recently used chain.
         """
         popped: list[CPUBlock] = []
-        stacks = self._stacks
-        while len(popped) < count and stacks:
-            chain, stack = next(iter(stacks.items()))
-            if chain is spare:
-                break
-            blocks = stack.blocks
-            if not stack.is_sorted:
-                blocks = stack.blocks = dict(sorted(blocks.items()))
-                stack.is_sorted = True
-            while blocks and len(popped) < count:
-                _, block = blocks.popitem()
-                if block.step == step:
-                    self._held[block.block_id] = block
-                else:
-                    popped.append(block)
-            if blocks:
-                stack.top = next(reversed(blocks))
-            else:
-                del stacks[chain]
-        self._size -= len(popped)
+        while len(popped) < count and (chain := self.oldest()) is not None and chain is not spare:
+            popped += self.pop_from(chain, count - len(popped), step)
         return popped
 
-    def restore(self, blocks: Sequence[CPUBlock]) -> None:
-        """Put back blocks that `pop` removed, in their order, as the next to be evicted."""
-        for block in reversed(blocks):
-            self.add((block,))
-            assert block.chain is not None
-            self._stacks.move_to_end(block.chain, last=False)
+    def pop_from(self, chain: RequestChain, count: int, step: int) -> list[CPUBlock]:
+        """Remove and return up to `count` blocks of a chain that has some, the deepest first."""
+        popped: list[CPUBlock] = []
+        stack = self._stacks[chain]
+        stack.sort()
+        blocks = stack.blocks
+        while blocks and len(popped) < count:
+            block_id, block = blocks.popitem()
+            if block.step == step:
+                self._held[block_id] = block
+            else:
+                popped.append(block)
+        if blocks:
+            stack.top = next(reversed(blocks.values())).position
+        else:
+            del self._stacks[chain]
+        self._size -= len(popped)
+        return popped
 
     def end_step(self) -> None:
         """Put back the blocks that were set aside."""
@@ -131,3 +149,11 @@ class ChainOrder:
             held, self._held = self._held, {}
             self._size -= len(held)
             self.add(held.values())
+
+    def _begin(self, chain: RequestChain) -> _Stack:
+        if len(self._queue) > 2 * len(self._stacks) + QUEUE_SPARE:
+            self._queue = [(each.last_use, next(self._numbers), each) for each in self._stacks]
+            heapq.heapify(self._queue)
+        heapq.heappush(self._queue, (chain.last_use, next(self._numbers), chain))
+        stack = self._stacks[chain] = _Stack()
+        return stack

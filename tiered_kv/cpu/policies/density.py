@@ -8,9 +8,10 @@ the reason of each number.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import NO_KEY, PROMOTION, CPUBlock, RequestChain
@@ -43,6 +44,7 @@ PRIORITY_WEIGHT = 2.0
 """Factor of a hit's value for each priority above the mean."""
 EXPIRED, EXPIRED_WEIGHT = (-1, 0), 0.1
 """The kind of tails that are older than their hint `ttl`, and the value of their hits."""
+_since = attrgetter("since")
 
 
 class DensityPolicy(CachePolicy):
@@ -101,14 +103,14 @@ class DensityPolicy(CachePolicy):
             # A request that continues from the end of another's tail takes it over. Otherwise the used part is shared.
             source, run = runs[-1]
             cut = run[-1]
-            if not source.is_shared and cut.position >= source.end - 1 - SLACK_BLOCKS:
+            if not source.is_shared and cut.position >= source.end - (1 + SLACK_BLOCKS) * source.step:
                 own.turn = source.turn + 1
                 source, cut = (runs[-2][0], runs[-2][1][-1]) if len(runs) > 1 else (source, None)
             if cut is not None:
                 turn = source.turn + 1 if source.is_shared else 1
                 own.shared = Tail(own.number, own.since, is_shared=True, turn=turn, kind=1)
         for tail, run in runs:
-            self._returned(tail, len(run), is_late)
+            self._returned(tail, tail.count(run), is_late)
             self._order.hang(tail, run[-1])
         chain.take(blocks)
         if own.shared is not None and cut is not None:
@@ -203,9 +205,9 @@ class DensityPolicy(CachePolicy):
             aging.popleft()
 
     def _returned(self, tail: Tail, count: int, is_late: bool = False) -> None:
-        """Note that a request uses `count` blocks of a tail; with `is_late` they do not count as hits."""
+        """Note that a request uses `count` positions of a tail; with `is_late` they do not count as hits."""
         if count and tail.group >= 0:
-            part = min(tail.share, count / max(count, tail.end - tail.start + tail.lost))
+            part = min(tail.share, count / max(count, tail.length()))
             tail.share -= part
             if not is_late:
                 cell = tail.group * BUCKETS + tail.bucket
@@ -220,7 +222,7 @@ class DensityPolicy(CachePolicy):
             if cut:
                 ghosts.pop(tail.ghost, None)
                 tail.ghost, tail.end = cut[-1].key, cut[-1].position
-                tail.lost += len(cut)
+                tail.lost += tail.count(cut)
                 ghosts[tail.ghost] = tail
         while len(ghosts) > GHOSTS_MIN + self.num_blocks // GHOST_BLOCKS:
             _, tail = ghosts.popitem(last=False)
@@ -233,7 +235,8 @@ class DensityPolicy(CachePolicy):
             group += bisect_right(SIZES, tail.new_blocks / max(1.0, self._new_blocks_mean))
         if not tail.is_aging:
             tail.is_aging = True
-            self._aging[tail.bucket].append(tail)
+            tail.bucket = min(bisect_right(EDGES, self._now - tail.since), BUCKETS) - 1  # it may be old already
+            insort(self._aging[tail.bucket], tail, key=_since)
         if group != tail.group:
             self._order.leave(tail)
             tail.group = group

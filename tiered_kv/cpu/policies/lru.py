@@ -19,6 +19,9 @@ class LRUPolicy(CachePolicy):
     def __len__(self) -> int:
         return len(self._order)
 
+    def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
+        chain.refresh()
+
     def add(self, blocks: Iterable[CPUBlock]) -> None:
         self._order.add(blocks)
 
@@ -29,8 +32,8 @@ class LRUPolicy(CachePolicy):
 
     def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
         order = self._order
+        chain.refresh()
         if all(block.chain is chain for block in blocks):
-            order.refresh(chain)
             return
         evictable = [block for block in blocks if order.discard(block)]
         chain.take(blocks)
@@ -41,7 +44,7 @@ class LRUPolicy(CachePolicy):
             return None
         victims = self._order.pop(count, step, spare)
         if len(victims) < count:
-            self._order.restore(victims)
+            self._order.add(victims)
             return None
         return victims
 

@@ -31,6 +31,7 @@ class S3FIFOPolicy(ARCPolicy):
         self._frequent_ghosts = self._recent_ghosts
 
     def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
+        chain.refresh()
         for block in blocks:
             block.is_frequent = self._recent_ghosts.pop(block.key, self) is None
 

@@ -5,11 +5,12 @@ A tail loses its deepest block first, and no block that another tail follows. So
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, lt
+from operator import attrgetter, le
 
 import numpy as np
 
@@ -19,7 +20,9 @@ from tiered_kv.hit_density import BUCKETS
 
 CIRCLE_MAX = 100
 """Limit of tails in a circle of waiting tails; a longer circle is not detected."""
-_position_of = attrgetter("position")
+QUEUE_SPARE = 64
+"""Entries of a cell that may be out of date, besides one for each tail."""
+_id_of, _position_of = attrgetter("block_id"), attrgetter("position")
 
 
 @dataclass(slots=True, eq=False)
@@ -34,11 +37,12 @@ class Tail:
     group: int = -1  # from kind, turn and size; -1 before it has had blocks
     expires_s: float = math.inf
     new_blocks: int = 0  # that the request added
-    blocks: dict[int, CPUBlock] = field(default_factory=dict)  # evictable, by position
+    blocks: dict[int, CPUBlock] = field(default_factory=dict)  # evictable, by block_id
     is_sorted: bool = True  # whether `blocks` is in the order of positions
     start: int = 0  # first position
     end: int = 0  # first position that is not resident
-    lost: int = 0  # evicted blocks from `end` on
+    step: int = 1  # from one position to the next
+    lost: int = 0  # evicted positions from `end` on
     shared: Tail | None = None  # the shared part of the same prefix
     share: float = 1.0  # the part of it that no request has used since
     bucket: int = 0  # of its age
@@ -50,12 +54,20 @@ class Tail:
     is_attached: bool = False  # whether `parent` must stay while this tail has blocks
     ghost: OffloadKey = NO_KEY  # key of its first evicted block
 
+    def length(self) -> int:
+        """Return the number of its positions, the evicted ones included."""
+        return (self.end - self.start) // self.step + self.lost
+
+    def count(self, blocks: Sequence[CPUBlock]) -> int:
+        """Return the number of positions of its blocks; several KV cache groups have the same positions."""
+        return min(len(blocks), abs(blocks[-1].position - blocks[0].position) // self.step + 1)
+
     def first(self) -> int:
         """Sort the blocks if needed, and return the lowest position."""
         if not self.is_sorted:
-            self.blocks = dict(sorted(self.blocks.items()))
+            self.blocks = {block.block_id: block for block in sorted(self.blocks.values(), key=_position_of)}
             self.is_sorted = True
-        return next(iter(self.blocks))
+        return next(iter(self.blocks.values())).position
 
 
 def runs_of(blocks: Iterable[CPUBlock]) -> Iterator[tuple[Tail, list[CPUBlock]]]:
@@ -83,6 +95,34 @@ def runs_of(blocks: Iterable[CPUBlock]) -> Iterator[tuple[Tail, list[CPUBlock]]]
         yield tail, run
 
 
+class _Cell:
+    """The tails that wait in one cell: a heap by number, so that the order does not depend on when blocks were added.
+
+    An entry is out of date if its tail has left the cell.
+    """
+
+    __slots__ = ("_ties", "queue", "size")
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[int, int, Tail]] = []
+        self.size = 0
+        self._ties = itertools.count()  # tails are not compared
+
+    def enter(self, tail: Tail) -> None:
+        if len(self.queue) > 2 * self.size + QUEUE_SPARE:
+            kept = {each: None for _, _, each in self.queue if each.cell == tail.cell and each is not tail}
+            self.queue = [(each.number, next(self._ties), each) for each in kept]
+            heapq.heapify(self.queue)
+        heapq.heappush(self.queue, (tail.number, next(self._ties), tail))
+        self.size += 1
+
+    def oldest(self, number: int) -> Tail:
+        """Return the oldest tail of this cell, which has one; `number` is the cell's."""
+        while (tail := self.queue[0][2]).cell != number:
+            heapq.heappop(self.queue)
+        return tail
+
+
 class TailOrder:
     """The evictable blocks by tail. The oldest tail of the lowest level loses blocks first.
 
@@ -94,7 +134,7 @@ class TailOrder:
 
     def __init__(self, levels: Sequence[float]) -> None:
         self.size = 0
-        self._cells: list[OrderedDict[Tail, None]] = []
+        self._cells: list[_Cell] = []
         self._mask = 0  # its nth bit stands for the nth cell of the order
         self._protected: dict[int, CPUBlock] = {}  # by block_id: looked up in this step
         self._hanging: dict[OffloadKey, int] = {}  # number of attached tails, by the key of their parent
@@ -110,8 +150,8 @@ class TailOrder:
         self._levels = levels
         self._order: list[int] = order.tolist()
         self._rank: list[int] = rank.tolist()
-        self._cells += [OrderedDict() for _ in range(len(levels) - len(self._cells))]
-        self._mask = sum(1 << place for place, queue in zip(self._rank, self._cells, strict=True) if queue)
+        self._cells += [_Cell() for _ in range(len(levels) - len(self._cells))]
+        self._mask = sum(1 << place for place, cell in zip(self._rank, self._cells, strict=True) if cell.size)
 
     def add(self, blocks: Iterable[CPUBlock]) -> dict[Tail, None]:
         """Add blocks, and return their tails; the caller then calls `enter` for each."""
@@ -119,10 +159,14 @@ class TailOrder:
         for tail, run in runs_of(blocks):
             positions = list(map(_position_of, run))
             if tail.is_sorted:
-                before = next(reversed(tail.blocks), -1)
-                tail.is_sorted = before < positions[0] and all(map(lt, positions, positions[1:]))
-            tail.blocks.update(zip(positions, run, strict=True))
+                before = next(reversed(tail.blocks.values())).position if tail.blocks else -1
+                tail.is_sorted = before <= positions[0] and all(map(le, positions, positions[1:]))
+            tail.blocks.update(zip(map(_id_of, run), run, strict=True))
             tail.end = max(tail.end, max(positions) + 1)
+            assert run[0].chain is not None
+            tail.step = run[0].chain.step
+            if tail.step > 1 and not tail.start:  # positions in tokens need not begin with 0
+                tail.start = min(positions) + 1 - tail.step
             self.size += len(run)
             touched[tail] = None
         for tail in touched:
@@ -136,8 +180,8 @@ class TailOrder:
             held = tail.blocks
             before = len(taken)
             for block in run if held or self._protected else ():
-                if held.get(block.position) is block:
-                    del held[block.position]
+                if held.get(block.block_id) is block:
+                    del held[block.block_id]
                     taken.append(block)
                 elif self._protected.pop(block.block_id, None) is not None:
                     taken.append(block)
@@ -153,21 +197,22 @@ class TailOrder:
     def enter(self, tail: Tail) -> None:
         """Put a tail with blocks into the cell of its group and age."""
         if tail.cell < 0 and tail.blocks and tail not in self._spared:
-            tail.cell = cell = tail.group * BUCKETS + tail.bucket
-            queue = self._cells[cell]
-            if not queue:
-                self._mask |= 1 << self._rank[cell]
-            queue[tail] = None
+            tail.cell = number = tail.group * BUCKETS + tail.bucket
+            cell = self._cells[number]
+            if not cell.size:
+                self._mask |= 1 << self._rank[number]
+            cell.enter(tail)
 
     def leave(self, tail: Tail) -> None:
         """Remove a tail from its cell."""
-        cell = tail.cell
-        if cell >= 0:
+        number = tail.cell
+        if number >= 0:
             tail.cell = -1
-            queue = self._cells[cell]
-            del queue[tail]
-            if not queue:
-                self._mask ^= 1 << self._rank[cell]
+            cell = self._cells[number]
+            cell.size -= 1
+            if not cell.size:
+                cell.queue.clear()
+                self._mask ^= 1 << self._rank[number]
 
     def pop(self, count: int, step: int, spared: Sequence[Tail]) -> list[tuple[Tail, list[CPUBlock]]] | None:
         """Remove `count` blocks, and return them by tail, the deepest block first.
@@ -210,13 +255,13 @@ class TailOrder:
 
     def _least(self) -> Tail:
         order, levels, mask = self._order, self._levels, self._mask
-        cell = order[(mask & -mask).bit_length() - 1]
-        least, found = levels[cell], next(iter(self._cells[cell]))
+        number = order[(mask & -mask).bit_length() - 1]
+        least, found = levels[number], self._cells[number].oldest(number)
         while mask := mask & (mask - 1):
-            cell = order[(mask & -mask).bit_length() - 1]
-            if levels[cell] > least:
+            number = order[(mask & -mask).bit_length() - 1]
+            if levels[number] > least:
                 break
-            tail = next(iter(self._cells[cell]))
+            tail = self._cells[number].oldest(number)
             if tail.number < found.number:
                 found = tail
         return found
@@ -227,9 +272,9 @@ class TailOrder:
         blocks, hanging = tail.blocks, self._hanging
         cut: list[CPUBlock] = []
         while blocks and len(cut) < count:
-            position, block = blocks.popitem()
+            block_id, block = blocks.popitem()
             if block.key in hanging and self._block(tail, block.key):
-                blocks[position] = block
+                blocks[block_id] = block
                 break
             if block.step == step:
                 self._protected[block.block_id] = block
