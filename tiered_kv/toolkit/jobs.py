@@ -57,6 +57,7 @@ class Job:
         self.ended_blocks = 0
         self.drop_reason = ""
         self.failed_parts: list[tuple[Part, Outcome]] = []
+        self.has_rows: bool | None = None  # whether all its rows are in the memory; None until a worker has checked
 
     def result(self, ended_s: float | None = None) -> JobResult:
         """Return the result; call it after the last part has ended."""

@@ -10,7 +10,9 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
+
+import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
@@ -19,6 +21,9 @@ from tiered_kv.toolkit.lookups import BatchedLookups, Probe
 
 _log = logging.getLogger("tiered_kv.toolkit")
 
+NO_ROW: Final = "no_row"
+"""The reason for jobs that name rows outside of the memory. The engine's fault, so the breaker ignores it."""
+_ROWS_LOGGED: Final = 16
 PART_DEADLINE: ContextVar[float] = ContextVar("tiered_kv_part_deadline", default=math.inf)
 """The deadline of the job or lookups that this thread or task serves."""
 PROBE_REQ_IDS: ContextVar[Sequence[str]] = ContextVar("tiered_kv_probe_req_ids", default=())
@@ -75,6 +80,7 @@ class QueuedTier(SecondaryTierManager):
         self._row_bytes = self.block_bytes if memory is None else 1
         self._primary_flat = (primary_kv_view if memory is None else memory).cast("B")
         self._primary_flat_readonly = self._primary_flat.toreadonly()  # for stores
+        self._last_row = (len(self._primary_flat) - self.block_bytes) // self._row_bytes
         self._clock = clock
         self._part_blocks = part_blocks
         self._shutdown_timeout_s = shutdown_timeout_s
@@ -218,6 +224,10 @@ class QueuedTier(SecondaryTierManager):
             return Outcome((), "expired")
         if job.epoch != self.epoch:
             return Outcome((), "reset")
+        if job.has_rows is None:
+            job.has_rows = self._has_rows(job)
+        if not job.has_rows:
+            return Outcome((), NO_ROW)
         PART_EPOCH.set(job.epoch)
         PART_DEADLINE.set(job.deadline)
         return None
@@ -245,6 +255,24 @@ class QueuedTier(SecondaryTierManager):
             PART_DEADLINE.set(probe.deadline)
             PROBE_REQ_IDS.set([question.req_context.req_id for question in probe.questions])
         return probe
+
+    def _has_rows(self, job: Job) -> bool:
+        """Return whether each block of a job has a row in the memory; in a load, one of its own. A worker's work."""
+        rows: list[int] = np.asarray(job.metadata.block_ids).tolist()
+        is_inside = len(rows) == len(job.keys) and 0 <= min(rows) <= max(rows) <= self._last_row
+        if is_inside and (not job.metadata.is_promotion or len(set(rows)) == len(rows)):
+            return True
+        if self._errors_logged.setdefault(NO_ROW, job) is job:
+            _log.error(
+                "tier '%s': refused a job of %d blocks; it needs as many rows from 0 to %d, in a load different ones, "
+                "and names %s%s. Nothing was moved; further jobs are only counted",
+                self.name,
+                len(job.keys),
+                self._last_row,
+                rows[:_ROWS_LOGGED],
+                " ..." if len(rows) > _ROWS_LOGGED else "",
+            )
+        return False
 
     def _blocks_of(self, part: Part) -> list[memoryview]:
         metadata, size, step = part.job.metadata, self.block_bytes, self._row_bytes

@@ -110,20 +110,20 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         check_chunks(config)
         entry = fill_variables({"tier": dict(tier)}, environment(config))["tier"]
         settings = tier_settings(entry)
-        num_blocks, self._block_bytes = primary_kv_view.shape or (0, 0)
+        self._num_blocks, self._block_bytes = primary_kv_view.shape or (0, 0)
         identity = namespace_of(
             config, namespace, row_layout=getattr(offloading_spec, "row_layout", VLLM_ROW_LAYOUT)
         ).identify(block_bytes=self._block_bytes, block_tokens=chunk_tokens(config))
         self._has_events = offloading_spec.kv_events_config.enable_kv_cache_events
         spec = TierSpec(settings.name, self._block_bytes, identity.digest, identity.described, self._has_events)
         # vLLM's view is of signed bytes, and vLLM releases it while our tier may still hold this one.
-        view = primary_kv_view.cast("B").cast("B", (num_blocks, self._block_bytes))
+        view = primary_kv_view.cast("B").cast("B", (self._num_blocks, self._block_bytes))
         opened = SecondaryTierFactory.create(spec, view, settings)
         self.tier_type = settings.name
         self.locality = None if locality is None else Locality(locality.upper())
         self.cache_hit_source = hit_source(settings)
         self._info = {"tiered_kv_type": settings.type, "tiered_kv_namespace": identity.digest.hex()}
-        budget_bytes = self._block_bytes * num_blocks // 4
+        budget_bytes = self._block_bytes * self._num_blocks // 4
         self._guarded = GuardedTier(
             opened, settings, self._block_bytes, budget_bytes, time.monotonic, reports_events=self._has_events
         )
@@ -188,6 +188,9 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             self._guarded.counters.add("skipped_blocks_total", BY_REQUEST, count=len(job_metadata.keys))
             self._end(job_metadata.job_id, is_success=True)
             return
+        if not self._has_rows(job_metadata):
+            self._end(job_metadata.job_id, is_success=False)
+            return
         taken = self._guarded.select(_in_prefix_order(job_metadata), job_metadata.req_context)
         if taken:
             self._submit(job_metadata, taken)
@@ -198,10 +201,24 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     def submit_load(self, job_metadata: TransferJob) -> None:
         guarded = self._guarded
         guarded.loads.reserved_blocks = max(guarded.loads.reserved_blocks - len(job_metadata.keys), 0)
-        if guarded.refusal():  # the breaker has opened since the lookup
+        if guarded.refusal() or not self._has_rows(job_metadata):  # the breaker may have opened since the lookup
             self._fail(job_metadata)
         else:
             self._submit(job_metadata, _in_prefix_order(job_metadata))
+
+    def _has_rows(self, job_metadata: TransferJob) -> bool:
+        """Return whether vLLM's chunks are in its memory; a tier could read or write beside it."""
+        rows = np.asarray(job_metadata.chunk_ids).tolist()
+        if not rows or 0 <= min(rows) <= max(rows) < self._num_blocks:
+            return True
+        _log.error(
+            "tier '%s': refused a job of vLLM with chunks %d to %d; its memory has chunks 0 to %d",
+            self._guarded.name,
+            min(rows),
+            max(rows),
+            self._num_blocks - 1,
+        )
+        return False
 
     def _submit(self, job_metadata: TransferJob, blocks: list[CPUBlock]) -> None:
         job = self._guarded.submit(

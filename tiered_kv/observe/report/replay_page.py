@@ -27,6 +27,7 @@ _BREAKER_STATES: Final = (
 _FAILURES: Final[Mapping[str, str]] = {
     "absent": "the tier did not have the block, or had evicted it since the lookup",
     "no_space": "there was no room in the tier",
+    "no_row": "the engine named blocks outside of its memory",
     "checksum": "the block's bytes did not match their checksum",
     "truncated": "bytes of the block were missing",
     "reset": "the cache was reset meanwhile",
