@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
     CHUNK_BYTES,
@@ -176,6 +177,23 @@ class Checks:
                 assert engine.counted()["stored_blocks_total"] == 8, engine.counted()
             with engine_on([entry]) as engine:
                 assert engine.load(keys) == 8, (entry["type"], engine.counted())
+
+    def empty_jobs_end_and_chunks_outside_of_the_memory_are_refused(self) -> None:
+        keys, entry = keys_of("outside", 2), self._nvme("outside")
+        with engine_on([entry]) as engine:
+            engine.store(keys)
+            engine.settle()
+            (tier,) = engine.manager.secondary_tiers
+            context = engine.begin(keys)
+            for chunks in ([], [0, PRIMARY_CHUNKS], [-1, 0]):
+                for is_load, submit in ((True, tier.submit_load), (False, tier.submit_store)):
+                    rows = np.array(chunks, dtype=np.int64)
+                    submit(TransferJob(10**6, keys[: len(chunks)], rows, is_load, context))
+                    (result,) = wait_for(lambda: list(tier.get_finished_jobs()))
+                    assert result.success is not bool(chunks), (chunks, is_load)
+            engine.finish(context)
+        with engine_on([entry]) as engine:
+            assert engine.load(keys) == 2
 
     def partial_failure(self) -> None:
         keys = keys_of("partial", 8)

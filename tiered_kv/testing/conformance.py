@@ -73,11 +73,11 @@ class TierConformance:
 
     # -- bytes -------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("blocks", [1, 2, 33, 256])
+    @pytest.mark.parametrize("blocks", [0, 1, 2, 33, 256])
     def test_stored_blocks_load_as_the_same_bytes(self, rig: TierRig, blocks: int) -> None:
         keys = make_keys(blocks)
         assert rig.store(keys).success
-        assert [rig.lookup(key) for key in keys] == [True] * blocks
+        assert [rig.lookup(key) for key in keys] == rig.lookup_all(keys) == [True] * blocks
         assert rig.load(keys) == set(keys)
 
     @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tiered_kv.tiering.tier_observer import TierObserver, direction_of
 from tiered_kv.tiering.write_budget import admission_of
 from tiered_kv.toolkit.status import UNUSABLE_REASONS
 
-HARMLESS_REASONS: Final = UNUSABLE_REASONS | {"absent", "missing", "no_space", "reset", "unanswered"}
+HARMLESS_REASONS: Final = UNUSABLE_REASONS | {"absent", "missing", "no_row", "no_space", "reset", "unanswered"}
 """Reasons for which a healthy tier may fail a whole job. The breaker ignores them.
 
 `unanswered`: one of a tier's servers does not answer, while others do.
@@ -240,7 +240,7 @@ class GuardedTier:
                 ended_s = now_s
             seconds = max(0.0, ended_s - begun_s)
             self.measures.add_job(direction_of(job.metadata), seconds, len(job.blocks) * self._block_bytes)
-            if job.metadata.is_promotion and result.success and not job.is_expired:
+            if job.metadata.is_promotion and job.blocks and result.success and not job.is_expired:
                 self.pace.add(job.blocks_in_flight, seconds, now_s)
             if job.is_expired:
                 self.counters.add("late_jobs_total")
@@ -265,7 +265,7 @@ class GuardedTier:
             job.is_expired = True
             self.counters.add("expired_jobs_total")
             self._budget_of(job).expired_blocks += len(job.blocks)
-            if job.metadata.is_promotion:
+            if job.metadata.is_promotion and job.blocks:
                 self.pace.add(job.blocks_in_flight, self.settings.job_timeout, now_s)
             self.observer.expired(job.metadata)
             self.breaker.fail(now_s)

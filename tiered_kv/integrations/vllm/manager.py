@@ -76,7 +76,8 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> CPULoadStoreSpec:
         spec = self._manager.prepare_load(keys, req_context)
-        self._begin(_Transfer(False, list(keys), req_context))
+        if keys:
+            self._begin(_Transfer(False, list(keys), req_context))
         return spec
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: Any) -> None:
