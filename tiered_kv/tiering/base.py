@@ -28,10 +28,10 @@ class JobMetadata:
 
     Args:
         job_id: Identifies the job in `JobResult`.
-        keys: The blocks, in the order of their request's prefix.
+        keys: The blocks, in the order of their request's prefix; may be empty.
         block_ids: Rows of the primary tier's region, int64 of shape (n,), in the order of `keys`.
         is_promotion: True for a load into the region, False for a store out of it.
-        req_context: The request.
+        req_context: The request; without an id, the blocks are not those of a running request.
         deadline: When the job expires, in seconds of `time.monotonic()`; None for never. A tier may cancel a job
             that cannot meet it, but must still report the job: its blocks are not reused before the report.
     """
@@ -147,11 +147,20 @@ class SecondaryTierManager(ABC):
         return
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Return how the tier wants the request's blocks: each once (the default), or all of them at its end."""
+        """Return how the tier wants the request's blocks: each once (the default), or all of them at its end.
+
+        All are those that the request stored, loaded or touched and that the primary tier still has, whoever wrote
+        them. They come as one store within the budget, before `on_request_finished`.
+        """
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget the request's state, such as cached answers."""
+        """Forget the request's state, such as cached answers.
+
+        Called once for each request, at the latest before `shutdown`. All jobs of the request have been submitted, and
+        may still be in flight; none follows. The manager waits for the request's last stores, but not for ever: the
+        blocks of later ones, and blocks that fill this tier later, come with a context without an id.
+        """
         return
 
     def on_schedule_end(self) -> None:

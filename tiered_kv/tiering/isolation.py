@@ -33,7 +33,9 @@ POLL_INTERVAL_S = 0.001
 SLICE_S = 0.001
 """How long lookups, or hints, are passed on before the rest of a round; the call that runs then may take longer."""
 HINTS_MAX = 1 << 12
-"""Queued messages about touches, requests and ends of steps; while the tier hangs, the oldest are dropped."""
+"""Queued messages about touches and ends of steps; while the tier hangs, the oldest are dropped."""
+REQUESTS_MAX = 100_000
+"""Queued loads, or stores, from which on messages about requests are dropped, while the tier hangs."""
 UNKNOWN_RESULTS_MAX = 1 << 10
 """Results of no running job that are kept until they are counted."""
 EVENTS_MAX = 1 << 14
@@ -73,7 +75,8 @@ class IsolatedTier(WrapperTier):
         self._wake = threading.Condition(threading.Lock())
         self._urgent: deque[Callable[[], object]] = deque()
         self._hints: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=HINTS_MAX)
-        self._stores: deque[JobMetadata] = deque()
+        self._stores: deque[JobMetadata | ReqContext] = deque()
+        """Stores, and after the last store of a request its context, to report its end."""
         self._has_probe = False
         self._questions: deque[Question] = deque()  # of the last probe; owned by the tier's thread
         self._results: deque[JobResult] = deque()
@@ -122,12 +125,16 @@ class IsolatedTier(WrapperTier):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         # The scheduler cannot wait for the tier's policy, so an isolated tier has the default one.
-        self._hint("on_new_request", req_context)
+        if len(self._urgent) < REQUESTS_MAX:  # before all jobs of the request
+            self._urgent.append(lambda: self._attempt("on_new_request", self.inner.on_new_request, req_context))
+            self._notify()
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.forget_request(req_context.req_id)
-        self._hint("on_request_finished", req_context)
+        if len(self._stores) < REQUESTS_MAX:
+            self._stores.append(req_context)
+            self._notify()
 
     def on_schedule_end(self) -> None:
         if self._running or self._stores or self._has_probe:
@@ -137,7 +144,9 @@ class IsolatedTier(WrapperTier):
         self._is_resetting = True
         self._lookups.clear()
         # Stores that have not begun are not valid any more.
-        self._results.extend(JobResult(job.job_id, False, reason="reset") for job in _take_all(self._stores))
+        queued = list(_take_all(self._stores))
+        self._results.extend(JobResult(j.job_id, False, reason="reset") for j in queued if isinstance(j, JobMetadata))
+        self._stores.extend(ended for ended in queued if not isinstance(ended, JobMetadata))
         self._urgent.append(self._reset)
         self._notify()
         return True
@@ -194,7 +203,10 @@ class IsolatedTier(WrapperTier):
         except IndexError:  # none, or a reset took it
             pass
         else:
-            self._begin(self.inner.submit_store, job)
+            if isinstance(job, JobMetadata):
+                self._begin(self.inner.submit_store, job)
+            else:
+                self._attempt("on_request_finished", self.inner.on_request_finished, job)
         self._for_a_while(self._hints, lambda hint: self._attempt(hint[0], getattr(self.inner, hint[0]), *hint[1]))
         if self._running:
             self._collect()

@@ -101,8 +101,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._cascade = Cascade(primary)
         blocks_max = self.limits.promotion_blocks_max or max(num_blocks // 2, 1)
         self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock)
-        # Twice `wait_max_s`, so that requests without an id reach the bound on waiting too.
-        self._requests = RequestTable(self.limits.requests_max, 2 * self.limits.wait_max_s, self._end_request, clock)
+        self._requests = RequestTable(self.limits.requests_max, self.limits.wait_max_s, self._end_request, clock)
         self._state_to_load_for = self._requests.get if history is None else self._requests.state_of
         self._search = Search(self._tiers, self._promotions, self._requests, self.limits.wait_max_s, clock, history)
         self._lookup_below = self._search.below
@@ -210,15 +209,18 @@ class TieringOffloadingManager(OffloadingManager):
             # A load counts as an offer, except to the tier that the block came from.
             found = [self._primary_blocks.get(key) for key in keys if self.hit_tier(key, req_context) != guarded.name]
             ready = [block for block in found if block is not None and block.ref_cnt >= 0]
-            self._cascade.offer(guarded.admission.again(ready, req_context.req_id), (guarded,), req_context)
+            again = guarded.admission.again(ready, req_context.req_id)
+            self._cascade.offer(again, (guarded,), self._context_of(req_context))
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         STEP.pauses_left = PAUSES_MAX
         output = self.primary.prepare_store(keys, req_context)
-        state = self._requests.get(req_context)
-        if output is not None and state is not None and state.request_level:
-            state.keys.update(dict.fromkeys(keys))
-            state.stores_pending += len(output.keys_to_store)
+        if self._tiers and req_context.req_id:
+            state = self._requests.state_of(req_context)
+            if state.request_level:
+                state.keys.update(dict.fromkeys(keys))
+            if output is not None:
+                state.stores_pending += len(output.keys_to_store)
         if output is not None and self._audit is not None and self._audit.is_active:
             return self._audit.prepare(keys, output, req_context)
         return output
@@ -233,16 +235,19 @@ class TieringOffloadingManager(OffloadingManager):
             stored = [block.key for block in written]
             self._observer.stored(stored)
             tiers = [tier for tier in self._tiers if tier not in request_level] if request_level else self._tiers
-            self._cascade.commit(written, stored, tiers, req_context)
+            self._cascade.commit(written, stored, tiers, self._context_of(req_context))
         if self._audit is not None:
             self._audit.complete(keys, written, req_context, success)
-        if state is not None and request_level:
+        if state is not None:
             state.stores_pending -= len(written)
-            if state.is_finished and state.stores_pending <= 0:
+            if state.is_finished and state.stores_pending <= 0 and not state.unready:
                 self._end_request(state)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary.touch(keys, req_context)
+        state = self._requests.get(req_context)
+        if state is not None and state.request_level:
+            state.keys.update(dict.fromkeys(keys))
         for guarded in self._tiers:
             guarded.call("touch", keys, req_context)
 
@@ -250,7 +255,9 @@ class TieringOffloadingManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         known = self._requests.get(req_context)
+        stores_pending = 0
         if known is not None and known.is_finished:  # the id is reused while the last stores are in flight
+            stores_pending = known.stores_pending  # they are told apart by the id alone
             self._end_request(known)
         self.primary.on_new_request(req_context)
         hints = self.primary.hints_of(req_context)
@@ -259,6 +266,7 @@ class TieringOffloadingManager(OffloadingManager):
         state = self._requests.state_of(req_context)
         if not req_context.req_id:
             return RequestOffloadingContext()
+        state.stores_pending += stores_pending
         if hints.skips_load:
             state.skips_load = True
             self._withhold(True)
@@ -274,8 +282,14 @@ class TieringOffloadingManager(OffloadingManager):
         state = self._requests.get(req_context) if req_context.req_id else None
         if state is None:
             self.primary.on_request_finished(req_context)
-        elif state.stores_pending > 0:
-            state.is_finished = True
+            return
+        if state.request_level:  # other requests' stores and promotions
+            found = [self._primary_blocks.get(key) for key in state.keys]
+            writing = [block for block in found if block is not None and block.ref_cnt < 0]
+            state.unready = [block.key for block in writing if block.writer != req_context.req_id]
+        if state.stores_pending > 0 or state.unready:
+            self._requests.finish(state)
+            self.primary.on_request_finished(req_context)
             self._promotions.leave(state)
             self._prefetches.leave(state)
         else:
@@ -303,7 +317,7 @@ class TieringOffloadingManager(OffloadingManager):
                 if audit is not None and audit.collect(job, result):
                     continue
                 ready = self._promotions.finish(job, result)
-                context = job.metadata.req_context
+                context = self._context_of(job.metadata.req_context)
                 if ready and not self._is_closed and not self.primary.hints_of(context).skips_store:
                     self._cascade.fill(ready, guarded, self._tiers, context)
             for job in guarded.expire(now_s):
@@ -311,6 +325,11 @@ class TieringOffloadingManager(OffloadingManager):
                     self._promotions.expire(job)
             guarded.tick(now_s)
         self._promotions.release_overdue(now_s)
+        for state in [state for state in self._requests.finished if state.unready]:
+            found = [self._primary_blocks.get(key) for key in state.unready]
+            state.unready = [block.key for block in found if block is not None and block.ref_cnt < 0]
+            if state.stores_pending <= 0 and not state.unready:
+                self._end_request(state)
         self._requests.expire(now_s)
         if audit is not None:
             audit.tick(now_s)
@@ -387,10 +406,15 @@ class TieringOffloadingManager(OffloadingManager):
         if self._is_closed:
             return
         self._is_closed = True
-        for state in self._requests.states.values():
-            self._promotions.leave(state)
+        for state in list(self._requests.states.values()):
+            if state.is_finished:
+                self._end_request(state)
+            else:
+                self._promotions.leave(state)
         self.drain_jobs(timeout_s)
         for guarded in self._tiers:
+            for state in self._requests.states.values():
+                guarded.call("on_request_finished", state.req_context)
             guarded.call("shutdown")
         self.poll()
         if self._audit is not None:
@@ -440,6 +464,7 @@ class TieringOffloadingManager(OffloadingManager):
         if state.request_level:
             found = [self._primary_blocks.get(key) for key in state.keys]
             ready = [block for block in found if block is not None and block.ref_cnt >= 0]
+            ready = self.primary.chain_of(state.req_context).in_order(ready)
             self._cascade.offer(ready, state.request_level, state.req_context)
         self._observer.request_ended(state)
         self._promotions.leave(state)
@@ -450,6 +475,11 @@ class TieringOffloadingManager(OffloadingManager):
             self._withhold(self._audit is not None and self._audit.is_active)
         for guarded in self._tiers:
             guarded.call("on_request_finished", state.req_context)
+
+    def _context_of(self, req_context: ReqContext) -> ReqContext:
+        """Return the context for a job of a request: one of no request if the tiers were told of the request's end."""
+        is_over = req_context.req_id and req_context.req_id not in self._requests.states
+        return ReqContext() if is_over else req_context
 
     def _stop_audited_tiers(self, names: set[str]) -> None:
         """Disable tiers whose blocks differ, and empty the primary tier, which may have copies of these blocks."""

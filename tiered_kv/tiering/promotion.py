@@ -168,12 +168,23 @@ class Promotions:
         self.released_holds += before - len(self._held)
 
     def leave(self, state: RequestState) -> None:
-        """Forget a request that ends. Its promotions continue, without holds for it."""
+        """Forget a request that ends. Its promotions continue, without holds for it.
+
+        Those that are not submitted yet become another waiting request's, or end here.
+        """
         for key in state.promoting:
             promotion = self._table.get(key)
             if promotion is not None:
                 promotion.waiters.remove(state)
         state.promoting.clear()
+        for guarded in [guarded for guarded, each in self._batches if each is state]:
+            for promotion in self._batches.pop((guarded, state)):
+                if promotion.waiters:
+                    self._batches.setdefault((guarded, promotion.waiters[0]), []).append(promotion)
+                else:
+                    guarded.loads.reserved_blocks -= 1
+                    del self._table[promotion.block.key]
+                    self._primary.abandon([promotion.block])
         self.release(state)
 
     def reset(self) -> None:

@@ -25,7 +25,7 @@ class ManagerLimits:
             the primary tier.
         hold_s: How long a promoted block is held for a request that does not load it.
         wait_max_s: How long a request may be answered None until it loads a block that it waited for. After that,
-            blocks that are not ready are misses for it until it ends.
+            blocks that are not ready are misses for it until it ends. Its end waits as long for its last stores.
         requests_max: Requests whose state is kept; the oldest is forgotten first.
     """
 
@@ -42,7 +42,9 @@ class RequestState:
     req_context: ReqContext
     skips_load: bool = False
     is_finished: bool = False
-    """Whether the engine has finished it; its last stores may still be in flight."""
+    """Whether the engine has finished it; its last stores are still in flight."""
+    stores_pending: int = 0
+    """Keys between `prepare_store` and `complete_store`."""
 
     # What it waits for.
     unanswered: dict[tuple[OffloadKey, GuardedTier], float] = field(default_factory=dict)
@@ -79,8 +81,8 @@ class RequestState:
     request_level: tuple[GuardedTier, ...] = ()
     keys: dict[OffloadKey, None] = field(default_factory=dict)
     """All keys of the request, in order; empty without `request_level`."""
-    stores_pending: int = 0
-    """Keys between `prepare_store` and `complete_store`; 0 without `request_level`."""
+    unready: list[OffloadKey] = field(default_factory=list)
+    """Once it is finished: its keys that are being written for other requests."""
 
     # For the history.
     log: RequestLog | None = None
@@ -96,6 +98,7 @@ class RequestState:
     def forget_blocks(self) -> None:
         """Forget what is known of blocks after a reset."""
         self.stores_pending = 0
+        self.unready = []
         self.sources = {}  # the history still reads the old dictionary
         for kept in (self.failed, self.unanswered, self.keys):
             kept.clear()
@@ -104,24 +107,27 @@ class RequestState:
 class RequestTable:
     """The states of at most `requests_max` requests. Owned by the manager's thread.
 
-    Calls without a request id share one state, the *anonymous* request. It never ends, so it is forgotten
-    `anonymous_max_s` after it began; then failed keys may be tried again. If it waits at that time, the next one has
-    waited as long. Beyond `requests_max` the oldest request is forgotten. `forget` is called with each forgotten state.
+    Calls without a request id share one state, the *anonymous* request. It never ends, so it is forgotten twice
+    `wait_max_s` after it began; then failed keys may be tried again. If it waits at that time, the next one has waited
+    as long. A request whose last stores do not end is forgotten `wait_max_s` after it finished. Beyond `requests_max`
+    the oldest request is forgotten. `forget` is called with each forgotten state.
     """
 
     def __init__(
         self,
         requests_max: int,
-        anonymous_max_s: float,
+        wait_max_s: float,
         forget: Callable[[RequestState], None],
         clock: Callable[[], float],
     ) -> None:
         self._requests_max = requests_max
-        self._anonymous_max_s = anonymous_max_s
+        self._wait_max_s = wait_max_s
         self._forget = forget
         self._clock = clock
         self.states: dict[str, RequestState] = {}
         """By request id; "" is the anonymous request."""
+        self.finished: dict[RequestState, float] = {}
+        """Those that are finished, and until when their last stores may take; the earliest first."""
         self._anonymous_until_s = 0.0
         self.forgotten = 0
 
@@ -140,16 +146,25 @@ class RequestTable:
                 self._forget(oldest)
                 self.forgotten += 1
             if not req_id:
-                self._anonymous_until_s = self._clock() + self._anonymous_max_s
+                self._anonymous_until_s = self._clock() + 2 * self._wait_max_s
             state = self.states[req_id] = RequestState(req_context)
         return state
 
+    def finish(self, state: RequestState) -> None:
+        """Keep a finished request until its last stores have ended."""
+        state.is_finished = True
+        self.finished.setdefault(state, self._clock() + self._wait_max_s)
+
     def pop(self, state: RequestState) -> None:
+        self.finished.pop(state, None)
         if self.states.get(state.req_context.req_id) is state:
             del self.states[state.req_context.req_id]
 
     def expire(self, now_s: float) -> None:
-        """Forget the anonymous request if its time is over; called once a step."""
+        """Forget the requests whose time is over; called once a step."""
+        while self.finished and (finished := next(iter(self.finished.items())))[1] <= now_s:
+            self.pop(finished[0])
+            self._forget(finished[0])
         state = self.states.get("")
         if state is not None and now_s >= self._anonymous_until_s:
             self.pop(state)
