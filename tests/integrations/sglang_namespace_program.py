@@ -109,6 +109,14 @@ def rewrite_scales(_: Path) -> None:
     (DIRECTORY / "scales.json").write_text('{"scale": 2.0}')
 
 
+def write_pack(_: Path) -> None:
+    (DIRECTORY / "pack").write_bytes(bytes(100))
+
+
+def rewrite_pack(_: Path) -> None:
+    (DIRECTORY / "pack").write_bytes(bytes([1] * 100))
+
+
 SCALES = in_effect("model", quantization_param_path=str(DIRECTORY / "scales.json"))
 PUSHED = in_effect("model", checkpoint_engine_wait_weights_before_ready=True)
 
@@ -132,6 +140,14 @@ COUNTS: dict[str, Engine] = {
     "hooks": Engine(settings=in_effect("observability", forward_hooks=[{"hook_factory": "steering:hook"}])),
     "quantized backend": Engine(settings=in_effect("exec.kernel", fp8_gemm_runner_backend="triton")),
     "experts": Engine(settings=in_effect("exec.moe", moe_runner_backend="triton")),
+    "DeepGEMM": Engine(variables={"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}),
+    "simulated experts": Engine(variables={"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"}),
+    "variable of a later release": Engine(variables={"SGLANG_OF_A_LATER_RELEASE": "1"}),
+    "variables of libraries": Engine(variables={"NVIDIA_TF32_OVERRIDE": "0"}),
+    "experts in a file": Engine(variables={"SGLANG_EXPERT_PACK_PATH": str(DIRECTORY / "pack")}, files=write_pack),
+    "other experts in the same file": Engine(
+        "experts in a file", variables={"SGLANG_EXPERT_PACK_PATH": str(DIRECTORY / "pack")}, files=rewrite_pack
+    ),
     "variables of quantization": Engine(variables={"SGLANG_INT4_WEIGHT": "1"}),
     "model dtype": Engine(arguments={"dtype": "bfloat16"}),
     "kv cache dtype": Engine(settings=in_effect("model", kv_cache_dtype="fp8_e5m2")),
@@ -168,8 +184,9 @@ COUNTS: dict[str, Engine] = {
     "variables of attention": Engine(variables={"SGLANG_AITER_KV_CACHE_LAYOUT": "hnd"}),
     "mamba types": Engine(settings=in_effect("exec.mamba", mamba_ssm_dtype="bfloat16")),
     "order of heads and tokens": Engine(variables={"SGLANG_USE_HND_KVCACHE": "1"}),
+    "sparse attention": Engine(settings=in_effect("memory", enable_hisparse=True)),
     "approximate attention": Engine(variables={"SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR": "8"}),
-    "kernel libraries": Engine(patches={"installed_versions": lambda packages: "sgl-kernel 99"}),
+    "kernel libraries": Engine(patches={"computing_packages": lambda *_: "sgl-kernel 99"}),
     "platform": Engine(patches={"_platform": lambda: "cuda 9.0"}),
     "sglang version": Engine(patches={"sglang": SimpleNamespace(__version__="0.5.24")}),
     "tensor parallel": Engine(place={"tp_size": 2}),
@@ -206,6 +223,11 @@ SAME: dict[str, Engine] = {
     "context length": Engine(arguments={"context_length": 4096}),
     "served name": Engine(arguments={"served_model_name": "a name"}),
     "port": Engine(arguments={"port": 31234}),
+    "ranks and addresses": Engine(
+        variables={"SGLANG_HOST_IP": "10.0.0.7", "SGLANG_PORT": "7000", "SGLANG_DP_RANK": "1", "SGLANG_RUN_ID": "r"}
+    ),
+    "Kubernetes": Engine(variables={"SGLANG_SERVICE_HOST": "10.0.0.7", "SGLANG_PORT_30000_TCP_ADDR": "10.0.0.7"}),
+    "caches": Engine(variables={"SGLANG_CACHE_DIR": "/c", "TRITON_CACHE_DIR": "/c"}),
     "logging": Engine(arguments={"log_level": "error"}),
     "graphs": Engine(settings=in_effect("exec.graph", disable_cuda_graph=False, enable_torch_compile=True)),
     "sampling": Engine(settings=in_effect("exec.kernel", sampling_backend="flashinfer")),

@@ -180,11 +180,12 @@ def cpu_without(flag: str) -> Callable[[], contextlib.AbstractContextManager[obj
 
 
 @contextlib.contextmanager
-def library(directory: Path, name: str, version: str) -> Iterator[None]:
-    found = directory / f"{name.replace('-', '_')}-{version}.dist-info"
+def library(directory: Path, name: str, version: str, plugin: str = "") -> Iterator[None]:
+    found = directory / name / f"{name.replace('-', '_')}-{version}.dist-info"
     found.mkdir(parents=True, exist_ok=True)
     (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    with mock.patch.object(sys, "path", [*sys.path, str(directory)]):
+    (found / "entry_points.txt").write_text(f"[{plugin}]\n{name} = module:function\n" if plugin else "")
+    with mock.patch.object(sys, "path", [*sys.path, str(found.parent)]):
         yield
 
 
@@ -229,6 +230,11 @@ def engines(directory: Path) -> dict[str, Engine]:
         "quantized backend": Engine(options={"moe_backend": "marlin"}),
         "variables of quantization": Engine(patch=environment(VLLM_MARLIN_INPUT_DTYPE="int8")),
         "variables of experts": Engine(patch=environment(VLLM_MOE_ROUTING_SIMULATION_STRATEGY="uniform_random")),
+        "DeepGEMM": Engine(patch=environment(VLLM_USE_DEEP_GEMM="0")),
+        "disabled kernels": Engine(patch=environment(VLLM_DISABLED_KERNELS="MarlinLinearKernel")),
+        "batch invariance": Engine(patch=environment(VLLM_BATCH_INVARIANT="1")),
+        "variable of a later release": Engine(patch=environment(VLLM_OF_A_LATER_RELEASE="1")),
+        "variables of libraries": Engine(patch=environment(NVIDIA_TF32_OVERRIDE="0")),
         "model dtype": Engine(options={"dtype": "bfloat16"}),
         "model implementation": Engine(change=setting("model_config", model_impl="transformers")),
         "remote code": Engine(options={"trust_remote_code": True}),
@@ -257,12 +263,15 @@ def engines(directory: Path) -> dict[str, Engine]:
         "model runner": Engine(patch=environment(), change=other_runner),
         "variables of the backend": Engine(patch=environment(VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT="1")),
         "kernel libraries": Engine(patch=lambda: library(directory / "site", "amd-aiter", "9.9")),
+        "library that changes weights": Engine(patch=lambda: library(directory / "site", "deep-gemm", "2.1")),
+        "plugin": Engine(patch=lambda: library(directory / "site", "our-models", "1.0", "vllm.general_plugins")),
         "platform": Engine(beside="first, cuda", patch=platform("rocm", (9, 0))),
         "compute capability": Engine(beside="first, cuda", patch=platform("cuda", (10, 0))),
         "instruction set": Engine(patch=cpu_without("avx2")),
         "vllm version": Engine(patch=lambda: mock.patch("vllm.__version__", "0.32.99")),
         "tensor parallel": Engine(change=setting("parallel_config", tensor_parallel_size=2, world_size=2)),
         "context parallel": Engine(change=setting("parallel_config", prefill_context_parallel_size=2, world_size=2)),
+        "exchange between experts": Engine(change=setting("parallel_config", all2all_backend="deepep_low_latency")),
         "interleaving": Engine(change=setting("parallel_config", cp_kv_cache_interleave_size=16)),
         "hash algorithm": Engine(options={"prefix_caching_hash_algo": "sha256_cbor"}),
         "hash seed": Engine(patch=environment(PYTHONHASHSEED="7")),
@@ -304,7 +313,15 @@ def engines(directory: Path) -> dict[str, Engine]:
         "same: served name": Engine(options={"served_model_name": "another"}),
         "same: sampling": Engine(options={"max_logprobs": 5, "generation_config": "vllm", "seed": 3}),
         "same: port": Engine(patch=environment(VLLM_PORT="12345", VLLM_HOST_IP="127.0.0.1")),
-        "same: logging": Engine(patch=environment(VLLM_LOGGING_LEVEL="WARNING")),
+        "same: ranks": Engine(patch=environment(VLLM_DP_RANK="1", VLLM_DP_RANK_LOCAL="1", LOCAL_RANK="1")),
+        "same: Kubernetes": Engine(
+            patch=environment(VLLM_SERVICE_HOST="10.0.0.7", VLLM_PORT_8000_TCP="tcp://10.0.0.7:8000", VLLM_API_KEY="k")
+        ),
+        "same: logging": Engine(patch=environment(VLLM_LOGGING_LEVEL="WARNING", CUDA_VISIBLE_DEVICES="1")),
+        "same: caches": Engine(
+            patch=environment(VLLM_CACHE_ROOT="/c", TRITON_CACHE_DIR="/c", VLLM_CPU_KVCACHE_SPACE="1")
+        ),
+        "same: other libraries": Engine(patch=lambda: library(directory / "site", "our-metrics", "1.0")),
         "same: tokenizer": Engine(files=lambda path: (path / "tokenizer.json").write_text("{}")),
         "same: a copy of the files": Engine(files=lambda path: os.utime(path / "model.safetensors", (1, 1))),
         "same: ngram": Engine(change=lambda config: setattr(config, "speculative_config", ngram(config))),

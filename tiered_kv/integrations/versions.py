@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiered_kv.errors import ConfigError
@@ -48,14 +47,3 @@ def imported_on_use(package: str, modules: Mapping[str, str]) -> Callable[[str],
         return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
 
     return get_attribute
-
-
-def installed_versions(packages: Iterable[str]) -> str:
-    """Return the names and versions of those `packages` that are installed, or "none"."""
-    versions = []
-    for name in packages:
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ", ".join(versions) or "none"

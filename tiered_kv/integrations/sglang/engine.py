@@ -1,14 +1,13 @@
 """What shapes the bytes of an engine's pages, from SGLang's whole configuration.
 
-SGLang sorts its settings by what they are for. Of those that concern the model and how it is computed, everything
-counts that is not known to be irrelevant. The table in docs/how-to/sglang.md has the reasons.
+Everything counts that is not known to be irrelevant, so what a later SGLang adds counts by default: settings, variables
+of the environment, packages. `irrelevant` names the rest. The table in docs/how-to/sglang.md has the reasons.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -21,52 +20,14 @@ from sglang.srt.runtime_context import get_context, get_device, get_parallel, ge
 from sglang.srt.server_args import ServerArgs
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.integrations.environment import computing_packages, counting_variables
 from tiered_kv.integrations.hf_config import depends_on_length, without_origin
+from tiered_kv.integrations.sglang.irrelevant import SETTINGS, VARIABLES
 from tiered_kv.integrations.sglang.settings import LOCATION
 from tiered_kv.integrations.user_namespace import UserModelNamespace
-from tiered_kv.integrations.versions import installed_versions
 from tiered_kv.integrations.weight_files import files_digest, weights_in_files
 
 _NAMESPACE = f"{LOCATION}.namespace"
-
-_SECTIONS = ("model", "exec", "mm", "spec")
-"""Sections of settings that count. The others are about places, memory, scheduling, serving and observing; about other
-transfers; and about adapters, which `check_adapters` covers. What they change in a page shows in the host pools."""
-
-_IRRELEVANT = re.compile(
-    # The model's origin and length, which `_weights` and `_model` have; how its files are read.
-    "model_path|revision|load_format|context_length|is_embedding|json_model_override_args|dtype|decrypted_.*|"
-    "modelopt_.*_save_path|modelopt_export_path|startup_weight_load_mode|weight_loader_.*|remote_instance_.*|engine_info_.*|modelexpress_config|"
-    "download_dir|model_checksum|delete_ckpt_after_loading|checkpoint_engine_.*|weight_cache_.*|model_loader_extra_config|"
-    # What is done with logits and hidden states, and with tokens, which the hashes cover.
-    "enable_fp32_lm_head|enable_custom_logit_processor|.*watermark.*|.*return_.*|aux_hidden_state_capture|sampling_.*|"
-    "grammar_backend|disable_outlines_disk_cache|"
-    # Memory, graphs and compilation, tuning, places of experts, communication.
-    "enable_memory_saver|.*weights_cpu_backup|.*cuda_?graph.*|enable_torch_compile.*|torch_compile_.*|"
-    ".*flashinfer_autotune.*|enable_layerwise_nvtx_marker|enable_nccl_nvls|enable_symm_mem|enable_torch_symm_mem|"
-    "disable_custom_all_reduce|enable_mscclpp|pre_warm_nccl|ep_num_redundant_experts|init_expert_location|.*eplb.*|"
-    "expert_distribution_.*|expert_balancedness_.*|.*elastic_e.*|mooncake_ib_device|ep_join_mode|is_ep_.*|cpu_offload_gb|"
-    "offload_.*|ple_offload_.*|kt_cpuinfer|kt_threadpool_count|paged_experts_num_resident|"
-    # Images: how many at a time, from where, by whom.
-    "mm_.*_worker_num|allowed_media_domains|media_url_.*|mm_preprocess_cache_.*|limit_mm_.*|.*mm_global_cache.*|"
-    "mm_feature_transport|enable_broadcast_mm_.*|enable_prefix_mm_cache|"
-    # Which drafts are accepted.
-    "speculative_accept_.*|speculative_use_.*|speculative_num_.*|speculative_eagle_topk|speculative_draft_model_path|"
-    "speculative_draft_model_revision|speculative_draft_load_format|spec_trace_dir|speculative_ngram_.*|"
-    "speculative_adaptive.*"
-)
-"""Settings within those sections that do not count."""
-
-_OTHERS = (
-    "forward_hooks",
-    "weight_version",
-    "cp_strategy",
-    "enable_prefill_cp",
-    "enable_cp_tp_group_sharing",
-    "enable_dsa_cache_layer_split",
-    "enable_kv_cache_sharding",
-)
-"""What counts of other sections. Hooks may change what layers compute; HiCache reports the sizes of `parallel`."""
 
 _FILES = ("quantization_param_path", "kt_weight_path", "modelopt_checkpoint_restore_path")
 """Settings that name files beside the model's, of which the content counts: scales, and weights."""
@@ -74,14 +35,25 @@ _FILES = ("quantization_param_path", "kt_weight_path", "modelopt_checkpoint_rest
 _FILE_FORMATS = frozenset({"auto", "safetensors", "pt", "npcache", "mistral", "fastsafetensors", "runai_streamer"})
 """Load formats that read the files of the model's directory or repository."""
 
-_PACKAGES = ("sgl-kernel", "sglang-kernel", "flashinfer-python", "flash-attn", "flash-attn-4", "amd-aiter", "aiter")
+_PACKAGES = (
+    "torch", "triton", "triton_kernels", "transformers", "torchao", "xformers", "bitsandbytes", "nvidia-modelopt",
+    "deep-gemm", "deep-ep", "flashinfer", "flash-attn", "flash_attn_interface", "flash-mla", "sgl-kernel", "aiter",
+    "tilelang", "quack", "helion", "hpc", "fla-core", "flydsl", "mlx", "torch-npu", "torchair", "spas_sage_attn",
+    "intel-extension-for-pytorch", "kt-kernel", "petit-kernel", "wave-lang", "vector-quantize-pytorch",
+)  # fmt: skip
+"""Packages, and modules without a package, that count beside those that `computing_packages` finds by metadata."""
+
+_PLUGINS = re.compile(r"^sglang\.")
+"""Groups of entry points whose packages count: they bring models, platforms, hooks."""
 
 _VARIABLES = re.compile(
-    "ATTN|ATTENTION|AITER|MLA|LAYOUT|KV|SSM|MAMBA|GDN|QUANT|DTYPE|PRECISION|FP8|FP4|FP32|F16|INT8|INT4|W4A|E8M0|ROUT|DSV4|"
-    "DSA|MSA|ROPE|SOFTMAX|DENSE|SPARSE|TOPK|IMAGE|RESAMPLE|EXTERNAL|PLUGINS"
+    "^(SGLANG|SGL|AITER|ASCEND_USE|CK|CUBLAS|CUBLASLT|CUTE_DSL|DEEP_NORMAL|DG|DNNL|FA|FLA|FLASHINFER|FLASH_ATTENTION|FLYDSL|"
+    "FMHA|GDN|HIPBLASLT|HUMMING|MINIMAX|NVTE|ONEDNN|QUACK|ROCBLAS|ROCM_QUICK_REDUCE|TILELANG|TRITON|TRTLLM|USE_AITER|"
+    "USE_ROCM|USE_TRITON)_|"
+    "^(ATEN_CPU_CAPABILITY|IS_H200|NVIDIA_TF32_OVERRIDE|TIMM_FUSED_ATTN|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|"
+    "VIDEO_MAX_PIXELS|XHS_VIDEO_JPEG_QUALITY)$"
 )
-"""Those of SGLang's environment variables that choose how a page is laid out, how exactly and in which type layers
-compute, how images are processed, and whose code it is."""
+"""Variables that count, of SGLang and of the libraries that it computes with, unless `irrelevant` names them."""
 
 
 def model_path() -> str:
@@ -98,22 +70,19 @@ def engine_facts(user: UserModelNamespace) -> dict[str, str]:
     is_drafting = _has_draft()
     for name, path in sorted(sections_of(ServerArgs).items()):
         section = path.partition(".")[0]
-        counts = section in _SECTIONS and not _IRRELEVANT.fullmatch(name)
-        if (counts and (section != "spec" or is_drafting)) or name in _OTHERS:
+        if name not in SETTINGS.get(section, ()) and (section != "spec" or is_drafting):
             values = sections.setdefault(section, {})
             assert isinstance(values, dict)
             value = _value(name, path)
             values[name] = (files_digest(str(value)) or value) if value and name in _FILES else value
-    sections["variables"] = {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(("SGLANG_", "FLASHINFER_", "DEEP_NORMAL_", "USE_")) and _VARIABLES.search(name)
-    }
+    variables = counting_variables(_VARIABLES, VARIABLES)
+    sections["variables"] = variables
     return {
         "sglang": str(sglang.__version__),
         "dtype": str(config.dtype),
         "platform": _platform(),
-        "libraries": installed_versions(_PACKAGES),
+        "libraries": computing_packages(_PACKAGES, _PLUGINS),
+        "variables": ", ".join(variables) or "none",  # a digest has their values, some of which may be secrets
         "weights": _weights(config, str(_value("load_format", "model")), user),
         **(_draft_weights(user) if is_drafting else {}),
         **{f"sglang.{name}": _digest(name, value) for name, value in sections.items()},

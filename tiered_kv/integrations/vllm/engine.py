@@ -1,8 +1,7 @@
 """What shapes the bytes of an engine's blocks, from vLLM's whole configuration.
 
-Everything counts that is not known to be irrelevant, so what a later vLLM adds counts by default. Of what decides
-neither bytes nor layout (memory, scheduling, serving, sampling, compilation) the names are listed here. The table in
-docs/how-to/vllm.md has the reasons.
+Everything counts that is not known to be irrelevant, so what a later vLLM adds counts by default: settings, variables
+of the environment, packages. `irrelevant` names the rest. The table in docs/how-to/vllm.md has the reasons.
 """
 
 from __future__ import annotations
@@ -11,99 +10,50 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 import vllm
-from vllm import envs
 from vllm.config.utils import normalize_value
 from vllm.platforms import current_platform
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.integrations.environment import computing_packages, counting_variables
 from tiered_kv.integrations.hf_config import depends_on_length, without_origin
 from tiered_kv.integrations.user_namespace import UserModelNamespace
-from tiered_kv.integrations.versions import installed_versions
+from tiered_kv.integrations.vllm.irrelevant import FIELDS, SECTIONS, VARIABLES
 from tiered_kv.integrations.weight_files import weights_in_files
 
 LOCATION = "namespace"
 """Path of the user's part of the namespace, for messages."""
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_IRRELEVANT_SECTIONS = _names(
-    """
-    scheduler_config offload_config structured_outputs_config reasoning_config watermark_config observability_config
-    logging_config profiler_config watchdog_config aux_output_config instance_id shutdown_timeout
-    kv_transfer_config kv_events_config ec_transfer_config ec_manager_config
-    compilation_config optimization_level performance_mode
-    quant_config device_config load_config weight_transfer_config
-    """
-)
-"""Sections that do not count: memory, scheduling, serving, sampling and observing; other transfers, and this one; how
-kernels are made, which changes the last bits of a value and not its meaning. `quant_config` is made from what counts,
-and `_platform`, `_weights` and `_check_user_namespace` cover the last three."""
-
-_IRRELEVANT: Mapping[str, frozenset[str]] = {
-    section: _names(names)
-    for section, names in {
-        # The model's origin, which `_weights` has; its length, which `depends_on_length` decides; `hf_overrides`, whose
-        # result counts. Then what concerns tokens, which the hashes cover; logits, samples and pools; serving, memory.
-        "model_config": """
-            model model_weights revision hf_config_path config_format hf_token max_model_len
-            spec_target_max_model_len seed hf_overrides
-            tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init enable_prompt_embeds
-            allowed_local_media_path allowed_media_domains renderer_num_workers io_processor_plugin
-            max_logprobs logprobs_mode return_sampling_mask use_fp64_gumbel enable_trace_replay generation_config
-            override_generation_config logits_processors pooler_config word_embeddings_untied_by_checkpoint
-            served_model_name allow_deprecated_quantization enforce_eager disable_cascade_attn enable_sleep_mode
-            sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph enable_nccl_comm_suspend
-            enable_cumem_allocator""",
-        "multimodal_config": """
-            limit_per_prompt mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
-            mm_ipc_gpu_memory_gb mm_tensor_ipc mm_encoder_tp_mode mm_encoder_fp8_scale_save_path
-            mm_encoder_fp8_scale_save_margin skip_mm_profiling""",
-        # The last line derives from the groups, which count, where an engine has got that far.
-        "cache_config": """
-            gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override num_gpu_blocks num_cpu_blocks
-            kv_cache_size_tokens kv_cache_max_concurrency kv_offloading_size kv_offloading_backend
-            simple_cpu_offload_num_blocks enable_prefix_caching prefix_cache_retention_interval
-            enable_mamba_shared_prefix_checkpoint user_specified_block_size _block_size_resolved
-            kv_cache_layout effective_attention_block_size hash_block_size cache_hit_alignment_tokens""",
-        "attention_config": """
-            flash_attn_max_num_splits_for_cuda_graph tq_max_kv_splits_for_cuda_graph
-            tokenspeed_mla_min_split_kv""",
-        # What is left chooses a backend, and with it the type in which a quantized layer computes.
-        "kernel_config": """
-            ir_op_priority enable_flashinfer_autotune enable_rocm_segmented_attn_autotune enable_cutedsl_warmup
-            enable_jit_warmup""",
-        "lora_config": "max_loras max_cpu_loras max_lora_rank fully_sharded_loras specialize_active_lora",
-        "speculative_config": "target_model_config target_parallel_config draft_parallel_config enforce_eager",
-    }.items()
-}
-"""Fields that do not count, by section."""
-
-_PARALLEL = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size", "worker_cls")
-"""What counts of `parallel_config` beside the sizes that vLLM's summary has; the rest places processes."""
-
 _FILE_FORMATS = frozenset(
     {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "npcache", "pt", "mistral", "runai_streamer"}
 )
 """Load formats that read the files of the model's directory or repository."""
 
-_PACKAGES = ("flashinfer-python", "flash-attn", "flash-attn-3", "flash-attn-4", "amd-aiter", "aiter")
-"""Libraries of kernels, by which vLLM chooses the attention's backend, and so how a page is packed."""
+_PACKAGES = (
+    "torch", "triton", "triton_kernels", "transformers", "torchao", "xformers", "bitsandbytes", "nvidia-modelopt",
+    "deep-gemm", "deep-ep", "flashinfer", "flash-attn", "flash_attn_interface", "flash-mla", "aiter", "tilelang",
+    "quack", "b12x", "helion", "hpc", "fla-core", "flydsl", "oink", "zentorch", "torch-npu", "torch-xla",
+    "intel-extension-for-pytorch", "tpu-inference", "transformer-engine", "terratorch",
+)  # fmt: skip
+"""Packages, and modules without a package, that count beside those that `computing_packages` finds by metadata."""
+
+_PLUGINS = re.compile(r"^vllm\.(?!stat_logger_plugins$|endpoint_plugins$|io_processor_plugins$|logits_processors$)")
+"""Groups of entry points whose packages count: they bring models, platforms, kernels. Others serve and observe."""
 
 _VARIABLES = re.compile(
-    "ATTN|ATTENTION|AITER|MLA_|LAYOUT|KV_CACHE|SSM|GDN|QUANT|DTYPE|PRECISION|FP8|FP4|INT4|E8M0|ROUTING"
+    "^(VLLM|AITER|B12X|CK|CUBLAS|CUBLASLT|CUTE_DSL|DG|DNNL|FA|FLA|FLASHINFER|FLASH_ATTENTION|FLYDSL|FMHA|GDN|"
+    "HIPBLASLT|HUMMING|INKLING|LAMPORT|MINIMAX|MM_SPARSE_ATTN|MSA|NVTE|ONEDNN|QUACK|ROCBLAS|TILELANG|TRITON|TRTLLM|XPU)_|"
+    "^(ATEN_CPU_CAPABILITY|FORCE_NUM_KV_SPLITS|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|"
+    "USE_DEFAULT_FLA_NORM|USE_FLAGOS|XHS_VIDEO_JPEG_QUALITY)$"
 )
-"""Those of vLLM's environment variables that choose the backend, a page's layout, or in which type and by which experts
-layers compute, by their names."""
+"""Variables that count, of vLLM and of the libraries that it computes with, unless `irrelevant` names them."""
 
 _current: ContextVar[tuple[Any, Any] | None] = ContextVar("tiered_kv_engine", default=None)
 
@@ -130,14 +80,13 @@ def engine_facts(user: UserModelNamespace) -> dict[str, str]:
     config, kv_cache = found
     _check_user_namespace(config, user)
     sections = {"kv_cache": [_spec(group) for group in kv_cache.kv_cache_groups], **_sections(config)}
-    sections["parallel_config"] = {name: getattr(config.parallel_config, name, None) for name in _PARALLEL}
-    sections["variables"] = {
-        name: read() for name, read in sorted(envs.environment_variables.items()) if _VARIABLES.search(name)
-    }
+    variables = counting_variables(_VARIABLES, VARIABLES)
+    sections["variables"] = variables
     facts = {
         "vllm": str(vllm.__version__),
         "platform": _platform(),
-        "libraries": installed_versions(_PACKAGES),
+        "libraries": computing_packages(_PACKAGES, _PLUGINS),
+        "variables": ", ".join(variables) or "none",  # a digest has their values, some of which may be secrets
         "runner": "v2" if config.use_v2_model_runner else "v1",
         "weights": _weights(config.model_config, config.load_config, user),
         **{f"vllm.{name}": _digest(name, value) for name, value in sections.items()},
@@ -163,7 +112,7 @@ def _sections(config: Any) -> dict[str, object]:
     found: dict[str, object] = {}
     for name in (each.name for each in dataclasses.fields(config)):
         value = getattr(config, name)
-        if name in _IRRELEVANT_SECTIONS or name == "parallel_config" or value is None:
+        if name in SECTIONS or value is None:
             continue
         if name == "model_config":
             found[name] = _model(value)
@@ -178,8 +127,8 @@ def _sections(config: Any) -> dict[str, object]:
 def _counting_fields(section: str, value: Any) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
-    names = (each.name for each in dataclasses.fields(value))
-    return {name: getattr(value, name, None) for name in names if name not in _IRRELEVANT.get(section, ())}
+    fields = (each.name for each in dataclasses.fields(value))
+    return {name: getattr(value, name, None) for name in fields if name not in FIELDS.get(section, ())}
 
 
 def _model(config: Any) -> dict[str, object]:

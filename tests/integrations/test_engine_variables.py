@@ -1,0 +1,67 @@
+"""Somebody has looked at each variable of the environment that an engine reads, and decided whether it counts.
+
+A variable of a new release counts until then. `vllm_variables.txt` and `sglang_variables.txt` have those that were
+looked at, but for those that the integrations name as irrelevant.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import sglang_programs, vllm_programs
+from tests.support.vllm_programs import Message, output_of
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+PROGRAM = HERE / "engine_variables_program.py"
+
+
+def variables_of(engine: str, directory: Path) -> list[Message]:
+    """Return what the program prints with each tested version of an engine."""
+    if engine == "sglang":
+        return sglang_programs.run_program(PROGRAM, directory, engine)
+    environment = vllm_programs.environment_of_programs(directory)
+    commands = [[vllm_programs.interpreter(version), str(PROGRAM), engine] for version in ("0.32.0", "0.33.0")]
+    outputs = [output_of(command, directory, environment) for command in commands]
+    return [json.loads(line) for output in outputs for line in output.splitlines() if line.startswith("{")]
+
+
+def looked_at(engine: str) -> tuple[set[str], set[str]]:
+    """Return the recorded variables: those that count, and those that never do."""
+    paragraphs: list[set[str]] = []
+    for line in (HERE / f"{engine}_variables.txt").read_text().splitlines():
+        if line.startswith("#"):
+            paragraphs.append(set())
+        else:
+            paragraphs[-1].update(line.split())
+    count, never = paragraphs
+    return count, never
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_each_variable_of_an_engine_was_looked_at(engine: str, tmp_path: Path) -> None:
+    versions = variables_of(engine, tmp_path)
+    read = {name for version in versions for name in version["read"]}
+    counting = {name for version in versions for name in version["counting"]}
+    irrelevant = {name for version in versions for name in version["irrelevant"]}
+    count, never = looked_at(engine)
+    new = read - irrelevant - count - never
+    assert not new, (
+        f"{engine} reads variables that nobody has looked at: {', '.join(sorted(new))}. Find out what each changes. If "
+        f"no byte of a block depends on it, name it in tiered_kv/integrations/{engine}/irrelevant.py. If bytes may "
+        f"depend on it, name it in tests/integrations/{engine}_variables.txt, and see that `_VARIABLES` in "
+        f"tiered_kv/integrations/{engine}/engine.py matches it"
+    )
+    assert counting == count, "what counts is not what the file says"
+    gone = (irrelevant | count | never) - read
+    assert not gone, f"{engine} does not read these any more; remove them: {', '.join(sorted(gone))}"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_irrelevant_settings_are_those_of_the_engine(engine: str, tmp_path: Path) -> None:
+    missing = [set(version["settings_not_there"]) for version in variables_of(engine, tmp_path)]
+    assert set.intersection(*missing) == set()
