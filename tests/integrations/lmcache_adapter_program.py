@@ -7,7 +7,9 @@ Prints a line of JSON for each check: its name, and what went wrong or "".
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import json
 import sys
 import threading
 from collections.abc import Mapping
@@ -17,6 +19,9 @@ from unittest import mock
 
 import torch
 from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.internal_api import L1MemoryDesc
+from lmcache.v1.distributed.l2_adapters import create_l2_adapter
+from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
 from lmcache_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
     ALIGN_BYTES,
     FULL,
@@ -268,6 +273,28 @@ class Checks:
             assert [each["model"] for each in rig.adapter.report_status()["sets"]] == ["m"]
             assert rig.adapter.pop_completed_store_tasks() == {}
             assert not rig.adapter.report_status()["is_healthy"]
+
+    def objects_with_a_serde_are_refused(self) -> None:
+        params = {"tiers": [self._tier()], "namespace": {"revision": "1"}}
+        told = {
+            "type": "plugin",
+            "module_path": "tiered_kv.integrations.lmcache",
+            "class_name": "TieredKVL2Adapter",
+            "adapter_params": params,
+        }
+        memory = torch.empty(MEMORY_BYTES, dtype=torch.uint8)
+        l1 = L1MemoryDesc(memory.data_ptr(), MEMORY_BYTES, ALIGN_BYTES)
+        plain, wrapped = parse_args_to_l2_adapters_config(
+            argparse.Namespace(l2_adapter=[json.dumps(told), json.dumps({**told, "serde": {"type": "fp8"}})])
+        ).adapters
+        create_l2_adapter(plain, l1).close()
+        message = ""
+        try:
+            create_l2_adapter(wrapped, l1)
+        except ConfigError as error:
+            message = str(error)
+        assert message.startswith("serde: found a serde of type 'fp8'"), message
+        assert "codec" in message, message
 
     def memory_that_is_not_there_is_refused(self) -> None:
         try:

@@ -442,8 +442,35 @@ class Checks:
         assert str(path) in self._refusal_of(str(path))
         assert "expected the path" in self._refusal_of(None)
 
-    def _refusal_of(self, stack: object) -> str:
-        attempt = functools.partial(OffloadingSpecFactory.create_spec, config_of(stack, engine_id="e"))
+    def an_option_without_effect_is_refused(self) -> None:
+        stack = self._stack("options")
+        for name, instead in {
+            "cpu_bytes_to_use": "capacity",
+            "eviction_policy": "policy",
+            "cache_policy_module_path": "module:Class",
+            "secondary_tiers": "secondary",
+            "store_threshold": "admit_after",
+            "max_tracker_size": "admit_after",
+            "backpressure": "store_budget",
+            "tier_poll_interval_s": "leave it out",
+        }.items():
+            message = self._refusal_of(stack, **{name: 1})
+            assert message.startswith(f"kv_connector_extra_config.{name}: "), message
+            assert instead in message, message
+        assert "did you mean 'blocks_per_chunk'?" in self._refusal_of(stack, block_per_chunk=2)
+        for options in ({"offload_prompt_only": False}, {"self_describing_kv_events": True}, {"blocks_per_chunk": 1}):
+            OffloadingSpecFactory.create_spec(self._config(stack, **options))
+        view = memoryview(bytearray(4096)).cast("b", (1, 4096))
+        tier = {"type": "memory", "capacity": "1MiB"}
+        attempt = functools.partial(TieredKVTier, SimpleNamespace(), view, "TieredKVTier", tier=tier, root_dir="/x")
+        assert "secondary_tiers.root_dir: unknown option of TieredKVTier" in refusal_of(attempt, ConfigError)
+
+    def _config(self, stack: object, **options: object) -> Any:
+        config = config_of(stack, engine_id="e")
+        return dataclasses.replace(config, extra_config={**config.extra_config, **options})
+
+    def _refusal_of(self, stack: object, **options: object) -> str:
+        attempt = functools.partial(OffloadingSpecFactory.create_spec, self._config(stack, **options))
         return str(refusal_of(attempt, ConfigError))
 
 

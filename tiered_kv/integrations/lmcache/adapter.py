@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -72,10 +73,12 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         l1_memory_desc: Address and size of LMCache's L1.
 
     Raises:
-        ConfigError: The parameters cannot be used, a library is missing, or L1 is not in this process's memory.
+        ConfigError: The parameters cannot be used, a library is missing, L1 is not in this process's memory, or objects
+            have a serde.
     """
 
     def __init__(self, params: Mapping[str, object], l1_memory_desc: L1MemoryDesc | None = None) -> None:
+        _check_serde()
         super().__init__(max_capacity_bytes=0)  # LMCache evicts nothing: the tiers do
         self._settings = read_settings(params)
         if l1_memory_desc is None:
@@ -267,6 +270,25 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
             sets = list(self._sets.values())
         for each in [*sets, *self._notifiers.values()]:
             each.close()
+
+
+def _check_serde() -> None:
+    """Raise ConfigError if LMCache will wrap the adapter that it makes now into a serde.
+
+    LMCache hands an adapter its parameters only. The whole configuration is where it makes the adapter.
+    """
+    frame = sys._getframe()
+    while frame.f_code.co_name != "_create_plugin_adapter":
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+    found = getattr(frame.f_locals.get("config"), "serde_config", None)
+    if found is not None:
+        raise ConfigError(
+            f"found a serde of type '{found.type}'. It stores objects of another layout than LMCache looks up, so none "
+            'would ever be found. Leave it out; to compress, write a \'codec\' at a tier, such as "codec": "zstd"',
+            location="serde",
+        )
 
 
 def _begin(

@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec
 
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.config.validation import suggestion
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.vllm.identity import (
     ROW_LAYOUT,
@@ -37,6 +38,25 @@ ROW_ALIGNMENT_BYTES = 4096
 """Rows are whole pages, so that disks read and write them directly."""
 
 _EXTRA = "kv_connector_extra_config"
+
+_OPTIONS = (
+    *("spec_name", "spec_module_path", "stack", "blocks_per_chunk", "block_size", "canonical_layout"),
+    *("offload_prompt_only", "self_describing_kv_events"),
+    *(("sync_load_budget_bytes",) if _VLLM_REPORTS_FLUSHES else ()),
+)
+"""What our spec reads beside `stack`, and what vLLM's connector reads for any spec."""
+
+_VLLM_OPTIONS: Mapping[str, str] = {
+    "cpu_bytes_to_use": "write it as 'primary: {capacity: ...}' in the stack",
+    "eviction_policy": "write it as 'primary: {policy: ...}' in the stack",
+    "cache_policy_module_path": "write 'primary: {policy: \"module:Class\"}' in the stack",
+    "secondary_tiers": "write our tiers as 'secondary' in the stack",
+    "store_threshold": "write 'admit_after' at a tier of 'secondary' in the stack; the primary tier takes every block",
+    "max_tracker_size": "leave it out; 'admit_after' needs no size",
+    "backpressure": "write 'store_budget' at a tier of 'secondary' in the stack",
+    "tier_poll_interval_s": "leave it out; our tiers need no polling thread",
+}
+"""What vLLM's own specs read, and what to do under ours."""
 
 
 class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -128,6 +148,7 @@ def stack_config(config: Any, ranks: Sequence[Rank] = ()) -> StackConfig:  # Any
 
     `ranks` are all workers in their order; by default all are like `config`'s worker.
     """
+    _check_options(config.extra_config)
     source = config.extra_config.get("stack")
     if not isinstance(source, (str, os.PathLike, Mapping)):
         raise ConfigError(
@@ -135,6 +156,17 @@ def stack_config(config: Any, ranks: Sequence[Rank] = ()) -> StackConfig:  # Any
         )
     ranks = ranks or [rank_of(config)] * config.parallel.world_size
     return from_source(source, lambda raw: _completed(raw, config, ranks))
+
+
+def _check_options(extra: Mapping[str, object]) -> None:
+    """Raise ConfigError for an option that would have no effect."""
+    for name in extra:
+        if name in _VLLM_OPTIONS:
+            message = f"this is an option of vLLM's own specs, without effect under ours; {_VLLM_OPTIONS[name]}"
+            raise ConfigError(message, location=f"{_EXTRA}.{name}")
+        if name not in _OPTIONS:
+            known = f"known options: {', '.join(_OPTIONS)}"
+            raise ConfigError(f"unknown option{suggestion(name, _OPTIONS)}; {known}", location=f"{_EXTRA}.{name}")
 
 
 def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) -> StackConfig:

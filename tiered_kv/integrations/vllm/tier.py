@@ -20,7 +20,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.stack_config import tier_settings
+from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.errors import ConfigError
 from tiered_kv.hints import BY_REQUEST, HintReader, Hints
 from tiered_kv.integrations.vllm.identity import (
     VLLM_ROW_LAYOUT,
@@ -103,7 +105,14 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         tier: Mapping[str, object],
         namespace: Mapping[str, object] | None = None,
         locality: str | None = None,
+        **unknown: object,
     ) -> None:
+        if unknown:
+            name, known = next(iter(unknown)), ("tier", "namespace", "locality")
+            raise ConfigError(
+                f"unknown option of TieredKVTier{suggestion(name, known)}; known options: {', '.join(known)}",
+                location=f"secondary_tiers.{name}",
+            )
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = offloading_spec.config
         check_stages(config)
