@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -91,6 +92,24 @@ def saved_and_loaded(directory: Path) -> Any:
     return transformers.LlamaForCausalLM.from_pretrained(directory).eval()
 
 
+def with_own_attention() -> Any:
+    transformers.AttentionInterface.register("approximate", transformers.AttentionInterface()["sdpa"])
+    return llama(attn_implementation="approximate")
+
+
+def in_tensor_float_32(model: Any) -> str:
+    torch.set_float32_matmul_precision("high")
+    try:
+        return digest(model)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def with_variable(model: Any, **variables: str) -> str:
+    with mock.patch.dict(os.environ, variables):
+        return digest(model)
+
+
 DIFFER: dict[str, tuple[Callable[[], str], Callable[[], str]]] = {
     "configuration": (lambda: digest(llama()), lambda: digest(llama(rms_norm_eps=1e-4))),
     "rope theta": (lambda: digest(llama(**rope())), lambda: digest(llama(**rope(rope_theta=5e5)))),
@@ -115,6 +134,12 @@ DIFFER: dict[str, tuple[Callable[[], str], Callable[[], str]]] = {
     "tenant": (lambda: digest(llama()), lambda: digest(llama(), namespace={"tenant": "b"})),
     "hash seed": (lambda: digest(llama()), lambda: digest(llama(), namespace={"hash_seed": "7"})),
     "extra": (lambda: digest(llama()), lambda: digest(llama(), namespace={"extra": {"run": "b"}})),
+    "another attention": (lambda: digest(llama()), lambda: digest(with_own_attention())),
+    "precision": (lambda: digest(llama()), lambda: in_tensor_float_32(llama())),
+    "precision of libraries": (
+        lambda: digest(llama()),
+        lambda: with_variable(llama(), ONEDNN_DEFAULT_FPMATH_MODE="BF16"),
+    ),
 }
 REFUSED: dict[str, tuple[type[Exception], Callable[[], str]]] = {
     "revision not said": (ConfigError, lambda: digest(llama(), weights="revision")),

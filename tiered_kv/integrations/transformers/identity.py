@@ -1,13 +1,14 @@
 """Digests of a model's configuration and weights, for the namespace.
 
-How the model is run (attention implementation, versions of torch and Transformers, kernels, threads) does not count: it
-changes the last bits of a key or value, as of a logit, and not their meaning.
+How the model is run (a known attention implementation, versions of torch and Transformers, kernels, threads) does not
+count: it changes the last bits of a key or value, as of a logit, and not their meaning.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Mapping
 from enum import StrEnum
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from tiered_kv.integrations.environment import counting_variables
 from tiered_kv.integrations.transformers import layout as block_layout
 from tiered_kv.integrations.transformers.layout import BlockLayout
 
@@ -54,6 +56,17 @@ _NOT_OF_THE_MODEL = frozenset(
 """Entries of a configuration that no key or value depends on. All others count, in future versions too."""
 
 
+_EXACT_ATTENTION = frozenset(
+    {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"}
+)
+"""Implementations of attention that compute the same but for the last bits. Others, and yours, may approximate."""
+
+_FLOAT32_VARIABLES = re.compile(
+    "^(NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|(DNNL|ONEDNN)_DEFAULT_FPMATH_MODE)$"
+)
+"""By these, libraries compute products of float32 in fewer bits."""
+
+
 class Weights(StrEnum):
     """What identifies a model's weights."""
 
@@ -72,6 +85,7 @@ def namespace_fields(model: Any, layout: BlockLayout, weights: Weights) -> dict[
         "code": f"{type(model).__module__}.{type(model).__qualname__}",  # of a model's repository, with its revision
         "byte_order": sys.byteorder,
         "weights": str(weights),
+        **_approximations(model, layout),
     }
     if weights is not Weights.REVISION:
         extra["weights"] = f"{weights}:{weights_digest(model.state_dict(), sampled=weights is Weights.SAMPLED)}"
@@ -83,6 +97,32 @@ def namespace_fields(model: Any, layout: BlockLayout, weights: Weights) -> dict[
         "groups": (f"full attention, {layout.kv_heads} heads of {layout.head_dim}",),
         "extra": extra,
     }
+
+
+def _approximations(model: Any, layout: BlockLayout) -> dict[str, str]:
+    """Return what changes more than the last bits of how the model is run: nothing, as a rule."""
+    import torch
+
+    found = {}
+    attention = getattr(model.config, "_attn_implementation", None) or "eager"
+    if attention not in _EXACT_ATTENTION:
+        found["attention"] = str(attention)
+    if layout.dtype == torch.float32:
+        reduced = [*_float32_precisions(), *map("=".join, counting_variables(_FLOAT32_VARIABLES, ()).items())]
+        if reduced:
+            found["float32"] = ", ".join(reduced)
+    return found
+
+
+def _float32_precisions() -> list[str]:
+    """Return in what PyTorch computes products of float32, if not in float32."""
+    import torch
+
+    products = [getattr(getattr(torch.backends, name), "matmul", None) for name in ("cuda", "mkldnn")]
+    precisions = [getattr(each, "fp32_precision", None) for each in products]
+    if precisions[0] is None:  # before PyTorch 2.9
+        precisions = [torch.get_float32_matmul_precision()]
+    return sorted({str(each) for each in precisions} & {"tf32", "bf16", "high", "medium"})
 
 
 def config_digest(config: Mapping[str, object]) -> str:
