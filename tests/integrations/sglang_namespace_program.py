@@ -188,6 +188,7 @@ COUNTS: dict[str, Engine] = {
     "approximate attention": Engine(variables={"SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR": "8"}),
     "kernel libraries": Engine(patches={"computing_packages": lambda *_: "sgl-kernel 99"}),
     "platform": Engine(patches={"_platform": lambda: "cuda 9.0"}),
+    "instruction set": Engine(patches={"instruction_sets": lambda: "x86_64 other"}),
     "sglang version": Engine(patches={"sglang": SimpleNamespace(__version__="0.5.24")}),
     "tensor parallel": Engine(place={"tp_size": 2}),
     "tensor parallel rank": Engine("tensor parallel", place={"tp_size": 2, "tp_rank": 1}),

@@ -158,6 +158,19 @@ def speculative(**values: object) -> Any:
     return config
 
 
+def scales_in(path: Path, content: bytes) -> None:
+    (path.parent / "scales.json").write_bytes(content)
+
+
+def with_scales(directory: Path) -> Callable[[Any], None]:
+    def change(config: Any) -> None:
+        config.model_config.multimodal_config = multimodal()
+        path = str(directory / "scales.json")
+        object.__setattr__(config.model_config.multimodal_config, "mm_encoder_fp8_scale_path", path)
+
+    return change
+
+
 def lora(config: Any) -> None:
     from vllm.config import LoRAConfig
 
@@ -213,6 +226,7 @@ def engines(directory: Path) -> dict[str, Engine]:
         "first, adapters": Engine(change=lora, namespace=ADAPTERS),
         "first, draft": Engine(change=with_draft()),
         "first, hub": Engine(change=from_hub("a" * 40)),
+        "first, named file": Engine(files=lambda path: scales_in(path, b"1"), change=with_scales(directory)),
         "first, large": Engine(files=large_weights),
         "first, two kinds": Engine(files=two_kinds_of_weights),
         "first, dummy": Engine(options={"load_format": "dummy"}),
@@ -285,6 +299,9 @@ def engines(directory: Path) -> dict[str, Engine]:
         "draft decoding": Engine(
             beside="first, draft",
             change=both(with_draft(), setting("speculative_config", method="eagle")),
+        ),
+        "scales in a named file": Engine(
+            beside="first, named file", files=lambda path: scales_in(path, b"2"), change=with_scales(directory)
         ),
         "multimodal processing": Engine(
             change=lambda config: setattr(config.model_config, "multimodal_config", multimodal(video_pruning_rate=0.5))

@@ -1,4 +1,4 @@
-"""What is around an engine and shapes its blocks: variables of the environment, and installed packages.
+"""What is around an engine and shapes its blocks: variables of the environment, installed packages, the CPU.
 
 A variable with one of an engine's prefixes counts unless it is known to be irrelevant, and a package that computes
 counts unless it is known not to. So what is new counts by default.
@@ -6,13 +6,14 @@ counts unless it is known not to. So what is new counts by default.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import re
 from collections.abc import Collection, Mapping
 
-from tiered_kv.integrations.weight_files import files_digest
+from tiered_kv.integrations.weight_files import content_of
 
 
 def names(*texts: str) -> frozenset[str]:
@@ -68,17 +69,10 @@ def counting_variables(
     of the content.
     """
     return {
-        name: _content(value) or value
+        name: content_of(value) or value
         for name, value in sorted(environ.items())
         if counts.search(name) and name not in irrelevant and name not in _IRRELEVANT and not _NEVER_COUNTS.search(name)
     }
-
-
-def _content(value: str) -> str | None:
-    try:
-        return files_digest(value) if os.path.isabs(value) else None
-    except (OSError, ValueError):  # ValueError: no path
-        return None
 
 
 def computing_packages(known: Collection[str], plugins: re.Pattern[str]) -> str:
@@ -102,6 +96,15 @@ def computing_packages(known: Collection[str], plugins: re.Pattern[str]) -> str:
         if _is_module(name.replace("-", "_")):
             found[name] = {"of no known version"}
     return ", ".join(" ".join([name, *sorted(versions)]) for name, versions in sorted(found.items())) or "none"
+
+
+def instruction_sets() -> str:
+    """Return a CPU's architecture and a digest of its instruction sets, by which kernels are chosen."""
+    import torch
+
+    capabilities = torch.cpu.get_capabilities()
+    flags = sorted(flag for flag, is_there in capabilities.items() if is_there is True)
+    return f"{capabilities['architecture']} {hashlib.blake2b(' '.join(flags).encode(), digest_size=8).hexdigest()}"
 
 
 def _text(package: importlib.metadata.Distribution, name: str) -> str:

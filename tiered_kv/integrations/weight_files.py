@@ -57,6 +57,17 @@ def files_digest(model: str) -> str | None:
     return digest.hexdigest()
 
 
+def content_of(value: object) -> str | None:
+    """Return the digest of a file, or of a directory with weights, of which a setting is the path; None if it is none.
+
+    A path without a slash is not recognized.
+    """
+    try:
+        return files_digest(value) if isinstance(value, str) and os.sep in value else None
+    except (OSError, ValueError):  # it cannot be read, or is no path
+        return None
+
+
 def _counts(path: Path) -> bool:
     is_named = path.suffix in _SUFFIXES | _BESIDE or (path.suffix == ".json" and _DESCRIBES.search(path.name))
     return bool(is_named) and path.is_file()

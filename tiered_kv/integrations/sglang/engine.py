@@ -20,17 +20,14 @@ from sglang.srt.runtime_context import get_context, get_device, get_parallel, ge
 from sglang.srt.server_args import ServerArgs
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.environment import computing_packages, counting_variables
+from tiered_kv.integrations.environment import computing_packages, counting_variables, instruction_sets
 from tiered_kv.integrations.hf_config import depends_on_length, without_origin
 from tiered_kv.integrations.sglang.irrelevant import SETTINGS, VARIABLES
 from tiered_kv.integrations.sglang.settings import LOCATION
 from tiered_kv.integrations.user_namespace import UserModelNamespace
-from tiered_kv.integrations.weight_files import files_digest, weights_in_files
+from tiered_kv.integrations.weight_files import content_of, weights_in_files
 
 _NAMESPACE = f"{LOCATION}.namespace"
-
-_FILES = ("quantization_param_path", "kt_weight_path", "modelopt_checkpoint_restore_path")
-"""Settings that name files beside the model's, of which the content counts: scales, and weights."""
 
 _FILE_FORMATS = frozenset({"auto", "safetensors", "pt", "npcache", "mistral", "fastsafetensors", "runai_streamer"})
 """Load formats that read the files of the model's directory or repository."""
@@ -74,7 +71,7 @@ def engine_facts(user: UserModelNamespace) -> dict[str, str]:
             values = sections.setdefault(section, {})
             assert isinstance(values, dict)
             value = _value(name, path)
-            values[name] = (files_digest(str(value)) or value) if value and name in _FILES else value
+            values[name] = content_of(value) or value
     variables = counting_variables(_VARIABLES, VARIABLES)
     sections["variables"] = variables
     return {
@@ -146,7 +143,12 @@ def _platform() -> str:
     device = str(_value("device", "device"))
     if device == "cuda":
         return f"{device} {torch.version.hip or ''} {'.'.join(map(str, torch.cuda.get_device_capability()))}"
-    return device
+    if device == "cpu":
+        return f"{device} {instruction_sets()}"
+    try:
+        return f"{device} {torch.get_device_module(device).get_device_name()}"
+    except (RuntimeError, AttributeError):  # PyTorch does not know the device, or its module has no names
+        return device
 
 
 def _digest(name: str, value: object) -> str:

@@ -15,17 +15,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 import vllm
 from vllm.config.utils import normalize_value
 from vllm.platforms import current_platform
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.environment import computing_packages, counting_variables
+from tiered_kv.integrations.environment import computing_packages, counting_variables, instruction_sets
 from tiered_kv.integrations.hf_config import depends_on_length, without_origin
 from tiered_kv.integrations.user_namespace import UserModelNamespace
 from tiered_kv.integrations.vllm.irrelevant import FIELDS, SECTIONS, VARIABLES
-from tiered_kv.integrations.weight_files import weights_in_files
+from tiered_kv.integrations.weight_files import content_of, weights_in_files
 
 LOCATION = "namespace"
 """Path of the user's part of the namespace, for messages."""
@@ -127,8 +126,8 @@ def _sections(config: Any) -> dict[str, object]:
 def _counting_fields(section: str, value: Any) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
-    fields = (each.name for each in dataclasses.fields(value))
-    return {name: getattr(value, name, None) for name in fields if name not in FIELDS.get(section, ())}
+    fields = {each.name: getattr(value, each.name, None) for each in dataclasses.fields(value)}
+    return {name: content_of(each) or each for name, each in fields.items() if name not in FIELDS.get(section, ())}
 
 
 def _model(config: Any) -> dict[str, object]:
@@ -176,11 +175,14 @@ def _platform() -> str:
     platform = current_platform
     name = str(getattr(platform, "device_name", None) or platform.device_type)
     if platform.is_cpu():
-        capabilities = torch.cpu.get_capabilities()
-        flags = sorted(flag for flag, is_there in capabilities.items() if is_there is True)
-        return f"{name} {capabilities['architecture']} {_digest('capabilities', flags)}"
+        return f"{name} {instruction_sets()}"
     capability = platform.get_device_capability()
-    return name if capability is None else f"{name} {capability.major}.{capability.minor}"
+    if capability is not None:
+        return f"{name} {capability.major}.{capability.minor}"
+    try:
+        return f"{name} {platform.get_device_name()}"
+    except NotImplementedError:
+        return name
 
 
 def _digest(name: str, value: object) -> str:
