@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from tiered_kv.config.units import Bytes, Count
+from tiered_kv.config.units import Bytes, Count, FilePath
 from tiered_kv.toolkit.codec_settings import CodecSettings
 
 
@@ -12,9 +12,7 @@ class FsSettings(CodecSettings):
     """Settings of the tier that keeps one file a block in a directory that may be shared."""
 
     type: str = "fs"
-    path: str = Field(
-        min_length=1, description="The directory; made if it is missing. Processes and hosts may share it."
-    )
+    path: FilePath = Field(description="The directory; made if it is missing. Processes and hosts may share it.")
     capacity: Bytes = Field(
         description="What the directory may occupy, everything in it counted, whoever wrote it. "
         "Give all processes that share it the same."

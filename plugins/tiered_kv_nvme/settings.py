@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from tiered_kv.config.units import Bytes, Count
+from tiered_kv.config.units import Bytes, Count, FilePath
 from tiered_kv.toolkit.codec_settings import CodecSettings
 
 
@@ -12,7 +12,7 @@ class NvmeSettings(CodecSettings):
     """Settings of the tier that keeps blocks in a local directory."""
 
     type: str = "nvme"
-    path: str = Field(min_length=1, description="The directory; made if it is missing. One process owns it.")
+    path: FilePath = Field(description="The directory; made if it is missing. One process owns it.")
     capacity: Bytes = Field(description="What the directory may occupy, everything in it counted.")
     segment: Bytes | None = Field(
         default=None,

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, SecretStr, model_validator
 
-from tiered_kv.config.units import Bytes, Count, Seconds
+from tiered_kv.config.units import Bytes, Count, FilePath, Seconds
 from tiered_kv.toolkit.codec_settings import CodecSettings
 
 _HOST_CHARACTERS = r"[^\s:/@\[\]]+"
@@ -47,7 +47,7 @@ class RedisSettings(CodecSettings):
     url: str | None = Field(default=None, description=f"The server: {_URL_ACCEPTED}. Or give `host` and `port`.")
     host: str | None = Field(default=None, min_length=1, description="The server's host; instead of `url`.")
     port: Count = Field(default=6379, ge=1, le=65535, description="The server's port.")
-    socket: str | None = Field(default=None, min_length=1, description="Path of a Unix socket; instead of `url`.")
+    socket: FilePath | None = Field(default=None, description="Path of a Unix socket; instead of `url`.")
     db: Count = Field(default=0, ge=0, description="Number of the database; a cluster has only 0.")
     mode: Literal["standalone", "sentinel", "cluster"] = Field(
         default="standalone", description="One server, the master that sentinels name, or a Redis Cluster."
@@ -63,9 +63,9 @@ class RedisSettings(CodecSettings):
     sentinel_username: SecretStr | None = Field(default=None, description="User at the sentinels.")
     sentinel_password: SecretStr | None = Field(default=None, description="Password at the sentinels.")
     tls: bool = Field(default=False, description="Encrypt connections; a rediss:// URL sets it.")
-    tls_ca: str | None = Field(default=None, description="File of CA certificates; by default the system's.")
-    tls_cert: str | None = Field(default=None, description="File of the client's certificate.")
-    tls_key: str | None = Field(default=None, description="File of the client's private key.")
+    tls_ca: FilePath | None = Field(default=None, description="File of CA certificates; by default the system's.")
+    tls_cert: FilePath | None = Field(default=None, description="File of the client's certificate.")
+    tls_key: FilePath | None = Field(default=None, description="File of the client's private key.")
     tls_key_password: SecretStr | None = Field(default=None, description="Password of the private key.")
     tls_verify: bool = Field(default=True, description="Check the server's certificate and host name.")
     connections: Count = Field(

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from tiered_kv.config.units import Bytes, Count, Seconds
+from tiered_kv.config.units import Bytes, Count, FilePath, Seconds
 from tiered_kv.toolkit.codec_settings import CodecSettings
 
 
@@ -39,8 +39,8 @@ class S3Settings(CodecSettings):
     )
     secret_access_key: SecretStr | None = Field(default=None, description="Goes with access_key_id.")
     session_token: SecretStr | None = Field(default=None, description="Of temporary explicit credentials.")
-    ca_file: str | None = Field(
-        default=None, min_length=1, description="PEM file of the authorities that may sign the server's certificate."
+    ca_file: FilePath | None = Field(
+        default=None, description="PEM file of the authorities that may sign the server's certificate."
     )
     connections: Count = Field(default=16, ge=2, le=256, description="Blocks in flight, each on one connection.")
     request_timeout: Seconds = Field(

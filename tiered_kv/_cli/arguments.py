@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, TypeVar
 
-from tiered_kv.config.units import parse_bytes, parse_seconds
+from tiered_kv.config.units import expanded_path, parse_bytes, parse_seconds
 
 Number = TypeVar("Number", int, float)
 _INTERVAL_MIN_S: Final = 0.1
@@ -48,6 +49,14 @@ def _parsed(parse: Callable[[object], Number], text: str, given: str) -> Number:
         return parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, found {given!r}") from None
+
+
+def file_path(text: str) -> Path:
+    """Return a path; the shell leaves a `~` behind an "=" as it is."""
+    try:
+        return Path(expanded_path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, found {text!r}") from None
 
 
 def describe_use(parser: argparse.ArgumentParser, *examples: tuple[str, str], found: str = "") -> None:

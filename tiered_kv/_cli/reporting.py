@@ -6,8 +6,8 @@ import argparse
 import os
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 
+from tiered_kv._cli.arguments import file_path
 from tiered_kv._cli.output import print_text, progress
 from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.errors import ConfigError
@@ -17,7 +17,7 @@ from tiered_kv.observe.report.page import Run
 
 def add_report_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--report", metavar="FILE", type=Path, help="write a page with plots to this HTML file (extra: report)"
+        "--report", metavar="FILE", type=file_path, help="write a page with plots to this HTML file (extra: report)"
     )
 
 

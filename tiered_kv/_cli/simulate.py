@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
-from pathlib import Path
 
-from tiered_kv._cli.arguments import describe_use, positive_int
+from tiered_kv._cli.arguments import describe_use, file_path, positive_int
 from tiered_kv._cli.output import Status, print_json, print_table, progress
 from tiered_kv._cli.reporting import add_report_argument, start_report, write_report
 from tiered_kv._cli.workload import add_workload_arguments, chosen_workload
@@ -73,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="another capacity of a tier, such as redis=64GiB",
     )
-    fleet.add_argument("--prices", metavar="FILE", type=Path, help="YAML file of prices; shows what a month costs")
+    fleet.add_argument("--prices", metavar="FILE", type=file_path, help="YAML file of prices; shows what a month costs")
     add_workload_arguments(parser)
 
 

@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 
-from tiered_kv._cli.arguments import positive_int
+from tiered_kv._cli.arguments import file_path, positive_int
 from tiered_kv.errors import ConfigError
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.request import Request
@@ -36,7 +35,9 @@ class Workload:
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trace", metavar="FILE", type=Path, help="requests of a trace; without it, built-in chats")
+    parser.add_argument(
+        "--trace", metavar="FILE", type=file_path, help="requests of a trace; without it, built-in chats"
+    )
     parser.add_argument("--requests", metavar="N", type=positive_int, help="stop after this many requests")
     chats = parser.add_argument_group("built-in chats", "multi-turn chats that share system prompts")
     for name, about in _CHAT_OPTIONS.items():

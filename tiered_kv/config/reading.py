@@ -13,7 +13,7 @@ from typing import TypeVar
 import yaml
 
 from tiered_kv.config.redaction import HIDDEN, EnvironmentText
-from tiered_kv.config.units import format_bytes
+from tiered_kv.config.units import expanded_path, format_bytes
 from tiered_kv.config.validation import KEY, WRITTEN, Location
 from tiered_kv.errors import ConfigError
 
@@ -45,10 +45,10 @@ def from_source(
         return use(source)
     path = os.fspath(source)
     try:
-        with open(path, "rb") as file:
+        with open(expanded_path(path), "rb") as file:
             text = file.read(FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"{what} cannot be read: {error.strerror}", location=path) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what} cannot be read: {getattr(error, 'strerror', error)}", location=path) from error
     if len(text) > FILE_BYTES_MAX:
         raise ConfigError(f"{what} has at most {format_bytes(FILE_BYTES_MAX)}", location=path)
     raw, written = _parse(text, path, keys)

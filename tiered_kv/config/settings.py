@@ -18,7 +18,7 @@ from pydantic import (
 
 from tiered_kv.config.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
 from tiered_kv.config.secret_keys import problem_of_key
-from tiered_kv.config.units import Bytes, BytesPerDay, Count, Seconds, formatted_setting
+from tiered_kv.config.units import Bytes, BytesPerDay, Count, FilePath, Seconds, formatted_setting
 
 
 class StrictModel(BaseModel):
@@ -132,9 +132,8 @@ class TierSettings(StrictModel):
         description="A secret key for the names of stored blocks, so that they do not show which prompts are stored: "
         '32 bytes in hexadecimal or base64; write "${NAME_KEY}". Processes with the same key share blocks.',
     )
-    name_key_file: str | None = Field(
+    name_key_file: FilePath | None = Field(
         default=None,
-        min_length=1,
         description="File that holds it, closed to other users; instead of `name_key`.",
     )
 

@@ -1,4 +1,4 @@
-"""Sizes, rates and durations: the types of such settings, and functions that parse and format them.
+"""Sizes, rates, durations and paths: the types of such settings, and functions that parse and format them.
 
 The `format_` functions are exact: the parser reads back the same number. `rounded_bytes` and `rounded_seconds` are not.
 """
@@ -6,11 +6,12 @@ The `format_` functions are exact: the parser reads back the same number. `round
 from __future__ import annotations
 
 import math
+import os
 import re
 from decimal import Decimal
 from typing import Annotated, get_args
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 BYTES_MAX = 2**63 - 1
@@ -114,6 +115,21 @@ def format_seconds(seconds: float) -> str:
     return f"{exact:f}s"
 
 
+def expanded_path(path: str) -> str:
+    """Return a path with the home directory in place of a `~` at its beginning; raise ValueError if there is none.
+
+    Without this error, a process without a home would make a directory that is called "~".
+    """
+    if not path.startswith("~"):
+        return path
+    is_own = path.partition("/")[0] == "~"
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~") or (is_own and os.environ.get("HOME") == ""):
+        why = "this process has no home directory (HOME)" if is_own else "there is no such user"
+        raise ValueError(f"expected a path whose ~ is a home directory, and {why}; write the whole path")
+    return expanded
+
+
 def _number(expected: str) -> BeforeValidator:
     """Return a validator that refuses True and False, which pydantic accepts as numbers."""
 
@@ -149,6 +165,9 @@ Seconds = Annotated[
 
 Count = Annotated[int, _number("a whole number")]
 """A whole number; give its bounds with `Field(ge=...)`."""
+
+FilePath = Annotated[str, Field(min_length=1), AfterValidator(expanded_path)]
+"""A path of a file or directory; a `~` at its beginning is the home directory."""
 
 Share = Annotated[float, _number("a number from 0 to 1"), Field(ge=0, le=1)]
 """A number from 0 to 1."""

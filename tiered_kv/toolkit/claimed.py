@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from tiered_kv.errors import FormatError, TierUnavailableError
+from tiered_kv.config.units import expanded_path
+from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError
 from tiered_kv.permissions import NotPrivateError, check_directory, check_file, open_directory
 from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, as_text, fields_of, opened, replace_file
 
@@ -193,4 +194,7 @@ def walk(root: str) -> Iterator[list[tuple[str, os.stat_result]]]:
 
 
 def absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
+    try:
+        return os.path.abspath(expanded_path(path))
+    except ValueError as error:
+        raise ConfigError(f"{error}, found {path}", location="path") from None

@@ -8,7 +8,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from tiered_kv.config.secret_keys import parse_key, problem_of_key, read_key_file
 from tiered_kv.config.settings import StrictModel, TierSettings
-from tiered_kv.config.units import Count
+from tiered_kv.config.units import Count, FilePath
 from tiered_kv.toolkit.codecs import CODEC_IDS, ENCRYPTED_IDS, CodecSet
 from tiered_kv.toolkit.encryption import KEY_ID_MAX, Cipher
 
@@ -26,7 +26,7 @@ class EncryptionSettings(StrictModel):
         description="Keys by their ids, numbers from 1: each 32 bytes in hexadecimal or base64; "
         'write {1: "${KV_KEY_1}"}.',
     )
-    key_files: dict[KeyId, Annotated[str, Field(min_length=1)]] = Field(
+    key_files: dict[KeyId, FilePath] = Field(
         default={},
         max_length=KEYS_MAX,
         description="Files that hold keys, by the keys' ids; closed to other users. Beside `keys`, or instead.",
