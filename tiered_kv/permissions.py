@@ -11,6 +11,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from tiered_kv.errors import ConfigError
@@ -19,8 +21,7 @@ DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 OTHERS = 0o077
 """All permissions of group and others."""
-OTHERS_WRITE = 0o022
-"""Write permission of group and others."""
+_ACCEPT = "or set `private: false`, which accepts any owner and mode"
 
 
 class NotPrivateError(OSError):
@@ -49,34 +50,62 @@ def open_directory(path: str, *, make: bool = True) -> int:
         raise
 
 
-def check_directory(fd: int, path: str, *, may_tighten: bool) -> None:
-    """Refuse an open directory that other users own or can access. Root is a user like any other.
+def check_directory(fd: int, path: str, names: Collection[str]) -> None:
+    """Refuse an open directory that other users own, or may have written to; close any other one to them.
+
+    Root is a user like any other. A group's rights are taken away: container platforms give them to every file of a
+    volume, and only members of that group, which their administrator chose, could use them.
 
     Args:
         fd: The directory.
         path: Its path, for messages.
-        may_tighten: True for an empty directory: its mode is set to 0700.
+        names: Its entries.
 
     Raises:
-        ConfigError: Another user owns it or can access it. The message says what to do.
-        OSError: Its mode cannot be set.
+        ConfigError: Another user owns it, or an entry of it, or all users can write to it, or its mode cannot be set.
+            The message says what to do.
+        OSError: The file system refuses.
     """
     status, uid = os.fstat(fd), os.geteuid()
     if status.st_uid != uid:
         raise ConfigError(
             f"expected a directory that belongs to this process's user (uid {uid}), found {path} of uid "
-            f"{status.st_uid}; give another, or make sure that nobody has put anything into it, and run: "
-            f"chown -R {uid} {path}",
+            f"{status.st_uid}; give a new directory below it or elsewhere, or make sure that nobody has put anything "
+            f"into it, and run: chown -R {uid} {path}; {_ACCEPT}",
             location="path",
         )
-    if may_tighten and stat.S_IMODE(status.st_mode) & OTHERS:
-        os.fchmod(fd, DIRECTORY_MODE)
-        status = os.fstat(fd)
-    if stat.S_IMODE(status.st_mode) & OTHERS:
+    mode = stat.S_IMODE(status.st_mode)
+    if not mode & OTHERS:
+        return
+    if names and mode & stat.S_IWOTH:
         raise ConfigError(
-            f"expected a directory that only its owner can get at, found {path} with mode "
-            f"{stat.S_IMODE(status.st_mode):04o}; make sure that nobody has put anything into it, and run: "
-            f"chmod 700 {path}",
+            f"expected a directory that only its owner can get at, found {path} with mode {mode:04o}; "
+            f"make sure that nobody has put anything into it, and run: chmod 700 {path}; {_ACCEPT}",
+            location="path",
+        )
+    for name in names:
+        with suppress(FileNotFoundError):  # another process has removed it
+            owner = os.stat(name, dir_fd=fd, follow_symlinks=False).st_uid
+            if owner != uid:
+                raise ConfigError(
+                    f"expected a directory that only its owner can get at, found {path} with mode {mode:04o} and in "
+                    f"it {name!r} of uid {owner}; remove it, or give another directory; {_ACCEPT}",
+                    location="path",
+                )
+    _close_to_others(fd, path)
+
+
+def _close_to_others(fd: int, path: str) -> None:
+    try:
+        os.fchmod(fd, DIRECTORY_MODE)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    if mode & OTHERS:
+        raise ConfigError(
+            f"expected a directory that can be closed to other users, found {path} with mode {mode:04o}, which its "
+            f"file system does not change; give a directory on another; {_ACCEPT}",
             location="path",
         )
 
@@ -84,10 +113,11 @@ def check_directory(fd: int, path: str, *, may_tighten: bool) -> None:
 def check_inner_directory(fd: int, name: str) -> None:
     """Refuse a directory inside a private one, into which others may have put something before that was private.
 
-    The caller has opened it without following a symbolic link. `name` is for messages.
+    A group's rights are taken away. The caller has opened it without following a symbolic link. `name` is for messages.
 
     Raises:
-        NotPrivateError: Another user owns it, or can write to it.
+        NotPrivateError: Another user owns it, or all users can write to it.
+        ConfigError, OSError: Its mode cannot be set.
     """
     status = os.fstat(fd)
     if status.st_uid != os.geteuid():
@@ -95,12 +125,14 @@ def check_inner_directory(fd: int, name: str) -> None:
             errno.EPERM,
             f"{name} belongs to another user (uid {status.st_uid}), who may have put anything into it; remove it",
         )
-    if status.st_mode & OTHERS_WRITE:
+    if status.st_mode & stat.S_IWOTH:
         raise NotPrivateError(
             errno.EPERM,
             f"{name} can be written to by others (mode {stat.S_IMODE(status.st_mode):04o}); remove it, or make sure "
             f"that nobody has put anything into it, and run: chmod -R go-w {name}",
         )
+    if status.st_mode & OTHERS:
+        _close_to_others(fd, name)
 
 
 def check_file(fd: int, name: str, *, any_owner: bool = False) -> os.stat_result:

@@ -47,7 +47,7 @@ class NvmeAdministration(TierAdministration):
 
     def __init__(self, settings: NvmeSettings) -> None:
         self._settings = settings
-        self._claimed = claimed_directory(settings.path, settings.name)
+        self._claimed = claimed_directory(settings.path, settings.name, private=settings.private)
         self._path = self._claimed.path
 
     def purge(self, digest: str, deadline: float) -> Purged:
@@ -55,7 +55,7 @@ class NvmeAdministration(TierAdministration):
             if fd is None or MARKER_NAME not in os.listdir(fd):
                 return Purged(0, 0)
             self._claimed.check(fd)  # do not leave a lock file of root in another user's directory
-            lock_fd = take_lock(fd, self._path, self._claimed.tier)
+            lock_fd = take_lock(fd, self._claimed)
             try:
                 found, _ = self._marker(fd)
                 return self._purge(fd, digest, deadline) if found == digest else Purged(0, 0)
@@ -70,7 +70,9 @@ class NvmeAdministration(TierAdministration):
             if fd is not None and digest and only in (None, digest):
                 described = matching_description(fields.get("namespace"), digest)
                 identity = self._identity(digest, fields)
-                segments = Inspection(fd, self._path, self._claimed.tier, identity, deadline).count(census)
+                segments = Inspection(
+                    fd, self._path, self._claimed.tier, self._claimed.private, identity, deadline
+                ).count(census)
         return census.survey(lambda _: described, _USES_UNKNOWN, segments)
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
@@ -81,12 +83,12 @@ class NvmeAdministration(TierAdministration):
             verification.checks_tags = True
             identity = self._identity(digest, fields)
             with closing(self._owned(identity)) if verification.repairs else nullcontext() as owned:
-                inspection = Inspection(fd, self._path, self._claimed.tier, identity, deadline)
+                inspection = Inspection(fd, self._path, self._claimed.tier, self._claimed.private, identity, deadline)
                 inspection.verify(self._settings.open_codecs(), verification, owned)
 
     def _owned(self, identity: Identity) -> Directory:
         try:
-            return Directory(self._path, identity, tier=self._claimed.tier)
+            return Directory(self._path, identity, tier=self._claimed.tier, private=self._claimed.private)
         except TierBusyError as error:
             message = f"a running process has {self._path}; stop it first, or leave --repair out"
             raise TierBusyError(message, tier=self._claimed.tier, operation="repair") from error

@@ -37,8 +37,8 @@ class Listing(NamedTuple):
     claimed_bytes: int  # occupied at most until another file is made: holes filled, reserves used
 
 
-def claimed_directory(path: str, tier: str) -> ClaimedDirectory:
-    return ClaimedDirectory(absolute(path), MARKER_NAME, FORMAT_VERSION, OWN_NAMES, tier)
+def claimed_directory(path: str, tier: str, *, private: bool) -> ClaimedDirectory:
+    return ClaimedDirectory(absolute(path), MARKER_NAME, FORMAT_VERSION, OWN_NAMES, tier, private)
 
 
 def segment_pattern(digest: bytes) -> re.Pattern[str]:
@@ -50,14 +50,14 @@ class Directory:
     """A locked directory. Opening makes a missing one, and claims an empty one.
 
     Raises:
-        ConfigError: It is a symbolic link, another user's, or open to others; see `tiered_kv.permissions`.
+        ConfigError: It is a symbolic link, or another user controls it; see `tiered_kv.permissions`.
         TierBusyError: Another process, or another tier of this process, owns it.
         FormatError: It has another format version or namespace, or holds foreign files and no marker.
         TierUnavailableError: The file system failed.
     """
 
-    def __init__(self, path: str, identity: Identity, *, tier: str = "") -> None:
-        self.claimed = claimed_directory(path, tier)
+    def __init__(self, path: str, identity: Identity, *, tier: str = "", private: bool = True) -> None:
+        self.claimed = claimed_directory(path, tier, private=private)
         self.path = self.claimed.path
         self.identity = identity
         self.foreign_files = 0
@@ -68,7 +68,7 @@ class Directory:
                 self.fd = open_directory(self.path)
                 undo.callback(os.close, self.fd)
                 self.claimed.check(self.fd)
-                self._lock_fd = take_lock(self.fd, self.path, tier)
+                self._lock_fd = take_lock(self.fd, self.claimed)
                 undo.callback(release_lock, self._lock_fd)
                 remove_leftovers(self.fd)
                 self._check_marker()
@@ -117,7 +117,7 @@ class Directory:
             )
 
 
-def take_lock(directory_fd: int, path: str, tier: str) -> int:
+def take_lock(directory_fd: int, claimed: ClaimedDirectory) -> int:
     """Lock an open directory; return the descriptor that holds the lock until `release_lock`.
 
     Raises:
@@ -127,14 +127,14 @@ def take_lock(directory_fd: int, path: str, tier: str) -> int:
     fd = os.open(LOCK_NAME, OPEN_FLAGS | os.O_NONBLOCK | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
     with ExitStack() as undo:
         undo.callback(os.close, fd)
-        check_file(fd, f"{path}/{LOCK_NAME}")  # before the first write to it
+        check_file(fd, f"{claimed.path}/{LOCK_NAME}", any_owner=not claimed.private)  # before the first write to it
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             whose = "another tier of this process, or by process" if owner == str(os.getpid()) else "process"
-            message = f"{path} is in use by {whose} {owner}; give each tier its own directory"
-            raise TierBusyError(message, tier=tier, operation="open") from error
+            message = f"{claimed.path} is in use by {whose} {owner}; give each tier its own directory"
+            raise TierBusyError(message, tier=claimed.tier, operation="open") from error
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         undo.pop_all()

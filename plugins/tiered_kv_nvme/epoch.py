@@ -30,13 +30,13 @@ class DirectoryEpoch:
         OSError: The file cannot be read or written.
     """
 
-    def __init__(self, directory_fd: int) -> None:
+    def __init__(self, directory_fd: int, *, private: bool = True) -> None:
         self._directory_fd = directory_fd
         self._fd = os.open(EPOCH_NAME, OPEN_FLAGS | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
         self._epoch = Epoch(self)
         self._flushed: int | None = None  # the last epoch that is known to be on the device
         try:
-            if check_file(self._fd, EPOCH_NAME).st_size != PAGE_BYTES:
+            if check_file(self._fd, EPOCH_NAME, any_owner=not private).st_size != PAGE_BYTES:
                 os.ftruncate(self._fd, 0)
                 os.posix_fallocate(self._fd, 0, PAGE_BYTES)
             self.value = self._save()

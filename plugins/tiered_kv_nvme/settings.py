@@ -23,3 +23,8 @@ class NvmeSettings(CodecSettings):
     direct: bool = Field(
         default=True, description="Use O_DIRECT where the file system takes it; otherwise the page cache."
     )
+    private: bool = Field(
+        default=True,
+        description="Refuse the directory if it is another user's or all users can write to it. Turn it off where the "
+        "file system keeps neither owners nor modes, or where a volume belongs to another user.",
+    )

@@ -64,6 +64,7 @@ class StoreOptions:
     codecs: CodecSet = PLAIN
     threads: int = 8  # that will call; as many recover the segments
     room_timeout_s: float = 5.0  # how long a store waits for a free segment
+    private: bool = True  # refuse a directory that another user controls
     wants_events: bool = False  # record `events`
 
 
@@ -82,7 +83,7 @@ class SegmentStore:
         self._old_indexes: deque[dict[OffloadKey, int]] = deque()  # from before resets that are not written yet
         self._reset_task = BackgroundTask(self._write_resets, f"tiered-kv-{tier}-reset")
         self.counters = Counters(COUNTERS, COUNTERS_BY_LABEL)
-        self._directory = Directory(path, identity, tier=tier)
+        self._directory = Directory(path, identity, tier=tier, private=options.private)
         with ExitStack() as undo:
             undo.callback(self._directory.close)
             try:
@@ -98,7 +99,7 @@ class SegmentStore:
         self._buffered_reason = "turned off by the setting 'direct'"
         if options.want_direct:
             self._buffered_reason = probe_direct(disk, self._directory.fd)
-        self._epoch = DirectoryEpoch(self._directory.fd)
+        self._epoch = DirectoryEpoch(self._directory.fd, private=options.private)
         undo.callback(self._epoch.close)
         sizing = options.sizing
         self._files = SegmentFiles(
@@ -216,6 +217,7 @@ class SegmentStore:
             "segment_bytes": sizing.segment_bytes,
             "segments_max": sizing.segments_max,
             "foreign_files": self._directory.foreign_files,
+            "private": self._options.private,
             "codec": self._options.codecs.name,
             "threads": self._options.threads,
             "blocks_found": self.counters["recovered_blocks_total"],

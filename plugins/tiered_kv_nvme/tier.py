@@ -121,6 +121,7 @@ def _open_store(
         codecs=codecs,
         threads=settings.threads,
         room_timeout_s=min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2),
+        private=settings.private,
         wants_events=getattr(offloading_spec, "wants_events", False),
     )
     tier = getattr(offloading_spec, "name", None) or tier_type

@@ -61,7 +61,20 @@ def test_a_file_of_the_user_is_read_also_by_a_link(key_file: Path, tmp_path: Pat
     assert read_key_file(tmp_path / "link") == KEY
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o610, 0o602, 0o601])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_root_that_a_group_may_read_is_read(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So Kubernetes mounts a secret into a pod with an fsGroup."""
+    key_file.chmod(0o440)
+    os.chown(key_file, 0, 2000)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert read_key_file(key_file) == KEY
+    for mode in (0o460, 0o444):
+        key_file.chmod(mode)
+        with pytest.raises(ConfigError, match="belongs to user 0, and this process is user 1000"):
+            read_key_file(key_file)
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o660, 0o610, 0o602, 0o601])
 def test_a_file_that_others_may_use_is_refused(key_file: Path, mode: int) -> None:
     key_file.chmod(mode)
     with pytest.raises(ConfigError, match=rf"the key file has mode {mode:04o}: .*chmod 600"):

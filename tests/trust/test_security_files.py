@@ -65,17 +65,65 @@ def test_files_and_directories_are_private_with_any_umask(tier: str, mask: int, 
     assert wrong == []
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o750, 0o770, 0o707, 0o701, 0o777, 0o1777])
-def test_a_directory_with_blocks_that_others_can_get_at_is_refused_and_says_what_to_do(
+@pytest.mark.parametrize("mode", [0o702, 0o707, 0o777, 0o1777])
+def test_a_directory_with_blocks_that_all_can_write_to_is_refused_and_says_what_to_do(
     tenant: Tenant, mode: int
 ) -> None:
     tenant.store(4)
     directory = tenant.path
     directory.chmod(mode)
-    with pytest.raises(ConfigError, match=rf"secondary\.0\.path: .*mode {mode:04o}; .*chmod 700 {directory}"):
+    with pytest.raises(
+        ConfigError, match=rf"secondary\.0\.path: .*mode {mode:04o}; .*chmod 700 {directory}; or set .private: f"
+    ):
         open_stack(tenant.file)
     directory.chmod(0o700)
     assert tenant.load(4) == (4, 0)
+
+
+def widen(directory: Path) -> None:
+    """Give all entries to a group, as kubelet does for a volume of a pod with an `fsGroup`."""
+    for path in (directory, *directory.rglob("*")):
+        if os.geteuid() == 0:
+            os.chown(path, -1, 2000)
+        path.chmod(path.stat().st_mode & 0o7777 | (0o2770 if path.is_dir() else 0o660))
+
+
+def test_what_a_platform_gave_to_a_group_is_closed_again(tenant: Tenant) -> None:
+    tenant.store(8)
+    widen(tenant.path.parent)
+    assert tenant.load(8) == (8, 0)
+    for path in (tenant.path, *tenant.path.iterdir()):  # no other user can reach the files of fs below these
+        assert mode_of(path) & 0o077 == 0 or path.name in ("lock", "sweep", "ledger"), path
+    assert tenant.store(16) == 16
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o770, 0o701])
+def test_a_directory_that_not_all_can_write_to_is_closed(tenant: Tenant, mode: int) -> None:
+    tenant.store(4)
+    tenant.path.chmod(mode)
+    assert tenant.load(4) == (4, 0)
+    assert mode_of(tenant.path) == 0o700
+
+
+@needs_root
+def test_a_group_s_directory_with_an_entry_of_another_user_is_refused(tenant: Tenant) -> None:
+    tenant.store(4)
+    tenant.path.chmod(0o770)
+    (tenant.path / "planted").write_bytes(b"")
+    os.chown(tenant.path / "planted", OTHER_UID, OTHER_UID)
+    with pytest.raises(ConfigError, match=r"mode 0770 and in it 'planted' of uid 12345; remove it"):
+        open_stack(tenant.file)
+    assert mode_of(tenant.path) == 0o770
+
+
+def test_a_file_system_that_keeps_its_modes_is_refused_with_the_setting_to_change(
+    tenant: Tenant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenant.store(4)
+    tenant.path.chmod(0o770)
+    monkeypatch.setattr("os.fchmod", lambda *_: None)  # as CIFS and FUSE do
+    with pytest.raises(ConfigError, match=r"mode 0770, which its file system does not change; .*set .private: false"):
+        open_stack(tenant.file)
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777])
@@ -184,8 +232,11 @@ def test_a_namespace_that_is_a_symbolic_link_is_refused(tmp_path: Path) -> None:
     assert os.listdir(elsewhere) == []
 
 
-def test_where_a_file_system_keeps_no_modes_the_check_can_be_turned_off_and_check_shows_it(tmp_path: Path) -> None:
-    tenant = Place("fs", tmp_path).tenant("alice", private=False)
+@pytest.mark.parametrize("tier", TIERS)
+def test_where_a_file_system_keeps_no_modes_the_check_can_be_turned_off_and_check_shows_it(
+    tier: str, tmp_path: Path
+) -> None:
+    tenant = Place(tier, tmp_path).tenant("alice", private=False)
     tenant.store(4)
     for path in (tenant.path, *tenant.path.rglob("*")):
         if os.geteuid() == 0:
@@ -309,7 +360,7 @@ def test_another_user_s_namespace_in_a_directory_is_refused_at_the_opening(alice
     assert alice.load(8) == (8, 0)
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
+@pytest.mark.parametrize("mode", [0o777, 0o702])
 def test_a_namespace_s_directory_into_which_others_can_write_is_refused_and_says_what_to_do(
     alice: Tenant, mode: int
 ) -> None:

@@ -51,7 +51,7 @@ def problem_of_key(text: str) -> str:
 
 
 def read_key_file(path: str | os.PathLike[str], *, location: str = "") -> bytes:
-    """Return the key in a file that belongs to this user and is closed to all others; `location` is its setting.
+    """Return the key in a file of this user that is closed to all others, or of root for a group to read; `location` is its setting.
 
     Raises:
         ConfigError: The file cannot be read, is open to others, is larger than `KEY_FILE_BYTES_MAX`, or holds no key.
@@ -79,9 +79,11 @@ def _refusal(status: os.stat_result) -> str:
     """Return why a file must not hold a secret; empty if it may."""
     if not stat.S_ISREG(status.st_mode):
         return "is no regular file"
-    if status.st_uid != os.geteuid():
+    # Kubernetes mounts a secret as root's, for the pod's group to read.
+    is_mounted = status.st_uid == 0 and not status.st_mode & (OTHERS & ~stat.S_IRGRP)
+    if status.st_uid != os.geteuid() and not is_mounted:
         return f"belongs to user {status.st_uid}, and this process is user {os.geteuid()}: it must be the process's own"
-    if status.st_mode & OTHERS:
+    if status.st_mode & OTHERS and not is_mounted:
         return f"has mode {stat.S_IMODE(status.st_mode):04o}: expected one that is closed to others, as by chmod 600"
     if status.st_size > KEY_FILE_BYTES_MAX:
         return f"is larger than {format_bytes(KEY_FILE_BYTES_MAX)}: expected a key and nothing else"

@@ -3,7 +3,7 @@
 A tier opens its directory in these steps. If it has a lock, it takes it between steps 2 and 3.
 
 1. Open the directory, which must not be a symbolic link. A missing one is made.
-2. `check`: refuse a directory with foreign files and no marker, or one that other users can access.
+2. `check`: refuse a directory with foreign files and no marker, or one that another user controls.
 3. `mark`: read the marker, and refuse another format version. Without a marker, write one.
 
 Any thread but the scheduler's may call: every call may wait for the file system.
@@ -64,19 +64,19 @@ class ClaimedDirectory:
     format_version: int  # that this release reads and writes
     own_names: Set[str]  # files that the tier may make before the marker
     tier: str = ""  # its name, for messages
-    private: bool = True  # whether to refuse a directory that other users can access; see `tiered_kv.permissions`
+    private: bool = True  # whether to refuse a directory that another user controls; see `tiered_kv.permissions`
 
     def check(self, fd: int) -> None:
-        """Refuse a directory that is not this tier's, or that other users can access. Writes nothing.
+        """Refuse a directory that is not this tier's, or that another user controls; see `check_directory`.
 
         Raises:
-            ConfigError: Another user owns it, or can access it.
+            ConfigError: Another user owns it, or can write to it.
             FormatError: It holds foreign files and no marker.
             OSError: The file system refuses.
         """
         names = self._refuse_foreign(fd)
         if self.private:
-            check_directory(fd, self.path, may_tighten=not names)
+            check_directory(fd, self.path, names)
 
     def mark(self, fd: int, fields: Mapping[str, object]) -> Mapping[str, object] | None:
         """Return the marker's fields; without a marker, write one and return None. Raises as `marker`."""
@@ -137,7 +137,9 @@ class ClaimedDirectory:
     def unavailable(self, error: OSError, operation: str = "open") -> TierUnavailableError:
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             return TierUnavailableError(f"{self.path} is a file; give a directory", tier=self.tier, operation=operation)
-        remedy = "" if isinstance(error, NotPrivateError) else _REMEDIES.get(error.errno or 0, "")
+        remedy = _REMEDIES.get(error.errno or 0, "")
+        if isinstance(error, NotPrivateError):
+            remedy = "; or set `private: false`" if error.errno == errno.EPERM else ""
         name = f" ({error.filename})" if error.filename and error.filename != self.path else ""
         message = f"the directory {self.path} cannot be used: {error.strerror or error}{name}{remedy}"
         return TierUnavailableError(message, tier=self.tier, operation=operation)
