@@ -22,6 +22,7 @@ class FsSettings(CodecSettings):
     )
     private: bool = Field(
         default=True,
-        description="Refuse the directory if it is another user's or all users can write to it. Turn it off where the file system "
+        description="Refuse the directory if it is another user's or all users can write to it. Turn it off where the "
+        "file system "
         "keeps neither owners nor modes (CIFS, FUSE), or maps all users to one (NFS with all_squash).",
     )

@@ -63,6 +63,6 @@ def test_the_command_expands_what_the_shell_leaves(
     with pytest.raises(SystemExit, match="2"):
         main(["simulate", "--trace=~/trace.jsonl"])
     assert "no home directory" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="~/stack.yaml: the stack's file cannot be read: .*no home directory"):
+    with pytest.raises(ConfigError, match=r"~/stack\.yaml: the stack's file cannot be read: .*no home directory"):
         load_config("~/stack.yaml")
     assert "~" not in os.listdir(".")

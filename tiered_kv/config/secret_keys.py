@@ -51,7 +51,9 @@ def problem_of_key(text: str) -> str:
 
 
 def read_key_file(path: str | os.PathLike[str], *, location: str = "") -> bytes:
-    """Return the key in a file of this user that is closed to all others, or of root for a group to read; `location` is its setting.
+    """Return the key in a file of this user that is closed to all others, or of root for a group to read.
+
+    `location` is its setting.
 
     Raises:
         ConfigError: The file cannot be read, is open to others, is larger than `KEY_FILE_BYTES_MAX`, or holds no key.
