@@ -40,7 +40,7 @@ class Directory:
     def __init__(self, path: str, identity: Identity, *, tier: str = "", private: bool = True) -> None:
         self.claimed = claimed(path, tier, private=private)
         self._identity = identity
-        self._device: int | None = None
+        self._place: tuple[int, int] | None = None  # device and inode of the directory
         self.path = self.claimed.path
         self.namespace = identity.digest.hex()
         self.namespace_path = f"{self.path}/{self.namespace}"
@@ -59,17 +59,26 @@ class Directory:
         """
         fd = open_directory(self.path)
         try:
-            device = os.fstat(fd).st_dev
-            if self._device not in (None, device):
+            status = os.fstat(fd)
+            place = status.st_dev, status.st_ino
+            claimed = self.claimed
+            # What is in the same directory was accepted at the opening: only the marker is missing.
+            if self._place == place and os.path.isdir(self.namespace_path):
+                claimed = replace(claimed, own_names=frozenset(os.listdir(fd)))
+            elif self._place and self._place[0] != status.st_dev:
                 raise OSError(errno.ENODEV, "another file system is mounted there now", self.path)
-            self.claimed.check(fd)
-            self.claimed.mark(fd, {"tier": "fs"})
+            claimed.check(fd)
+            claimed.mark(fd, {"tier": "fs"})
         finally:
             os.close(fd)
-        self._device = device
+        self._place = place
         # If the directory is removed while it is open, a keeper may make these anew before the marker.
         self.claimed = replace(self.claimed, own_names=frozenset({LOCK_NAME, LEDGER_NAME, SWEEP_NAME}))
         self._make_namespace()
+
+    def is_marked(self) -> bool:
+        """Return whether the directory and its marker are there; cleaners delete what is old."""
+        return os.path.lexists(f"{self.path}/{MARKER_NAME}")
 
     def _make_namespace(self) -> None:
         make_directory(self.namespace_path)

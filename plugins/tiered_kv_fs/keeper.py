@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import time
 from collections import deque
@@ -240,7 +239,7 @@ class Keeper:
 
     def _exchange(self, *, free_bytes: int, in_flight_bytes: int, returned_bytes: int, wanted_bytes: int) -> _Reply:
         """Return bytes to the ledger, renew the grants, and take another grant if the capacity has room for it."""
-        if not os.path.isdir(self.directory.path):  # it was removed
+        if not self.directory.is_marked():  # somebody has deleted it
             self.directory.make()
         value = self.epoch.saved_value(time.monotonic() + _EPOCH_TIMEOUT_S)
         with self._ledger.locked() as state:

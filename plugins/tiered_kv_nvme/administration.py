@@ -25,17 +25,15 @@ from tiered_kv.tiering.administration import (
 from tiered_kv.toolkit.claimed import LOST_AND_FOUND, Identity
 from tiered_kv.toolkit.inspection import Census
 from tiered_kv_nvme.directory import (
-    LOCK_NAME,
     MARKER_NAME,
     Directory,
     claimed_directory,
-    release_lock,
     remove_leftovers,
     segment_pattern,
-    take_lock,
 )
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.inspection import Inspection
+from tiered_kv_nvme.lock import LOCK_NAME, release_lock, take_lock
 from tiered_kv_nvme.settings import NvmeSettings
 
 _USES_UNKNOWN: Final = "only the process that has the directory open knows when a block was used"
@@ -60,7 +58,7 @@ class NvmeAdministration(TierAdministration):
                 found, _ = self._marker(fd)
                 return self._purge(fd, digest, deadline) if found == digest else Purged(0, 0)
             finally:
-                release_lock(lock_fd)
+                release_lock(lock_fd, fd)
 
     def survey(self, deadline: float, only: str | None = None) -> Survey:
         census, segments = Census(), None

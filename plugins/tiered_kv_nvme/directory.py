@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from tiered_kv.config.namespace import differences
-from tiered_kv.errors import TierBusyError
-from tiered_kv.permissions import check_file, open_directory
+from tiered_kv.permissions import open_directory
 from tiered_kv.toolkit.claimed import TEMPORARY, ClaimedDirectory, Identity, absolute, walk
 from tiered_kv.toolkit.small_files import as_text, fields_of
-from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, PROBE_NAME
+from tiered_kv_nvme.disk import PROBE_NAME, has_name
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.layout import FORMAT_VERSION
+from tiered_kv_nvme.lock import LOCK_NAME, release_lock, take_lock
 
-LOCK_NAME: Final = "lock"
 MARKER_NAME: Final = "tiered-kv-nvme.json"
 
 DIRECTORY_RESERVE_BYTES: Final = 64 << 10
@@ -67,11 +67,7 @@ class Directory:
             with ExitStack() as undo:
                 self.fd = open_directory(self.path)
                 undo.callback(os.close, self.fd)
-                self.claimed.check(self.fd)
-                self._lock_fd = take_lock(self.fd, self.claimed)
-                undo.callback(release_lock, self._lock_fd)
-                remove_leftovers(self.fd)
-                self._check_marker()
+                self._lock_fd = self._claim(self.fd)
                 undo.pop_all()
         except OSError as error:
             raise self.claimed.unavailable(error) from error
@@ -101,51 +97,70 @@ class Directory:
         used_bytes = segment_bytes + foreign_bytes + own_bytes
         return Listing(sorted(segments), used_bytes, claimed_bytes)
 
+    def remake(self) -> None:
+        """Make again what somebody has deleted: the directory, its lock, its marker. The reclaimer's thread.
+
+        The descriptors keep their numbers.
+
+        Raises:
+            TieredKVError: Another process has made it, or it cannot be claimed.
+            OSError: The file system refuses, or another one is mounted there now.
+        """
+        if self._is_in_place():
+            if not has_name(LOCK_NAME, self.fd, self._lock_fd):
+                self._replace_lock(take_lock(self.fd, self.claimed))
+            names = frozenset(os.listdir(self.fd))
+            if MARKER_NAME not in names:  # what else is in it was accepted at the opening
+                self._check_marker(replace(self.claimed, own_names=names), self.fd)
+            return
+        device = os.fstat(self.fd).st_dev
+        if _device_above(self.path) != device:
+            raise OSError(errno.ENODEV, "another file system is mounted there now", self.path)
+        fd = open_directory(self.path)
+        try:
+            self._replace_lock(self._claim(fd))
+            os.dup2(fd, self.fd, inheritable=False)
+        finally:
+            os.close(fd)
+
     def close(self) -> None:
-        release_lock(self._lock_fd)
+        release_lock(self._lock_fd, self.fd)
         os.close(self.fd)
 
-    def _check_marker(self) -> None:
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.fd))
+        except FileNotFoundError:
+            return False
+
+    def _claim(self, fd: int) -> int:
+        """Check, lock and mark a directory; return the descriptor of its lock file."""
+        # Segments need no marker: a cleaner that deletes by age takes the small files first.
+        segments = {name for name in os.listdir(fd) if self._pattern.fullmatch(name)}
+        claimed = replace(self.claimed, own_names=OWN_NAMES | segments)
+        claimed.check(fd)
+        lock_fd = take_lock(fd, claimed)
+        with ExitStack() as undo:
+            undo.callback(release_lock, lock_fd, fd)
+            remove_leftovers(fd)
+            self._check_marker(claimed, fd)
+            undo.pop_all()
+        return lock_fd
+
+    def _replace_lock(self, lock_fd: int) -> None:
+        os.dup2(lock_fd, self._lock_fd, inheritable=False)
+        os.close(lock_fd)
+
+    def _check_marker(self, claimed: ClaimedDirectory, fd: int) -> None:
         wanted = self.identity.fields()
-        found = self.claimed.mark(self.fd, wanted)
+        found = claimed.mark(fd, wanted)
         if found is None:
-            os.fsync(self.fd)
+            os.fsync(fd)
         elif any(found.get(name) != wanted[name] for name in ("namespace_digest", "block_bytes")):
             raise self.claimed.format_error(
                 f"{self.path} holds blocks of another namespace ({_difference(found, wanted)}); "
                 "give each namespace its own directory"
             )
-
-
-def take_lock(directory_fd: int, claimed: ClaimedDirectory) -> int:
-    """Lock an open directory; return the descriptor that holds the lock until `release_lock`.
-
-    Raises:
-        TierBusyError: Another process, or another tier of this process, holds it.
-        OSError: The file system failed.
-    """
-    fd = os.open(LOCK_NAME, OPEN_FLAGS | os.O_NONBLOCK | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
-    with ExitStack() as undo:
-        undo.callback(os.close, fd)
-        check_file(fd, f"{claimed.path}/{LOCK_NAME}", any_owner=not claimed.private)  # before the first write to it
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            whose = "another tier of this process, or by process" if owner == str(os.getpid()) else "process"
-            message = f"{claimed.path} is in use by {whose} {owner}; give each tier its own directory"
-            raise TierBusyError(message, tier=claimed.tier, operation="open") from error
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        undo.pop_all()
-    return fd
-
-
-def release_lock(lock_fd: int) -> None:
-    """Unlock and close. Closing alone would leave the lock with a child that was forked meanwhile."""
-    with suppress(OSError):
-        fcntl.flock(lock_fd, fcntl.LOCK_UN)
-    os.close(lock_fd)
 
 
 def remove_leftovers(directory_fd: int) -> None:
@@ -154,6 +169,14 @@ def remove_leftovers(directory_fd: int) -> None:
         if name == PROBE_NAME or (TEMPORARY.fullmatch(name) and MARKER_NAME in name):
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=directory_fd)
+
+
+def _device_above(path: str) -> int:
+    """Return the device of the nearest directory that exists: the path itself, or one above it."""
+    while True:
+        with suppress(FileNotFoundError):
+            return os.stat(path).st_dev
+        path = os.path.dirname(path)
 
 
 def _difference(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:

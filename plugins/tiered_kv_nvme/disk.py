@@ -59,6 +59,14 @@ class Disk:
         os.fdatasync(fd)
 
 
+def has_name(name: str, directory_fd: int, fd: int) -> bool:
+    """Return whether an open file still has its name in a directory: somebody may have deleted or moved it."""
+    try:
+        return os.path.samestat(os.stat(name, dir_fd=directory_fd, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
 def write_fully(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     """Write all of `buffers` at `offset`. After an `OSError` some bytes may have been written."""
     total = sum(map(len, buffers))

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from tiered_kv.permissions import check_file
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, Epoch
-from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS
+from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, has_name
 from tiered_kv_nvme.layout import PAGE_BYTES
 
 EPOCH_NAME = "epoch"
@@ -22,8 +22,8 @@ EPOCH_NAME = "epoch"
 class DirectoryEpoch:
     """The epoch of a directory that this process owns, and the file that keeps its mark (an `EpochStore`).
 
-    The file is preallocated, so that a full disk cannot refuse a reset. The scheduler's thread calls `renew`; one
-    other thread at a time calls the rest.
+    The file is preallocated, so that a full disk cannot refuse a reset. The scheduler's thread calls `renew`; other
+    threads call the rest.
 
     Raises:
         FormatError: Another version of this project wrote the mark.
@@ -32,13 +32,11 @@ class DirectoryEpoch:
 
     def __init__(self, directory_fd: int, *, private: bool = True) -> None:
         self._directory_fd = directory_fd
-        self._fd = os.open(EPOCH_NAME, OPEN_FLAGS | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
+        self._private = private
+        self._fd = self._open()
         self._epoch = Epoch(self)
         self._flushed: int | None = None  # the last epoch that is known to be on the device
         try:
-            if check_file(self._fd, EPOCH_NAME, any_owner=not private).st_size != PAGE_BYTES:
-                os.ftruncate(self._fd, 0)
-                os.posix_fallocate(self._fd, 0, PAGE_BYTES)
             self.value = self._save()
             """The epoch of blocks that are stored now."""
             self.sync()  # the process before may have been killed before its flush
@@ -65,6 +63,19 @@ class DirectoryEpoch:
             raise
         self._flushed = value
 
+    def remake(self) -> None:
+        """Make the file again if somebody has deleted it.
+
+        Raises:
+            OSError: That failed; a restart would find no blocks.
+        """
+        if not has_name(EPOCH_NAME, self._directory_fd, self._fd):
+            fd = self._open()
+            os.dup2(fd, self._fd, inheritable=False)
+            os.close(fd)
+            self._epoch.save_again()
+            self.sync()
+
     def close(self) -> None:
         """Flush and close the file; if that fails, remove it: the next opening then begins a new epoch.
 
@@ -78,6 +89,17 @@ class DirectoryEpoch:
         if self._flushed != self.value:
             os.unlink(EPOCH_NAME, dir_fd=self._directory_fd)
             os.fsync(self._directory_fd)
+
+    def _open(self) -> int:
+        fd = os.open(EPOCH_NAME, OPEN_FLAGS | os.O_CREAT, FILE_MODE, dir_fd=self._directory_fd)
+        try:
+            if check_file(fd, EPOCH_NAME, any_owner=not self._private).st_size != PAGE_BYTES:
+                os.ftruncate(fd, 0)
+                os.posix_fallocate(fd, 0, PAGE_BYTES)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def _save(self) -> int:
         """Write the epoch if the file does not have it yet, and return it."""

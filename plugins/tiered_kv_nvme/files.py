@@ -13,7 +13,7 @@ from enum import Enum
 from tiered_kv.counters import Counters
 from tiered_kv.permissions import check_file
 from tiered_kv_nvme.directory import SEGMENT_RESERVE_BYTES, Directory
-from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, Scratch, write_fully
+from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, Scratch, has_name, write_fully
 from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader, Summary, checksum, pages
 from tiered_kv_nvme.segment import Segment
 
@@ -37,13 +37,17 @@ class SegmentFiles:
     segment_bytes: int  # of new files
     capacity_bytes: int  # of the whole directory
 
-    def create(self, taken: Set[int], generation: int) -> Segment | NoSegment:
-        """Create and preallocate a free segment, in a slot that is not `taken`, if the capacity has room for it."""
+    def create(self, taken: Set[int], generation: int, deleted_bytes: int) -> Segment | NoSegment:
+        """Create and preallocate a free segment, in a slot that is not `taken`, if the capacity has room for it.
+
+        `deleted_bytes` are those of open files that are not in the directory any more.
+        """
         slot = fd = -1
         flags = OPEN_FLAGS | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.is_direct else 0)
         try:
             listing = self.directory.list()
-            if listing.claimed_bytes + self.segment_bytes + SEGMENT_RESERVE_BYTES > self.capacity_bytes:
+            wanted_bytes = self.segment_bytes + SEGMENT_RESERVE_BYTES
+            if listing.claimed_bytes + deleted_bytes + wanted_bytes > self.capacity_bytes:
                 return NoSegment.AT_CAPACITY
             used = taken | {*listing.segments}  # files in no pool are those whose deletion failed
             slot = next(slot for slot in itertools.count() if slot not in used)
@@ -76,6 +80,9 @@ class SegmentFiles:
             os.close(fd)
             raise
         return fd
+
+    def has_name(self, segment: Segment) -> bool:
+        return has_name(self.directory.segment_name(segment.slot), self.directory.fd, segment.fd)
 
     def renew(self, segment: Segment, generation: int) -> bool:
         """Write and flush the header of the segment's next use; return whether that succeeded.

@@ -217,6 +217,28 @@ class SegmentPool:
         if not self.can_relocate and Stream.RELOCATIONS in self._active:
             self._retire(Stream.RELOCATIONS)  # otherwise none would be left for stores
 
+    def lose(self, segments: Iterable[Segment]) -> list[Segment]:
+        """Locked. Note that the files of segments were deleted; return the free ones, which are in the pool no more.
+
+        The others can still be read. They are not filled any more, and are the next to be reclaimed.
+        """
+        free: list[Segment] = []
+        for segment in segments:
+            segment.damaged = segment.deleted = True
+            if segment.state is SegmentState.FREE:
+                self._free.remove(segment)
+                free.append(segment)
+                self.remove(segment)
+            elif segment.state is SegmentState.ACTIVE:
+                self._retire(next(stream for stream, active in self._active.items() if active is segment))
+        self.note_growth(refused=False)
+        return free
+
+    @property
+    def deleted_bytes(self) -> int:
+        """Locked. Space of deleted files that are still open: no listing of the directory shows it."""
+        return sum(segment.segment_bytes for segment in self.segments.values() if segment.deleted)
+
     def note_growth(self, *, refused: bool) -> None:
         """Locked. Note whether the disk or the capacity has no room for another segment."""
         self._growth_refused = refused

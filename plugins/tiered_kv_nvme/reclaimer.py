@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tiered_kv.counters import Counters
@@ -22,6 +23,10 @@ from tiered_kv_nvme.writer import BatchWriter, Payload
 _RETRY_S = 0.1
 _GROW_RETRY_S = 5.0
 """How often to check whether the capacity and the file system have room for one more segment."""
+_WATCH_S = 5.0
+"""How often to check whether somebody has deleted the directory, or files in it."""
+_WATCH_PAUSE_S = 0.5
+"""The least time between two such checks, after a file could not be made."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,11 +40,14 @@ class Reclaimer:
     counters: Counters
     reader: BlockReader
     writer: BatchWriter
+    remake: Callable[[], None]  # makes the directory and its small files again
     name: str  # the thread's
 
     def __post_init__(self) -> None:
         self._grow_after_s = 0.0
         self._excess_after_s = 0.0
+        self._watched_s = time.monotonic()
+        self._watch_after_s = self._watched_s + _WATCH_S
         self._is_failing = False  # no header of a reclaimed segment could be written, and no new file since
         self._logged: set[type[Exception]] = set()
         self._stopping = False
@@ -58,6 +66,7 @@ class Reclaimer:
         while not self._stopping:
             failed = False
             try:
+                self._watch()
                 with self.pool.changed:
                     missing = self.pool.free_missing
                 worked = (missing > 0 and self._make_room()) or self._seal()
@@ -78,7 +87,28 @@ class Reclaimer:
             short = self.pool.free_missing > 0
             ready = self.pool.next_to_seal() or (short and bool(self.pool.reclaimable()))
             if not self._stopping and (failed or self._is_failing or not ready):
-                self.pool.changed.wait(_RETRY_S if short or failed else None)
+                self.pool.changed.wait(_RETRY_S if short or failed else _WATCH_S)
+
+    def _watch(self) -> None:
+        """Make again what somebody has deleted, such as a cleaner of temporary files."""
+        now_s = time.monotonic()
+        if now_s < self._watch_after_s:
+            return
+        self._watched_s, self._watch_after_s = now_s, now_s + _WATCH_S
+        self.remake()
+        with self.pool.changed:
+            segments = [segment for segment in self.pool.segments.values() if not segment.deleted]
+        deleted = [segment for segment in segments if not self.files.has_name(segment)]
+        if not deleted:
+            return
+        with self.pool.changed:
+            free = self.pool.lose(deleted)
+        for segment in free:
+            os.close(segment.fd)
+        self._grow_after_s = 0.0
+        self.counters.add("lost_segments_total", count=len(deleted))
+        path = self.files.directory.path
+        _log.warning("%d segment files in %s were deleted by somebody; others take their place", len(deleted), path)
 
     def _seal(self) -> bool:
         with self.pool.changed:
@@ -111,14 +141,16 @@ class Reclaimer:
             return False
         with self.pool.changed:
             taken = frozenset(self.pool.segments)
-            generation = self.pool.next_generation()
-        segment = self.files.create(taken, generation)
+            generation, deleted_bytes = self.pool.next_generation(), self.pool.deleted_bytes
+        segment = self.files.create(taken, generation, deleted_bytes)
         self._is_failing &= segment is NoSegment.FAILED
         with self.pool.changed:
             self.pool.note_growth(refused=segment in (NoSegment.NO_SPACE, NoSegment.AT_CAPACITY))
         if isinstance(segment, NoSegment):
             wait_s = _RETRY_S if segment is NoSegment.FAILED else _GROW_RETRY_S
             self._grow_after_s = time.monotonic() + wait_s
+            if segment is NoSegment.FAILED:  # the directory may be gone
+                self._watch_after_s = min(self._watch_after_s, self._watched_s + _WATCH_PAUSE_S)
             return False
         with self.pool.changed:
             self.pool.adopt(segment)
@@ -217,7 +249,7 @@ class Reclaimer:
                 self.pool.note_growth(refused=False)
         self.counters.add("reclaimed_segments_total")
         if not usable:
-            self.counters.add("damaged_segments_total", count=segment.damaged)
+            self.counters.add("damaged_segments_total", count=segment.damaged and not segment.deleted)
             self.files.delete(segment)
             self._grow_after_s = 0.0  # there is space for another
         while table.keys:
@@ -231,7 +263,9 @@ class Reclaimer:
         if now_s < self._excess_after_s:
             return False
         try:
-            excess_bytes = self.files.excess_bytes()
+            with self.pool.changed:
+                deleted_bytes = self.pool.deleted_bytes
+            excess_bytes = self.files.excess_bytes() + deleted_bytes
         except OSError:  # for example, too many open files
             self.counters.add("io_errors_total")
             return False

@@ -56,6 +56,8 @@ class Segment:
     generation: int  # of its present use
     damaged: bool = False
     """The file is cut short, or the disk has failed in it: the reclaimer deletes it."""
+    deleted: bool = False
+    """Somebody has deleted the file, or moved it away; then it is damaged too."""
     age: int = 0
     """When it became full; segments are sealed and reclaimed in this order."""
     writers: int = 0

@@ -47,6 +47,7 @@ COUNTERS: Final = (
     "discarded_segments_total",
     "deleted_segments_total",
     "damaged_segments_total",
+    "lost_segments_total",
 )
 """`observe/vocabulary.py` explains them."""
 COUNTERS_BY_LABEL: Final = ("corrupt_blocks_total", "unreadable_blocks_total")
@@ -117,8 +118,9 @@ class SegmentStore:
         self._reader = BlockReader(disk, self._pool, self.counters, identity.block_bytes, codecs)
         gather = codecs.writes_raw and identity.block_bytes % PAGE_BYTES == 0
         self._writer = BatchWriter(disk, self._pool, self.counters, codecs, gather, options.room_timeout_s)
+        thread_name = f"tiered-kv-{tier}-reclaimer"
         self._reclaimer = Reclaimer(
-            self._files, self._pool, self.counters, self._reader, self._writer, name=f"tiered-kv-{tier}-reclaimer"
+            self._files, self._pool, self.counters, self._reader, self._writer, self._remake, thread_name
         )
         self._released = False
 
@@ -185,6 +187,11 @@ class SegmentStore:
                 continue
             for _ in range(count):
                 clear_in_chunks(self._old_indexes.popleft())
+
+    def _remake(self) -> None:
+        """Make the directory and its small files again if somebody has deleted them; see `Directory.remake`."""
+        self._directory.remake()
+        self._epoch.remake()
 
     def stats(self) -> dict[str, Any]:  # Any: as `SecondaryTierManager.stats`
         with self._pool.changed:

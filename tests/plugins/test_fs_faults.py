@@ -120,7 +120,7 @@ def test_another_file_system_in_place_of_the_directory_gets_no_blocks(
     keys = make_keys(8)
     assert rig.store(keys).success
     with monkeypatch.context() as patch:
-        patch.setattr(rig.tier._directory, "_device", -1)  # type: ignore[attr-defined]  # as after a mount
+        patch.setattr(rig.tier._directory, "_place", (-1, -1))  # type: ignore[attr-defined]  # as after a mount
         shutil.move(path, path.with_name("unmounted"))
         wait_until(lambda: not rig.store(keys).success and count_of(rig.tier.stats(), "failed_calls_total", "io_error"))
         assert not list(path.rglob("namespace.json"))
@@ -157,6 +157,27 @@ def test_the_oldest_use_goes_first(rig: TierRig, path: Path, monkeypatch: pytest
     assert len(left) < 350
     # A sweep may remove more than is needed, since grants count as filled: then all of the older ones go first.
     assert loaded == set(used) or not left
+
+
+@pytest.mark.parametrize("what", ["marker", "ledger", "lock", "sweep", "namespace", "epoch", "name"])
+def test_a_part_of_the_directory_that_somebody_deletes_is_made_again(
+    open_rig: OpenRig, path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv_fs.keeper._TICK_S", 0.05)
+    monkeypatch.setattr("tiered_kv.toolkit.epoch.CHECK_PAUSE_S", 0.05)
+    rig, keys = open_rig(), make_keys(8)
+    assert rig.store(keys).success
+    (path / "core.1234").write_bytes(b"foreign")
+    (namespace,) = [each for each in path.iterdir() if each.is_dir()]
+    inner = {"namespace": namespace, "epoch": namespace / "epoch", "name": namespace / "namespace.json"}
+    part = inner.get(what) or path / {"marker": "tiered-kv-fs.json"}.get(what, what)
+    shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
+    more = make_keys(8, "more")
+    wait_until(lambda: rig.store(more).success)
+    wait_until(lambda: part.exists() or what in ("sweep", "name"))
+    assert rig.load(more) == set(more)
+    rig.reopen()
+    assert rig.load(more) == set(more)
 
 
 def test_a_lock_that_is_removed_while_it_is_waited_for_is_not_taken(tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ TIER: Final = {
     "discarded_segments_total": Metric("Segments found when it was opened, and deleted."),
     "deleted_segments_total": Metric("Segments whose file was deleted since."),
     "damaged_segments_total": Metric("Segments lost because the disk failed in them, or their file was cut short."),
+    "lost_segments_total": Metric("Segments whose file somebody else deleted or moved away."),
     # Shared storage.
     "surveys_total": Metric("Surveys of the directory by this process."),
     "epoch_repairs_total": Metric("Repairs of the epoch's mark."),
