@@ -45,6 +45,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.observe.histogram", "tiered_kv.observe.notices"),
     ("tiered_kv.counters", "tiered_kv.observe.step_timer"),
     ("tiered_kv.config.units", "tiered_kv.config.redaction", "tiered_kv.config.secret_keys", "tiered_kv.permissions"),
+    ("tiered_kv.limits",),
     ("tiered_kv.config.validation", "tiered_kv.config.settings", "tiered_kv.config.namespace"),
     ("tiered_kv.config", "tiered_kv.hooks"),
     ("tiered_kv.hit_density",),

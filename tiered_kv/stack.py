@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.redaction import error_text
@@ -17,6 +18,7 @@ from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.facade import BlockFacade
+from tiered_kv.limits import Need, Take, compare, require
 from tiered_kv.observe.events import EventPublisher, medium_of
 from tiered_kv.observe.explain import Explanation, explain
 from tiered_kv.observe.history import BlockHistory
@@ -84,7 +86,9 @@ class Stack(BlockFacade):
             self.server = StatusServer(*config.metrics.address) if config.metrics else None
             if self.server is not None:
                 undo.callback(self.server.close)
-            backend = backend or CPUBackend(open_region(config))
+            if backend is None:  # else the memory is there already
+                require(needs_of(config))
+                backend = CPUBackend(open_region(config))
             undo.callback(backend.region.close)
             self.kv_view = backend.region.kv_view
             self.events = _open_publisher(config)
@@ -162,6 +166,15 @@ def open_tier(
     spec = TierSpec(settings.name, config.block.bytes, identity.digest, identity.described, wants_events)
     with located(config, settings):
         return SecondaryTierFactory.create(spec, kv_view, settings)
+
+
+def needs_of(config: StackConfig) -> list[Need]:
+    """Return what a stack needs of this process's limits, and what is wrong about it. Opens nothing."""
+    takes = [Take("memory", config.primary_blocks * config.block.bytes, "primary.capacity")]
+    for index, tier in enumerate(config.secondary):
+        own = tier.takes(config.block.bytes)
+        takes += [replace(take, setting=f"secondary.{index}.{take.setting}") for take in own]
+    return compare(takes, numa_node=config.primary.numa_node)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from tiered_kv.config.units import Bytes, Count, FilePath
+from tiered_kv.limits import Take
 from tiered_kv.toolkit.codec_settings import CodecSettings
 
 
@@ -26,3 +27,7 @@ class FsSettings(CodecSettings):
         "file system "
         "keeps neither owners nor modes (CIFS, FUSE), or maps all users to one (NFS with all_squash).",
     )
+
+    def takes(self, block_bytes: int) -> tuple[Take, ...]:
+        # Each transfer has a file open; lookups, the keeper and the event loop have threads, too.
+        return (Take("descriptors", self.threads, "threads"), Take("threads", self.threads + 11, "threads"))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar
 
 from aiofiles.os import wrap
@@ -12,6 +14,7 @@ from aiofiles.os import wrap
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import Counters
 from tiered_kv.errors import ConfigError
+from tiered_kv.limits import disk_need
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.claimed import Identity
@@ -25,6 +28,7 @@ from tiered_kv_fs.settings import FsSettings
 from tiered_kv_fs.threads import DaemonThreads
 
 T = TypeVar("T")
+_log = logging.getLogger("tiered_kv.fs")
 
 _PART_BYTES: Final = 256 << 10
 """Bytes of one call to a thread: several small blocks, because the call costs as much as a block of 64 KiB."""
@@ -130,6 +134,8 @@ class FsTier(AsyncTier):
             lookup_timeout_s=settings.lookup_timeout,
             shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         )
+        if warning := self._disk_warning():
+            _log.warning("tier '%s': %s", name, warning)
 
     # The event loop.
 
@@ -219,7 +225,9 @@ class FsTier(AsyncTier):
         }
 
     def describe(self) -> Mapping[str, object]:
+        warning = self._disk_warning()
         return {
+            **({"warning": warning} if warning else {}),
             "path": self._directory.path,
             "layout": "one file a block",
             "namespace": self._directory.namespace,
@@ -230,6 +238,11 @@ class FsTier(AsyncTier):
             "used_bytes": self._keeper.used_bytes,
             "grant_bytes": self._sizing.grant_bytes,
         }
+
+    def _disk_warning(self) -> str:
+        with suppress(OSError):
+            return disk_need(self._directory.path, self._settings.capacity, self._keeper.used_bytes).problem
+        return ""
 
     def shutdown(self) -> None:
         if self._is_shut_down:

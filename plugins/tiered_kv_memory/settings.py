@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from tiered_kv.config.units import Bytes
+from tiered_kv.limits import Take
 from tiered_kv.toolkit.codec_settings import CodecSettings
 
 
@@ -13,3 +14,6 @@ class MemorySettings(CodecSettings):
 
     type: str = "memory"
     capacity: Bytes = Field(ge=1, description="Bytes of all records, headers and stores in flight counted.")
+
+    def takes(self, block_bytes: int) -> tuple[Take, ...]:
+        return (Take("memory", self.capacity, "capacity"),)

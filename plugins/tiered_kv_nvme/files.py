@@ -36,6 +36,7 @@ class SegmentFiles:
     counters: Counters
     segment_bytes: int  # of new files
     capacity_bytes: int  # of the whole directory
+    descriptors_max: int  # for segments
 
     def create(self, taken: Set[int], generation: int, deleted_bytes: int) -> Segment | NoSegment:
         """Create and preallocate a free segment, in a slot that is not `taken`, if the capacity has room for it.
@@ -50,6 +51,8 @@ class SegmentFiles:
             if listing.claimed_bytes + deleted_bytes + wanted_bytes > self.capacity_bytes:
                 return NoSegment.AT_CAPACITY
             used = taken | {*listing.segments}  # files in no pool are those whose deletion failed
+            if len(used) >= self.descriptors_max:
+                return NoSegment.AT_CAPACITY
             slot = next(slot for slot in itertools.count() if slot not in used)
             fd = os.open(self.directory.segment_name(slot), flags, FILE_MODE, dir_fd=self.directory.fd)
             self.disk.fallocate(fd, self.segment_bytes)

@@ -83,7 +83,7 @@ class Inspection:
 
     def verify(self, codecs: CodecSet, verification: Verification, owned: Directory | None) -> None:
         """Check the payload of every valid block; if the directory is `owned`, delete damaged blocks."""
-        files = None if owned is None else SegmentFiles(Disk(), owned, False, self._counters, 0, 0)
+        files = None if owned is None else SegmentFiles(Disk(), owned, False, self._counters, 0, 0, 0)
         scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters)
         self._codecs, self._block = codecs, Scratch().take(self.identity.block_bytes)
         for slot, fd, segment in self._segments(scan, "verify", for_writing=files is not None):

@@ -29,6 +29,8 @@ def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
         OSError: A segment file cannot be opened, or there is no memory to read it; no file is left open.
     """
     slots = files.directory.list().segments
+    if len(slots) > files.descriptors_max:
+        slots = _newest(files, slots)
     with ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-nvme-recovery") as executor:
         scans = [executor.submit(_recover_segment, files, slot, pool.epoch) for slot in slots]
     segments = [scan.result() for scan in scans if scan.exception() is None]
@@ -47,6 +49,29 @@ def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
             os.close(segment.fd)
         raise
     files.counters.add("recovered_blocks_total", count=len(pool.index.places))
+
+
+def _newest(files: SegmentFiles, slots: Sequence[int]) -> list[int]:
+    """Delete the oldest files that are more than may be open; open one at a time."""
+    generations: dict[int, int] = {}
+    page = Scratch().take(PAGE_BYTES)
+    for slot in slots:
+        try:
+            fd = files.open(slot)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            generations[slot] = -1  # a symbolic link
+            continue
+        try:
+            header = SegmentHeader.decode(page) if read_fully(files.disk, fd, [page], 0) == PAGE_BYTES else None
+            generations[slot] = -1 if header is None else header.generation
+        finally:
+            os.close(fd)
+    by_age = sorted(slots, key=generations.__getitem__)
+    for slot in by_age[: -files.descriptors_max]:
+        files.discard(slot)
+    return by_age[-files.descriptors_max :]
 
 
 def _adopt(found: Sequence[Segment], pool: SegmentPool) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from pydantic import Field
 
 from tiered_kv.config.units import Bytes, Count, FilePath
+from tiered_kv.errors import ConfigError
+from tiered_kv.limits import Take
+from tiered_kv.toolkit.claimed import absolute
 from tiered_kv.toolkit.codec_settings import CodecSettings
 
 
@@ -28,3 +33,16 @@ class NvmeSettings(CodecSettings):
         description="Refuse the directory if it is another user's or all users can write to it. Turn it off where the "
         "file system keeps neither owners nor modes, or where a volume belongs to another user.",
     )
+
+    def takes(self, block_bytes: int) -> tuple[Take, ...]:
+        from tiered_kv_nvme.sizing import INDEX_BYTES, Sizing, descriptors_left, room_bytes_of
+
+        stored_bytes = min(self.capacity, room_bytes_of(absolute(self.path)))
+        takes = [
+            Take("memory", stored_bytes // block_bytes * INDEX_BYTES, "capacity", is_estimate=True),
+            Take("threads", self.threads + 2, "threads"),  # the reclaimer, and the writer of resets
+        ]
+        with suppress(ConfigError):  # the sizes do not fit: the opening says so
+            sizing = Sizing.of(self.capacity, block_bytes, self.segment, descriptors_max=descriptors_left())
+            takes.append(Take("descriptors", sizing.segments_wanted, "segment"))
+        return tuple(takes)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
-from tiered_kv.config.units import format_bytes
+from tiered_kv.config.units import BYTES_MAX, format_bytes
 from tiered_kv.errors import ConfigError
+from tiered_kv.limits import DESCRIPTORS_SHARE, Limits, disk_need
 from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, pages
 from tiered_kv_nvme.segment import segment_bytes_min
@@ -14,6 +16,8 @@ SEGMENTS_MIN = 4
 """One for stores, two free ones, one with blocks."""
 SEGMENTS_MAX = 512
 """Each is an open file; a process often may have 1024."""
+INDEX_BYTES = 200
+"""Memory of an entry of the index, with its key; see `tiered_kv_nvme.index`."""
 
 _SEGMENTS_WANTED = 64
 _SEGMENTS_COMFORTABLE = 8
@@ -26,16 +30,34 @@ _BLOCKS_COMFORTABLE = 8
 class Sizing:
     capacity_bytes: int  # of the directory, with everything in it
     segment_bytes: int
+    descriptors_max: int = SEGMENTS_MAX
+
+    @property
+    def segments_wanted(self) -> int:
+        """How many segments fill the capacity."""
+        return (self.capacity_bytes - DIRECTORY_RESERVE_BYTES) // (self.segment_bytes + SEGMENT_RESERVE_BYTES)
 
     @property
     def segments_max(self) -> int:
-        return (self.capacity_bytes - DIRECTORY_RESERVE_BYTES) // (self.segment_bytes + SEGMENT_RESERVE_BYTES)
+        return min(self.segments_wanted, self.descriptors_max)
 
     @classmethod
     def of(
-        cls, capacity_bytes: int, block_bytes: int, segment_bytes: int | None = None, *, overhead_bytes: int = 0
+        cls,
+        capacity_bytes: int,
+        block_bytes: int,
+        segment_bytes: int | None = None,
+        *,
+        overhead_bytes: int = 0,
+        room_bytes: int = BYTES_MAX,
+        descriptors_max: int = SEGMENTS_MAX,
     ) -> Sizing:
         """Return the sizing for blocks of `block_bytes`, stored with at most `overhead_bytes` more.
+
+        Args:
+            room_bytes: What the directory can occupy on its disk. A segment is a part of that, if it is less than the
+                capacity.
+            descriptors_max: How many segments can be open.
 
         Raises:
             ConfigError: The sizes do not fit each other; the message has valid ones.
@@ -50,7 +72,7 @@ class Sizing:
                     f"at least {format_bytes(least_bytes)}",
                     location="segment",
                 )
-            if cls(capacity_bytes, segment_bytes).segments_max > SEGMENTS_MAX:
+            if cls(capacity_bytes, segment_bytes).segments_wanted > SEGMENTS_MAX:
                 raise ConfigError(
                     f"a capacity of {format_bytes(capacity_bytes)} in segments of {format_bytes(segment_bytes)} "
                     f"makes more than {SEGMENTS_MAX} open files: it takes at least "
@@ -67,12 +89,39 @@ class Sizing:
                 location="capacity",
             )
         comfortable_bytes = segment_bytes_min(stored_bytes, KEY_BYTES_MAX, _BLOCKS_COMFORTABLE)
-        return cls(capacity_bytes, segment_bytes or _choose(capacity_bytes, least_bytes, comfortable_bytes))
+        if segment_bytes is None:
+            usable_bytes = capacity_bytes
+            if room_bytes < capacity_bytes:  # rounded, so that the next opening chooses the same
+                usable_bytes = max(capacity_min, 1 << max(1, room_bytes).bit_length() - 1)
+            segment_bytes = _choose(usable_bytes, least_bytes, comfortable_bytes, descriptors_max)
+        return cls(capacity_bytes, segment_bytes, descriptors_max)
 
 
-def _choose(capacity_bytes: int, least_bytes: int, comfortable_bytes: int) -> int:
+def descriptors_left(others: int = 0) -> int:
+    """Return how many segments may be open, if `others` of this process are or may become open.
+
+    Each is a descriptor, and the tier leaves half of the process's to its server.
+    """
+    return max(SEGMENTS_MIN, min(SEGMENTS_MAX, Limits().descriptors().amount // DESCRIPTORS_SHARE - others))
+
+
+def room_bytes_of(path: str) -> int:
+    """Return what a directory may occupy: what is in it, and its disk's free space. A missing one will be made."""
+    try:
+        used_bytes = 0
+        if os.path.isdir(path):
+            with os.scandir(path) as entries:
+                used_bytes = sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)
+        while not os.path.isdir(path):
+            path = os.path.dirname(path)
+        return disk_need(path, 0, used_bytes).available
+    except OSError:  # the opening reports it
+        return BYTES_MAX
+
+
+def _choose(capacity_bytes: int, least_bytes: int, comfortable_bytes: int, descriptors_max: int) -> int:
     """Return a segment size: several blocks, and a small part of the capacity, so that little is evicted at once."""
     wanted = min(max(capacity_bytes // _SEGMENTS_WANTED, _SEGMENT_BYTES_FLOOR), _SEGMENT_BYTES_CEILING)
-    wanted = max(pages(max(wanted, capacity_bytes // SEGMENTS_MAX)), comfortable_bytes)
+    wanted = max(pages(max(wanted, capacity_bytes // descriptors_max)), comfortable_bytes)
     share = (capacity_bytes - DIRECTORY_RESERVE_BYTES) // _SEGMENTS_COMFORTABLE - SEGMENT_RESERVE_BYTES
     return max(least_bytes, min(wanted, share // PAGE_BYTES * PAGE_BYTES))

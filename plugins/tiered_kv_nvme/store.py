@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.config.units import rounded_bytes
 from tiered_kv.counters import Counters
+from tiered_kv.limits import disk_need
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import PLAIN, CodecSet
@@ -58,6 +59,14 @@ _RETRY_S = 0.1
 """After this time a failed write of an epoch is repeated."""
 
 
+_open_stores: weakref.WeakSet[SegmentStore] = weakref.WeakSet()
+
+
+def open_segments_max() -> int:
+    """Return how many segments the open stores of this process have or may add."""
+    return sum(store.segments_max for store in list(_open_stores))
+
+
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
     sizing: Sizing
@@ -92,6 +101,7 @@ class SegmentStore:
             except OSError as error:
                 raise self._directory.claimed.unavailable(error) from error
             undo.pop_all()
+        _open_stores.add(self)
 
     def _open(self, identity: Identity, tier: str, disk: Disk, undo: ExitStack) -> None:
         """Open everything that uses the directory, and add its release to `undo`."""
@@ -104,7 +114,13 @@ class SegmentStore:
         undo.callback(self._epoch.close)
         sizing = options.sizing
         self._files = SegmentFiles(
-            disk, self._directory, not self._buffered_reason, self.counters, sizing.segment_bytes, sizing.capacity_bytes
+            disk,
+            self._directory,
+            not self._buffered_reason,
+            self.counters,
+            sizing.segment_bytes,
+            sizing.capacity_bytes,
+            sizing.descriptors_max,
         )
         worth = Worth(sizing.capacity_bytes // identity.block_bytes, sizing.segments_max)
         self._pool = SegmentPool(identity.digest, self._epoch.value, worth, wants_events=options.wants_events)
@@ -156,6 +172,10 @@ class SegmentStore:
                     self._pool.worth.use(segment.table, ordinal_of(place))
                 except IndexError:
                     pass  # the segment has been reclaimed meanwhile
+
+    @property
+    def segments_max(self) -> int:
+        return self._options.sizing.segments_max
 
     @property
     def epoch(self) -> int:
@@ -210,17 +230,14 @@ class SegmentStore:
         """Describe the store and its disk. Does I/O."""
         sizing = self._options.sizing
         listing = self._directory.list()
-        status = os.statvfs(self._directory.fd)
-        free_bytes = status.f_bavail * status.f_frsize
-        room_bytes = listing.used_bytes + free_bytes
-        short = f"only {rounded_bytes(room_bytes)} of the capacity can be had: its disk has no more free space"
+        need = disk_need(self._directory.fd, sizing.capacity_bytes, listing.used_bytes)
         return {
             "path": self._directory.path,
             "direct_io": f"no: {self._buffered_reason}" if self._buffered_reason else "yes",
             "capacity_bytes": sizing.capacity_bytes,
             "used_bytes": listing.used_bytes,
-            "free_bytes": free_bytes,
-            **({"warning": short} if room_bytes < sizing.capacity_bytes else {}),
+            "free_bytes": need.available - listing.used_bytes,
+            **({"warning": need.problem} if need.problem else {}),
             "segment_bytes": sizing.segment_bytes,
             "segments_max": sizing.segments_max,
             "foreign_files": self._directory.foreign_files,
@@ -264,6 +281,7 @@ class SegmentStore:
         if len(idle) < len(segments):
             return False
         self._released = True
+        _open_stores.discard(self)
         with ExitStack() as release:
             release.callback(self._directory.close)
             try:

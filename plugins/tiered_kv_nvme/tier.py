@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.toolkit.blocking import BlockingTier
-from tiered_kv.toolkit.claimed import Identity
+from tiered_kv.toolkit.claimed import Identity, absolute
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv_nvme.settings import NvmeSettings
-from tiered_kv_nvme.sizing import Sizing
-from tiered_kv_nvme.store import SegmentStore, StoreOptions
+from tiered_kv_nvme.sizing import Sizing, descriptors_left, room_bytes_of
+from tiered_kv_nvme.store import SegmentStore, StoreOptions, open_segments_max
 
 PART_BYTES = 2 << 20
 """Bytes of one part of a job."""
-_ROOM_TIMEOUT_MAX_S = 5.0
-_SHUTDOWN_TIMEOUT_S = 2.0
+_ROOM_TIMEOUT_MAX_S: Final = 5.0
+_SHUTDOWN_TIMEOUT_S: Final = 2.0
+
+_log = logging.getLogger("tiered_kv.nvme")
 
 
 class NvmeTier(BlockingTier):
@@ -116,7 +119,14 @@ def _open_store(
     )
     codecs = settings.open_codecs()
     options = StoreOptions(
-        sizing=Sizing.of(settings.capacity, block_bytes, settings.segment, overhead_bytes=codecs.overhead_bytes),
+        sizing=Sizing.of(
+            settings.capacity,
+            block_bytes,
+            settings.segment,
+            overhead_bytes=codecs.overhead_bytes,
+            room_bytes=room_bytes_of(absolute(settings.path)),
+            descriptors_max=descriptors_left(open_segments_max()),
+        ),
         want_direct=settings.direct,
         codecs=codecs,
         threads=settings.threads,
@@ -125,4 +135,7 @@ def _open_store(
         wants_events=getattr(offloading_spec, "wants_events", False),
     )
     tier = getattr(offloading_spec, "name", None) or tier_type
-    return SegmentStore(settings.path, identity, options, tier=tier)
+    store = SegmentStore(settings.path, identity, options, tier=tier)
+    if warning := store.describe().get("warning"):
+        _log.warning("tier '%s': %s", tier, warning)
+    return store

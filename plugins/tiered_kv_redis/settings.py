@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import Field, SecretStr, model_validator
 
 from tiered_kv.config.units import Bytes, Count, FilePath, Seconds
+from tiered_kv.limits import Take
 from tiered_kv.toolkit.codec_settings import CodecSettings
 
 _HOST_CHARACTERS = r"[^\s:/@\[\]]+"
@@ -90,6 +91,10 @@ class RedisSettings(CodecSettings):
         """The configured servers, that of `url` or `host` first; empty with a Unix socket."""
         first = () if self.host is None else (Address(self.host, self.port),)
         return first + tuple(map(_parse_address, self.nodes))
+
+    def takes(self, block_bytes: int) -> tuple[Take, ...]:
+        sockets = (self.connections + 1) * max(1, len(self.addresses))
+        return (Take("descriptors", sockets, "connections"), Take("threads", self.connections + 2, "connections"))
 
     @model_validator(mode="before")
     @classmethod

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from tiered_kv.config.units import Bytes, Count, FilePath, Seconds
+from tiered_kv.limits import Take
 from tiered_kv.toolkit.codec_settings import CodecSettings
 
 
@@ -104,6 +105,10 @@ class S3Settings(CodecSettings):
         if parts.username is not None or parts.query or parts.fragment:
             raise ValueError("expected a URL without user, query and fragment; credentials have settings of their own")
         return url
+
+    def takes(self, block_bytes: int) -> tuple[Take, ...]:
+        sockets = self.connections
+        return (Take("descriptors", sockets, "connections"), Take("threads", self.connections + 2, "connections"))
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -152,7 +152,6 @@ import os, subprocess, sys, time
 from tiered_kv_nvme.directory import Directory, Identity
 Directory(sys.argv[1], Identity(bytes(range(16)), {}, 4096))
 if sys.argv[2] == "child" and os.fork():
-    print(flush=True)
     os._exit(0)
 print(os.getpid(), flush=True)
 sys.stdin.read()
@@ -165,9 +164,9 @@ def test_the_error_names_the_process_that_holds_the_lock_whatever_its_file_says(
         [sys.executable, "-c", HOLD, str(bench.path), who], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
         assert owner.stdout is not None
-        if who == "child":
-            owner.stdout.readline()
         pid = int(owner.stdout.readline())
+        if who == "child":
+            owner.wait(60.0)
         (bench.path / "lock").write_text("1\n")
         try:
             with pytest.raises(TierBusyError, match=rf"is in use by process {pid} \(python[\w.]*\); stop it"):

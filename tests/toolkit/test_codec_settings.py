@@ -136,7 +136,7 @@ def test_a_key_in_the_wrong_place_is_not_shown(encryption: object) -> None:
 
 
 def test_a_key_file_that_is_refused_is_named_with_its_setting(key_file: Path) -> None:
-    key_file.chmod(0o640)
+    key_file.chmod(0o604)
     with pytest.raises(ConfigError, match=r"encryption\.key_files\.3: .* chmod 600") as raised:
         settings_of(key_files={3: str(key_file)}).open_codecs()
     assert raised.value.__cause__ is None

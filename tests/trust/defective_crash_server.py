@@ -59,9 +59,9 @@ def nvme_makes_a_segment_too_many() -> None:
     """While one is reclaimed another is made, over the capacity."""
     create = SegmentFiles.create
 
-    def create_over(files: SegmentFiles, taken: Set[int], generation: int) -> Segment | NoSegment:
+    def create_over(files: SegmentFiles, taken: Set[int], generation: int, deleted_bytes: int) -> Segment | NoSegment:
         larger = dataclasses.replace(files, capacity_bytes=files.capacity_bytes + 2 * files.segment_bytes)
-        return create(larger, taken, generation)
+        return create(larger, taken, generation, deleted_bytes)
 
     plant(SegmentFiles, "create", create_over)
 

@@ -14,7 +14,9 @@ from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.stack import open_region, open_tier
+from tiered_kv.errors import ConfigError
+from tiered_kv.limits import Need, shared_memory_need
+from tiered_kv.stack import needs_of, open_region, open_tier
 
 _PROBE_BLOCKS = 2
 """Size of a region for the secondary tiers, if the primary tier cannot be opened."""
@@ -47,7 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Status:
     config = load_config(args.stack)
-    checks = _check_all(config)
+    needs = needs_of(config)
+    if config.primary.shared is not None:
+        needs.append(shared_memory_need(config.primary_blocks * config.block.bytes, "primary.capacity"))
+    checks = _check_all(config, needs)
     ok = all(check.ok for check in checks)
     if args.json:
         print_json(
@@ -58,17 +63,18 @@ def run(args: argparse.Namespace) -> Status:
                 "namespace_digest": config.identity.digest.hex(),
                 "block_bytes": config.block.bytes,
                 "tiers": [asdict(check) for check in checks],
+                "limits": [asdict(need) for need in needs],
             }
         )
     else:
-        _show(args.stack, config, checks)
+        _show(args.stack, config, checks, needs)
     return Status.OK if ok else Status.FOUND
 
 
-def _check_all(config: StackConfig) -> list[TierCheck]:
+def _check_all(config: StackConfig, needs: list[Need]) -> list[TierCheck]:
     """Open all tiers together, as a stack does: two of them may exclude each other."""
     with progress("opening cpu", 1 + len(config.secondary)) as advance, ExitStack() as opened:
-        primary, region = _check_primary(config)
+        primary, region = _check_primary(config, needs)
         opened.callback(region.close)
         checks = [primary]
         for tier in config.secondary:
@@ -78,9 +84,12 @@ def _check_all(config: StackConfig) -> list[TierCheck]:
         return checks
 
 
-def _check_primary(config: StackConfig) -> tuple[TierCheck, PrimaryRegion]:
+def _check_primary(config: StackConfig, needs: list[Need]) -> tuple[TierCheck, PrimaryRegion]:
     settings = config.primary
     try:
+        for need in needs:
+            if need.is_refused:
+                raise ConfigError(need.problem, location=need.setting)
         make_policy(settings.policy, config.primary_blocks)
         region = open_region(config)
     except Exception as error:  # a third-party policy may raise anything
@@ -112,11 +121,19 @@ def _scrubbed(value: object, secrets: set[str]) -> object:
     return value if value is None or isinstance(value, (int, float)) else scrub(str(value), secrets)
 
 
-def _show(stack: str, config: StackConfig, checks: list[TierCheck]) -> None:
+def _show(stack: str, config: StackConfig, checks: list[TierCheck], needs: list[Need]) -> None:
     print_text(f"{stack}: blocks of {format_bytes(config.block.bytes)}, {config.block.tokens} tokens")
     print_text(f"namespace {config.identity.digest.hex()}\n")
     rows = [[check.name, check.type, "ok" if check.ok else "FAILED", _details(check)] for check in checks]
     print_table(["tier", "type", "opens", "what it can do here"], rows, numbers=False)
+    limits = [
+        [need.what, *need.shown, need.where, ("REFUSED" if need.is_refused else "WARNING") if need.problem else "ok"]
+        for need in needs
+    ]
+    print_table(["limit of", "the stack takes", "there is", "by", "verdict"], limits, numbers=False)
+    for need in needs:
+        if need.problem and not need.is_refused:  # what is refused is the error of the primary tier
+            print_text(f"{need.setting}: {need.problem}")
 
 
 def _details(check: TierCheck) -> str:

@@ -19,6 +19,7 @@ from pydantic import (
 from tiered_kv.config.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
 from tiered_kv.config.secret_keys import problem_of_key
 from tiered_kv.config.units import Bytes, BytesPerDay, Count, FilePath, Seconds, formatted_setting
+from tiered_kv.limits import Take
 
 
 class StrictModel(BaseModel):
@@ -136,6 +137,10 @@ class TierSettings(StrictModel):
         default=None,
         description="File that holds it, closed to other users; instead of `name_key`.",
     )
+
+    def takes(self, block_bytes: int) -> tuple[Take, ...]:
+        """Return what an open tier takes of this process's limits at most; its settings are named as in its entry."""
+        return ()
 
     @field_validator("name_key")
     @classmethod

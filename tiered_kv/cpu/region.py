@@ -20,6 +20,7 @@ import numpy as np
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.geometry import ROWS_OFFSET, Geometry
 from tiered_kv.errors import ConfigError
+from tiered_kv.limits import Limits
 from tiered_kv.permissions import NotPrivateError, check_file
 
 SHARED_MEMORY_DIRECTORY = Path("/dev/shm")
@@ -148,7 +149,8 @@ class PrimaryRegion:
             if code:
                 raise ConfigError(
                     f"CUDA cannot pin {rounded_bytes(self.array.nbytes)} (cudaHostRegister: error {code}); "
-                    "lower primary.capacity or raise the limit of locked memory (ulimit -l)"
+                    f"lower primary.capacity or raise the limit of locked memory (ulimit -l), which is "
+                    f"{Limits().locked_memory()}"
                 )
             self.is_pinned = True
         return self.is_pinned

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, Final, Literal
@@ -22,6 +23,7 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.direct.tasks import Done, Task
 from tiered_kv.direct.thread import TierThread
 from tiered_kv.errors import ConfigError
+from tiered_kv.limits import compare, require
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.guarded import GuardedTier
@@ -83,6 +85,12 @@ class DirectTiers:
             raise ValueError(
                 f"give at least one tier, and each its own name; found {[entry.name for entry in entries]}"
             )
+        takes = [
+            replace(take, setting=f"tiers.{number}.{take.setting}")
+            for number, entry in enumerate(entries)
+            for take in entry.takes(block_bytes)
+        ]
+        require(compare(takes))
         identity = namespace.identify(block_bytes=block_bytes, block_tokens=block_tokens)
         spec_of = partial(
             TierSpec,
