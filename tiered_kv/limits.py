@@ -225,15 +225,16 @@ def _need(what: Resource, wanted: int, limit: Limit, setting: str, problem: str,
     return replace(need, problem=text)
 
 
-def require(needs: Sequence[Need]) -> None:
-    """Refuse a stack that cannot work here, and warn about one that may not.
-
-    Raises:
-        ConfigError: Its first need that makes it impossible.
-    """
+def refuse(needs: Sequence[Need]) -> None:
+    """Raise `ConfigError` for the first need that makes a stack impossible here."""
     for need in needs:
         if need.is_refused:
             raise ConfigError(need.problem, location=need.setting)
+
+
+def require(needs: Sequence[Need]) -> None:
+    """Refuse a stack that cannot work here, and warn about one that may not. Raises as `refuse`."""
+    refuse(needs)
     for need in needs:
         if need.problem:
             _log.warning("%s", need.problem)

@@ -86,9 +86,8 @@ class Stack(BlockFacade):
             self.server = StatusServer(*config.metrics.address) if config.metrics else None
             if self.server is not None:
                 undo.callback(self.server.close)
-            if backend is None:  # else the memory is there already
-                require(needs_of(config))
-                backend = CPUBackend(open_region(config))
+            require(needs_of(config, has_region=backend is not None))
+            backend = backend or CPUBackend(open_region(config))
             undo.callback(backend.region.close)
             self.kv_view = backend.region.kv_view
             self.events = _open_publisher(config)
@@ -168,9 +167,13 @@ def open_tier(
         return SecondaryTierFactory.create(spec, kv_view, settings)
 
 
-def needs_of(config: StackConfig) -> list[Need]:
-    """Return what a stack needs of this process's limits, and what is wrong about it. Opens nothing."""
-    takes = [Take("memory", config.primary_blocks * config.block.bytes, "primary.capacity")]
+def needs_of(config: StackConfig, *, has_region: bool = False) -> list[Need]:
+    """Return what a stack needs of this process's limits, and what is wrong about it. Opens nothing.
+
+    With `has_region`, the primary tier's memory is there already.
+    """
+    region_bytes = config.primary_blocks * config.block.bytes
+    takes = [] if has_region else [Take("memory", region_bytes, "primary.capacity")]
     for index, tier in enumerate(config.secondary):
         own = tier.takes(config.block.bytes)
         takes += [replace(take, setting=f"secondary.{index}.{take.setting}") for take in own]

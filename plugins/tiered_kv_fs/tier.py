@@ -240,8 +240,9 @@ class FsTier(AsyncTier):
         }
 
     def _disk_warning(self) -> str:
+        used_bytes = self._keeper.used_bytes - self._keeper.granted_bytes
         with suppress(OSError):
-            return disk_need(self._directory.path, self._settings.capacity, self._keeper.used_bytes).problem
+            return disk_need(self._directory.path, self._settings.capacity, used_bytes).problem
         return ""
 
     def shutdown(self) -> None:

@@ -30,7 +30,7 @@ from tiered_kv_nvme.reader import BlockReader
 from tiered_kv_nvme.reclaimer import Reclaimer
 from tiered_kv_nvme.recovery import recover
 from tiered_kv_nvme.segment import SegmentState
-from tiered_kv_nvme.sizing import Sizing
+from tiered_kv_nvme.sizing import SEGMENTS_MIN, Sizing
 from tiered_kv_nvme.worth import Worth
 from tiered_kv_nvme.writer import BatchWriter
 
@@ -231,6 +231,8 @@ class SegmentStore:
         sizing = self._options.sizing
         listing = self._directory.list()
         need = disk_need(self._directory.fd, sizing.capacity_bytes, listing.used_bytes)
+        if need.available < SEGMENTS_MIN * sizing.segment_bytes:
+            need = disk_need(self._directory.fd, sizing.capacity_bytes, listing.used_bytes, "capacity and segment")
         return {
             "path": self._directory.path,
             "direct_io": f"no: {self._buffered_reason}" if self._buffered_reason else "yes",

@@ -14,8 +14,7 @@ from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.errors import ConfigError
-from tiered_kv.limits import Need, shared_memory_need
+from tiered_kv.limits import Need, refuse, shared_memory_need
 from tiered_kv.stack import needs_of, open_region, open_tier
 
 _PROBE_BLOCKS = 2
@@ -87,9 +86,7 @@ def _check_all(config: StackConfig, needs: list[Need]) -> list[TierCheck]:
 def _check_primary(config: StackConfig, needs: list[Need]) -> tuple[TierCheck, PrimaryRegion]:
     settings = config.primary
     try:
-        for need in needs:
-            if need.is_refused:
-                raise ConfigError(need.problem, location=need.setting)
+        refuse(needs)
         make_policy(settings.policy, config.primary_blocks)
         region = open_region(config)
     except Exception as error:  # a third-party policy may raise anything

@@ -15,7 +15,7 @@ from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.geometry import ROWS_OFFSET, Geometry, check_header, has_header, write_header
 from tiered_kv.cpu.region import PrimaryRegion, size_shared
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.limits import require
+from tiered_kv.limits import refuse
 from tiered_kv.stack import Stack, needs_of
 from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
 from tiered_kv.worker.shared_file import SharedFile
@@ -77,7 +77,7 @@ class SharedStack:
                 f"{format_bytes(bytes_per_worker * num_workers)}, found {format_bytes(self.config.block.bytes)}",
                 location="block.bytes",
             )
-        require(needs_of(self.config))
+        refuse(needs_of(self.config))  # the scheduler's stack warns
         self.geometry = Geometry(self.config.primary_blocks, self.config.block.bytes, num_workers, block_size_factor)
 
     def open_stack(self, *, enable_events: bool = False, file: SharedFile | None = None) -> Stack:
