@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from dataclasses import replace
 
 from tiered_kv.permissions import check_inner_directory, open_directory
-from tiered_kv.toolkit.claimed import ClaimedDirectory, Identity, absolute
+from tiered_kv.toolkit.claimed import ClaimedDirectory, Identity, absolute, refuse_other_device
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX
 from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, as_text, fields_of, read_file, replace_file
 from tiered_kv_fs.files import make_directory
@@ -57,6 +56,8 @@ class Directory:
             ConfigError, FormatError: As the constructor.
             OSError: The file system refuses, or another one is mounted there now.
         """
+        if self._place is not None:
+            refuse_other_device(self.path, self._place[0])
         fd = open_directory(self.path)
         try:
             status = os.fstat(fd)
@@ -65,8 +66,6 @@ class Directory:
             # What is in the same directory was accepted at the opening: only the marker is missing.
             if self._place == place and os.path.isdir(self.namespace_path):
                 claimed = replace(claimed, own_names=frozenset(os.listdir(fd)))
-            elif self._place and self._place[0] != status.st_dev:
-                raise OSError(errno.ENODEV, "another file system is mounted there now", self.path)
             claimed.check(fd)
             claimed.mark(fd, {"tier": "fs"})
         finally:

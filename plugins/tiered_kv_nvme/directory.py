@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Final, NamedTuple
 
 from tiered_kv.config.namespace import differences
 from tiered_kv.permissions import open_directory
-from tiered_kv.toolkit.claimed import TEMPORARY, ClaimedDirectory, Identity, absolute, walk
+from tiered_kv.toolkit.claimed import TEMPORARY, ClaimedDirectory, Identity, absolute, refuse_other_device, walk
 from tiered_kv.toolkit.small_files import as_text, fields_of
 from tiered_kv_nvme.disk import PROBE_NAME, has_name
 from tiered_kv_nvme.epoch import EPOCH_NAME
@@ -113,9 +112,7 @@ class Directory:
             if MARKER_NAME not in names:  # what else is in it was accepted at the opening
                 self._check_marker(replace(self.claimed, own_names=names), self.fd)
             return
-        device = os.fstat(self.fd).st_dev
-        if _device_above(self.path) != device:
-            raise OSError(errno.ENODEV, "another file system is mounted there now", self.path)
+        refuse_other_device(self.path, os.fstat(self.fd).st_dev)
         fd = open_directory(self.path)
         try:
             self._replace_lock(self._claim(fd))
@@ -169,14 +166,6 @@ def remove_leftovers(directory_fd: int) -> None:
         if name == PROBE_NAME or (TEMPORARY.fullmatch(name) and MARKER_NAME in name):
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=directory_fd)
-
-
-def _device_above(path: str) -> int:
-    """Return the device of the nearest directory that exists: the path itself, or one above it."""
-    while True:
-        with suppress(FileNotFoundError):
-            return os.stat(path).st_dev
-        path = os.path.dirname(path)
 
 
 def _difference(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tiered_kv.counters import Counters
+from tiered_kv.errors import TieredKVError
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import Draft
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
@@ -95,7 +96,14 @@ class Reclaimer:
         if now_s < self._watch_after_s:
             return
         self._watched_s, self._watch_after_s = now_s, now_s + _WATCH_S
-        self.remake()
+        path = self.files.directory.path
+        try:
+            self.remake()
+        except (OSError, TieredKVError) as error:
+            if type(error) not in self._logged:
+                self._logged.add(type(error))
+                _log.warning("%s: what was deleted cannot be made again: %s", path, error)
+            return
         with self.pool.changed:
             segments = [segment for segment in self.pool.segments.values() if not segment.deleted]
         deleted = [segment for segment in segments if not self.files.has_name(segment)]
@@ -107,7 +115,6 @@ class Reclaimer:
             os.close(segment.fd)
         self._grow_after_s = 0.0
         self.counters.add("lost_segments_total", count=len(deleted))
-        path = self.files.directory.path
         _log.warning("%d segment files in %s were deleted by somebody; others take their place", len(deleted), path)
 
     def _seal(self) -> bool:

@@ -140,8 +140,16 @@ def test_a_directory_is_not_made_on_the_file_system_below_a_mount_that_has_gone(
 ) -> None:
     monkeypatch.setattr("tiered_kv_nvme.reclaimer._WATCH_S", 3600.0)
     store = bench.open_ready()
-    monkeypatch.setattr("tiered_kv_nvme.directory._device_above", lambda path: -1)
     shutil.rmtree(bench.path)
+    device = os.stat(bench.path.parent).st_dev
+    stat = os.stat
+
+    def of_another(path: object, **options: object) -> os.stat_result:
+        status = stat(path, **options)  # type: ignore[call-overload]
+        is_above = path == str(bench.path.parent)
+        return os.stat_result((*status[:2], device + 1, *status[3:])) if is_above else status
+
+    monkeypatch.setattr(os, "stat", of_another)
     with pytest.raises(OSError, match="another file system is mounted there now"):
         store._remake()
     assert not bench.path.exists()

@@ -200,3 +200,12 @@ def absolute(path: str) -> str:
         return os.path.abspath(expanded_path(path))
     except ValueError as error:
         raise ConfigError(f"{error}, found {path}", location="path") from None
+
+
+def refuse_other_device(path: str, device: int) -> None:
+    """Raise `OSError` if a path is not on a device any more, before a directory is made where its mount has gone."""
+    above = path
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
+    if os.stat(above).st_dev != device:
+        raise OSError(errno.ENODEV, "another file system is mounted there now", path)
