@@ -33,6 +33,7 @@ from tiered_kv.integrations.vllm.identity import (
     namespace_of,
 )
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, metric_definitions, vllm_events
+from tiered_kv.limits import compare, require
 from tiered_kv.tiering.answers import checked_answer, tier_exceptions
 from tiered_kv.tiering.base import JobMetadata, TierSpec
 from tiered_kv.tiering.base import JobResult as OurResult
@@ -127,6 +128,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         spec = TierSpec(settings.name, self._block_bytes, identity.digest, identity.described, self._has_events)
         # vLLM's view is of signed bytes, and vLLM releases it while our tier may still hold this one.
         view = primary_kv_view.cast("B").cast("B", (self._num_blocks, self._block_bytes))
+        require(compare(settings.takes(self._block_bytes)))
         opened = SecondaryTierFactory.create(spec, view, settings)
         self.tier_type = settings.name
         self.locality = None if locality is None else Locality(locality.upper())
