@@ -209,8 +209,11 @@ def disk_need(path: str | int, capacity_bytes: int, used_bytes: int, setting: st
 
 
 def shared_memory_need(size_bytes: int, setting: str, folder: str = "/dev/shm") -> Need:
-    status = os.statvfs(folder)
-    limit = Limit(status.f_bavail * status.f_frsize, f"the free space of {folder}")
+    free_bytes = 0
+    with suppress(OSError):  # there is none
+        status = os.statvfs(folder)
+        free_bytes = status.f_bavail * status.f_frsize
+    limit = Limit(free_bytes, f"the free space of {folder}")
     short = f"lower {setting}, or enlarge it (mount -o remount,size=...; --shm-size of a container)"
     return _need("shared memory", size_bytes, limit, setting, short if limit.amount < size_bytes else "", refused=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
@@ -136,6 +137,7 @@ def _open_store(
     )
     tier = getattr(offloading_spec, "name", None) or tier_type
     store = SegmentStore(settings.path, identity, options, tier=tier)
-    if warning := store.describe().get("warning"):
-        _log.warning("tier '%s': %s", tier, warning)
+    with suppress(OSError):  # the first store meets it too
+        if warning := store.describe().get("warning"):
+            _log.warning("tier '%s': %s", tier, warning)
     return store

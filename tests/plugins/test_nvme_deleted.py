@@ -114,6 +114,7 @@ def test_the_one_who_makes_the_directory_again_owns_it(bench: StoreBench, monkey
     monkeypatch.setattr("tiered_kv_nvme.reclaimer._WATCH_S", 3600.0)
     first, keys, more = bench.open_ready(), make_keys(40), make_keys(20, "more")
     bench.put(first, keys)
+    bench.wait_until_ready(first)
     shutil.rmtree(bench.path)
     second = bench.open_ready()
     with pytest.raises(TierBusyError, match="is in use by another tier of this process"):
