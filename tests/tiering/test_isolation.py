@@ -38,6 +38,9 @@ class HeldTier(FourMethodTier):
         self.threads: set[threading.Thread] = set()
         self.raises: dict[str, type[BaseException]] = {}
         self.can_reset = False
+        self.resets: list[threading.Event] = []
+        """The next resets wait for these, one each."""
+        self.events: list[OffloadingEvent] = []
         self.before_lookup: Callable[[OffloadKey], object] = lambda key: None
         self.on_load: Callable[[int], object] = lambda job_id: None
 
@@ -49,6 +52,7 @@ class HeldTier(FourMethodTier):
     def submit_store(self, job_metadata: JobMetadata) -> None:
         self._pass("submit_store")
         super().submit_store(job_metadata)
+        self.events.append(OffloadingEvent(list(job_metadata.keys), 64, "", removed=False))
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
         self._pass("submit_load")
@@ -61,7 +65,8 @@ class HeldTier(FourMethodTier):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         self._raise("take_events")
-        return ()
+        taken, self.events = self.events, []
+        return taken
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._pass("touch")
@@ -80,6 +85,7 @@ class HeldTier(FourMethodTier):
 
     def reset_cache(self) -> bool:
         self._pass("reset_cache")
+        assert not self.resets or self.resets.pop(0).wait(WAIT_S)
         self.blocks.clear()
         return self.can_reset
 
@@ -380,6 +386,42 @@ def test_stores_that_wait_when_the_cache_is_reset_never_reach_the_tier(tier: Iso
     assert {result.job_id: result.success for result in finished(tier, 2)} == {1: True, 2: False}
     assert answer(tier, keys(2)[0], ReqContext("b")) is False
     assert inner.calls.count("submit_store") == 1
+
+
+def test_events_from_before_a_reset_are_dropped(tier: IsolatedTier, inner: HeldTier) -> None:
+    """Also those that come between the call and the tier's own reset."""
+    inner.can_reset, inner.resets = True, [threading.Event()]
+    (reset,) = inner.resets
+    hang_in_store(tier, inner)
+    tier.submit_load(job(2, keys(9), is_promotion=True))  # goes before the reset, so that the store has ended by then
+    tier.reset_cache()
+    tier.submit_store(job(3, keys(3)))
+    inner.open.set()
+    wait_until(lambda: "reset_cache" in inner.calls)
+    assert {result.job_id for result in finished(tier, 1)} <= {1, 2}
+    assert list(tier.take_events()) == []
+    reset.set()
+    told: list[OffloadingEvent] = []
+
+    def has_told() -> bool:
+        told.extend(tier.take_events())
+        return bool(told)
+
+    wait_until(has_told)
+    assert [key for event in told for key in event.keys] == keys(3)
+
+
+def test_until_the_last_of_several_resets_nothing_is_found(tier: IsolatedTier, inner: HeldTier) -> None:
+    inner.can_reset, inner.resets = True, [threading.Event(), threading.Event()]
+    first, second = inner.resets
+    tier.reset_cache()
+    tier.reset_cache()
+    first.set()
+    wait_until(lambda: inner.calls.count("reset_cache") == 2)
+    inner.blocks[keys(1)[0]] = bytes(64)
+    assert tier.lookup(keys(1)[0], ReqContext("a")) is False
+    second.set()
+    assert answer(tier, keys(1)[0], ReqContext("b")) is False
 
 
 def test_shutdown_does_not_wait_for_a_tier_that_hangs(

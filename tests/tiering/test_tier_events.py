@@ -109,6 +109,20 @@ def test_invalid_events_of_a_tier_are_counted_as_exceptions(bench: Bench, sink: 
     assert sink.take() == [(False, keys(1))]
 
 
+def test_a_store_from_before_a_reset_is_not_reported_by_its_tier_after_it(make_bench: MakeBench, sink: Sink) -> None:
+    bench = make_bench(LARGE_BUDGETS, event_sink=sink, reports_stored=True)
+    store(bench, 1)
+    bench.manager.reset_cache()
+    sink.take()
+    bench.tier.events = [OffloadingEvent(keys(1, 2), BLOCK_BYTES, "", removed=False)]
+    bench.end()
+    assert sink.take() == [(False, keys(2))]
+    store(bench, 1)
+    bench.tier.events = [OffloadingEvent(keys(1), BLOCK_BYTES, "", removed=False)]
+    bench.end()
+    assert sink.take() == [(False, keys(1))]
+
+
 def test_events_from_before_a_reset_are_dropped(bench: Bench, sink: Sink) -> None:
     store(bench, 1)
     bench.end()

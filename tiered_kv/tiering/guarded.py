@@ -202,6 +202,8 @@ class GuardedTier:
             return None
         if is_promotion:
             self.admission.note_hits(keys)
+        elif self.observer.keys_before_reset:
+            self.observer.keys_before_reset.difference_update(keys)
         self.jobs[job_id] = self._unexpired[job_id] = job
         budget.blocks = in_flight
         self.counters.add("submitted_jobs_total", direction_of(job.metadata))
@@ -338,7 +340,7 @@ class GuardedTier:
             has_reset = False
         if not has_reset:
             self.disable("it cannot reset")
-        self.observer.reset(list(self.jobs))
+        self.observer.reset([job.metadata for job in self.jobs.values()])
 
     def _moved_blocks(self) -> int:
         """Return how many blocks the tier reports as relocated within its storage."""

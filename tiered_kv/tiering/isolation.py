@@ -75,8 +75,8 @@ class IsolatedTier(WrapperTier):
         self._wake = threading.Condition(threading.Lock())
         self._urgent: deque[Callable[[], object]] = deque()
         self._hints: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=HINTS_MAX)
-        self._stores: deque[JobMetadata | ReqContext] = deque()
-        """Stores, and after the last store of a request its context, to report its end."""
+        self._stores: deque[tuple[int, JobMetadata | ReqContext]] = deque()
+        """Stores, and after the last store of a request its context, to report its end; each with the resets before."""
         self._has_probe = False
         self._questions: deque[Question] = deque()  # of the last probe; owned by the tier's thread
         self._results: deque[JobResult] = deque()
@@ -87,7 +87,8 @@ class IsolatedTier(WrapperTier):
         self._stats: Mapping[str, Any] = {}  # `inner.stats()`, read at the start, after each job and at the end
         self._is_idle = False
         self._is_closing = False
-        self._is_resetting = False
+        self._resets = 0  # written by the scheduler's thread
+        self._resets_done = 0  # written by the tier's thread
         self._cannot_reset = False
         self._thread = threading.Thread(target=self._run, name=f"tiered-kv-{inner.tier_type}-isolated", daemon=True)
         self._thread.start()
@@ -98,7 +99,7 @@ class IsolatedTier(WrapperTier):
         return self.lookup_many((key,), req_context)[0]
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        if self._is_resetting or self._cannot_reset:
+        if self._resets != self._resets_done or self._cannot_reset:
             return [False] * len(keys)
         return self._lookups.lookup_many(keys, req_context)
 
@@ -107,7 +108,7 @@ class IsolatedTier(WrapperTier):
         return self._lookup_exceptions + self._inner_failures + self._lookups.timeouts
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
-        self._stores.append(job_metadata)
+        self._stores.append((self._resets, job_metadata))
         self._notify()
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
@@ -133,7 +134,7 @@ class IsolatedTier(WrapperTier):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.forget_request(req_context.req_id)
         if len(self._stores) < REQUESTS_MAX:
-            self._stores.append(req_context)
+            self._stores.append((self._resets, req_context))
             self._notify()
 
     def on_schedule_end(self) -> None:
@@ -141,18 +142,21 @@ class IsolatedTier(WrapperTier):
             self._hint("on_schedule_end")
 
     def reset_cache(self) -> bool:
-        self._is_resetting = True
+        self._resets += 1
         self._lookups.clear()
         # Stores that have not begun are not valid any more.
         queued = list(_take_all(self._stores))
-        self._results.extend(JobResult(j.job_id, False, reason="reset") for j in queued if isinstance(j, JobMetadata))
-        self._stores.extend(ended for ended in queued if not isinstance(ended, JobMetadata))
+        self._results.extend(
+            JobResult(each.job_id, False, reason="reset") for _, each in queued if isinstance(each, JobMetadata)
+        )
+        self._stores.extend(ended for ended in queued if not isinstance(ended[1], JobMetadata))
         self._urgent.append(self._reset)
         self._notify()
         return True
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return _take_all(self._events)
+        # Until the tier has been reset, its events may be from before the reset; `_reset` drops them.
+        return () if self._resets != self._resets_done or self._cannot_reset else _take_all(self._events)
 
     def stats(self) -> Mapping[str, Any]:
         return self._stats
@@ -199,10 +203,12 @@ class IsolatedTier(WrapperTier):
         self._do_urgent()
         self._answer()
         try:
-            job = self._stores.popleft()
+            resets, job = self._stores.popleft()
         except IndexError:  # none, or a reset took it
             pass
         else:
+            if resets > self._resets_done:
+                self._do_urgent()  # a reset that came before the store
             if isinstance(job, JobMetadata):
                 self._begin(self.inner.submit_store, job)
             else:
@@ -309,7 +315,7 @@ class IsolatedTier(WrapperTier):
             self.note_exception("reset_cache")
         self._attempt("take_events", lambda: list(self.inner.take_events()))  # dropped: they are from before the reset
         self._events.clear()
-        self._is_resetting = False
+        self._resets_done += 1
 
     def _attempt(self, method: str, call: Callable[..., object], *arguments: Any) -> None:
         """Make a call whose exceptions are only noted."""

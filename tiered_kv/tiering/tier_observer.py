@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
-from tiered_kv.base import OffloadingEvent
+from tiered_kv.base import OffloadingEvent, OffloadKey
 from tiered_kv.counters import Counters
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import TierError
@@ -71,6 +71,8 @@ class TierObserver:
         self._tier_reports_stored = event_source is not None and self._reports_stored(event_source)
         self._job_events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
         self._jobs_before_reset: frozenset[JobId] = frozenset()
+        self.keys_before_reset: set[OffloadKey] = set()
+        """Keys of stores that were in flight at a reset, and that no later store has. A tier may report them late."""
 
     def notice(self, what: str) -> None:
         """Record a change of the tier's state."""
@@ -114,9 +116,10 @@ class TierObserver:
         if self._history is not None:
             self._history.note_lookup_timeout(self._number)
 
-    def reset(self, jobs: Sequence[JobId]) -> None:
+    def reset(self, jobs: Sequence[JobMetadata]) -> None:
         """Record that the tier has forgotten its blocks, including those of `jobs`, which are in flight."""
-        self._jobs_before_reset = frozenset(jobs)
+        self._jobs_before_reset = frozenset(job.job_id for job in jobs)
+        self.keys_before_reset.update(key for job in jobs if not job.is_promotion for key in job.keys)
         if self._history is not None:
             self._history.reset(self._number)
         self._job_events.clear()
@@ -162,9 +165,9 @@ class TierObserver:
             return []
         try:
             return [
-                OffloadingEvent(event.keys, self._block_bytes, self._name, event.removed)
+                OffloadingEvent(keys, self._block_bytes, self._name, event.removed)
                 for event in map(checked_event, self._event_source.take_events())
-                if event.removed or self._tier_reports_stored
+                if (event.removed or self._tier_reports_stored) and (keys := self._current(event))
             ]
         except tier_exceptions():
             self.note_exception("take_events")
@@ -176,6 +179,12 @@ class TierObserver:
         except tier_exceptions():
             self.note_exception("reports_stored")
             return False
+
+    def _current(self, event: OffloadingEvent) -> Sequence[OffloadKey]:
+        """Return the keys of an event without blocks that were stored before a reset."""
+        if event.removed or not self.keys_before_reset:
+            return event.keys
+        return [key for key in event.keys if key not in self.keys_before_reset]
 
     def _note_fates(self, history: BlockHistory, job: JobMetadata, result: JobResult, done: int) -> None:
         """Record in the history which blocks the tier has gained or lost."""
