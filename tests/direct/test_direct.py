@@ -213,6 +213,54 @@ def test_a_reset_forgets_blocks_that_are_stored_in_flight_or_waiting(open_held: 
         assert tiers.wait("store", keys, offsets(6)) == [True] * 6
 
 
+def test_a_load_from_before_a_reset_asks_no_further_tier(pool: Any, register: Register, gate: Gate) -> None:
+    """Its block may be there by then, from after the reset."""
+    register("held", lambda inner: HeldJobsTier(inner, gate))
+    keys, answers = make_keys(2), list[list[bool]]()
+    with open_direct(pool, {"type": "held", **PATIENT, "load_budget": BLOCK_BYTES}, MEMORY) as tiers:
+        gate.close()
+        tiers.load(keys, offsets(2, TARGET), answers.append)  # one is in flight, the other waits
+        wait_until(lambda: tiers.status()["held"]["jobs_in_flight"] == 1, WAIT_S)
+        tiers.reset()
+        tiers.store(keys, offsets(2), lambda _: None)
+        wait_until(lambda: tiers.counters()["memory"].get("stored_blocks_total") == 2, WAIT_S)
+        gate.open()
+        wait_until(lambda: answers, WAIT_S)
+        assert answers == [[False, False]]
+        assert tiers.wait("load", keys, offsets(2, TARGET)) == [True, True]
+
+
+def test_a_store_from_before_a_reset_is_answered_false_whatever_a_tier_has_done(
+    pool: Any, register: Register, gate: Gate
+) -> None:
+    register("held", lambda inner: HeldJobsTier(inner, gate))
+    answers = list[list[bool]]()
+    with open_direct(pool, MEMORY, {"type": "held", **PATIENT}) as tiers:
+        gate.close()
+        tiers.store(make_keys(1), [0], answers.append)
+        wait_until(lambda: tiers.counters()["memory"].get("stored_blocks_total") == 1, WAIT_S)
+        tiers.reset()
+        gate.open()
+        wait_until(lambda: answers, WAIT_S)
+    assert answers == [[False]]
+
+
+def test_a_question_from_before_a_reset_finds_nothing(pool: Any, register: Register, gate: Gate) -> None:
+    gate.close()
+    register("hanging", lambda inner: HangingTier(inner, gate))
+    answers = list[list[bool]]()
+    with open_direct(pool, MEMORY, {"type": "hanging", **PATIENT}) as tiers:
+        keys = make_keys(2)
+        tiers.store(keys[:1], [0], lambda _: None)
+        wait_until(lambda: tiers.counters()["memory"].get("stored_blocks_total") == 1, WAIT_S)
+        tiers.contains(keys, answers.append)
+        wait_until(lambda: gate.waiting, WAIT_S)  # so that the first tier has answered
+        tiers.reset()
+        wait_until(lambda: answers, WAIT_S)
+        assert answers == [[False, False]]
+        gate.open()
+
+
 # Threads and budgets.
 
 

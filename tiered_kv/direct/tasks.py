@@ -27,6 +27,8 @@ class Task:
     begin_by_s: float = math.inf  # until when blocks wait for a job
     answers: list[bool] = field(init=False)
     pieces: int = 1  # open pieces; one is the call itself, until it has been divided
+    is_load: bool = False
+    is_outdated: bool = False  # it began before a reset
     # Of a lookup.
     asked: list[list[int]] = field(default_factory=list)  # places of keys by the tier to ask next; last: no tier left
     until_s: list[float] = field(default_factory=list)  # by tier: when its keys without an answer become misses
@@ -73,6 +75,13 @@ class TierQueue:
         self.waiting_blocks += len(blocks)
         (self._loads if is_load else self._stores).append((task, blocks))
 
+    def reset(self) -> None:
+        """Reset the tier. Its tasks are outdated from now on, and their blocks that wait fail."""
+        for task in (*self._in_flight.values(), *(task for task, _ in (*self._loads, *self._stores))):
+            task.is_outdated = True
+        self.drop_waiting()
+        self.guarded.reset_cache()
+
     def drop_waiting(self) -> None:
         """Fail all blocks that wait."""
         for waiting in (self._loads, self._stores):
@@ -85,6 +94,8 @@ class TierQueue:
         for job, result in self.guarded.collect():
             task = self._in_flight.pop(job.metadata.job_id)
             done = frozenset(job.metadata.keys if result.success else result.successful_keys or ())
+            if task.is_outdated:
+                done = frozenset()
             failed = [block for block in job.blocks if block.key not in done]
             for block in job.blocks:
                 task.answers[block.position] |= block.key in done

@@ -99,6 +99,7 @@ class TierThread:
 
     def load(self, task: Task) -> None:
         self.open_tasks += 1
+        task.is_load = True
         for blocks in _each_key_once(task.blocks):
             self._load_at(0, task, blocks)
         self._end_piece(task)
@@ -113,8 +114,11 @@ class TierThread:
 
     def reset(self) -> None:
         for queue in self.queues:
-            queue.drop_waiting()
-            queue.guarded.reset_cache()
+            queue.reset()
+        for task in self._lookups:
+            task.is_outdated = True
+            self._end_piece(task)
+        self._lookups.clear()
 
     # The thread.
 
@@ -147,7 +151,7 @@ class TierThread:
             self._ended.append(task)
 
     def _load_at(self, level: int, task: Task, blocks: list[CPUBlock]) -> None:
-        if level < len(self.queues) and blocks and not self._is_shut_down:
+        if level < len(self.queues) and blocks and not (self._is_shut_down or task.is_outdated):
             self.queues[level].add(task, blocks, is_load=True)
 
     def _ask(self, task: Task, now_s: float) -> None:
@@ -171,7 +175,8 @@ class TierThread:
             self.open_tasks -= 1
             for queue in self.queues:
                 queue.guarded.call("on_request_finished", task.context)
-            self._call(task.on_done, task.answers)
+            is_gone = task.is_outdated and not task.is_load  # no tier has its blocks any more
+            self._call(task.on_done, [False] * len(task.keys) if is_gone else task.answers)
         for queue in self.queues if self._on_removed is not None else ():
             events = queue.guarded.observer.take_events()
             if keys := [key for event in events if event.removed for key in event.keys]:

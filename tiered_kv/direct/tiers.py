@@ -180,7 +180,8 @@ class DirectTiers:
     def reset(self) -> None:
         """Forget every block that was stored before this call. Returns at once.
 
-        Blocks that wait for a budget fail. A tier that cannot reset is not used any more.
+        Calls before it end: `store` and `contains` answer False, and `load` loads no further block. A tier that cannot
+        reset is not used any more.
 
         Raises:
             ShutdownError: As `contains`.
