@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -357,6 +358,30 @@ def check_three_threads() -> None:
     assert backend.batch_exists(hashes(8)) == 8
     backend.close()
     assert backend.batch_exists(hashes(8)) == 0, "what is closed has nothing"
+
+
+def check_threads_that_ran_before_a_clear_store_and_load_nothing() -> None:
+    """A backup goes on, batch by batch, with pages from before the clear. A flush of SGLang's cache ends it."""
+    kv, mamba = mha_pool("layer_first"), mamba_pool("page_first")
+    fill(kv)
+    backend = opened(nvme("cleared"), kv, {"mamba": mamba})
+    with ThreadPoolExecutor(1) as before:
+        store = partial(backend.batch_set_v1, hashes(COUNT), slots(kv, range(COUNT)))
+        assert before.submit(store).result() == [True] * COUNT
+        backend.clear()
+        assert before.submit(store).result() == [False] * COUNT
+        states = [PoolTransfer(PoolName.MAMBA, host_indices=slots(mamba, [3]), keys=hashes(1))]
+        assert before.submit(backend.batch_set_v2, states).result() == {"mamba": [False]}
+        assert backend.batch_exists(hashes(COUNT)) == 0
+        with ThreadPoolExecutor(1) as after:
+            assert after.submit(store).result() == [True] * COUNT
+            assert after.submit(backend.batch_exists, hashes(COUNT)).result() == COUNT
+        assert before.submit(backend.batch_exists, hashes(COUNT)).result() == 0
+        load = partial(backend.batch_get_v1, hashes(COUNT), slots(kv, range(10, 10 + COUNT)))
+        assert before.submit(load).result() == [False] * COUNT
+    backend.clear()
+    with ThreadPoolExecutor(1) as flushed:
+        assert flushed.submit(store).result() == [True] * COUNT, "no thread from before the clear is alive"
 
 
 def check_sglang_s_failure_injection() -> None:

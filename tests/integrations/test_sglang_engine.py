@@ -92,6 +92,7 @@ def test_a_killed_engine_s_successor_finds_its_pages_and_damaged_ones_are_comput
         assert engine.tell("flush")["success"]
         result = engine.tell("generate", prompts=PROMPTS)
         assert (result["tokens"], result["storage"]) == (expected, [0] * len(PROMPTS))
+        assert found_again(engine, expected) == [WHOLE] * len(PROMPTS), "the flush after the clear ended it"
 
 
 def attach(engine: SGLangEngine, extra: Message) -> Message:

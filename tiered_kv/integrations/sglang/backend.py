@@ -11,6 +11,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -65,6 +66,11 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         self._tiers: dict[str, list[tuple[Parts, DirectTiers]]] = {}
         """By the pool's name."""
         self._is_used = False
+        self._clear_lock = threading.Lock()
+        """Guards the next two, and lets a call reach the tiers of all parts before a clear or after it."""
+        self._callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._outdated: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        """Threads that may hold pages from before a clear. They store and load nothing."""
         self._load_s_max = sum(tier.job_timeout for tier in self._settings.tiers)
         self._load_until_s = math.inf
         """Time at which the running load should have ended. SGLang has one thread for loads."""
@@ -183,10 +189,19 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
     # Administration.
 
     def clear(self) -> None:
-        """Forget every page in every tier, for all engines that share the tier."""
-        for opened in self._tiers.values():
-            for _, tiers in opened:
-                tiers.reset()
+        """Forget every page in every tier, for all engines that share the tier.
+
+        SGLang's threads go on with the pages that it has in memory. They store and load nothing until a flush of its
+        cache, which drops these pages and starts other threads.
+        """
+        own = threading.current_thread()
+        with self._clear_lock:
+            if any(thread.is_alive() for thread in self._callers if thread is not own):
+                self._outdated = weakref.WeakSet(thread for thread in threading.enumerate() if thread is not own)
+                _log.warning("cleared; flush SGLang's cache (/flush_cache), or nothing is stored or loaded any more")
+            for opened in self._tiers.values():
+                for _, tiers in opened:
+                    tiers.reset()
 
     def get_stats(self) -> StorageMetrics:
         """Return the pages of each load and store since the last call, and their rates in GB/s, if metrics are on."""
@@ -247,13 +262,17 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         if method == "load":
             self._load_until_s = time.monotonic() + self._load_s_max
         try:
-            for parts, tiers in opened:
-                arguments: list[Any] = [pool.keys(parts, keys)]
-                if host_indices is not None:
-                    arguments.append(pool.offsets(parts, host_indices))
-                answers: Future[list[bool]] = Future()
-                getattr(tiers, method)(*arguments, answers.set_result)
-                waiting.append((len(parts.numbers), answers))
+            with self._clear_lock:
+                self._callers.add(threading.current_thread())
+                if threading.current_thread() in self._outdated:
+                    return [False] * len(keys)
+                for parts, tiers in opened:
+                    arguments: list[Any] = [pool.keys(parts, keys)]
+                    if host_indices is not None:
+                        arguments.append(pool.offsets(parts, host_indices))
+                    answers: Future[list[bool]] = Future()
+                    getattr(tiers, method)(*arguments, answers.set_result)
+                    waiting.append((len(parts.numbers), answers))
         finally:  # after an error, too, no tier may use the pages any more
             for count, answers in waiting:
                 for place, answer in enumerate(answers.result()):
