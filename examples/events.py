@@ -97,7 +97,7 @@ def main() -> None:
             router.follow(lambda: router.counts() == {"CPU": 16, "NVME": 40})
             print("40 blocks stored:", router.counts())
 
-            stack.manager.reset_cache()
+            stack.reset_cache()
             router.follow(lambda: not router.tiers)
             print("after a reset:", router.counts())
             zmq.Context.instance().destroy(linger=0)

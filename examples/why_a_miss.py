@@ -51,7 +51,7 @@ def main() -> None:
         ask(stack, "an old prompt")
         store(stack, prompt("a recent prompt"))
         ask(stack, "a recent prompt")
-        stack.manager.reset_cache()  # as after an update of the weights
+        stack.reset_cache()  # as after an update of the weights
         ask(stack, "a recent prompt")
         for tier, counters in stack.counters().items():
             print(f"{tier}: {counters['blocks_total']}, misses {counters.get('misses_total', {})}")

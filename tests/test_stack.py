@@ -89,6 +89,45 @@ def four(register: Register) -> None:
     register("four", FourMethodTier)
 
 
+class TestResets:
+    @pytest.mark.parametrize("at", [0, 15])
+    def test_a_put_that_began_before_a_reset_stores_nothing(self, at: int, stack: Stack) -> None:
+        keys, blocks = make_keys(16), blocks_of(16)
+
+        def reset(index: int) -> None:
+            if index == at:
+                stack.reset_cache()
+
+        assert stack.put(keys, copied(blocks, reset)) == 0
+        assert stack.get(keys, empty(16)) == 0
+        assert stack.put(keys, blocks) == 16
+
+    def test_a_get_that_began_before_a_reset_loads_no_block_after_it(self, stack: Stack) -> None:
+        keys, old, new = make_keys(16), blocks_of(16), blocks_of(16, seed=1)
+        stack.put(keys, old)
+        out = empty(16)
+
+        def reset(index: int) -> None:
+            if stack.epoch == 0:
+                stack.reset_cache()
+                stack.put(keys, new)
+
+        loaded = stack.get(keys, copied(out, reset))
+        assert 0 < loaded < 16
+        assert np.array_equal(out[:loaded], old[:loaded])
+        stack.put(keys, new)  # those too that the `get` was copying
+        assert stack.get(keys, out) == 16
+        assert np.array_equal(out, new)
+
+    def test_blocks_of_an_earlier_epoch_are_refused(self, stack: Stack) -> None:
+        keys, blocks, epoch = make_keys(4), blocks_of(4), stack.epoch
+        assert stack.put(keys[:2], blocks[:2], epoch=epoch) == 2
+        stack.reset_cache()
+        assert stack.put(keys, blocks, epoch=epoch) == 0
+        assert stack.get(keys, empty(4)) == 0
+        assert stack.put(keys, blocks, epoch=stack.epoch) == 4
+
+
 class TestPutAndGet:
     def test_get_ends_at_the_first_miss_and_leaves_the_rest_alone(self, stack: Stack) -> None:
         keys, blocks, out = make_keys(6), blocks_of(6), empty(6)

@@ -83,7 +83,8 @@ class PrefixOffloadingManager(OffloadingManager):
 
     Each `lookup` is one scheduler step. It ends the step before it, which submits and collects transfers. The blocks
     that it counts stay loadable until the next `lookup`. A block that is being promoted ends the prefix; a later
-    `lookup` finds it. Lookups belong to one request until no lookup waits for a tier any more.
+    `lookup` finds it. Lookups belong to one request until no lookup waits for a tier any more. So the manager does not
+    know whose blocks are stored: let all requests end before its `reset_cache`.
 
     Args:
         manager: The manager; only this object may call it.

@@ -48,7 +48,8 @@ class ReqContext:
 
     Args:
         req_id: The engine's id of the request. Calls with one id share the state of a request (answers, deadlines,
-            recency). Calls without an id share an anonymous request, which is replaced every few seconds.
+            recency). Calls without an id share an anonymous request, which is replaced every few seconds; a reset does
+            not concern it, so do not store blocks from before a reset with it.
         kv_transfer_params: Parameters of the request, passed to the tiers.
     """
 
@@ -194,7 +195,8 @@ class OffloadingManager(ABC):
         """Allocate blocks for the keys that are not stored yet.
 
         Returns:
-            The transfer; or None, with nothing changed, if there is no room for all of them.
+            The transfer, of no block if the request began before a reset; or None, with nothing changed, if there is no
+            room for all of them.
         """
 
     @abstractmethod
@@ -226,7 +228,10 @@ class OffloadingManager(ABC):
         return
 
     def reset_cache(self) -> None:
-        """Forget every block, because their contents are no longer valid: the model has new weights, for example."""
+        """Forget every block, because their contents are no longer valid: the model has new weights, for example.
+
+        A request that has begun stores and loads nothing until it ends.
+        """
         return
 
     def shutdown(self) -> None:

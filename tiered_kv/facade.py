@@ -55,7 +55,13 @@ class BlockFacade:
         self._request_numbers = itertools.count()
 
     def put(
-        self, keys: Sequence[OffloadKey], blocks: Blocks, *, timeout: float = 10.0, hints: HintsAsGiven = None
+        self,
+        keys: Sequence[OffloadKey],
+        blocks: Blocks,
+        *,
+        timeout: float = 10.0,
+        hints: HintsAsGiven = None,
+        epoch: int | None = None,
     ) -> int:
         """Store the blocks that are not stored yet.
 
@@ -68,10 +74,11 @@ class BlockFacade:
             blocks: uint8 of shape (len(keys), block_bytes), rows contiguous.
             timeout: Seconds to wait, in all, for room.
             hints: Hints about the blocks; see docs/how-to/hints.md.
+            epoch: The `epoch` in which the blocks were computed, by default that of the call.
 
         Returns:
             The length of the prefix of `keys` that is stored now. It is less than `len(keys)` if no room could be made
-            in time, and 0 if `hints` skip the store.
+            in time, and 0 if `hints` skip the store, or after a reset in or since `epoch`.
 
         Raises:
             TypeError, ValueError: The arguments do not fit each other, or hints are invalid.
@@ -81,11 +88,11 @@ class BlockFacade:
         end_s = time.monotonic() + timeout
         count = len(keys) if self._has_secondary else min(len(keys), self.region.num_blocks)
         done, batch = 0, self._batch_blocks
-        with self._request("put", hints) as context:
-            if self.manager.primary.hints_of(context).skips_store:
-                return 0
+        with self._request("put", hints, epoch) as context:
             pause_s = _PAUSE_MIN_S
             while done < count:
+                if self.manager.primary.skips_store(context):
+                    return 0
                 # Without secondary tiers an evicted block is lost. So the blocks that this call has stored are named
                 # again: the manager does not evict them for blocks that come after them.
                 first, stop = (done if self._has_secondary else 0), min(done + batch, count)
@@ -99,7 +106,7 @@ class BlockFacade:
                     break  # neither a transfer nor another call will make room
                 else:
                     pause_s = _pause(pause_s)
-        return done
+            return 0 if self.manager.primary.is_outdated(context) else done
 
     def get(self, keys: Sequence[OffloadKey], out: Blocks, timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
         """Load the longest available prefix of `keys`.
@@ -111,7 +118,7 @@ class BlockFacade:
             hints: As of `put`.
 
         Returns:
-            The number of blocks that were loaded; later rows of `out` are unchanged.
+            The number of blocks that were loaded; later rows of `out` are unchanged. After a reset no more are loaded.
 
         Raises:
             TypeError, ValueError: The arguments do not fit each other, or hints cannot be used.
@@ -144,8 +151,9 @@ class BlockFacade:
             ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
         self._check_keys(keys)
-        ahead = keys[: max(self.region.num_blocks // 2, 1)]
-        return self._prefix("prefetch", ahead, timeout, hints, lambda wanted, _, context: self._find(wanted, context))
+        ahead, epoch = keys[: max(self.region.num_blocks // 2, 1)], self.epoch
+        found = self._prefix("prefetch", ahead, timeout, hints, lambda wanted, _, context: self._find(wanted, context))
+        return found if self.epoch == epoch else 0
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until no transfer to or from a secondary tier is in flight, `timeout` seconds at most.
@@ -159,6 +167,23 @@ class BlockFacade:
         with self._call():
             self._step()  # an idle stack publishes what its tiers have removed meanwhile
             return self._wait(lambda: not self.manager.jobs_in_flight, time.monotonic() + timeout)
+
+    @property
+    def epoch(self) -> int:
+        """The number of resets since the stack was opened."""
+        return self.manager.primary.epoch
+
+    def reset_cache(self) -> None:
+        """Remove every block from every tier, as after new weights.
+
+        Blocks of calls that have begun are not stored any more, and these calls load no further blocks.
+
+        Raises:
+            ShutdownError: The stack is closed, or another process opened it before a fork.
+        """
+        with self._call(), self._lock:
+            self._raise_if_closed()
+            self.manager.reset_cache()
 
     def close(self, timeout: float = 5.0) -> None:
         """Wait for calls and for transfers, `timeout` seconds each at most, and close every tier.
@@ -317,14 +342,16 @@ class BlockFacade:
                 self._idle.notify_all()
 
     @contextmanager
-    def _request(self, verb: str, hints: HintsAsGiven) -> Iterator[ReqContext]:
-        """Make one request of the manager for a call."""
+    def _request(self, verb: str, hints: HintsAsGiven, epoch: int | None = None) -> Iterator[ReqContext]:
+        """Make one request of the manager for a call; `epoch` is its epoch, by default the current one."""
         if hints is not None:
             Hints.parse(hints)  # a mistake in a program is an error, unlike one of a server's client
         context = ReqContext(f"{verb}-{next(self._request_numbers)}", None if hints is None else {HINTS_KEY: hints})
         with self._call():
             with self._lock:
                 self.manager.on_new_request(context)
+                if epoch not in (None, self.epoch):
+                    self.manager.outdate(context)
             try:
                 yield context
             finally:

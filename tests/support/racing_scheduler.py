@@ -21,15 +21,18 @@ _STEP_S = 0.0002
 
 @dataclass(slots=True)
 class _Running:
-    """A request, and the transfer that it waits for."""
+    """A request, and the transfer that it waits for.
+
+    It computes the blocks of the epoch in which it began, also after a reset.
+    """
 
     context: ReqContext
     keys: list[OffloadKey]
+    epoch: int
     steps: int = 0
     rows: list[int] = field(default_factory=list)
     moving: list[OffloadKey] = field(default_factory=list)
     is_load: bool = False
-    epoch: int = 0
     steps_left: int = 0
 
 
@@ -96,7 +99,7 @@ class RacingScheduler:
         context = ReqContext(f"race-{self._number}")
         keys = self._prompts.choose(self._chance)
         self._manager.on_new_request(context)
-        self._running.append(_Running(context, keys))
+        self._running.append(_Running(context, keys, self._epoch))
         if self._chance.random() < 0.1:
             self._manager.prefetch(keys, context)
 
@@ -123,7 +126,7 @@ class RacingScheduler:
         self._region.array[running.rows] = self._prompts.contents(running.moving, running.epoch)
 
     def _begin(self, running: _Running, spec: object, *, is_load: bool) -> None:
-        running.rows, running.is_load, running.epoch = rows_of(spec), is_load, self._epoch
+        running.rows, running.is_load = rows_of(spec), is_load
         running.steps_left = self._chance.randint(0, _TRANSFER_STEPS_MAX)
 
     def _move(self, running: _Running, *, stores: bool = True) -> None:

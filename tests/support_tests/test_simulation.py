@@ -17,6 +17,7 @@ from tests.support.simulation.simulation import Simulation
 from tests.support.simulation.tiers import SimulatedToolkitTier
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import flat_counts
+from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv.tiering.promotion import Promotions
@@ -162,6 +163,10 @@ DEFECTS: dict[str, tuple[list[tuple[object, str, object]], str]] = {
     "a store from before a reset that is published": (
         [(SimulatedToolkitTier, "_refusal", refusal_in_this_epoch)],
         "is not there to be found",
+    ),
+    "a request that stores after a reset": (
+        [(CPUOffloadingManager, "is_outdated", lambda *_: False)],
+        "blocks of old weights are stored",
     ),
     "a request that waits without a bound": (
         [(Search, "_count_wait", nothing)],

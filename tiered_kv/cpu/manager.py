@@ -24,7 +24,7 @@ from tiered_kv.mediums import CPULoadStoreSpec
 PRIMARY_NAME = "cpu"
 """The primary tier's name in counters and answers."""
 CHAINS_MAX = 100_000
-"""Limit of requests whose recency is tracked; beyond it the oldest request counts as finished."""
+"""Limit of requests whose recency is tracked, and of `outdated` ones; beyond it the oldest request is forgotten."""
 EVENTS_MAX = 1 << 16
 """Limit of events that wait for `take_events`; beyond it the oldest are lost."""
 _NO_HINTS = Hints()
@@ -69,8 +69,12 @@ class CPUOffloadingManager(OffloadingManager):
         self.hint_reader = HintReader(hints)
         self.skipped_blocks = 0
         """Blocks that were not stored because their request has the hint `skip: store`."""
+        self.epoch = 0
+        """The number of resets."""
+        self.outdated: dict[str, None] = {}
+        """Requests that began before a reset and have not ended, oldest first. They store and load nothing."""
         self.load_skippers: set[str] = set()
-        """Requests with the hint `skip: load`."""
+        """Requests that load nothing: those with the hint `skip: load`, and the outdated ones."""
         self._clock = clock
         self._chains: dict[str, RequestChain] = {}
         # Blocks that were in use at a reset_cache(). Their keys cannot be stored again before the engine completes its
@@ -93,8 +97,10 @@ class CPUOffloadingManager(OffloadingManager):
         """Pin ready blocks.
 
         Raises:
-            ValueError: A key is not ready; nothing was pinned.
+            ValueError: A key is not ready, or the request began before a reset; nothing was pinned.
         """
+        if self.outdated and keys and req_context.req_id in self.outdated:
+            raise ValueError(f"request {req_context.req_id!r} began before a reset of the cache, and loads nothing")
         found: list[CPUBlock] = []
         for key in keys:
             block = self.blocks.get(key)
@@ -112,6 +118,8 @@ class CPUOffloadingManager(OffloadingManager):
         self.unpin(self._loading_blocks(keys))
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        if self.is_outdated(req_context):  # not None, after which an engine would try again in each step
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         blocks, step = self.blocks, self.step
         absent: dict[OffloadKey, None] = {}
         has_present = False
@@ -158,23 +166,22 @@ class CPUOffloadingManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         req_id = req_context.req_id
-        hints = self.hint_reader.read(req_context.kv_transfer_params) if req_id else None
-        if hints is not None:
-            self.chain_of(req_context).hints = hints
-            if hints.skips_load:
-                self.load_skippers.add(req_id)
+        if req_id:
+            if req_id in self.outdated:  # the id is used again
+                self.on_request_finished(req_context)
+            chain = self.chain_of(req_context)  # from now on a reset finds the request
+            hints = self.hint_reader.read(req_context.kv_transfer_params)
+            if hints is not None:
+                chain.hints = hints
+                if hints.skips_load:
+                    self.load_skippers.add(req_id)
         if self.hint_reader.hinted:
             self.policy.now_s = self._clock()
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._finish(req_context.req_id)
-
-    def _finish(self, req_id: str) -> None:
-        chain = self._chains.pop(req_id, None)
-        if chain is not None:
-            chain.finish()
-        self.load_skippers.discard(req_id)
+        self.outdated.pop(req_context.req_id, None)
+        self.forget_request(req_context.req_id)
 
     def on_schedule_end(self) -> None:
         self.step += 1
@@ -193,7 +200,16 @@ class CPUOffloadingManager(OffloadingManager):
         return events
 
     def reset_cache(self) -> None:
-        """Forget every key. The rows of running transfers become free when the transfers end."""
+        """Forget every key. The rows of running transfers become free when the transfers end.
+
+        Requests that have begun store and load nothing until they end. A call without a request id belongs to no
+        request: its caller must not store blocks from before the reset.
+        """
+        self.epoch += 1
+        self.outdate(self._chains)
+        for req_id in list(self.outdated)[:-CHAINS_MAX]:
+            del self.outdated[req_id]
+            self.load_skippers.discard(req_id)
         ready = [block for block in self.blocks.values() if block.ref_cnt == 0]
         self.policy.remove(ready)
         self._note_event([key for key, block in self.blocks.items() if block.ref_cnt >= 0], removed=True)
@@ -241,6 +257,28 @@ class CPUOffloadingManager(OffloadingManager):
         chain = self._chains.get(req_context.req_id)
         return _NO_HINTS if chain is None or chain.hints is None else chain.hints
 
+    def is_outdated(self, req_context: ReqContext) -> bool:
+        """Return whether a request began before a reset."""
+        return bool(self.outdated) and req_context.req_id in self.outdated
+
+    def outdate(self, req_ids: Iterable[str]) -> None:
+        """Let requests store and load nothing until they end."""
+        for req_id in req_ids:
+            self.outdated[req_id] = None
+            self.load_skippers.add(req_id)
+
+    def skips_store(self, req_context: ReqContext) -> bool:
+        """Return whether none of a request's blocks are stored: it is outdated, or has the hint `skip: store`."""
+        return self.is_outdated(req_context) or self.hints_of(req_context).skips_store
+
+    def forget_request(self, req_id: str) -> None:
+        """Forget what is known of a request, but not that it is outdated."""
+        chain = self._chains.pop(req_id, None)
+        if chain is not None:
+            chain.finish()
+        if req_id not in self.outdated:
+            self.load_skippers.discard(req_id)
+
     def chain_of(self, req_context: ReqContext) -> RequestChain:
         """Return the chain of a request; without a request id, a new one."""
         req_id = req_context.req_id
@@ -249,7 +287,7 @@ class CPUOffloadingManager(OffloadingManager):
             chain = RequestChain()
             if req_id:
                 if len(self._chains) >= CHAINS_MAX:
-                    self._finish(next(iter(self._chains)))
+                    self.forget_request(next(iter(self._chains)))
                 self._chains[req_id] = chain
         chain.position_of = getattr(req_context, "get_offload_key_position", None)  # engines have contexts of their own
         return chain

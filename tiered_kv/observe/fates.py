@@ -68,7 +68,7 @@ SENTENCES: Final[Mapping[str, str]] = {
     "absent": "never seen there, or forgotten by the history",
     "evicted": "evicted, or found to be gone",
     "expired": "found to be gone; it was stored longer ago than the tier's ttl",
-    "reset": "gone with a reset of the cache",
+    "reset": "gone with a reset of the cache; or the request began before one",
     "admission": "not stored: not admitted (admit_after, write_budget)",
     "budget": "not stored, or not looked up: the tier's budget was used up",
     "no_space": "not stored: the tier had no room",

@@ -50,7 +50,7 @@ class StackModel:
     """Acts as the engine of a stack, and checks the stack's answers and bytes.
 
     A stack may lose any block at any time. It must not find a block that was never stored, or only before a reset. A
-    loaded block has the stored bytes.
+    loaded block has the stored bytes. A request computes its blocks with the weights of the epoch in which it began.
     """
 
     def __init__(self, stack: StackUnderTest) -> None:
@@ -61,6 +61,7 @@ class StackModel:
         self.loads: list[Transfer] = []
         self.stores: list[Transfer] = []
         self.faults_on: set[str] = set()
+        self._outdated: set[str] = set()
         self._request_numbers = itertools.count()
 
     @property
@@ -84,6 +85,7 @@ class StackModel:
     def finish(self, req_id: str) -> None:
         """End a request; its transfers may be completed later."""
         request, _ = self.requests.pop(req_id)
+        self._outdated.discard(req_id)
         self.manager.on_request_finished(request)
 
     # Loads.
@@ -103,8 +105,14 @@ class StackModel:
             time.sleep(_ROUND_S)
         assert None not in answers, f"answers are still None after {_ROUNDS_MAX} steps: {answers}"
         for key, answer in zip(keys, answers, strict=True):
-            assert not answer or key in self.stored, f"block {key.hex()} was found, and is not stored"
+            self.check_answer(key, answer, request)
         return list(itertools.takewhile(lambda key: answers[keys.index(key)], keys))
+
+    def check_answer(self, key: OffloadKey, answer: bool | None, request: ReqContext) -> None:
+        """Check that a block that is found is stored, and that a request from before a reset finds nothing."""
+        assert not answer or key in self.stored, f"block {key.hex()} was found, and is not there to be found"
+        is_outdated = request.req_id in self._outdated
+        assert answer is False or not is_outdated, f"{request.req_id} began before a reset, and finds {key.hex()}"
 
     def begin_load(self, req_id: str, keys: list[OffloadKey]) -> None:
         """Prepare a load of keys that were found in this step, and compare their rows."""
@@ -124,6 +132,7 @@ class StackModel:
         output = self.manager.prepare_store(keys, request)
         if output is None:
             return False
+        assert request.req_id not in self._outdated or not output.keys_to_store, "blocks of old weights are stored"
         assert isinstance(output.store_spec, CPULoadStoreSpec)
         rows = output.store_spec.block_ids.tolist()
         assert len(set(rows)) == len(rows) == len(output.keys_to_store)
@@ -145,12 +154,14 @@ class StackModel:
         if is_current:
             probe = ReqContext("probe")  # another request, since the audit may withhold blocks from this one
             assert all(self.manager.lookup(key, probe) for key in store.keys), "a block is lost as soon as it is stored"
+            self.manager.on_request_finished(probe)
 
     # The whole stack.
 
     def reset(self) -> None:
-        """Reset the stack, and change the content of all keys."""
+        """Reset the stack, and change the content of all keys. The requests that run keep the old weights."""
         self.manager.reset_cache()
+        self._outdated.update(self.requests)
         self.epoch += 1
         self.stored.clear()
 

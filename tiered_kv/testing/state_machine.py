@@ -126,7 +126,9 @@ class _StackRules(RuleBasedStateMachine):
         req_id = self._request(pick)
         found = self.model.look_up(req_id)
         if pressure:
-            self._store_at_once(ReqContext("pressure"), make_keys(pressure, "pressure"), success=False)
+            request = ReqContext("pressure")
+            self._store_at_once(request, make_keys(pressure, "pressure"), success=False)
+            self.model.manager.on_request_finished(request)
         if found and len(self.model.loads) < TRANSFERS_MAX:
             self.model.begin_load(req_id, found)
 
@@ -141,7 +143,7 @@ class _StackRules(RuleBasedStateMachine):
         """Look up keys, and end the request before the answer."""
         request, keys = self.model.requests[self._request(pick)]
         for key in keys:
-            assert not self.model.manager.lookup(key, request) or key in self.model.stored
+            self.model.check_answer(key, self.model.manager.lookup(key, request), request)
 
     @precondition(lambda self: self.model.requests)
     @rule(pick=_picks)

@@ -56,7 +56,7 @@ class AuditRules:
 class Audit:
     """Chooses requests, one at a time, and follows their blocks until they are compared. Owned by the manager's thread.
 
-    `on_active` is called with the new `is_active` when an audit begins or ends.
+    `on_active` is called when `is_active` may have changed: an audit has begun or ended.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Audit:
         primary: CPUOffloadingManager,
         tiers: Sequence[GuardedTier],
         clock: Callable[[], float],
-        on_active: Callable[[bool], None],
+        on_active: Callable[[], None],
     ) -> None:
         self._rules = rules
         self._primary = primary
@@ -121,7 +121,7 @@ class Audit:
         if current is None:
             context = ReqContext(f"\0audit-{next(self._numbers)}")
             self._current = Audited(req_id, context, self._clock() + DURATION_MAX_S)
-            self._on_active(True)
+            self._on_active()
         elif current.req_id != req_id:
             self._busy_requests += 1
 
@@ -345,7 +345,7 @@ class Audit:
         audited = self._current
         assert audited is not None
         self._current = None
-        self._on_active(self.is_active)
+        self._on_active()
         for guarded in self._tiers:
             guarded.call("on_request_finished", audited.context)
         self._abandon(reason, self._spare_rows.pending(audited) + len(audited.asked))

@@ -19,6 +19,7 @@ from tiered_kv.base import (
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.observe.fates import Fate
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.notices import Notices
 from tiered_kv.observe.step_timer import StepTimer
@@ -123,9 +124,9 @@ class TieringOffloadingManager(OffloadingManager):
             return True
         return self._lookup_below(key, block, req_context)
 
-    def _withhold(self, is_audited: bool) -> None:
-        """Replace `lookup` while a request is audited or skips loads, so that at other times keys cost no check."""
-        if is_audited or self.primary.load_skippers:
+    def _withhold(self) -> None:
+        """Replace `lookup` while a request is audited, or skips loads, so that at other times keys cost no check."""
+        if self.primary.load_skippers or (self._audit is not None and self._audit.is_active):
             self.lookup = self._lookup_or_withhold  # type: ignore[method-assign]  # same signature
         else:
             self.__dict__.pop("lookup", None)
@@ -215,6 +216,8 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         STEP.pauses_left = PAUSES_MAX
         output = self.primary.prepare_store(keys, req_context)
+        if self.primary.is_outdated(req_context):
+            return output  # the audit would compare its blocks with those of the current epoch
         if self._tiers and req_context.req_id:
             state = self._requests.state_of(req_context)
             if state.request_level:
@@ -254,6 +257,8 @@ class TieringOffloadingManager(OffloadingManager):
     # Requests and steps.
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if self.primary.is_outdated(req_context):
+            self.on_request_finished(req_context)  # the id is used again
         known = self._requests.get(req_context)
         stores_pending = 0
         if known is not None and known.is_finished:  # the id is reused while the last stores are in flight
@@ -268,8 +273,8 @@ class TieringOffloadingManager(OffloadingManager):
             return RequestOffloadingContext()
         state.stores_pending += stores_pending
         if hints.skips_load:
-            state.skips_load = True
-            self._withhold(True)
+            state.load_skip = Fate.BY_REQUEST
+            self._withhold()
         state.request_level = tuple(guarded for guarded in self._tiers if guarded.wants_all_of(req_context))
         if hints.skips_store:
             state.request_level = ()
@@ -280,8 +285,9 @@ class TieringOffloadingManager(OffloadingManager):
         if self._audit is not None:
             self._audit.finish(req_context)
         state = self._requests.get(req_context) if req_context.req_id else None
+        self.primary.outdated.pop(req_context.req_id, None)
         if state is None:
-            self.primary.on_request_finished(req_context)
+            self._forget_in_primary(req_context.req_id)
             return
         if state.request_level:  # other requests' stores and promotions
             found = [self._primary_blocks.get(key) for key in state.keys]
@@ -289,7 +295,7 @@ class TieringOffloadingManager(OffloadingManager):
             state.unready = [block.key for block in writing if block.writer != req_context.req_id]
         if state.stores_pending > 0 or state.unready:
             self._requests.finish(state)
-            self.primary.on_request_finished(req_context)
+            self._forget_in_primary(req_context.req_id)
             self._promotions.leave(state)
             self._prefetches.leave(state)
         else:
@@ -377,7 +383,8 @@ class TieringOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget every block in every tier, and disable tiers that cannot reset: their blocks are not valid any more.
 
-        Rows in flight become free when their transfers have ended.
+        Rows in flight become free when their transfers have ended. Requests that have begun store and load nothing
+        until they end; calls without a request id, see `CPUOffloadingManager.reset_cache`.
         """
         self._forget_primary()
         self.notices.add(PRIMARY_NAME, "cache reset")
@@ -386,17 +393,29 @@ class TieringOffloadingManager(OffloadingManager):
         self._observer.publish_reset()
         self._search.refresh(self._clock())
 
+    def outdate(self, req_context: ReqContext) -> None:
+        """Treat a request as one from before the last reset: its caller began before it."""
+        self._outdate(self._requests.state_of(req_context))
+        self._withhold()
+
     def _forget_primary(self) -> None:
         if self._audit is not None:
             self._audit.reset()
         self._observer.resetting()
         self._promotions.reset()
-        self.primary.reset_cache()
         self._prefetches.clear()
         for state in list(self._requests.states.values()):
             state.forget_blocks()
             if state.is_finished:
                 self._end_request(state)
+            elif state.req_context.req_id:
+                self._outdate(state)
+        self.primary.reset_cache()
+        self._withhold()
+
+    def _outdate(self, state: RequestState) -> None:
+        state.load_skip, state.request_level = Fate.RESET, ()
+        self.primary.outdate([state.req_context.req_id])
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """Wait for transfers up to `timeout_s`, close the tiers, then the primary tier.
@@ -470,9 +489,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._promotions.leave(state)
         self._prefetches.leave(state)
         self._requests.pop(state)
-        self.primary.on_request_finished(state.req_context)
-        if state.skips_load:
-            self._withhold(self._audit is not None and self._audit.is_active)
+        self._forget_in_primary(state.req_context.req_id)
         for guarded in self._tiers:
             guarded.call("on_request_finished", state.req_context)
 
@@ -480,6 +497,12 @@ class TieringOffloadingManager(OffloadingManager):
         """Return the context for a job of a request: one of no request if the tiers were told of the request's end."""
         is_over = req_context.req_id and req_context.req_id not in self._requests.states
         return ReqContext() if is_over else req_context
+
+    def _forget_in_primary(self, req_id: str) -> None:
+        is_skipper = req_id in self.primary.load_skippers
+        self.primary.forget_request(req_id)
+        if is_skipper:
+            self._withhold()
 
     def _stop_audited_tiers(self, names: set[str]) -> None:
         """Disable tiers whose blocks differ, and empty the primary tier, which may have copies of these blocks."""

@@ -40,7 +40,8 @@ class RequestState:
     """The state of a request, as first seen, from its first call to its end."""
 
     req_context: ReqContext
-    skips_load: bool = False
+    load_skip: Fate | None = None
+    """Why it loads nothing: its hint, or a reset since it began."""
     is_finished: bool = False
     """Whether the engine has finished it; its last stores are still in flight."""
     stores_pending: int = 0

@@ -284,8 +284,9 @@ class Search:
 
     def _reasons_not_asked(self, state: RequestState) -> bytes:
         """Return why tiers are not asked for this request, one byte for each tier; b"" if all are asked."""
-        if state.has_waited or state.skips_load:
-            return bytes([Fate.TOO_LATE if state.has_waited else Fate.BY_REQUEST]) * (len(self._tiers) + 1)
+        fate = Fate.TOO_LATE if state.has_waited else state.load_skip
+        if fate is not None:
+            return bytes([fate]) * (len(self._tiers) + 1)
         if len(self._searched) == len(self._tiers) and not state.timed_out:
             return b""
         reasons = bytearray(len(self._tiers) + 1)
@@ -305,7 +306,7 @@ class Search:
 
     def expect(self, blocks: int, before: int, state: RequestState) -> None:
         """See `TieringOffloadingManager.expect`. Only the first call for a request counts."""
-        if blocks <= 0 or state.blocks_before is not None or state.skips_load:
+        if blocks <= 0 or state.blocks_before is not None or state.load_skip is not None:
             return
         state.blocks_before = before
         if not (state.promoting or state.held):

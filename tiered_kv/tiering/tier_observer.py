@@ -180,7 +180,7 @@ class TierObserver:
             self.note_exception("reports_stored")
             return False
 
-    def _current(self, event: OffloadingEvent) -> Sequence[OffloadKey]:
+    def _current(self, event: OffloadingEvent) -> list[OffloadKey]:
         """Return the keys of an event without blocks that were stored before a reset."""
         if event.removed or not self.keys_before_reset:
             return event.keys
