@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="the extra 'transforme
 from tests.integrations.program_checks import damage  # noqa: E402 - after what it needs
 from tiered_kv.counters import count_of  # noqa: E402
 from tiered_kv.errors import ConfigError, ShutdownError  # noqa: E402
-from tiered_kv.integrations.transformers import PrefixCache, PrefixCacheStats  # noqa: E402
+from tiered_kv.integrations.transformers import PrefixCache, PrefixCacheStats, prefix_cache  # noqa: E402
 from tiered_kv.testing.gate import Gate  # noqa: E402
 from tiered_kv.testing.waiting import wait_until  # noqa: E402
 
@@ -292,6 +292,63 @@ def hold(prefixes: PrefixCache, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> 
         return put(*arguments, **named)
 
     monkeypatch.setattr(prefixes.stack, "put", held)
+
+
+class TestResets:
+    def test_snapshots_from_before_a_reset_are_not_stored(
+        self, model: Any, monkeypatch: pytest.MonkeyPatch, gate: Gate
+    ) -> None:
+        ids = prompt(40)
+        gate.close()
+        with open_cache(model) as prefixes:
+            hold(prefixes, gate, monkeypatch)
+            cache = computed(model, ids)
+            assert prefixes.save(ids, cache) == 5
+            prefixes.stack.reset_cache()
+            gate.open()
+            assert prefixes.flush()
+            assert prefixes.save(ids, cache) == 0, "it still holds the keys and values from before"
+            assert prefixes.restore(ids).tokens == 0
+            assert prefixes.stats().dropped_blocks == 10
+            assert prefixes.save(ids, computed(model, ids)) == 5
+            assert prefixes.flush()
+            assert prefixes.restore(ids).tokens == 32
+
+    def test_a_cache_that_was_restored_before_a_reset_is_not_saved_after_it(self, model: Any) -> None:
+        ids = prompt(41)
+        with open_cache(model) as prefixes:
+            caches = [prefixes.restore(ids).cache]  # nothing was found, and the model computes all of it
+            generate(model, ids, caches[0])
+            assert prefixes.save(ids, caches[0]) == 5
+            assert prefixes.flush()
+            caches.append(prefixes.restore(ids[:, :25]).cache)
+            generate(model, ids, caches[1])
+            prefixes.stack.reset_cache()
+            assert [prefixes.save(ids, cache) for cache in caches] == [0, 0]
+
+    def test_a_restore_amid_a_reset_has_blocks_from_before_it_only(
+        self, model: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ids = prompt(81)
+        with open_cache(model) as prefixes:
+            monkeypatch.setattr(prefix_cache, "_PART_BYTES", 4 * prefixes.layout.block_bytes)
+            prefixes.save(ids, computed(model, ids))
+            assert prefixes.flush()
+            get: Callable[..., int] = prefixes.stack.get
+            calls: list[int] = []
+
+            def get_amid_resets(*arguments: Any) -> int:
+                if calls:
+                    prefixes.stack.reset_cache()
+                    other = computed(llama(seed=1), ids)
+                    prefixes.save(ids, other)
+                    assert prefixes.flush()
+                calls.append(get(*arguments))
+                return calls[-1]
+
+            monkeypatch.setattr(prefixes.stack, "get", get_amid_resets)
+            assert prefixes.restore(ids).tokens == 4 * BLOCK_TOKENS
+            assert calls == [4, 4], "there were others"
 
 
 class TestClosing:

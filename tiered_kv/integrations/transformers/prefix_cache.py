@@ -45,6 +45,13 @@ class Restored(NamedTuple):
     tokens: int
 
 
+class _Given(NamedTuple):
+    """What the stack was given of a cache: the key of the last block, if any, and the epoch of the cache."""
+
+    last_key: OffloadKey | None
+    epoch: int
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixCacheStats:
     """What a prefix cache has done since it was opened, in blocks.
@@ -53,7 +60,7 @@ class PrefixCacheStats:
         restored_blocks: Returned by `restore`.
         missed_blocks: Blocks of restored prompts from the first on that was not found in time.
         stored_blocks: Saved, or in the stack already.
-        dropped_blocks: Not saved: no memory for a snapshot, no room in the stack in time, or closed before.
+        dropped_blocks: Not saved: no memory for a snapshot, no room in the stack in time, or closed or reset before.
         pending_blocks: On their way into the stack at this moment.
     """
 
@@ -85,8 +92,8 @@ class PrefixCache:
         self._saver = Saver(stack, max(1, pending_bytes_max // layout.block_bytes), save_timeout_s)
         self._lock = threading.Lock()
         """Guards the fields below."""
-        self._last_keys: weakref.WeakKeyDictionary[DynamicCache, OffloadKey] = weakref.WeakKeyDictionary()
-        """For each restored or saved cache, the key of its last block that the stack was given."""
+        self._given: weakref.WeakKeyDictionary[DynamicCache, _Given] = weakref.WeakKeyDictionary()
+        """Of each restored or saved cache."""
         self._restored_blocks = 0
         self._missed_blocks = 0
 
@@ -140,20 +147,20 @@ class PrefixCache:
         end_s = time.monotonic() + timeout
         token_ids = _token_ids(input_ids)
         keys = block_keys(token_ids[:-1], self.layout.block_tokens, self._seed)
-        states, blocks = self._load(keys, input_ids.device, end_s)
+        epoch = self.stack.epoch
+        states, blocks = self._load(keys, input_ids.device, end_s, epoch)
         cache = _cache_of(self._model_config, states)
         with self._lock:
             self._restored_blocks += blocks
             self._missed_blocks += len(keys) - blocks
-            if blocks:
-                self._last_keys[cache] = keys[blocks - 1]
+            self._given[cache] = _Given(keys[blocks - 1] if blocks else None, epoch)
         return Restored(cache, blocks * self.layout.block_tokens)
 
     def save(self, input_ids: torch.Tensor, cache: DynamicCache) -> int:
         """Store a prompt's full blocks in the background, without those that this cache was restored or saved with.
 
-        Their bytes are copied before this returns, so the model may go on with the cache at once. Blocks whose copies
-        exceed `pending_bytes_max` are dropped and counted.
+        Their bytes are copied before this returns, so the model may go on with the cache at once. Blocks are dropped
+        and counted if their copies exceed `pending_bytes_max`, or if the cache was restored or saved before a reset.
 
         Args:
             input_ids: The tokens that the cache was computed from, from the first one on, of shape (tokens,) or
@@ -167,18 +174,24 @@ class PrefixCache:
             ValueError: The cache is not of this model, or there are several sequences.
             ShutdownError: The prefix cache is closed.
         """
+        epoch = self.stack.epoch
         token_ids = _token_ids(input_ids)
         states = states_of(cache, self.layout)
         keys = block_keys(token_ids[: token_count(states)], self.layout.block_tokens, self._seed)
-        first = self._known_blocks(cache, keys)
+        with self._lock:
+            given = self._given.setdefault(cache, _Given(None, epoch))
+        # A key stands for all tokens up to its block. So for a cache that was cropped or reset, and went on with other
+        # tokens, the last key is not among `keys`.
+        first = keys.index(given.last_key) + 1 if given.last_key in keys else 0
 
         def copy_blocks(blocks: int) -> Blocks:
             rows = self.layout.gather(states, first, blocks)
             with self._lock:
-                self._last_keys[cache] = keys[first + blocks - 1]
+                self._given[cache] = _Given(keys[first + blocks - 1], given.epoch)
             return rows
 
-        return self._saver.save(keys[first:], copy_blocks, functools.partial(self._forget, weakref.ref(cache)))
+        on_loss = functools.partial(self._forget, weakref.ref(cache))
+        return self._saver.save(keys[first:], copy_blocks, on_loss, given.epoch)
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until all saved blocks have reached every tier, and return whether they have in time.
@@ -207,25 +220,18 @@ class PrefixCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _known_blocks(self, cache: DynamicCache, keys: Sequence[OffloadKey]) -> int:
-        """Return how many of a prompt's first blocks the stack was given from this cache.
-
-        A key stands for all tokens up to its block. So for a cache that was cropped or reset, and went on with other
-        tokens, the last key is not among `keys`.
-        """
-        with self._lock:
-            last = self._last_keys.get(cache)
-        return keys.index(last) + 1 if last in keys else 0
-
     def _forget(self, reference: weakref.ref[DynamicCache]) -> None:
         """Let the next `save` of a cache offer all of its blocks again, since some were not stored."""
         cache = reference()
         if cache is not None:
             with self._lock:
-                self._last_keys.pop(cache, None)
+                self._given[cache] = _Given(None, self._given[cache].epoch)
 
-    def _load(self, keys: Sequence[OffloadKey], device: torch.device, end_s: float) -> tuple[States, int]:
-        """Return tensors with the longest prefix of `keys` that is loaded in time, and its number of blocks."""
+    def _load(self, keys: Sequence[OffloadKey], device: torch.device, end_s: float, epoch: int) -> tuple[States, int]:
+        """Return tensors with the longest prefix of `keys` that is loaded in time, and its number of blocks.
+
+        Nothing is loaded after a reset, which ends the `epoch`.
+        """
         part_blocks = max(1, min(len(keys), _PART_BYTES // self.layout.block_bytes))
         rows = np.empty((part_blocks, self.layout.block_bytes), dtype=np.uint8)
         states: States = []
@@ -233,6 +239,8 @@ class PrefixCache:
         while done < len(keys):
             wanted = keys[done : done + part_blocks]
             found = self.stack.get(wanted, rows[: len(wanted)], max(0.0, end_s - time.monotonic()))
+            if self.stack.epoch != epoch:
+                found = 0
             if found and not states:
                 states = self.layout.empty_states(len(keys), device)
             if found:

@@ -34,7 +34,7 @@ class Saver:
         self._dropped_blocks = 0
 
     def save(
-        self, keys: Sequence[OffloadKey], copy_blocks: Callable[[int], Blocks], on_loss: Callable[[], None]
+        self, keys: Sequence[OffloadKey], copy_blocks: Callable[[int], Blocks], on_loss: Callable[[], None], epoch: int
     ) -> int:
         """Queue as many of a prompt's next blocks as there is room for, drop the others, and return how many.
 
@@ -42,18 +42,19 @@ class Saver:
             keys: In the order of their prefix.
             copy_blocks: Called here for the bytes of the first n blocks.
             on_loss: Called by any thread if a queued block could not be stored.
+            epoch: The stack's epoch in which the blocks were computed. After a reset all are dropped.
         """
         with self._changed:
             if self._is_stopped:
                 raise ShutdownError("the prefix cache is closed")
-            granted = min(len(keys), self._blocks_max - self._pending_blocks)
+            granted = min(len(keys), self._blocks_max - self._pending_blocks) if epoch == self._stack.epoch else 0
             self._pending_blocks += granted
             self._dropped_blocks += len(keys) - granted
         if not granted:
             return 0
         try:
             rows = copy_blocks(granted)
-            future = self._pool.submit(self._put, keys[:granted], rows)
+            future = self._pool.submit(self._put, keys[:granted], rows, epoch)
         except BaseException as error:
             self._end(granted, 0)
             if isinstance(error, RuntimeError) and self._is_stopped:  # the pool was shut down meanwhile
@@ -86,9 +87,9 @@ class Saver:
         with self._changed:
             return self._stored_blocks, self._dropped_blocks, self._pending_blocks
 
-    def _put(self, keys: Sequence[OffloadKey], rows: Blocks) -> int:
+    def _put(self, keys: Sequence[OffloadKey], rows: Blocks, epoch: int) -> int:
         try:
-            return self._stack.put(keys, rows, timeout=self._put_timeout_s)
+            return self._stack.put(keys, rows, timeout=self._put_timeout_s, epoch=epoch)
         except ShutdownError:
             return 0
         except Exception:  # costs these blocks, but not later ones
