@@ -62,7 +62,7 @@ def test_vllm_s_own_manager_is_served_by_our_tiers(
     assert len(passed_checks(version, program, tmp_path / "manager", json.dumps(remote))) >= 14
 
 
-@pytest.mark.parametrize(("name", "checks"), [("spec", 9), ("queue", 5), ("events", 5)])
+@pytest.mark.parametrize(("name", "checks"), [("spec", 9), ("queue", 6), ("events", 5)])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_our_connector_serves_vllm(version: str, name: str, checks: int, tmp_path: Path) -> None:
     """Scheduler and workers, requests that wait, and those who read events by vLLM's own classes."""
@@ -151,6 +151,23 @@ def test_a_request_s_hints_reach_the_stack_through_the_engine(model: Path, tmp_p
     assert count_of(counted, "cpu", "skipped_blocks_total", "by_request") == 6
     assert count_of(counted, "nvme", "misses_total", "by_request") == 1, "vLLM asks for no more after a miss"
     assert (counted["cpu"]["hinted_requests_total"], counted["cpu"]["refused_hints_total"]) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("resets_running", "found"), [(True, [192, 192, 0, 192, 192]), (False, [0, 0, 0, 192, 192])], ids=["anew", "kept"]
+)
+def test_blocks_of_a_request_that_runs_at_a_reset_are_never_found(
+    model: Path, tmp_path: Path, resets_running: bool, found: list[int]
+) -> None:
+    tiers = [{"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "1GiB"}]
+    options = {"mode": "reset", "threads": 1, "resets_running": resets_running}
+    options["kv_transfer_config"] = our_spec(MIB, tiers)
+    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), json.dumps(options)) as program:
+        (result,) = program.messages()
+    assert result["stored"]
+    assert result["is_reset"] is resets_running
+    assert [tokens for _, tokens in result["answers"]] == found
+    assert len({token for token, _ in result["answers"]}) == 1
 
 
 def report(title: str, result: Message) -> None:

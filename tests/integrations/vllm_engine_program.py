@@ -6,7 +6,8 @@
 each batch of requests, or has none (`prefix_caching`). `first_token` measures how long prompts take to their first
 token, and `serve` how long those take that it is told of, while others keep the engine busy. `hints` serves prompts
 with what their requests say of them. `namespaces` says those of the engine's processes. `audit` serves prompts one by
-one, with other weights from one of them on if told so, and looks up the keys that it is given before and after. Prints
+one, with other weights from one of them on if told so, and looks up the keys that it is given before and after. `reset`
+resets with other weights while a request runs, and says what requests after it get. Prints
 lines of JSON, the last one the result; after {"pause": true} it waits for a line on its standard input. A test reads
 and writes them.
 """
@@ -281,6 +282,39 @@ def audit(engine: Any, options: dict[str, Any]) -> None:
     say({"keys": keys, "counters": counters_of(engine), "before": before, "after": after, "in_tier": in_tier})
 
 
+def reset(engine: Any, options: dict[str, Any]) -> None:
+    """Reset, with other weights, amid a request; then serve its prompt again and again, without the engine's own cache.
+
+    With `resets_running` vLLM computes the running request anew, else the GPU keeps its blocks until the second reset.
+    Says for each later answer its token and how many tokens were found.
+    """
+    from vllm import SamplingParams
+
+    random_numbers = random.Random(0)
+    prompt = [random_numbers.randrange(512) for _ in range(200)]
+    core, stack = engine.llm_engine, manager_of(engine)._stack
+    sampling = SamplingParams(max_tokens=100, temperature=0, detokenize=False, ignore_eos=True)
+    core.add_request("running", {"prompt_token_ids": prompt}, sampling)
+    for _ in range(8):
+        core.step()
+    stack.manager.drain_jobs(10.0)
+    stored = len(stack.primary.blocks)
+    engine.apply_model(change_weights)
+    is_reset = engine.reset_prefix_cache(reset_running_requests=options["resets_running"], reset_connector=True)
+    core.add_request("beside", {"prompt_token_ids": prompt}, sampling)  # the GPU may still have its blocks
+    answers = []
+    while core.has_unfinished_requests():
+        core.step()
+    for resets_connector in (False, False, True, False, False):
+        assert engine.reset_prefix_cache(reset_connector=resets_connector)
+        (output,) = generate(engine, [prompt], 1)
+        answers.append([output.outputs[0].token_ids[0], output.num_cached_tokens or 0])
+        for _ in range(3):  # steps, in which blocks are stored
+            generate(engine, [[2] * 8], 1)
+            stack.manager.drain_jobs(10.0)
+    say({"stored": stored, "is_reset": is_reset, "answers": answers})
+
+
 def change_weights(model: Any) -> None:
     """Change what the model computes and leave everything else: no name of it tells."""
     import torch
@@ -297,6 +331,7 @@ MODES = {
     "first_token": first_token,
     "hints": hints,
     "namespaces": namespaces,
+    "reset": reset,
     "serve": serve,
 }
 MEASURING = ("first_token", "serve")

@@ -53,24 +53,36 @@ FULL = FullAttentionSpec(**SHAPE)
 
 
 class Queue:
-    """A scheduler's connector, and the requests that wait before it."""
+    """A scheduler's connector, and the requests that wait before it. It is also the GPU's pool of blocks."""
+
+    num_gpu_blocks = 8
 
     def __init__(self, directory: Path, specs: Sequence[Any], **stack: object) -> None:
         nvme = {"type": "nvme", "path": str(directory / "kv"), "capacity": "64MiB"}
         extra = {**OUR_SPEC, "stack": {"primary": {"capacity": "4MiB"}, "secondary": [nvme], **stack}}
         config = vllm_config_of(described_model(directory), extra, load_format="dummy", block_size=TOKENS)
         groups = [KVCacheGroupSpec([f"layer.{at}"], spec) for at, spec in enumerate(specs)]
-        layers = [torch.zeros((8, FULL.page_size_bytes), dtype=torch.int8) for _ in specs]
-        cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+        layers = [torch.zeros((self.num_gpu_blocks, FULL.page_size_bytes), dtype=torch.int8) for _ in specs]
+        cache = KVCacheConfig(num_blocks=self.num_gpu_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         self.connector = TieredKVConnector(config, KVConnectorRole.SCHEDULER, cache)
         with configured(config, cache):
             spec = OffloadingSpecFactory.create_spec(build_offloading_config(config, cache))
         caches = canonical([[layer] for layer in layers], FULL.page_size_bytes)
         self.worker = spec.get_worker(caches)  # without which nothing is promoted
         self.on_gpu: set[bytes] = set()
-        pool = SimpleNamespace(get_cached_block=lambda block_hash, _: [0] if block_hash in self.on_gpu else None)
-        self.connector._kv_cache_manager = SimpleNamespace(block_pool=pool)
+        self.free_gpu_blocks = self.num_gpu_blocks - 1  # all but the null block
+        self.connector._kv_cache_manager = SimpleNamespace(
+            block_pool=self,
+            coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace(block_pool=self)]),
+            enable_caching=True,
+        )
         self.stack = self.connector.connector_scheduler.manager._stack
+
+    def get_num_free_blocks(self) -> int:
+        return self.free_gpu_blocks
+
+    def get_cached_block(self, block_hash: bytes, _: object) -> list[int] | None:
+        return [0] if block_hash in self.on_gpu else None
 
     def come(self, name: str, hashes: Sequence[bytes], **more: object) -> Any:
         request = Request(name, [1] * (TOKENS * len(hashes)), SamplingParams(max_tokens=1), None)
@@ -168,6 +180,22 @@ class Checks:
             queue.step()
             wait_for(queue.settled)
             assert queue.ready(keys) == [False] * 4
+
+    def a_reset_that_vllm_s_own_cache_did_not_follow_keeps_requests_out(self) -> None:
+        hashes = hashes_of("kept", 4)
+        keys = [make_offload_key(each, 0) for each in hashes]
+        with queue_of(self.directory / "kept") as queue:
+            queue.come("running", hashes)
+            queue.free_gpu_blocks = 5
+            queue.connector.reset_cache()
+            queue.come("later", hashes)
+            assert queue.stack.manager.prepare_store(keys, ReqContext("later")).keys_to_store == []
+            queue.step()  # in which workers are told to flush
+            queue.free_gpu_blocks = 7
+            queue.connector.reset_cache()
+            queue.come("last", hashes)
+            for name, stored in (("running", []), ("later", []), ("last", keys)):
+                assert queue.stack.manager.prepare_store(keys, ReqContext(name)).keys_to_store == stored
 
     def groups_with_full_attention_are_promoted_together(self) -> None:
         hashes = hashes_of("groups", 3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,6 +22,8 @@ from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.integrations.vllm.engine import configured
 from tiered_kv.integrations.vllm.manager import TieredKVManager
 from tiered_kv.integrations.vllm.metrics import forget_metrics
+
+_log = logging.getLogger(__name__)
 
 
 class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -36,12 +39,33 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
         scheduler = self.connector_scheduler
         manager = None if scheduler is None else scheduler.manager
         self._tiered_kv: TieredKVManager | None = manager if isinstance(manager, TieredKVManager) else None
+        self._gpu_is_outdated = False  # vLLM's own prefix cache has blocks from before the last reset
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
+        if self._tiered_kv is None:
+            return
         chooses_tiers = KV_LOAD_TIERS_KEY in (request.kv_transfer_params or ())
-        if self._tiered_kv is not None and not chooses_tiers and not request.skip_reading_prefix_cache:
+        if self._gpu_is_outdated:
+            self._tiered_kv.outdate(request.request_id)
+        elif not chooses_tiers and not request.skip_reading_prefix_cache:
             self._tiered_kv.expect(request.request_id, self._prefix_of(request))
+
+    def reset_cache(self) -> bool | None:
+        """Forget every block in every tier; vLLM has reset its own prefix cache before, unless requests use it."""
+        answer: bool | None = super().reset_cache()
+        if self._tiered_kv is not None:
+            pools = {each.block_pool for each in self._kv_cache_manager.coordinator.single_type_managers}
+            in_use = sum(pool.num_gpu_blocks - pool.get_num_free_blocks() - 1 for pool in pools)  # but the null block
+            self._gpu_is_outdated = self._kv_cache_manager.enable_caching and in_use > 0
+            if self._gpu_is_outdated:
+                _log.error(
+                    "vLLM kept its own prefix cache at a reset, because requests use %d blocks of it. New requests may "
+                    "take old blocks from there, so the tiers store and load nothing until another reset succeeds: "
+                    "reset with reset_running_requests, or while no request runs",
+                    in_use,
+                )
+        return answer
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._tiered_kv is not None:

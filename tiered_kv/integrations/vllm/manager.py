@@ -123,6 +123,10 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         """Promote the prefix of a new request, some of its `keys` at the end of each step, until `was_scheduled`."""
         self._manager.prefetch(keys, ReqContext(req_id))
 
+    def outdate(self, req_id: str) -> None:
+        """Let a request store and load nothing: it may get blocks of the GPU from before a reset."""
+        self._manager.outdate(ReqContext(req_id))
+
     def was_scheduled(self, req_id: str, tokens: int, computed_tokens: int) -> None:
         """End the promotions of a waiting request: vLLM looks up its blocks now, behind `computed_tokens`."""
         context, size = ReqContext(req_id), self._stack.config.block.tokens
@@ -156,6 +160,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
     def reset_cache(self) -> None:
         """Forget every block in every tier, as after an update of the weights.
 
+        Requests that vLLM has now store and load nothing until they end, even if it computes them anew.
         vLLM never completes the transfers that its workers have not reported. Their rows stay out of use until the
         workers have flushed them.
         """
