@@ -6,9 +6,13 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Any
 
+from tiered_kv.config.redaction import scrub
+from tiered_kv.counters import Counters
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv_s3.endpoint import Endpoint
@@ -21,6 +25,12 @@ REFRESH_S = 60.0
 RENEW_PAUSE_S = 5.0
 """The pause between two attempts to get new credentials."""
 
+WORDS_MAX = 300
+"""Characters of a server's message that are shown."""
+LOGGED_MAX = 64
+"""Kinds of failures that are logged."""
+
+_log = logging.getLogger("tiered_kv.s3")
 _LOGGERS_OF_REQUESTS = ("auth", "endpoint", "hooks", "httpsession", "parsers", "retryhandler", "awsrequest", "client")
 
 
@@ -39,8 +49,13 @@ class Account:
         self._tier = tier
         self._making_client = threading.Lock()
         self._explicit = _explicit(settings)
+        self._secrets = settings.secret_texts()
+        self.failures = Counters((), ("failed_requests_total",))
+        """Failures of all requests in this bucket, by operation and reason."""
         self._lock = threading.Lock()  # guards the rest; never held while a provider runs
         self._current: Credentials | None = None
+        self._used: deque[Credentials] = deque(maxlen=8)  # the last ones: messages may repeat them
+        self._logged: set[tuple[str, str, int]] = set()  # operation, reason and level
         self._problem = "no thread can be started that asks for credentials"  # why there are none
         self._asked_s = self._renewed_s = -math.inf
         _silence_request_logs()
@@ -88,6 +103,25 @@ class Account:
             return self.credentials(deadline) != stale
         except failures:
             return False
+
+    def note_failure(self, operation: str, reason: str, words: str, level: int = logging.WARNING) -> str:
+        """Count a failure, and log the first of each operation and reason with the server's words.
+
+        Return the words without secrets. A server may repeat the whole request in its answer.
+        """
+        with self._lock:
+            used = [text for each in self._used for text in astuple(each)]
+            kind = operation, reason, level
+            is_first = kind not in self._logged and len(self._logged) < LOGGED_MAX
+            self._logged |= {kind} if is_first else set()
+        shown = scrub(" ".join(words.split()), self._secrets.union(used))[:WORDS_MAX]
+        if not shown.isprintable() or "authorization" in shown.lower():
+            shown = ""
+        self.failures.add("failed_requests_total", operation, reason)
+        if is_first:
+            about = "tier '%s': a request to %s failed: %s%s; further ones are only counted, in failed_requests_total"
+            _log.log(level, about, self._tier, operation, reason, f" ({shown})" if shown else "")
+        return shown
 
     def client(self, credentials: Credentials, attempts: int) -> Any:
         """Return boto3's client for the bucket's server, which makes `attempts` of each request."""
@@ -154,6 +188,8 @@ class Account:
         with self._lock:
             if self._session is session:
                 self._current, self._problem = found or self._current, problem
+                if found is not None and found not in self._used:
+                    self._used.append(found)
 
     def _open_session(self) -> Any:
         import boto3

@@ -32,7 +32,7 @@ from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv.toolkit.status import RecordStatus
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
-from tiered_kv_s3.control import Control, Listed
+from tiered_kv_s3.control import DELETED_AT_ONCE, Control, Listed, age_s
 from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
 from tiered_kv_s3.mark import MarkObject
 from tiered_kv_s3.naming import Naming
@@ -89,7 +89,7 @@ class S3Administration(TierAdministration):
                     census.add_foreign(name, size_bytes)
                 elif name != naming.epoch:  # it stays after a purge
                     is_block = naming.is_block(name) and not is_marker and each.get("IsLatest", True)
-                    written_s = time.time() - each["LastModified"].timestamp()
+                    written_s = age_s(each, time.time()) if "LastModified" in each else None
                     census.add(digest, size_bytes, is_block, written_s=written_s)
         return census.survey(
             lambda digest: self._description(self._naming(digest), deadline),
@@ -107,12 +107,15 @@ class S3Administration(TierAdministration):
                     read_bytes = 0 if found == check.too_long else listed.size_bytes
                     if found is not None and verification.note(found, read_bytes):
                         verification.repaired += self._bucket.delete(listed.name, deadline) is Verdict.DONE
-                if time.monotonic() >= deadline:
-                    raise TierUnavailableError("the time was over", tier=self._settings.name, operation="verify")
+                self._check_time(deadline, "verify")
 
     def close(self) -> None:
         self._control.close()
         self._bucket.close()
+
+    def _check_time(self, deadline: float, operation: str) -> None:
+        if time.monotonic() >= deadline:
+            raise TierUnavailableError("the time was over", tier=self._settings.name, operation=operation)
 
     def _naming(self, digest: str) -> Naming:
         return Naming(self._settings.prefix, bytes.fromhex(digest))
@@ -129,7 +132,7 @@ class S3Administration(TierAdministration):
             return record or None
 
         for _ in range(2):  # a damaged record may have been damaged on its way
-            verdict = self._bucket.get(listed.name, sink, deadline, expires=False)
+            verdict = self._bucket.get(listed.name, sink, check.bytes_max, deadline, expires=False)
             if verdict is not Verdict.DONE:
                 return check.too_long if verdict is Verdict.OVERSIZED else None if verdict in ABSENCE else str(verdict)
             found = check.check(record[0], bytes.fromhex(listed.name[-2 * DIGEST_BYTES :]))
@@ -156,11 +159,14 @@ class S3Administration(TierAdministration):
                 elif not (name == naming.epoch and is_current):
                     doomed.append((each, is_marker))
             found += len(doomed)
-            refused = self._control.delete([each for each, _ in doomed]) if doomed else set()
-            refusals |= refused
-            if not refused:  # else the next survey shows which are left
-                removed["bytes"] += sum(each.get("Size", 0) for each, _ in doomed)
-                removed["blocks"] += sum(not is_marker and naming.is_block(each["Key"]) for each, is_marker in doomed)
+            for start in range(0, len(doomed), DELETED_AT_ONCE):
+                self._check_time(deadline, "purge")
+                batch = doomed[start : start + DELETED_AT_ONCE]
+                if refused := self._control.delete([each for each, _ in batch]):
+                    refusals |= refused  # the next survey shows which are left
+                    continue
+                removed["bytes"] += sum(each.get("Size", 0) for each, _ in batch)
+                removed["blocks"] += sum(not is_marker and naming.is_block(each["Key"]) for each, is_marker in batch)
         return found, foreign, refusals
 
     def _renew_epoch(self, naming: Naming, deadline: float) -> None:

@@ -7,26 +7,36 @@ import email.utils
 import hashlib
 import math
 import random
-import select
+import re
 import threading
 import time
-from collections import deque
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
 
 from tiered_kv.counters import Counters
 from tiered_kv_s3.account import Account
-from tiered_kv_s3.connection import Answer, BadAnswerError, Connection, ConnectionPool, Patience
+from tiered_kv_s3.connection import Answer, BadAnswerError, Connection, Patience
+from tiered_kv_s3.heads import Heads
+from tiered_kv_s3.pool import ConnectionPool
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.signer import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Signer
-from tiered_kv_s3.verdict import RETRYABLE, Verdict, verdict_of, verdict_of_error
+from tiered_kv_s3.verdict import FAILURES, RETRYABLE, Verdict, region_in, verdict_of, verdict_of_error, words_of
 
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 2.0
-HEADS_IN_FLIGHT_MAX = 16
-"""Connections over which one batch of HEAD requests travels."""
+MOVE_S = 10.0
+"""How long after a move to another region requests to the earlier one are repeated."""
 
 _MAY_BE_EXPIRED = frozenset({Verdict.DENIED, Verdict.REFUSED})
 """The verdict on expired credentials where the answer has no body that says so: to HEAD."""
+
+_UNSIGNED_HEADERS = "user-agent: tiered-kv\r\naccept-encoding: identity\r\n"
+"""Headers that proxies may change; without them some refuse a request, or compress the answer."""
+_DIGESTS = re.compile(r"md5|digest|checksum|sha-?256|payload|SignatureDoesNotMatch", re.IGNORECASE)
+"""In the words of servers that refuse a body without its digest, or one that is not part of the signature."""
 
 Sink = Callable[[int], Sequence[memoryview] | None]
 """Called with the length of a body in bytes; returns the memory for it, or None to refuse it."""
@@ -47,10 +57,12 @@ class Bucket:
         self._attempts_max = settings.attempts
         self._stall_s = settings.request_timeout
         self._ttl_s = settings.ttl or math.inf
-        self._signs_payload = settings.sign_payload
+        self._sends_digests = settings.sign_payload
         self._put_headers = _put_headers(settings)
         self.pool = ConnectionPool(account.endpoint(), settings.ca_file, counters)
         self._signer = Signer(account.region)
+        self._moved_s = -math.inf  # when the signer and the pool were given another region
+        self._words: dict[Verdict, str] = {}  # what the server said last; any thread
         self._closing = threading.Event()
 
     def put(
@@ -60,35 +72,66 @@ class Bucket:
         headers = {**self._put_headers, "content-length": str(sum(map(len, pieces)))}
         if only_if_absent:
             headers["if-none-match"] = "*"
-        payload_hash = _hash_of(pieces) if self._signs_payload else UNSIGNED_PAYLOAD
+        verdict = self._put(name, pieces, headers, deadline)
+        if verdict in _MAY_BE_EXPIRED and not self._sends_digests and _DIGESTS.search(self._words.get(verdict, "")):
+            self._sends_digests = True
+            verdict = self._put(name, pieces, headers, deadline)
+            self._sends_digests = verdict not in _MAY_BE_EXPIRED
+        return verdict
+
+    def _put(
+        self, name: str, pieces: Sequence[bytes | memoryview], headers: Mapping[str, str], deadline: float
+    ) -> Verdict:
+        payload_hash = UNSIGNED_PAYLOAD
+        if self._sends_digests:
+            payload_hash = _digest_of(pieces, hashlib.sha256()).hex()
+            md5 = _digest_of(pieces, hashlib.md5(usedforsecurity=False))
+            headers = {**headers, "content-md5": b64encode(md5).decode()}
 
         def put(connection: Connection, credentials: Credentials) -> Verdict:
             with contextlib.suppress(ConnectionError):  # the server may have answered before it closed
                 self._send(connection, credentials, "PUT", name, headers, payload_hash, pieces)
             return self._settle(connection, credentials, connection.receive_head())
 
-        return self._retry(put, deadline)
+        return self._retry("put", put, deadline)
 
-    def get(self, name: str, sink: Sink, deadline: float, *, expires: bool = True) -> Verdict:
-        """Read an object into the memory that `sink` returns; AGED past half its `ttl`, if it `expires`."""
+    def get(self, name: str, sink: Sink, bytes_max: int, deadline: float, *, expires: bool = True) -> Verdict:
+        """Read an object into the memory that `sink` returns; AGED past half its `ttl`, if it `expires`.
+
+        `bytes_max` is the most that `sink` takes, for bodies whose length the server does not tell in advance. One that
+        ends with its connection may be cut off, so it has to come twice.
+        """
+        earlier: bytearray | None = None
 
         def get(connection: Connection, credentials: Credentials) -> Verdict:
+            nonlocal earlier
             self._send(connection, credentials, "GET", name)
             answer = connection.receive_head()
             if not 200 <= answer.status < 300:
                 return self._settle(connection, credentials, answer)
-            if answer.status != 200 or answer.body_bytes is None:
-                raise BadAnswerError(f"status {answer.status}, or no length: not the answer to a GET")
+            if answer.status != 200:
+                raise BadAnswerError(f"status {answer.status}: not the answer to a GET")
             age_s = self._age_s(answer) if expires else 0.0
             if age_s > self._ttl_s:
                 return Verdict.EXPIRED
-            parts = sink(answer.body_bytes)
+            size, body = answer.body_bytes, None
+            if size is None:
+                body = connection.receive_unsized(answer, bytes_max)
+                size = len(body)
+                if not answer.is_chunked and body != earlier:
+                    earlier = body
+                    return Verdict.BROKEN
+            parts = sink(size)
             if parts is None:
-                return Verdict.OVERSIZED
-            connection.receive_body(parts)
+                found = Verdict.DONE if body is not None else self._settle(connection, credentials, answer)
+                return Verdict.OVERSIZED if found is Verdict.DONE else found
+            if body is None:
+                connection.receive_body(parts)
+            else:
+                _copy(body, parts)
             return Verdict.AGED if age_s > self._ttl_s / 2 else Verdict.DONE
 
-        return self._retry(get, deadline)
+        return self._retry("get", get, deadline)
 
     def read(self, name: str, bytes_max: int, deadline: float) -> tuple[Verdict, bytes]:
         """Return a small object of any age; no bytes unless the verdict is DONE, OVERSIZED beyond `bytes_max`."""
@@ -101,7 +144,7 @@ class Bucket:
             data = bytearray(size_bytes)
             return [memoryview(data)]
 
-        verdict = self.get(name, sink, deadline, expires=False)
+        verdict = self.get(name, sink, bytes_max, deadline, expires=False)
         return verdict, bytes(data) if verdict is Verdict.DONE else b""
 
     def delete(self, name: str, deadline: float) -> Verdict:
@@ -111,7 +154,8 @@ class Bucket:
             self._send(connection, credentials, "DELETE", name)
             return self._settle(connection, credentials, connection.receive_head())
 
-        return self._retry(delete, deadline)
+        verdict = self._retry("delete", delete, deadline)
+        return Verdict.DONE if verdict is Verdict.ABSENT else verdict
 
     def head_all(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         """Return for each object DONE if it exists, ABSENT or EXPIRED if it does not, or why it is unknown.
@@ -124,7 +168,7 @@ class Bucket:
         for attempt in self._attempts((time.monotonic() + deadline) / 2):
             self._counters.add("retried_requests_total", count=len(waiting) if attempt else 0)
             credentials = self._account.credentials(deadline)
-            self._head_in_parallel(names, waiting, verdicts, credentials, deadline)
+            self._head_each(names, waiting, verdicts, credentials, deadline)
             self._counters.add(
                 "slow_down_answers_total", count=sum(verdicts[index] is Verdict.SLOW_DOWN for index in waiting)
             )
@@ -134,6 +178,8 @@ class Bucket:
             waiting = [index for index in waiting if verdicts[index] in again]
             if not waiting:
                 break
+        for verdict in FAILURES.intersection(verdicts):
+            self._account.note_failure("head", verdict, self._words.get(verdict, ""))
         return verdicts
 
     def close(self) -> None:
@@ -162,17 +208,30 @@ class Bucket:
             path = f"http://{endpoint.authority}{path}"
             lines = f"{endpoint.proxy.authorization}{lines}"
         self._counters.add("requests_total", method.lower())
-        connection.send([f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode(), *pieces])
+        connection.send([f"{method} {path} HTTP/1.1\r\n{lines}{_UNSIGNED_HEADERS}\r\n".encode(), *pieces])
 
     def _settle(self, connection: Connection, credentials: Credentials, answer: Answer) -> Verdict:
         """Return the verdict on a success without a body, or on a failure; get new credentials if these expired."""
         body = connection.receive_error(answer)
         if 200 <= answer.status < 300:
-            return Verdict.DONE
-        verdict = verdict_of(answer, body)
+            if b"<Error" not in body[:200]:
+                return Verdict.DONE
+            answer = replace(answer, status=500)  # S3 may find out after it has sent the status
+        verdict = self._verdict_of(answer, body)
         if verdict is Verdict.CREDENTIALS and not self._account.renew(credentials, connection.patience.deadline):
             return Verdict.CREDENTIALS_EXPIRED
         return verdict
+
+    def _verdict_of(self, answer: Answer, body: bytes) -> Verdict:
+        """Return the verdict on a failure; go to another region if the server names it."""
+        verdict = verdict_of(answer, body)
+        self._words[verdict] = words_of(answer, body)
+        region = region_in(answer, body) if verdict is Verdict.MOVED else ""
+        if region and region != self._signer.region:
+            self._account.region, self._moved_s = region, time.monotonic()
+            self._signer = Signer(region)
+            self.pool.move(self._account.endpoint())
+        return Verdict.REDIRECTED if region and time.monotonic() - self._moved_s < MOVE_S else verdict
 
     def _attempts(self, until_s: float) -> Iterator[int]:
         """Yield the number of each attempt, after a pause for all but the first, while there is time for another."""
@@ -183,7 +242,7 @@ class Bucket:
                 return
             yield number
 
-    def _retry(self, exchange: Exchange, deadline: float) -> Verdict:
+    def _retry(self, method: str, exchange: Exchange, deadline: float) -> Verdict:
         """Repeat a request until it succeeds or fails for good, or its attempts or its time are over."""
         verdict = Verdict.TIMEOUT
         for attempt in self._attempts(deadline):
@@ -192,20 +251,23 @@ class Bucket:
             self._counters.add("slow_down_answers_total", count=verdict is Verdict.SLOW_DOWN)
             if verdict not in RETRYABLE:
                 break
+        verdict = Verdict.MOVED if verdict is Verdict.REDIRECTED else verdict  # it names regions without end
+        if verdict in FAILURES:
+            self._account.note_failure(method, verdict, self._words.get(verdict, ""))
         return verdict
 
     def _try(self, exchange: Exchange, patience: Patience) -> Verdict:
         credentials = self._account.credentials(patience.deadline)
         try:
             connection = self.pool.take(patience)
+            try:
+                return exchange(connection, credentials)
+            finally:
+                self.pool.give_back(connection)
         except OSError as error:
-            return verdict_of_error(error)
-        try:
-            return exchange(connection, credentials)
-        except OSError as error:
-            return verdict_of_error(error)
-        finally:
-            self.pool.give_back(connection)
+            verdict = verdict_of_error(error)
+            self._words[verdict] = error.strerror or str(error)
+            return verdict
 
     def _age_s(self, answer: Answer) -> float:
         """Return an object's age by the server's clock; 0 if objects do not expire, or the age is unknown."""
@@ -216,7 +278,7 @@ class Bucket:
 
     # Many requests.
 
-    def _head_in_parallel(
+    def _head_each(
         self,
         names: Sequence[str],
         wanted: Sequence[int],
@@ -224,40 +286,14 @@ class Bucket:
         credentials: Credentials,
         deadline: float,
     ) -> None:
-        """Make one attempt for each wanted index, and fill in its verdict. A request that stalls delays no other."""
+        """Put the verdicts on the names with the indices `wanted` into `verdicts`."""
+        # Two connections in a row may stall before the deadline.
         patience = Patience(deadline, min(self._stall_s, max(0.0, deadline - time.monotonic()) / 2))
-        waiting = deque(wanted)
-        in_flight: dict[int, tuple[int, Connection, float]] = {}  # by file descriptor; in the order of sending
-        poll = select.poll()
-        try:
-            while waiting or in_flight:
-                while waiting and len(in_flight) < HEADS_IN_FLIGHT_MAX:
-                    connection = self.pool.take(patience)
-                    in_flight[connection.fileno] = (waiting[0], connection, time.monotonic() + patience.stall_s)
-                    poll.register(connection.fileno, select.POLLIN)
-                    self._send(connection, credentials, "HEAD", names[waiting[0]])
-                    waiting.popleft()
-                wait_s = min(next(iter(in_flight.values()))[2], deadline) - time.monotonic()
-                ready = {number for number, _ in poll.poll(max(0.0, wait_s) * 1000)}
-                for number in [*in_flight]:
-                    index, connection, until_s = in_flight[number]
-                    if number in ready:
-                        verdicts[index] = self._receive_presence(connection)
-                    elif time.monotonic() < min(until_s, deadline):
-                        continue
-                    else:
-                        connection.close()
-                        verdicts[index] = Verdict.TIMEOUT
-                    poll.unregister(number)
-                    del in_flight[number]
-                    self.pool.give_back(connection)
-        except OSError as error:  # no connection can be opened, or the time is over
-            unsent = waiting if time.monotonic() < deadline else ()
-            for index in (*unsent, *(index for index, _, _ in in_flight.values())):
-                verdicts[index] = verdict_of_error(error)
-        finally:
-            for _, connection, _ in in_flight.values():
-                self.pool.give_back(connection, reuse=False)
+
+        def send(connection: Connection, index: int) -> None:
+            self._send(connection, credentials, "HEAD", names[index])
+
+        Heads(self.pool, send, self._receive_presence, patience).run(wanted, verdicts)
 
     def _receive_presence(self, connection: Connection) -> Verdict:
         try:
@@ -266,7 +302,7 @@ class Bucket:
             return verdict_of_error(error)
         if answer.status == 200:
             return Verdict.EXPIRED if self._age_s(answer) > self._ttl_s else Verdict.DONE
-        return verdict_of(answer, b"")
+        return self._verdict_of(answer, b"")
 
 
 def _put_headers(settings: S3Settings) -> dict[str, str]:
@@ -279,16 +315,27 @@ def _put_headers(settings: S3Settings) -> dict[str, str]:
     return {name: value for name, value in headers.items() if value}
 
 
-def _hash_of(pieces: Sequence[bytes | memoryview]) -> str:
-    digest = hashlib.sha256()
+def _digest_of(pieces: Sequence[bytes | memoryview], algorithm: Any) -> bytes:  # Any: hashlib's classes have no name
     for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()
+        algorithm.update(piece)
+    digest: bytes = algorithm.digest()
+    return digest
+
+
+def _copy(data: bytearray, parts: Sequence[memoryview]) -> None:
+    """Copy data into parts that are together as long as it is."""
+    start = 0
+    for part in parts:
+        part[:] = data[start : start + len(part)]
+        start += len(part)
 
 
 def seconds_of(date: str) -> float | None:
-    """Return an HTTP date as seconds since 1970; None if it is no valid date."""
-    try:
-        return email.utils.parsedate_to_datetime(date).timestamp()
-    except (ValueError, OverflowError):  # the latter of years beyond all calendars
-        return None
+    """Return a date of HTTP or ISO 8601, in UTC if it has no zone, as seconds since 1970; None if it is invalid."""
+    for read in (email.utils.parsedate_to_datetime, datetime.fromisoformat):
+        try:
+            found = read(date)
+            return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+        except (ValueError, OverflowError):  # the latter of years beyond all calendars
+            pass
+    return None

@@ -1,15 +1,25 @@
 """Listings, deletes and copies through boto3: work that runs once a minute or by hand.
 
 boto3 has no deadlines: timeouts and attempts bound each request, and the callers stop between requests.
+
+Servers differ in what they know. A server that does not know a request gets the older one with the same effect: single
+deletes instead of many at once, version 1 of a listing, the objects instead of their versions.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import math
+import operator
 import re
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from tiered_kv_s3.account import Account, library_errors
 from tiered_kv_s3.bucket import seconds_of
@@ -17,11 +27,19 @@ from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.signer import Credentials
 from tiered_kv_s3.verdict import BucketError, Verdict
 
-PAGE_OBJECTS = 1000
-"""Objects in one page of a listing, and in one request to delete; S3's limit."""
-_ATTEMPTS_MAX = 3
-_CREDENTIALS_S = 10.0
-_WITHOUT_VERSIONS = frozenset({"AccessDenied", "NotImplemented", "MethodNotAllowed"})
+PAGE_OBJECTS: Final = 1000
+"""Objects in one page of a listing; S3's limit."""
+DELETED_AT_ONCE: Final = 100
+"""Names in one request to delete: some servers need 20 ms for each, and the request has one `request_timeout`."""
+PARALLEL_DELETES: Final = 8
+_ATTEMPTS_MAX: Final = 3
+_CREDENTIALS_S: Final = 10.0
+_UNKNOWN: Final = frozenset({400, 403, 404, 405, 411, 415, 422, 501})
+"""Statuses by which servers refuse a request that they do not know; 403 is also S3's to a missing right."""
+_LATE: Final = frozenset({"ReadTimeoutError", "RequestTimeout", "GatewayTimeout", "504"})
+_NO_OBJECT: Final = "NoSuchKey"
+_IGNORED: Final = "ignored"
+_NO_NEXT_PAGE: Final = "NoNextPage"
 _CODE = re.compile(r"[A-Za-z0-9.]{1,100}")
 
 
@@ -37,56 +55,83 @@ class Control:
     """Lists, deletes and copies objects. Any thread may call.
 
     Every method raises `BucketError` if the request fails.
+
+    Args:
+        record_bytes: What a block takes if the server's listing does not tell sizes.
     """
 
-    def __init__(self, account: Account, settings: S3Settings, tier: str) -> None:
+    def __init__(self, account: Account, settings: S3Settings, tier: str, record_bytes: int = 0) -> None:
         self._account = account
         self._settings = settings
         self._bucket = settings.bucket
         self._tier = tier
+        self._record_bytes = record_bytes
         self.without_versions = ""
-        """S3's error code once it has refused to list versions."""
+        """S3's error code once it has refused to list versions; `_IGNORED` if it has listed none, but objects."""
+        self._names_at_once = DELETED_AT_ONCE
+        self._deletes_singly = self._lists_by_version_1 = False
         self._lock = threading.Lock()  # guards the two below; held while boto3 makes the client
         self._credentials: Credentials | None = None
         self._client: Any = None  # Any: boto3 makes its class at run time
 
     def listed(self, prefix: str) -> Iterator[list[Listed]]:
         """Yield the objects whose names begin with `prefix`, a page at a time."""
-        for page in self._pages("list_objects_v2", prefix):
+        for page in self._object_pages(prefix):
             now_s = seconds_of(page["ResponseMetadata"]["HTTPHeaders"].get("date", "")) or time.time()
             yield [
-                Listed(now_s - each["LastModified"].timestamp(), each["Key"], each["Size"])
+                Listed(age_s(each, now_s), each["Key"], each.get("Size", self._record_bytes))
                 for each in page.get("Contents", ())
             ]
 
     def versions(self, prefix: str, deadline: float) -> Iterator[list[tuple[Mapping[str, Any], bool]]]:
         """Yield boto3's entries for the versions under a prefix, and whether each is a delete marker.
 
-        The markers of a page come first. Yields the objects if the server cannot list versions.
+        The markers of a page come first. Yields the objects if the server cannot list versions, or lists none although
+        there are objects.
         """
-        operation = "list_objects_v2" if self.without_versions else "list_object_versions"
+        found = False
         try:
-            for page in self._pages(operation, prefix):
-                if time.monotonic() >= deadline:
-                    raise self._error("timeout", "list")
+            can_list = self.without_versions in ("", _IGNORED)
+            for page in self._pages("list_object_versions", prefix) if can_list else ():
+                self._check(deadline)
                 markers = [(each, True) for each in page.get("DeleteMarkers", ())]
-                yield markers + [(each, False) for each in (*page.get("Versions", ()), *page.get("Contents", ()))]
+                entries = markers + [(each, False) for each in page.get("Versions", ())]
+                found |= bool(entries)
+                yield entries
         except BucketError as error:
-            if self.without_versions or error.reason not in _WITHOUT_VERSIONS:
+            if error.status not in _UNKNOWN or found:
                 raise
             self.without_versions = error.reason
-            yield from self.versions(prefix, deadline)
+        if found:
+            return
+        for page in self._object_pages(prefix):
+            self._check(deadline)
+            if page.get("Contents"):
+                self.without_versions = self.without_versions or _IGNORED
+                yield [(each, False) for each in page["Contents"]]
 
     def delete(self, objects: Sequence[Mapping[str, Any]]) -> set[str]:
-        """Delete up to `PAGE_OBJECTS` objects or versions; return S3's error codes for those that it did not delete.
+        """Delete objects or versions; return S3's error codes for those that it did not delete.
 
         Args:
             objects: For each its "Key", and for a version its "VersionId"; other entries of a listing are ignored.
         """
         named = [{key: each[key] for key in ("Key", "VersionId") if key in each} for each in objects]
-        wanted = {"Objects": named, "Quiet": True}
-        answer = self._call("delete", lambda client: client.delete_objects(Bucket=self._bucket, Delete=wanted))
-        return {str(each.get("Code", "unknown")) for each in answer.get("Errors", ())}
+        refusals: set[str] = set()
+        done = 0
+        while done < len(named):
+            batch, begin_s = named[done : done + self._names_at_once], time.monotonic()
+            try:
+                refusals |= self._delete_singly(batch) if self._deletes_singly else self._delete_together(batch)
+            except BucketError as error:
+                if error.reason not in _LATE or len(batch) == 1:
+                    raise
+                self._names_at_once = max(1, len(batch) // 10)  # the server needs time for each name
+                continue
+            done += len(batch)
+            if time.monotonic() - begin_s < self._settings.request_timeout / 8:
+                self._names_at_once = min(2 * self._names_at_once, DELETED_AT_ONCE)
+        return refusals
 
     def renew(self, name: str) -> None:
         """Set an object's age to 0, by a copy onto itself on the server."""
@@ -106,28 +151,96 @@ class Control:
                 **{name: value for name, value in given.items() if value},
             ),
         )
+        head = self._call("copy", lambda client: client.head_object(Bucket=self._bucket, Key=name))
+        now_s = seconds_of(head["ResponseMetadata"]["HTTPHeaders"].get("date", "")) or time.time()
+        if age_s(head, now_s) > (self._settings.ttl or math.inf) / 2:
+            raise self._error("copy", "NotRenewed", "the server made the copy, and left the object as old as it was")
 
     def close(self) -> None:
         with self._lock:
             if self._client is not None:
                 self._client.close()
 
-    def _pages(self, operation: str, prefix: str) -> Iterator[Mapping[str, Any]]:
-        parameters = {"Bucket": self._bucket, "Prefix": prefix}
-        pages = self._call("list", lambda client: iter(client.get_paginator(operation).paginate(**parameters)))
-        while (page := self._call("list", lambda _: next(pages, None))) is not None:
-            yield page
+    # Listings.
 
-    def _call(self, operation: str, call: Callable[[Any], Any]) -> Any:
+    def _object_pages(self, prefix: str) -> Iterator[Mapping[str, Any]]:
+        last = ""
+        if not self._lists_by_version_1:
+            try:
+                for page in self._pages("list_objects_v2", prefix):
+                    yield page
+                    last = page["Contents"][-1]["Key"] if page.get("Contents") else last
+                return
+            except BucketError as error:
+                if error.status not in _UNKNOWN - {403, 404} and error.reason != _NO_NEXT_PAGE:
+                    raise
+            self._lists_by_version_1 = True
+        yield from self._pages("list_objects", prefix, {"Marker": last} if last else {})
+
+    def _pages(
+        self, operation: str, prefix: str, position: Mapping[str, str] = MappingProxyType({})
+    ) -> Iterator[Mapping[str, Any]]:
+        """Yield the pages of a listing, also of a server that does not say where the next one begins."""
+        while True:
+            parameters = {"Bucket": self._bucket, "Prefix": prefix, **position}
+            request = operator.methodcaller(operation, **parameters)
+            page = self._call("list", request, has_other=operation == "list_object_versions")
+            following = _POSITIONS[operation](page) if page.get("IsTruncated") else {}
+            if following and following == position:
+                raise self._error("list", _NO_NEXT_PAGE, "the server answers with the same page again")
+            yield page
+            if not following:
+                return
+            position = following
+
+    # Deletes.
+
+    def _delete_together(self, named: Sequence[Mapping[str, str]]) -> set[str]:
+        wanted = {"Objects": named, "Quiet": True}
+        try:
+            request = operator.methodcaller("delete_objects", Bucket=self._bucket, Delete=wanted)
+            answer = self._call("delete", request, has_other=True)
+        except BucketError as error:
+            if error.status not in _UNKNOWN or error.reason in _LATE or self._delete_singly(named[:1]):
+                raise
+            self._deletes_singly = True  # the server does not know the request for several
+            return self._delete_singly(named[1:])
+        for each in answer.get("Errors", ()):
+            self._account.note_failure("delete", _valid_code(each.get("Code")), str(each.get("Message", "")))
+        return {_valid_code(each.get("Code")) for each in answer.get("Errors", ())}
+
+    def _delete_singly(self, named: Sequence[Mapping[str, str]]) -> set[str]:
+        def delete(each: Mapping[str, str]) -> str:
+            try:
+                self._call("delete", lambda client: client.delete_object(Bucket=self._bucket, **each))
+            except BucketError as error:
+                return "" if error.reason == _NO_OBJECT else error.reason
+            return ""
+
+        with ThreadPoolExecutor(PARALLEL_DELETES, thread_name_prefix="tiered-kv-s3-delete") as threads:
+            return set(threads.map(delete, named)) - {""}
+
+    # Requests.
+
+    def _check(self, deadline: float) -> None:
+        if time.monotonic() >= deadline:
+            raise self._error("list", "timeout", "the time was over")
+
+    def _call(self, operation: str, call: Callable[[Any], Any], *, has_other: bool = False) -> Any:
+        """Return the result of boto3's `call`; with `has_other`, there is another request with the same effect."""
         try:
             return call(self._boto3())
         except library_errors() as error:
-            failure = self._error(_code_of(error), operation)
+            failure = self._error(operation, *_code_words_and_status(error), has_other=has_other)
         raise failure  # outside the handler: the cause may quote secrets
 
-    def _error(self, code: str, operation: str) -> BucketError:
+    def _error(
+        self, operation: str, code: str, words: str = "", status: int = 0, *, has_other: bool = False
+    ) -> BucketError:
+        level = logging.INFO if has_other and status in _UNKNOWN else logging.WARNING
+        shown = "" if code == _NO_OBJECT else self._account.note_failure(operation, code, words, level)
         message = f"bucket '{self._bucket}' refuses or does not answer"
-        return BucketError(message, code, tier=self._tier, operation=operation)
+        return BucketError(message, code, shown, tier=self._tier, operation=operation, status=status)
 
     def _boto3(self) -> Any:
         """Return a client with the current credentials."""
@@ -135,14 +248,61 @@ class Control:
         with self._lock:
             if self._client is None or self._credentials != credentials:
                 self._client = self._account.client(credentials, min(self._settings.attempts, _ATTEMPTS_MAX))
+                self._client.meta.events.register("before-sign.s3.DeleteObjects", _add_md5)
                 self._credentials = credentials
             return self._client
 
 
-def _code_of(error: Exception) -> str:
-    """Return S3's error code, or the exception's class; not its text, which may quote secrets."""
+def _after_objects(page: Mapping[str, Any]) -> Mapping[str, str]:
+    if token := page.get("NextContinuationToken"):
+        return {"ContinuationToken": token}
+    return {"StartAfter": page["Contents"][-1]["Key"]} if page.get("Contents") else {}
+
+
+def _after_objects_1(page: Mapping[str, Any]) -> Mapping[str, str]:
+    marker = page.get("NextMarker") or next((each["Key"] for each in reversed(page.get("Contents", ()))), "")
+    return {"Marker": marker} if marker else {}
+
+
+def _after_versions(page: Mapping[str, Any]) -> Mapping[str, str]:
+    last = max((each["Key"] for each in (*page.get("Versions", ()), *page.get("DeleteMarkers", ()))), default="")
+    found = {"KeyMarker": page.get("NextKeyMarker") or last, "VersionIdMarker": page.get("NextVersionIdMarker")}
+    return {name: value for name, value in found.items() if value}
+
+
+_POSITIONS: Final[Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, str]]]] = {
+    "list_objects_v2": _after_objects,
+    "list_objects": _after_objects_1,
+    "list_object_versions": _after_versions,
+}
+"""By operation: the parameters for the page after a page; none if it cannot be known."""
+
+
+def age_s(entry: Mapping[str, Any], now_s: float) -> float:
+    """Return an object's age; 0 if the server does not tell when it was written."""
+    return now_s - entry["LastModified"].timestamp() if "LastModified" in entry else 0.0
+
+
+def _add_md5(request: Any, **_: object) -> None:  # Any: botocore's own class
+    """Give a request the header Content-MD5, which boto3 replaced with checksums that older servers do not know."""
+    digest = hashlib.md5(request.body, usedforsecurity=False).digest()
+    request.headers["Content-MD5"] = b64encode(digest).decode()
+
+
+def _code_words_and_status(error: Exception) -> tuple[str, str, int]:
+    """Return S3's error code, or the exception's class; the server's message; and the status of the answer.
+
+    Not the exception's text, which may quote secrets.
+    """
     if any(words in str(error) for words in ("CERTIFICATE_VERIFY_FAILED", "doesn't match")):  # the latter is urllib3's
-        return Verdict.UNTRUSTED
+        return Verdict.UNTRUSTED, "", 0
     response = getattr(error, "response", None)
-    code = response.get("Error", {}).get("Code", "") if isinstance(response, dict) else ""
-    return str(code) if _CODE.fullmatch(str(code)) else type(error).__name__
+    if not isinstance(response, dict):
+        return type(error).__name__, "", 0
+    found = response.get("Error", {})
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return _valid_code(found.get("Code"), type(error).__name__), str(found.get("Message", "")), status
+
+
+def _valid_code(code: object, otherwise: str = "unknown") -> str:
+    return str(code) if _CODE.fullmatch(str(code or "")) else otherwise

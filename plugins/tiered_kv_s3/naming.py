@@ -46,6 +46,11 @@ class Naming:
         """The prefix of the names of all blocks, of any epoch."""
         return f"{self.root}blocks/"
 
+    @property
+    def no_block(self) -> str:
+        """A name that could be a block's, and is none: no epoch has this value."""
+        return f"{self.blocks}{'0' * 16}/00/{'0' * 32}"
+
     def block(self, epoch: str, key: OffloadKey) -> str:
         digest = digest_of(key).hex()
         return f"{self.blocks}{epoch}/{digest[:2]}/{digest}"

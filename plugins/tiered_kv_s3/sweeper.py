@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from tiered_kv.counters import Counters
 from tiered_kv.errors import TierError
 from tiered_kv.toolkit.background import BackgroundTask
-from tiered_kv_s3.control import PAGE_OBJECTS, Control, Listed
+from tiered_kv_s3.control import DELETED_AT_ONCE, Control, Listed
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
@@ -28,6 +28,8 @@ CANDIDATES_MAX = 100_000
 """Blocks that a sweep deletes after one listing, to bound its memory; it lists again if there are more."""
 RENEWALS_MAX = 1024
 """Blocks that may wait for their renewal; further ones are not renewed."""
+REFUSED_MAX = 8
+"""Requests to delete that are refused one after another, before a sweep ends."""
 _JITTER = 0.2
 
 
@@ -130,19 +132,28 @@ class Sweeper:
                 break
             doomed.append(name)
             deleted_bytes += size_bytes
-        for start in range(0, len(doomed), PAGE_OBJECTS):
+        refusals: set[str] = set()
+        refused = 0  # requests in a row; more would be refused too
+        for start in range(0, len(doomed), DELETED_AT_ONCE):
             if self._stopping.is_set():
                 return False
-            self._delete(doomed[start : start + PAGE_OBJECTS])
+            found = self._delete(doomed[start : start + DELETED_AT_ONCE])
+            refusals |= found
+            refused = refused + 1 if found else 0
+            if refused == REFUSED_MAX:
+                break
         with self._lock:
-            self._used_bytes = listed_bytes - deleted_bytes
-        return len(doomed) == CANDIDATES_MAX
-
-    def _delete(self, names: list[str]) -> None:
-        refusals = self._control.delete([{"Key": name} for name in names])
+            self._used_bytes = listed_bytes - (0 if refusals else deleted_bytes)
         if refusals:  # the next listing shows which blocks are left
             raise TierError(f"blocks could not be deleted: {', '.join(sorted(refusals))}", operation="delete")
+        return len(doomed) == CANDIDATES_MAX
+
+    def _delete(self, names: list[str]) -> set[str]:
+        """Delete blocks; return the reasons for those that were not deleted."""
+        if refusals := self._control.delete([{"Key": name} for name in names]):
+            return refusals
         self._counters.add("deleted_blocks_total", count=len(names))
         now_s = time.monotonic()
         for name in names:
             self._presence.note(name, Verdict.ABSENT, now_s)
+        return set()

@@ -60,7 +60,7 @@ class S3Tier(BlockingTier):
         tier_type: str,
         settings: S3Settings,
     ) -> None:
-        name = getattr(offloading_spec, "name", None) or tier_type
+        self._name = name = getattr(offloading_spec, "name", None) or tier_type
         self._settings = settings
         self._codecs = settings.open_codecs()
         self._room = ThreadBuffer()  # for compressed or encrypted payloads
@@ -73,7 +73,7 @@ class S3Tier(BlockingTier):
         self._counters = Counters(COUNTERS, COUNTERS_BY_LABEL)
         self._account = Account(settings, name)
         self._bucket = Bucket(settings, self._account, self._counters)
-        self._control = Control(self._account, settings, name)
+        self._control = Control(self._account, settings, name, record_bytes)
         super().__init__(
             offloading_spec,
             primary_kv_view,
@@ -133,7 +133,8 @@ class S3Tier(BlockingTier):
         return True
 
     def stats(self) -> Mapping[str, Any]:
-        stats = {**super().stats(), **self._counters.snapshot(), "epoch_repairs_total": self._epoch.repairs}
+        own = {**self._counters.snapshot(), **self._account.failures.snapshot()}
+        stats = {**super().stats(), **own, "epoch_repairs_total": self._epoch.repairs}
         stats["open_connections"] = self._bucket.pool.open_connections
         if self._settings.capacity is not None:
             stats |= {"used_bytes": self._sweeper.used_bytes, "capacity_bytes": self._settings.capacity}
@@ -142,6 +143,11 @@ class S3Tier(BlockingTier):
     def describe(self) -> Mapping[str, object]:
         self._epoch.value(time.monotonic() + _PROBE_S)  # raises if its mark has another format version
         next(self._control.listed(self._naming.blocks))
+        if self._settings.ttl or self._settings.capacity:
+            refusals = self._control.delete([{"Key": self._naming.no_block}])
+            if refusals:
+                what = "the server refuses to delete, so ttl and capacity cannot be kept"
+                raise BucketError(what, ", ".join(sorted(refusals)), tier=self._name, operation="delete")
         return {
             "medium": "s3",
             **self._settings.model_dump(include={"bucket", "prefix", "connections", "codec"}),
@@ -213,7 +219,7 @@ class S3Tier(BlockingTier):
             return [memoryview(header), payload]
 
         for _ in range(2):  # a damaged record may have been damaged on its way
-            verdict = self._bucket.get(name, sink, deadline)
+            verdict = self._bucket.get(name, sink, record_bytes_max(len(block)), deadline)
             if verdict not in (Verdict.DONE, Verdict.AGED):
                 return self._note_failed_get(name, verdict, asked_s, deadline)
             self._loaded_s = time.monotonic()

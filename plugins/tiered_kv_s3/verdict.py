@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import ssl
 from enum import StrEnum
@@ -10,7 +11,10 @@ from tiered_kv.errors import TierUnavailableError
 from tiered_kv.toolkit.resolver import note_refused
 from tiered_kv_s3.connection import Answer, BadAnswerError
 
-_CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,100})</Code>")
+_CODE = re.compile(rb"<(?:\w+:)?Code>\s*([A-Za-z0-9.]{1,100})\s*</")
+_MESSAGE = re.compile(rb"<(?:\w+:)?Message>([^<]{1,1000})</")
+_REGION = re.compile(rb"<(?:\w+:)?Region>([a-z0-9-]{1,64})</")
+_REGION_NAME = re.compile(r"[a-z0-9-]{1,64}")
 
 _CREDENTIAL_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
 _SLOW_DOWN_CODES = frozenset({"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException"})
@@ -55,18 +59,46 @@ class Verdict(StrEnum):
     """The connection was reset, or the answer was cut off or not HTTP."""
     CREDENTIALS = "credentials"
     """The credentials had expired, and there are new ones."""
+    REDIRECTED = "redirected"
+    """The request was for another region than the bucket's, which is known now."""
 
 
-RETRYABLE = frozenset({Verdict.SLOW_DOWN, Verdict.UNAVAILABLE, Verdict.TIMEOUT, Verdict.BROKEN, Verdict.CREDENTIALS})
+RETRYABLE = frozenset(
+    {
+        Verdict.SLOW_DOWN,
+        Verdict.UNAVAILABLE,
+        Verdict.TIMEOUT,
+        Verdict.BROKEN,
+        Verdict.CREDENTIALS,
+        Verdict.REDIRECTED,
+    }
+)
+FAILURES = RETRYABLE | {
+    Verdict.CREDENTIALS_EXPIRED,
+    Verdict.NO_BUCKET,
+    Verdict.DENIED,
+    Verdict.REFUSED,
+    Verdict.UNTRUSTED,
+    Verdict.MOVED,
+}
 ABSENCE = frozenset({Verdict.ABSENT, Verdict.EXPIRED})
 
 
 class BucketError(TierUnavailableError):
-    """A request failed; `reason` is a verdict, an error code of S3, or the class of an exception."""
+    """A request failed.
 
-    def __init__(self, message: str, reason: str, *, tier: str, operation: str) -> None:
-        super().__init__(f"{message}: {reason}", tier=tier, operation=operation)
+    Args:
+        reason: A verdict, an error code of S3, or the class of an exception.
+        words: The server's message, without secrets.
+        status: Of the answer; 0 if there is none.
+    """
+
+    def __init__(
+        self, message: str, reason: str, words: str = "", *, tier: str, operation: str, status: int = 0
+    ) -> None:
+        super().__init__(f"{message}: {reason}{f' ({words})' if words else ''}", tier=tier, operation=operation)
         self.reason = reason
+        self.status = status
 
 
 def verdict_of(answer: Answer, body: bytes) -> Verdict:
@@ -88,6 +120,20 @@ def verdict_of(answer: Answer, body: bytes) -> Verdict:
     if status == 404:
         return Verdict.NO_BUCKET if code == "NoSuchBucket" else Verdict.ABSENT
     return Verdict.DENIED if status in (401, 403) else Verdict.REFUSED
+
+
+def words_of(answer: Answer, body: bytes) -> str:
+    """Return what a server says about a failure: its error code and message, or only the status."""
+    code, message = _CODE.search(body), _MESSAGE.search(body)
+    said = [found[1].decode("utf-8", "replace") for found in (code, message) if found]
+    return html.unescape(": ".join(said)) or f"HTTP status {answer.status}"
+
+
+def region_in(answer: Answer, body: bytes) -> str:
+    """Return the region that an answer names; empty if it names none."""
+    found = _REGION.search(body)
+    region = answer.headers.get("x-amz-bucket-region") or (found[1].decode() if found else "")
+    return region if _REGION_NAME.fullmatch(region) else ""
 
 
 def verdict_of_error(error: OSError) -> Verdict:

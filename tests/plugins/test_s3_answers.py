@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import select
 import socket
 import sys
 import threading
@@ -34,9 +36,11 @@ from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv.toolkit.resolver import Addresses, addresses_of
 from tiered_kv_s3 import connection as connection_module
-from tiered_kv_s3.connection import Connection, Patience, tls_context
+from tiered_kv_s3 import pool as pool_module
+from tiered_kv_s3.connection import Patience
 from tiered_kv_s3.endpoint import Endpoint, Proxy
 from tiered_kv_s3.naming import Naming
+from tiered_kv_s3.pool import open_connection, tls_context
 
 pytest.importorskip("boto3", reason="boto3 is not installed")
 
@@ -55,14 +59,19 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-@pytest.mark.parametrize("form", ["chunked", "partial", "empty"])
+@pytest.mark.parametrize("form", ["cut off", "partial", "empty"])
 def test_an_answer_of_another_form_deletes_no_block(server: FakeS3, open_rig: OpenRig, form: str) -> None:
     rig = open_rig(attempts=2)
     (key,) = make_keys(1)
     header, payload = encode_record(key, memoryview(bytes(BLOCK_BYTES)), rig.spec.namespace_digest)
     record = header + bytes(payload)
-    chunked = b"HTTP/1.1 200 x\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n" % len(record) + record + b"\r\n0\r\n\r\n"
-    reply = {"chunked": chunked, "partial": answer(206, record), "empty": answer(204)}[form]
+    head = b"HTTP/1.1 200 x\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n" % len(record)
+    replies: dict[str, Reply] = {
+        "cut off": Then(head + record[:-9], "close"),
+        "partial": answer(206, record),
+        "empty": answer(204),
+    }
+    reply = replies[form]
     server.reply = lambda request: reply if request.method == "GET" and "/blocks/" in request.target else None
     (result,) = rig.wait([rig.submit_load([key])])
     assert (result.success, result.reason) == (False, "broken")
@@ -77,14 +86,16 @@ def test_a_block_that_is_loaded_past_half_its_time_is_renewed_by_a_copy_on_the_s
     """The mark of the epoch is a day old, and does not expire."""
     rig = open_rig(ttl=10 * 3600)
     (key,) = make_keys(1)
+    age = [age_hours]
     header, payload = encode_record(key, memoryview(block_content(key, BLOCK_BYTES)), rig.spec.namespace_digest)
     copied: list[str] = []
 
     def reply(request: Request) -> bytes:
         if source := request.headers.get("x-amz-copy-source"):
+            age[0] = 0.0
             copied.append(f"{request.target} from {source} {request.headers['x-amz-metadata-directive']}")
             return answer(200, b"<CopyObjectResult><ETag>x</ETag></CopyObjectResult>")
-        return answer(200, header + bytes(payload), last_modified=hours_ago(age_hours))
+        return answer(200, header + bytes(payload), last_modified=hours_ago(age[0]))
 
     server.reply = reply
     assert rig.load([key]) == {key}
@@ -162,22 +173,28 @@ def test_all_addresses_of_a_server_together_get_the_time_of_one_request(
 ) -> None:
     waited_s: list[float] = []
 
-    class UnansweredSocket(socket.socket):
+    class UnansweredPoll:
         """Each attempt to connect takes all of its time, by the test's clock."""
 
-        def connect(self, address: object) -> None:
-            timeout_s = self.gettimeout()
-            assert timeout_s is not None
-            waited_s.append(timeout_s)
-            clock.advance(timeout_s)
-            raise TimeoutError
+        def register(self, *_: object) -> None:
+            pass
+
+        def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+            waited_s.append(timeout_ms / 1000)
+            clock.advance(timeout_ms / 1000)
+            return []
+
+    class UnansweredSocket(socket.socket):
+        def connect_ex(self, address: object) -> int:
+            return errno.EINPROGRESS
 
     address = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 80))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [address] * 8)
     monkeypatch.setattr(socket, "socket", UnansweredSocket)
+    monkeypatch.setattr(pool_module, "select", SimpleNamespace(poll=UnansweredPoll, POLLOUT=select.POLLOUT))
     monkeypatch.setattr(connection_module, "time", SimpleNamespace(monotonic=clock))
     with pytest.raises(TimeoutError):
-        Connection(Endpoint("server", 80, False, "/b"), None, Patience(clock() + 0.5, 0.4))
+        open_connection(Endpoint("server", 80, False, "/b"), None, Patience(clock() + 0.5, 0.4))
     assert waited_s == pytest.approx([0.4, 0.1])
 
 
@@ -224,10 +241,10 @@ def test_tls_goes_through_a_tunnel_of_the_proxy(server: FakeS3) -> None:
     patience = Patience(time.monotonic() + WAIT_S, WAIT_S)
     server.reply = lambda request: answer(403)
     with pytest.raises(ConnectionRefusedError):
-        Connection(endpoint, tls_context(None), patience)
+        open_connection(endpoint, tls_context(None), patience)
     server.reply = lambda request: Then(answer(200), "close")  # there is nothing behind the tunnel
     with pytest.raises(OSError, match=r"(?i)ssl|eof|closed|reset"):  # of the TLS handshake
-        Connection(endpoint, tls_context(None), patience)
+        open_connection(endpoint, tls_context(None), patience)
     assert [(each.method, each.target) for each in server.seen] == [("CONNECT", "bucket.invalid:443")] * 2
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from tiered_kv.counters import Counters
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv_s3.connection import HEAD_BYTES_MAX, BadAnswerError, Connection, ConnectionPool, Patience
+from tiered_kv_s3.connection import HEAD_BYTES_MAX, BadAnswerError, Connection, Patience
 from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
 from tiered_kv_s3.endpoint import Endpoint
+from tiered_kv_s3.pool import ConnectionPool, open_connection
 
 STALL_S = 120.0
 """How long a connection may go without a byte: longer than any delay of a busy machine."""
@@ -24,7 +25,7 @@ def answers() -> Iterator[tuple[Connection, socket.socket]]:
     """A connection, and the server's end of it."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         endpoint = Endpoint("127.0.0.1", listening.getsockname()[1], False, "/b")
-        connection = Connection(endpoint, None, Patience(time.monotonic() + STALL_S, STALL_S))
+        connection = open_connection(endpoint, None, Patience(time.monotonic() + STALL_S, STALL_S))
         server, _ = listening.accept()
     with server:
         yield connection, server

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import email.utils
+import re
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from urllib.parse import parse_qsl
 
 import pytest
 
@@ -97,6 +100,9 @@ class FakeS3(LoopbackServer):
         """Faults for all requests of a method for blocks."""
         self.bad_objects: dict[str, str] = {}
         """Faults for all requests for one block, by the end of its name."""
+        self.written_s: dict[str, float] = {}
+        """When each object was written, by its target; others are new."""
+        self.page_objects = 1000
         self.seen: list[Request] = []
         self.has_mark = True
         self._stopping = threading.Event()
@@ -146,7 +152,7 @@ class FakeS3(LoopbackServer):
         reply = self.reply(request)
         if reply is None:
             fault = self._fault_of(request)
-            reply = FAULTS[fault](self.objects.get(target, b"")) if fault else self._served(request)
+            reply = FAULTS[fault](self.objects.get(target, b"")) if fault else self.served(request)
         if method == "HEAD" and isinstance(reply, bytes):
             return reply.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
         return reply
@@ -158,17 +164,48 @@ class FakeS3(LoopbackServer):
         bad = self.bad_objects.get(request.target[-32:], "")
         return bad or (waiting.popleft() if waiting else self.always.get(request.method, ""))
 
-    def _served(self, request: Request) -> bytes:
-        if "list-type" in request.target:
-            return error(501, "NotImplemented")
+    def served(self, request: Request) -> bytes:
+        """Answer as a bucket does."""
+        target, _, query = request.target.partition("?")
+        if query and request.method != "DELETE":
+            return self._listed(dict(parse_qsl(query, keep_blank_values=True)), request.body)
         if request.method == "PUT":
-            self.objects[request.target] = request.body
-            return answer(200)
+            if "x-amz-copy-source" not in request.headers:
+                self.objects[target] = request.body
+            self.written_s[target] = time.time()
+            return answer(200, b"<CopyObjectResult/>" if "x-amz-copy-source" in request.headers else b"")
         if request.method == "DELETE":
-            self.objects.pop(request.target, None)
+            self.objects.pop(target, None)
             return answer(204)
-        data = self.objects.get(request.target)
-        return error(404, "NoSuchKey") if data is None else answer(200, data)
+        data = self.objects.get(target)
+        written_s = self.written_s.get(target, time.time())
+        modified = email.utils.formatdate(written_s, usegmt=True)
+        return error(404, "NoSuchKey") if data is None else answer(200, data, last_modified=modified)
+
+    def _listed(self, query: Mapping[str, str], body: bytes) -> bytes:
+        """Answer a request for the whole bucket: to delete objects, or to list objects or versions."""
+        if "delete" in query:
+            for name in re.findall("<Key>(.*?)</Key>", body.decode()):
+                self.objects.pop(f"/bucket/{name}", None)
+            return answer(200, b"<DeleteResult/>")
+        after = max(query.get(name, "") for name in ("continuation-token", "start-after", "marker", "key-marker"))
+        names = sorted(target.removeprefix("/bucket/") for target in self.objects)
+        names = [name for name in names if name.startswith(query.get("prefix", "")) and name > after]
+        page, more = names[: self.page_objects], len(names) > self.page_objects
+        kind, entry = ("ListVersionsResult", "Version") if "versions" in query else ("ListBucketResult", "Contents")
+        texts = [f"<IsTruncated>{str(more).lower()}</IsTruncated>"]
+        if more:
+            first_next = {"Version": "NextKeyMarker", "Contents": "NextContinuationToken"}[entry]
+            texts.append(f"<{first_next}>{page[-1]}</{first_next}>")
+        for name in page:
+            written_s = self.written_s.get(f"/bucket/{name}", time.time())
+            modified = datetime.fromtimestamp(written_s, UTC).isoformat()
+            size = len(self.objects.get(f"/bucket/{name}", b""))
+            version = "<VersionId>null</VersionId><IsLatest>true</IsLatest>" if entry == "Version" else ""
+            texts.append(
+                f"<{entry}><Key>{name}</Key><LastModified>{modified}</LastModified><Size>{size}</Size>{version}</{entry}>"
+            )
+        return answer(200, f"<{kind}>{''.join(texts)}</{kind}>".encode())
 
 
 @pytest.fixture

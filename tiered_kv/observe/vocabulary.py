@@ -122,6 +122,7 @@ TIER: Final = {
     # Shared storage.
     "surveys_total": Metric("Surveys of the directory by this process."),
     "epoch_repairs_total": Metric("Repairs of the epoch's mark."),
+    "failed_requests_total": Metric("Requests that failed, by the server's error code.", ("operation", "reason")),
     "requests_total": Metric("Requests sent for payloads and presence.", ("method",)),
     "retried_requests_total": Metric("Requests sent again."),
     "slow_down_answers_total": Metric("Answers by which the server asked for fewer requests."),
@@ -130,7 +131,7 @@ TIER: Final = {
     "expired_blocks_total": Metric("Blocks found older than their time to live."),
     "deleted_blocks_total": Metric("Blocks deleted for their age, or for the capacity."),
     "renewed_blocks_total": Metric("Blocks copied onto themselves because they were used."),
-    "failed_renewals_total": Metric("Renewals that the server refused."),
+    "failed_renewals_total": Metric("Renewals that the server refused, or did not do."),
     "failed_sweeps_total": Metric("Sweeps that could not list or delete."),
 }
 """The built-in tiers' own counters, by name."""

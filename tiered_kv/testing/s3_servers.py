@@ -1,7 +1,7 @@
-"""Servers that speak S3's protocol on loopback: moto's, in another process.
+"""Servers that speak S3's protocol on loopback, in other processes: moto's, and those whose programs are installed.
 
 Import the fixtures into a test's module or conftest: `moto_server` lasts for the session, `moto_bucket` is a new bucket
-on it. They skip, with the reason, if a package is not installed.
+on it. `installed_server` is each of `PROGRAMS`. They skip, with the reason, if a package or program is not installed.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import json
 import os
+import shutil
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
-from tiered_kv.testing.server_process import ServerProcess
+from tiered_kv.testing.server_process import ServerProcess, free_port
 
 ACCESS_KEY_ID = "testing-key-id"
 SECRET_ACCESS_KEY = "testing-secret"
@@ -96,6 +99,82 @@ def start_moto(certificate: tuple[Path, Path] | None = None) -> S3Server:
     )
     server.start()
     return server
+
+
+def _seaweedfs(program: str, port: int, directory: Path) -> list[str]:
+    identity = {
+        "name": "tests",
+        "credentials": [{"accessKey": ACCESS_KEY_ID, "secretKey": SECRET_ACCESS_KEY}],
+        "actions": ["Admin"],
+    }
+    (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    ports = [f"-{role}.port={free_port()}" for role in ("master", "volume", "filer")]
+    data = [f"-dir={directory}", "-volume.max=30", "-master.volumeSizeLimitMB=64", "-volume.minFreeSpace=1"]
+    return [
+        program,
+        "server",
+        "-ip=127.0.0.1",
+        *ports,
+        *data,
+        "-s3",
+        f"-s3.port={port}",
+        f"-s3.config={directory}/s3.json",
+    ]
+
+
+def _rclone(program: str, port: int, directory: Path) -> list[str]:
+    keys = ["--auth-key", f"{ACCESS_KEY_ID},{SECRET_ACCESS_KEY}"]
+    return [program, "serve", "s3", "--addr", f"127.0.0.1:{port}", *keys, "--config", "", str(directory)]
+
+
+def _nanio(program: str, port: int, directory: Path) -> list[str]:
+    options = directory / "nanio.toml"
+    options.write_text(f'[[users]]\naccess_key = "{ACCESS_KEY_ID}"\nsecret_key = "{SECRET_ACCESS_KEY}"\n')
+    return [program, "serve", "--options", str(options), "--data-dir", str(directory), "--port", str(port)]
+
+
+def _localbucket(program: str, port: int, directory: Path) -> list[str]:
+    return [program, "--port", str(port), str(directory)]
+
+
+PROGRAMS: Final[Mapping[str, Callable[[str, int, Path], list[str]]]] = {
+    "weed": _seaweedfs,
+    "rclone": _rclone,
+    "nanio": _nanio,
+    "localbucket": _localbucket,
+}
+"""Programs of servers that speak S3's protocol, which are found on the path; the command has a port and a directory."""
+
+
+def start_program(name: str, directory: Path) -> S3Server:
+    """Start a server of `PROGRAMS`; return once it stores an object."""
+    program = shutil.which(name)
+    assert program is not None, f"{name} is not installed"
+    server = S3Server(lambda port: PROGRAMS[name](program, port, directory))
+    server.start()
+    end = time.monotonic() + server.start_s_max
+    while True:  # some answer before they are ready
+        try:
+            bucket = server.make_bucket()
+            with closing(server.client()) as client:
+                client.put_object(Bucket=bucket, Key="ready", Body=b"ready")
+            return server
+        except Exception:  # any of boto3's
+            if time.monotonic() > end:
+                server.kill()
+                raise
+            time.sleep(0.2)
+
+
+@pytest.fixture(scope="session", params=PROGRAMS)
+def installed_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """Each server of `PROGRAMS`, for the session."""
+    name: str = request.param
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed")
+    server = start_program(name, tmp_path_factory.mktemp(name))
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -151,11 +151,11 @@ class RecordCheck:
         self._records, self._blocks = ThreadBuffer(), ThreadBuffer()
         self.too_long: RecordStatus | str = "too_long" if block_bytes is None else RecordStatus.BAD_LENGTH
         """The status of a record for which `room` returns None."""
+        self.bytes_max = record_bytes_max(_UNKNOWN_BLOCK_BYTES_MAX if block_bytes is None else block_bytes)
 
     def room(self, size_bytes: int) -> memoryview | None:
         """Return this thread's memory for a record; None if no record of this namespace is that long."""
-        limit = record_bytes_max(_UNKNOWN_BLOCK_BYTES_MAX if self._block_bytes is None else self._block_bytes)
-        return self._records.take(size_bytes) if size_bytes <= limit else None
+        return self._records.take(size_bytes) if size_bytes <= self.bytes_max else None
 
     def check(self, record: memoryview, key_digest: bytes | None = None) -> RecordStatus:
         """Return the status of a whole record; see `verify_record`."""

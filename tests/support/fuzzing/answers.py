@@ -1,12 +1,12 @@
-"""Fuzzing of the answers of an S3 server: heads, epoch marks, errors, dates."""
+"""Fuzzing of the answers of an S3 server: heads, chunks, epoch marks, errors, dates."""
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
-from unittest import mock
+from typing import cast
 
-import tiered_kv_s3.connection as s3_connection
 from tests.support.fuzzing import Target
 from tiered_kv.errors import FormatError
 from tiered_kv.toolkit.epoch import EpochMark
@@ -28,6 +28,8 @@ def make() -> Target:
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 403 Forbidden\r\n%bcontent-length: %d\r\n\r\n%b"
         % (_DATE, len(_ERROR), _ERROR),
         b"HTTP/1.0 301 Moved\r\nx-amz-bucket-region: eu-west-1\r\n\r\n" + _ERROR,
+        b"HTTP/1.1 500 Oh\r\ntransfer-encoding: chunked\r\n\r\n%x;a=b\r\n%b\r\n0\r\nx-t: 1\r\n\r\n"
+        % (len(_ERROR), _ERROR),
         b"HTTP/1.1 503 Slow Down\r\ncontent-length: 0\r\n\r\n",
         _MARK,
     )
@@ -69,13 +71,13 @@ def _run(data: bytes) -> None:
         mark = EpochMark.decode(data)
         assert mark is None or mark.encode() == data, f"a mark comes of {data!r}"
     patience = Patience(time.monotonic() + 30.0, 30.0)
-    with mock.patch.object(s3_connection, "connect", return_value=_ScriptedSocket(data)):
-        connection = Connection(Endpoint("server", 80, False, ""), None, patience)
+    connection = Connection(Endpoint("server", 80, False, ""), cast(socket.socket, _ScriptedSocket(data)), patience)
     with contextlib.suppress(ConnectionError):
         answer = connection.receive_head()
         _check_answer(answer)
         if answer.status != 200:
             body = connection.receive_error(answer)
+            assert len(body) <= ERROR_BYTES_MAX
             verdict = verdict_of(answer, body)
             assert isinstance(verdict, Verdict)
             assert verdict is not Verdict.DONE
