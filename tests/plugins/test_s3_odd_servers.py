@@ -415,7 +415,7 @@ def test_connections_that_do_not_open_cost_no_answer_of_the_others(
         def every_other(host: str, port: int, timeout_s: float) -> Addresses:
             nonlocal opened
             opened += 1
-            return addresses_of(*(full.getsockname() if opened % 2 else (host, port)), timeout_s)
+            return addresses_of(host, full.getsockname()[1] if opened % 2 else port, timeout_s)
 
         monkeypatch.setattr(pool, "addresses_of", every_other)
         assert rig.lookup_all(keys) == [True] * BLOCKS + [False] * 2

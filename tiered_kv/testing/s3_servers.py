@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -109,17 +109,9 @@ def _seaweedfs(program: str, port: int, directory: Path) -> list[str]:
     }
     (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
     ports = [f"-{role}.port={free_port()}" for role in ("master", "volume", "filer")]
-    data = [f"-dir={directory}", "-volume.max=30", "-master.volumeSizeLimitMB=64", "-volume.minFreeSpace=1"]
-    return [
-        program,
-        "server",
-        "-ip=127.0.0.1",
-        *ports,
-        *data,
-        "-s3",
-        f"-s3.port={port}",
-        f"-s3.config={directory}/s3.json",
-    ]
+    data = [f"-dir={directory}", "-volume.max=1000", "-master.volumeSizeLimitMB=64", "-volume.minFreeSpace=1"]
+    s3 = ["-s3", f"-s3.port={port}", f"-s3.config={directory}/s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+    return [program, "server", "-ip=127.0.0.1", *ports, *data, *s3]
 
 
 def _rclone(program: str, port: int, directory: Path) -> list[str]:
@@ -153,17 +145,18 @@ def start_program(name: str, directory: Path) -> S3Server:
     server = S3Server(lambda port: PROGRAMS[name](program, port, directory))
     server.start()
     end = time.monotonic() + server.start_s_max
-    while True:  # some answer before they are ready
-        try:
-            bucket = server.make_bucket()
-            with closing(server.client()) as client:
-                client.put_object(Bucket=bucket, Key="ready", Body=b"ready")
-            return server
-        except Exception:  # any of boto3's
-            if time.monotonic() > end:
-                server.kill()
-                raise
-            time.sleep(0.2)
+    with closing(server.client()) as client:
+        while True:  # some answer before they are ready
+            try:
+                with suppress(client.exceptions.ClientError):  # it was made before
+                    client.create_bucket(Bucket="ready")
+                client.put_object(Bucket="ready", Key="ready", Body=b"ready")
+                return server
+            except Exception:  # any of boto3's
+                if time.monotonic() > end:
+                    server.kill()
+                    raise
+                time.sleep(0.2)
 
 
 @pytest.fixture(scope="session", params=PROGRAMS)
@@ -174,7 +167,7 @@ def installed_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
         pytest.skip(f"{name} is not installed")
     server = start_program(name, tmp_path_factory.mktemp(name))
     yield server
-    server.stop()
+    server.kill()  # one of them needs half a minute to stop
 
 
 @pytest.fixture(scope="session")
