@@ -70,7 +70,7 @@ class S3Administration(TierAdministration):
         if foreign:
             left.append(f"{len(foreign)} objects that are not of this tool were left")
         if found:
-            why = ", ".join(sorted(refusals)) or "a stack stores them"
+            why = ", ".join(sorted(refusals)) or "a stack stores them, or the server does not delete"
             left.append(f"{found} objects or versions of them were found by the last survey ({why})")
         if self._control.without_versions == "AccessDenied":
             left.append("these credentials may not list versions: older ones are left if the bucket keeps them")

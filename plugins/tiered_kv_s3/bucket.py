@@ -30,8 +30,8 @@ BACKOFF_MAX_S = 2.0
 MOVE_S = 10.0
 """How long after a move to another region requests to the earlier one are repeated."""
 
-_MAY_BE_EXPIRED = frozenset({Verdict.DENIED, Verdict.REFUSED})
-"""The verdict on expired credentials where the answer has no body that says so: to HEAD."""
+_REFUSALS = frozenset({Verdict.DENIED, Verdict.REFUSED})
+"""Also the verdict on expired credentials where the answer has no body that says so: to HEAD."""
 
 _UNSIGNED_HEADERS = "user-agent: tiered-kv\r\naccept-encoding: identity\r\n"
 """Headers that proxies may change; without them some refuse a request, or compress the answer."""
@@ -72,18 +72,23 @@ class Bucket:
         headers = {**self._put_headers, "content-length": str(sum(map(len, pieces)))}
         if only_if_absent:
             headers["if-none-match"] = "*"
-        verdict = self._put(name, pieces, headers, deadline)
-        if verdict in _MAY_BE_EXPIRED and not self._sends_digests and _DIGESTS.search(self._words.get(verdict, "")):
-            self._sends_digests = True
-            verdict = self._put(name, pieces, headers, deadline)
-            self._sends_digests = verdict not in _MAY_BE_EXPIRED
+        sends_digests = self._sends_digests
+        verdict = self._put(name, pieces, headers, deadline, sends_digests)
+        if verdict in _REFUSALS and not sends_digests and _DIGESTS.search(self._words.get(verdict, "")):
+            verdict = self._put(name, pieces, headers, deadline, True)
+            self._sends_digests = verdict not in _REFUSALS
         return verdict
 
     def _put(
-        self, name: str, pieces: Sequence[bytes | memoryview], headers: Mapping[str, str], deadline: float
+        self,
+        name: str,
+        pieces: Sequence[bytes | memoryview],
+        headers: Mapping[str, str],
+        deadline: float,
+        sends_digests: bool,
     ) -> Verdict:
         payload_hash = UNSIGNED_PAYLOAD
-        if self._sends_digests:
+        if sends_digests:
             payload_hash = _digest_of(pieces, hashlib.sha256()).hex()
             md5 = _digest_of(pieces, hashlib.md5(usedforsecurity=False))
             headers = {**headers, "content-md5": b64encode(md5).decode()}
@@ -173,8 +178,8 @@ class Bucket:
                 "slow_down_answers_total", count=sum(verdicts[index] is Verdict.SLOW_DOWN for index in waiting)
             )
             again = RETRYABLE
-            if any(verdicts[index] in _MAY_BE_EXPIRED for index in waiting):
-                again |= _MAY_BE_EXPIRED if self._account.renew(credentials, deadline) else set()
+            if any(verdicts[index] in _REFUSALS for index in waiting):
+                again |= _REFUSALS if self._account.renew(credentials, deadline) else set()
             waiting = [index for index in waiting if verdicts[index] in again]
             if not waiting:
                 break

@@ -31,6 +31,8 @@ PAGE_OBJECTS: Final = 1000
 """Objects in one page of a listing; S3's limit."""
 DELETED_AT_ONCE: Final = 100
 """Names in one request to delete: some servers need 20 ms for each, and the request has one `request_timeout`."""
+LISTED_MIN: Final = 100
+"""The smallest page that is made smaller when its listing takes too long."""
 PARALLEL_DELETES: Final = 8
 _ATTEMPTS_MAX: Final = 3
 _CREDENTIALS_S: Final = 10.0
@@ -68,8 +70,9 @@ class Control:
         self._record_bytes = record_bytes
         self.without_versions = ""
         """S3's error code once it has refused to list versions; `_IGNORED` if it has listed none, but objects."""
-        self._names_at_once = DELETED_AT_ONCE
+        self._names_at_once, self._page_objects = DELETED_AT_ONCE, PAGE_OBJECTS
         self._deletes_singly = self._lists_by_version_1 = False
+        self._closing = threading.Event()
         self._lock = threading.Lock()  # guards the two below; held while boto3 makes the client
         self._credentials: Credentials | None = None
         self._client: Any = None  # Any: boto3 makes its class at run time
@@ -124,7 +127,7 @@ class Control:
             try:
                 refusals |= self._delete_singly(batch) if self._deletes_singly else self._delete_together(batch)
             except BucketError as error:
-                if error.reason not in _LATE or len(batch) == 1:
+                if not self._is_late(error) or len(batch) == 1:
                     raise
                 self._names_at_once = max(1, len(batch) // 10)  # the server needs time for each name
                 continue
@@ -132,6 +135,10 @@ class Control:
             if time.monotonic() - begin_s < self._settings.request_timeout / 8:
                 self._names_at_once = min(2 * self._names_at_once, DELETED_AT_ONCE)
         return refusals
+
+    def not_deleted(self) -> BucketError:
+        """Return the error for objects that are listed after the server has confirmed that it deleted them."""
+        return self._error("delete", "NotDeleted", "the server confirmed to have deleted objects that it still lists")
 
     def renew(self, name: str) -> None:
         """Set an object's age to 0, by a copy onto itself on the server."""
@@ -157,6 +164,7 @@ class Control:
             raise self._error("copy", "NotRenewed", "the server made the copy, and left the object as old as it was")
 
     def close(self) -> None:
+        self._closing.set()
         with self._lock:
             if self._client is not None:
                 self._client.close()
@@ -182,9 +190,15 @@ class Control:
     ) -> Iterator[Mapping[str, Any]]:
         """Yield the pages of a listing, also of a server that does not say where the next one begins."""
         while True:
-            parameters = {"Bucket": self._bucket, "Prefix": prefix, **position}
-            request = operator.methodcaller(operation, **parameters)
-            page = self._call("list", request, has_other=operation == "list_object_versions")
+            limit = {"MaxKeys": self._page_objects} if self._page_objects < PAGE_OBJECTS else {}
+            request = operator.methodcaller(operation, Bucket=self._bucket, Prefix=prefix, **position, **limit)
+            try:
+                page = self._call("list", request, has_other=operation == "list_object_versions")
+            except BucketError as error:
+                if not self._is_late(error) or self._page_objects < LISTED_MIN:
+                    raise
+                self._page_objects //= 10  # the server needs time for each object
+                continue
             following = _POSITIONS[operation](page) if page.get("IsTruncated") else {}
             if following and following == position:
                 raise self._error("list", _NO_NEXT_PAGE, "the server answers with the same page again")
@@ -221,6 +235,10 @@ class Control:
             return set(threads.map(delete, named)) - {""}
 
     # Requests.
+
+    def _is_late(self, error: BucketError) -> bool:
+        """Return whether a smaller request might be answered in time, and there is time for it."""
+        return error.reason in _LATE and not self._closing.is_set()
 
     def _check(self, deadline: float) -> None:
         if time.monotonic() >= deadline:

@@ -30,6 +30,8 @@ RENEWALS_MAX = 1024
 """Blocks that may wait for their renewal; further ones are not renewed."""
 REFUSED_MAX = 8
 """Requests to delete that are refused one after another, before a sweep ends."""
+CLOCK_S = 2.0
+"""Servers tell times in whole seconds."""
 _JITTER = 0.2
 
 
@@ -50,6 +52,7 @@ class Sweeper:
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # guards the rest
         self._used_bytes = 0
+        self._deleted: tuple[float, frozenset[str]] = (0.0, frozenset())  # some blocks of the last sweep, and its end
         self._renewals: OrderedDict[str, None] = OrderedDict()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._is_started = min(self._ttl_s, self._capacity_bytes) == math.inf  # or needs no thread
@@ -114,16 +117,19 @@ class Sweeper:
 
     def _sweep_once(self) -> bool:
         """List and delete once; return whether there may be more to delete."""
-        listed_bytes = deleted_bytes = 0
+        listed_bytes = deleted_bytes = kept = 0
+        earlier_s, earlier = self._deleted
+        since_s = time.monotonic() - earlier_s + CLOCK_S
 
         def blocks() -> Iterator[Listed]:
-            nonlocal listed_bytes
+            nonlocal listed_bytes, kept
             for page in self._control.listed(self._naming.blocks):
                 if self._stopping.is_set():
                     return
                 for entry in page:
                     if self._naming.is_block(entry.name):
                         listed_bytes += entry.size_bytes
+                        kept += entry.name in earlier and entry.age_s > since_s  # else it was stored again
                         yield entry
 
         doomed: list[str] = []
@@ -142,10 +148,13 @@ class Sweeper:
             refused = refused + 1 if found else 0
             if refused == REFUSED_MAX:
                 break
+        self._deleted = time.monotonic(), frozenset(() if refusals else doomed[:DELETED_AT_ONCE])
         with self._lock:
             self._used_bytes = listed_bytes - (0 if refusals else deleted_bytes)
         if refusals:  # the next listing shows which blocks are left
             raise TierError(f"blocks could not be deleted: {', '.join(sorted(refusals))}", operation="delete")
+        if kept:
+            raise self._control.not_deleted()
         return len(doomed) == CANDIDATES_MAX
 
     def _delete(self, names: list[str]) -> set[str]:

@@ -191,7 +191,8 @@ class FakeS3(LoopbackServer):
         after = max(query.get(name, "") for name in ("continuation-token", "start-after", "marker", "key-marker"))
         names = sorted(target.removeprefix("/bucket/") for target in self.objects)
         names = [name for name in names if name.startswith(query.get("prefix", "")) and name > after]
-        page, more = names[: self.page_objects], len(names) > self.page_objects
+        limit = min(self.page_objects, int(query.get("max-keys", 1000)))
+        page, more = names[:limit], len(names) > limit
         kind, entry = ("ListVersionsResult", "Version") if "versions" in query else ("ListBucketResult", "Contents")
         texts = [f"<IsTruncated>{str(more).lower()}</IsTruncated>"]
         if more:

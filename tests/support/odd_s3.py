@@ -1,0 +1,217 @@
+"""Ways in which servers that speak S3's protocol differ, as answers of `FakeS3`; boto3 works with each of them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable
+
+from tests.support.fake_s3 import Reply, Request, Then, answer, error
+
+Served = Callable[[Request], bytes]
+Odd = Callable[[Request, Served], Reply]
+ODD: dict[str, Odd] = {}
+"""By name: how a server answers, from the request and a bucket's usual answer."""
+
+
+def odd(row: Odd) -> Odd:
+    ODD[row.__name__] = row
+    return row
+
+
+def parts_of(reply: bytes) -> tuple[bytes, bytes]:
+    head, _, body = reply.partition(b"\r\n\r\n")
+    return head, body
+
+
+def without(head: bytes, *names: bytes) -> bytes:
+    return b"\r\n".join(line for line in head.split(b"\r\n") if line.lower().partition(b":")[0] not in names)
+
+
+def is_listing(request: Request) -> bool:
+    return request.method == "GET" and "prefix=" in request.target
+
+
+@odd
+def chunked_bodies(request: Request, served: Served) -> Reply:
+    head, body = parts_of(served(request))
+    if request.method == "HEAD" or head.startswith(b"HTTP/1.1 204"):
+        return served(request)
+    chunks = [body[at : at + 300] for at in range(0, len(body), 300)]
+    coded = b"".join(b"%X;a=b\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
+    head = without(head, b"content-length") + b"\r\nTransfer-Encoding: chunked\r\nTrailer: x-amz-checksum-crc32"
+    return head + b"\r\n\r\n" + coded + b"0\r\nx-amz-checksum-crc32: AAAAAA==\r\n\r\n"
+
+
+@odd
+def http_1_0_without_lengths(request: Request, served: Served) -> Reply:
+    head, body = parts_of(served(request))
+    return Then(without(head, b"content-length").replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n\r\n" + body, "close")
+
+
+@odd
+def closed_connections(request: Request, served: Served) -> Reply:
+    head, body = parts_of(served(request))
+    return Then(head + b"\r\nConnection: close\r\n\r\n" + body, "close")
+
+
+@odd
+def untidy_heads(request: Request, served: Served) -> Reply:
+    head, body = parts_of(served(request))
+    lines = [line.replace(b": ", b":\t  ") + b" " for line in head.split(b"\r\n")[1:]]
+    first = head.split(b"\r\n")[0].rpartition(b" ")[0]  # without words after the status
+    return b"\n".join([first, *lines, b"X-Long: a", b"  and more", b"", b""]) + body
+
+
+@odd
+def interim_answers(request: Request, served: Served) -> Reply:
+    first = b"HTTP/1.1 100 Continue\r\n\r\n" if request.body else b""
+    return first + served(request)
+
+
+@odd
+def no_dates(request: Request, served: Served) -> Reply:
+    head, body = parts_of(served(request))
+    return without(head, b"date", b"last-modified") + b"\r\n\r\n" + body
+
+
+@odd
+def bare_listings(request: Request, served: Served) -> Reply:
+    """Neither sizes nor dates."""
+    reply = served(request)
+    if not is_listing(request):
+        return reply
+    return answer(200, re.sub(rb"<(Size|LastModified)>[^<]*</\1>", b"", parts_of(reply)[1]))
+
+
+@odd
+def listings_in_a_namespace(request: Request, served: Served) -> Reply:
+    reply = served(request)
+    if not is_listing(request):
+        return reply
+    text = parts_of(reply)[1].replace(b"Result>", b'Result xmlns="http://s3.amazonaws.com/doc/2006-03-01/">', 1)
+    return answer(200, b'<?xml version="1.0" encoding="UTF-8"?>\n' + text)
+
+
+@odd
+def encoded_names(request: Request, served: Served) -> Reply:
+    reply = served(request)
+    if not is_listing(request) or "encoding-type=url" not in request.target:
+        return reply
+    text = re.sub(rb"<Key>.*?</Key>", lambda found: found[0].replace(b"/t", b"%2Ft"), parts_of(reply)[1])
+    return answer(200, text.replace(b"<IsTruncated>", b"<EncodingType>url</EncodingType><IsTruncated>", 1))
+
+
+@odd
+def pages_without_a_token(request: Request, served: Served) -> Reply:
+    reply = served(request)
+    if not is_listing(request):
+        return reply
+    return answer(200, re.sub(rb"<Next\w+>[^<]*</Next\w+>", b"", parts_of(reply)[1]))
+
+
+@odd
+def listings_of_version_1(request: Request, served: Served) -> Reply:
+    """What version 2 and the versions have is ignored."""
+    if not is_listing(request):
+        return served(request)
+    target = re.sub("(continuation-token|start-after|key-marker|versions)=?[^&]*", "", request.target)
+    text = parts_of(served(Request("GET", target, request.headers, b"")))[1]
+    return answer(200, re.sub(rb"<Next\w+>[^<]*</Next\w+>", b"", text))
+
+
+@odd
+def no_listings_of_version_2(request: Request, served: Served) -> Reply:
+    return error(400, "InvalidArgument") if "list-type=2" in request.target else served(request)
+
+
+def without_versions(reply: Reply) -> Odd:
+    return lambda request, served: reply if "versions" in request.target else served(request)
+
+
+ODD["versions_not_implemented"] = without_versions(error(501, "NotImplemented"))
+ODD["versions_not_allowed"] = without_versions(answer(405, b"<html>Method Not Allowed</html>"))
+ODD["versions_as_an_empty_page"] = without_versions(answer(200, b"<ListBucketResult/>"))
+
+
+def without_deleting_many(reply: Reply) -> Odd:
+    return lambda request, served: reply if request.method == "POST" else served(request)
+
+
+ODD["no_multi_delete"] = without_deleting_many(error(501, "NotImplemented"))
+ODD["multi_delete_not_allowed"] = without_deleting_many(error(405, "MethodNotAllowed"))
+ODD["multi_delete_as_another_request"] = without_deleting_many(answer(404, b"<html>Not Found</html>"))
+
+
+@odd
+def deletes_that_need_md5(request: Request, served: Served) -> Reply:
+    wanted = base64.b64encode(hashlib.md5(request.body).digest()).decode().lower()
+    if request.method == "POST" and request.headers.get("content-md5", "") != wanted:
+        return error(400, "MissingContentMD5")
+    return served(request)
+
+
+@odd
+def stores_that_need_md5(request: Request, served: Served) -> Reply:
+    """As a bucket with a default retention."""
+    wanted = base64.b64encode(hashlib.md5(request.body).digest()).decode().lower()
+    if request.method == "PUT" and request.body and request.headers.get("content-md5", "") != wanted:
+        text = b"Content-MD5 OR x-amz-checksum- HTTP header is required for requests with Object Lock parameters"
+        return answer(400, b"<Error><Code>InvalidRequest</Code><Message>" + text + b"</Message></Error>")
+    return served(request)
+
+
+@odd
+def stores_that_need_signed_bodies(request: Request, served: Served) -> Reply:
+    found = request.headers.get("x-amz-content-sha256", "")
+    if request.method == "PUT" and request.body and found != hashlib.sha256(request.body).hexdigest():
+        return error(400, "XAmzContentSHA256Mismatch")
+    return served(request)
+
+
+@odd
+def no_conditional_writes(request: Request, served: Served) -> Reply:
+    return error(501, "NotImplemented") if "if-none-match" in request.headers else served(request)
+
+
+@odd
+def deleted_objects_are_missing(request: Request, served: Served) -> Reply:
+    """As Google's; it deletes one at a time."""
+    if request.method == "POST":
+        return error(400, "InvalidArgument")
+    if request.method == "DELETE" and request.headers.get("x-seen") is None and "/0000000000000000/" in request.target:
+        return error(404, "NoSuchKey")
+    return served(request)
+
+
+@odd
+def another_region(request: Request, served: Served) -> Reply:
+    if "/eu-west-9/" in request.headers.get("authorization", ""):
+        return served(request)
+    body = b"<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-west-9</Region></Error>"
+    return answer(400, body) if request.method == "GET" else answer(301, body, x_amz_bucket_region="eu-west-9")
+
+
+def at_first(reply: Reply, method: str) -> Callable[[], Odd]:
+    """Give `reply` to the first request of a method for a block or for several."""
+
+    def make() -> Odd:
+        seen: list[str] = []
+
+        def row(request: Request, served: Served) -> Reply:
+            is_first = request.method == method and (method == "POST" or "/blocks/" in request.target) and not seen
+            seen.extend([request.target] * is_first)
+            return reply if is_first else served(request)
+
+        return row
+
+    return make
+
+
+AT_FIRST: dict[str, Callable[[], Odd]] = {
+    "store_that_fails_with_status_200": at_first(answer(200, b"<Error><Code>InternalError</Code></Error>"), "PUT"),
+    "load_that_fails_with_status_200": at_first(answer(200, b"<Error><Code>InternalError</Code></Error>"), "GET"),
+    "delete_that_fails_with_status_200": at_first(answer(200, b"<Error><Code>SlowDown</Code></Error>"), "POST"),
+    "slow_down_in_html": at_first(answer(503, b"<html>Service Unavailable</html>"), "PUT"),
+}
