@@ -62,7 +62,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.observe",),
     ("tiered_kv_",),  # the plugins
     ("tiered_kv.observe",),
-    ("tiered_kv.facade", "tiered_kv.stack", "tiered_kv.direct"),
+    ("tiered_kv.interrupts", "tiered_kv.facade", "tiered_kv.stack", "tiered_kv.direct"),
     ("tiered_kv.workload", "tiered_kv.worker"),
     ("tiered_kv.observe.report",),
     ("tiered_kv._cli", "tiered_kv.cli"),

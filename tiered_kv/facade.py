@@ -2,6 +2,8 @@
 
 An engine drives the manager from its scheduler's thread. The facade does that for programs with several threads. One
 lock serializes their calls of the manager. It is never held while blocks are copied or waited for.
+
+The main thread's calls run on a thread of their own, so that a signal handler that raises leaves the manager whole.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,10 +22,12 @@ from tiered_kv.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
 from tiered_kv.hints import HINTS_KEY, Hints
+from tiered_kv.interrupts import CallThread
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 Blocks = np.ndarray[Any, np.dtype[np.uint8]]
 HintsAsGiven = Mapping[str, object] | None
+T = TypeVar("T")
 
 _KEY_BYTES_MIN = 4
 _PAUSE_MIN_S = 50e-6
@@ -53,6 +57,7 @@ class BlockFacade:
         self._is_shut_down = False  # the manager is gone
         self._pid = os.getpid()
         self._request_numbers = itertools.count()
+        self._call_thread = CallThread("tiered-kv-calls")
 
     def put(
         self,
@@ -85,28 +90,7 @@ class BlockFacade:
             ShutdownError: The stack is closed, or another process opened it before a fork.
         """
         self._check(keys, blocks, "blocks")
-        end_s = time.monotonic() + timeout
-        count = len(keys) if self._has_secondary else min(len(keys), self.region.num_blocks)
-        done, batch = 0, self._batch_blocks
-        with self._request("put", hints, epoch) as context:
-            pause_s = _PAUSE_MIN_S
-            while done < count:
-                if self.manager.primary.skips_store(context):
-                    return 0
-                # Without secondary tiers an evicted block is lost. So the blocks that this call has stored are named
-                # again: the manager does not evict them for blocks that come after them.
-                first, stop = (done if self._has_secondary else 0), min(done + batch, count)
-                reserved = stop - done if self._has_secondary and self._reserve(stop - done, end_s) else 0
-                if self._store(keys[first:stop], blocks[first:stop], context, reserved):
-                    done = stop
-                    batch, pause_s = self._batch_blocks, _PAUSE_MIN_S
-                elif stop - done > 1:
-                    batch = (stop - done) // 2
-                elif time.monotonic() >= end_s or not (self._step() or self._calls > 1):
-                    break  # neither a transfer nor another call will make room
-                else:
-                    pause_s = _pause(pause_s)
-            return 0 if self.manager.primary.is_outdated(context) else done
+        return self._run(lambda: self._put(keys, blocks, time.monotonic() + timeout, hints, epoch))
 
     def get(self, keys: Sequence[OffloadKey], out: Blocks, timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
         """Load the longest available prefix of `keys`.
@@ -127,8 +111,10 @@ class BlockFacade:
         self._check(keys, out, "out")
         if not out.flags.writeable:
             raise ValueError("out is read-only")
-        return self._prefix(
-            "get", keys, timeout, hints, lambda wanted, first, context: self._load(wanted, out[first:], context)
+        return self._run(
+            lambda: self._prefix(
+                "get", keys, timeout, hints, lambda wanted, first, context: self._load(wanted, out[first:], context)
+            )
         )
 
     def prefetch(self, keys: Sequence[OffloadKey], timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
@@ -151,9 +137,8 @@ class BlockFacade:
             ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
         self._check_keys(keys)
-        ahead, epoch = keys[: max(self.region.num_blocks // 2, 1)], self.epoch
-        found = self._prefix("prefetch", ahead, timeout, hints, lambda wanted, _, context: self._find(wanted, context))
-        return found if self.epoch == epoch else 0
+        ahead = keys[: max(self.region.num_blocks // 2, 1)]
+        return self._run(lambda: self._prefetch(ahead, timeout, hints))
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until no transfer to or from a secondary tier is in flight, `timeout` seconds at most.
@@ -164,9 +149,7 @@ class BlockFacade:
         Raises:
             ShutdownError: The stack is closed, or another process opened it before a fork.
         """
-        with self._call():
-            self._step()  # an idle stack publishes what its tiers have removed meanwhile
-            return self._wait(lambda: not self.manager.jobs_in_flight, time.monotonic() + timeout)
+        return self._run(lambda: self._flush(time.monotonic() + timeout))
 
     @property
     def epoch(self) -> int:
@@ -181,9 +164,7 @@ class BlockFacade:
         Raises:
             ShutdownError: The stack is closed, or another process opened it before a fork.
         """
-        with self._call(), self._lock:
-            self._raise_if_closed()
-            self.manager.reset_cache()
+        self._run(self._reset_cache)
 
     def close(self, timeout: float = 5.0) -> None:
         """Wait for calls and for transfers, `timeout` seconds each at most, and close every tier.
@@ -194,18 +175,66 @@ class BlockFacade:
         """
         if os.getpid() != self._pid:  # files, sockets and the ends of transfers are the parent's
             return
-        with self._lock:
-            self._is_closed = True
-            self._idle.wait_for(lambda: self._calls == 0, timeout)
-            if not self._is_shut_down:
-                self._is_shut_down = True
-                self.manager.shutdown(timeout)
+        self._is_closed = True
+        self._call_thread.run(lambda: self._close(timeout))
+        self._call_thread.stop()
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return the counters by tier; the primary tier is "cpu". See docs/reference/counters.md.
 
         A counter is a number, or a dictionary by label. `tiered_kv.counters.count_of` reads them.
         """
+        return self._run(self._counters)
+
+    # The calls, on the call thread or a thread of the program.
+
+    def _put(
+        self, keys: Sequence[OffloadKey], blocks: Blocks, end_s: float, hints: HintsAsGiven, epoch: int | None
+    ) -> int:
+        count = len(keys) if self._has_secondary else _fitting(keys, self.region.num_blocks)
+        done, batch = 0, self._batch_blocks
+        with self._request("put", hints, epoch) as context:
+            pause_s = _PAUSE_MIN_S
+            while done < count:
+                if self.manager.primary.skips_store(context):
+                    return 0
+                # Without secondary tiers an evicted block is lost. So the blocks that this call has stored are named
+                # again: the manager does not evict them for blocks that come after them.
+                first, stop = (done if self._has_secondary else 0), min(done + batch, count)
+                reserved = stop - done if self._has_secondary and self._reserve(stop - done, end_s) else 0
+                if self._store(keys[first:stop], blocks[first:stop], context, reserved):
+                    done = stop
+                    batch, pause_s = self._batch_blocks, _PAUSE_MIN_S
+                elif stop - done > 1:
+                    batch = (stop - done) // 2
+                elif time.monotonic() >= end_s or not (self._step() or self._calls > 1):
+                    break  # neither a transfer nor another call will make room
+                else:
+                    pause_s = _pause(pause_s)
+            return 0 if self.manager.primary.is_outdated(context) else done
+
+    def _prefetch(self, keys: Sequence[OffloadKey], timeout: float, hints: HintsAsGiven) -> int:
+        epoch = self.epoch
+        found = self._prefix("prefetch", keys, timeout, hints, lambda wanted, _, context: self._find(wanted, context))
+        return found if self.epoch == epoch else 0
+
+    def _flush(self, end_s: float) -> bool:
+        with self._call():
+            self._step()  # an idle stack publishes what its tiers have removed meanwhile
+            return self._wait(lambda: not self.manager.jobs_in_flight, end_s)
+
+    def _close(self, timeout: float) -> None:
+        with self._lock:
+            self._idle.wait_for(lambda: self._calls == 0, timeout)
+            if not self._is_shut_down:
+                self._is_shut_down = True
+                self.manager.shutdown(timeout)
+
+    def _reset_cache(self) -> None:
+        with self._call(), self._lock:
+            self.manager.reset_cache()
+
+    def _counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         with self._call(), self._lock:
             return self.manager.counters()
 
@@ -247,24 +276,27 @@ class BlockFacade:
 
         Releases the tiers' reservation of `reserved` blocks.
         """
-        with self._lock:
-            self._raise_if_closed()
-            output = self.manager.prepare_store(keys, context)
-            if output is None:
-                self.manager.release_stores(reserved)
-                return False
-        source = {key: index for index, key in reversed(list(enumerate(keys)))}
+        output = None
         copied = False
         try:
+            with self._lock:
+                self._raise_if_closed()
+                output = self.manager.prepare_store(keys, context)
+            if output is None:
+                return False
+            source = {key: index for index, key in reversed(list(enumerate(keys)))}
             for key, row in zip(output.keys_to_store, rows_of(output.store_spec), strict=True):
+                self._call_thread.check()
                 self.region.array[row] = blocks[source[key]]
+            self._call_thread.check()
             copied = True
         finally:
             with self._lock:
                 self._raise_if_shut_down()
                 self.manager.release_stores(reserved)
-                self.manager.complete_store(output.keys_to_store, context, copied)
-                self.manager.on_schedule_end()
+                if output is not None:
+                    self.manager.complete_store(output.keys_to_store, context, copied)
+                    self.manager.on_schedule_end()
         return True
 
     def _load(self, keys: Sequence[OffloadKey], out: Blocks, context: ReqContext) -> tuple[int, int]:
@@ -278,6 +310,7 @@ class BlockFacade:
                 return 0, known
         try:
             for index, row in enumerate(rows_of(spec)):
+                self._call_thread.check()
                 out[index] = self.region.array[row]
         finally:
             with self._lock:
@@ -326,11 +359,14 @@ class BlockFacade:
 
     # Calls and their arguments.
 
+    def _run(self, call: Callable[[], T]) -> T:
+        self._raise_if_forked()  # before the lock: it is never released if it was held at the fork
+        self._raise_if_closed()  # before the lock: `close` holds it until the manager is shut down
+        return self._call_thread.run(call)
+
     @contextmanager
     def _call(self) -> Iterator[None]:
         """Count a running call, so that `close` can wait for it."""
-        self._raise_if_forked()  # before the lock: it is never released if it was held at the fork
-        self._raise_if_closed()  # before the lock: `close` holds it until the manager is shut down
         with self._lock:
             self._raise_if_closed()
             self._calls += 1
@@ -365,6 +401,7 @@ class BlockFacade:
             raise ShutdownError(f"the stack belongs to process {self._pid}; open another one after a fork")
 
     def _raise_if_closed(self) -> None:
+        self._call_thread.check()
         if self._is_closed:
             raise ShutdownError("the stack is closed")
 
@@ -396,6 +433,16 @@ def rows_of(spec: object) -> list[int]:
     assert isinstance(spec, BlockIDsLoadStoreSpec), "the primary tier gives block ids"
     rows: list[int] = np.asarray(spec.block_ids).tolist()
     return rows
+
+
+def _fitting(keys: Sequence[OffloadKey], rows: int) -> int:
+    """Return the length of the prefix that has at most `rows` different keys."""
+    count = min(len(keys), rows)
+    known = set(keys[:count])
+    while count < len(keys) and (len(known) < rows or keys[count] in known):
+        known.add(keys[count])
+        count += 1
+    return count
 
 
 def _pause(pause_s: float) -> float:

@@ -18,6 +18,7 @@ from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.facade import BlockFacade
+from tiered_kv.interrupts import CallThread
 from tiered_kv.limits import Need, Take, compare, require
 from tiered_kv.observe.events import EventPublisher, medium_of
 from tiered_kv.observe.explain import Explanation, explain
@@ -46,7 +47,11 @@ def open_stack(source: str | os.PathLike[str] | Mapping[str, object] | StackConf
     if config.is_prefill_measured:
         message = "only vLLM's connector measures it; write how many tokens your engine computes in a second"
         raise ConfigError(message, location="prefill.tokens_per_s")
-    return Stack(config)
+    require(needs_of(config))
+    # The memory is pinned on the caller's thread, where CUDA knows the program's device.
+    backend = CPUBackend(open_region(config))
+    opening = CallThread("tiered-kv-open")
+    return opening.run_only(lambda: Stack(config, backend=backend, is_checked=True), undo=Stack.close)
 
 
 class Stack(BlockFacade):
@@ -64,6 +69,7 @@ class Stack(BlockFacade):
             stack makes a region, pinned if this process has a GPU.
         enable_events: Whether `manager.take_events` reports stored and removed blocks, if the configuration has no
             publisher of events.
+        is_checked: Whether the configuration was compared with the limits of the process (`require`).
 
     Attributes:
         config: The configuration.
@@ -79,16 +85,24 @@ class Stack(BlockFacade):
         events: The publisher of events; None without that setting.
     """
 
-    def __init__(self, config: StackConfig, *, backend: CPUBackend | None = None, enable_events: bool = False) -> None:
+    def __init__(
+        self,
+        config: StackConfig,
+        *,
+        backend: CPUBackend | None = None,
+        enable_events: bool = False,
+        is_checked: bool = False,
+    ) -> None:
         self.config = config
         self.opened_s = time.monotonic()
         with ExitStack() as undo:
+            if not is_checked:
+                require(needs_of(config, has_region=backend is not None))
+            backend = backend or CPUBackend(open_region(config))
+            undo.callback(backend.region.close)
             self.server = StatusServer(*config.metrics.address) if config.metrics else None
             if self.server is not None:
                 undo.callback(self.server.close)
-            require(needs_of(config, has_region=backend is not None))
-            backend = backend or CPUBackend(open_region(config))
-            undo.callback(backend.region.close)
             self.kv_view = backend.region.kv_view
             self.events = _open_publisher(config)
             if self.events is not None:
@@ -125,10 +139,10 @@ class Stack(BlockFacade):
                 self.server.start(routes_of(self))
             undo.pop_all()
 
-    def close(self, timeout: float = 5.0) -> None:
+    def _close(self, timeout: float) -> None:
         if self.server is not None:
             self.server.close(timeout)
-        super().close(timeout)
+        super()._close(timeout)
 
     def explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
         """Return for each block where it is, or why a tier does not have it. Any thread may call.
@@ -142,7 +156,8 @@ class Stack(BlockFacade):
         self._raise_if_forked()
         if self.history is None:
             raise ConfigError("the stack keeps no history: its setting is 0", location="history")
-        return explain(self.history, self.primary.blocks, keys)
+        history = self.history
+        return self._call_thread.run(lambda: explain(history, self.primary.blocks, keys))
 
     def __enter__(self) -> Stack:
         return self

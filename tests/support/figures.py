@@ -55,6 +55,7 @@ PROOFS: Mapping[str, Proof] = {
     "wire-faults": Proof(WRONG_BYTES, "kinds of fault, each at many bytes"),
     "simulation": Proof(WRONG_BYTES, "seeds"),
     "races": Proof(WRONG_BYTES, "races"),
+    "interrupts": Proof(ENGINE, "interrupted calls"),
     "soak": Proof("limits", "seconds"),
     "frozen-servers": Proof("waits", "runs with all servers stopped for 30 s"),
     "security": Proof(SECRECY, "checks"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey, ReqContext
@@ -25,6 +26,7 @@ class Task:
     context: ReqContext
     blocks: list[CPUBlock] = field(default_factory=list)  # `block_id` is the offset, `position` the place in `keys`
     begin_by_s: float = math.inf  # until when blocks wait for a job
+    repeats: list[tuple[int, int]] = field(default_factory=list)  # places without a block, and whose answer they get
     answers: list[bool] = field(init=False)
     pieces: int = 1  # open pieces; one is the call itself, until it has been divided
     is_load: bool = False
@@ -69,6 +71,13 @@ class TierQueue:
     def is_idle(self) -> bool:
         """Whether no job is in flight, not even an expired one."""
         return not self._in_flight
+
+    def tasks_in_flight(self) -> list[Task]:
+        """Return the tasks of jobs that the tier has not reported. After an error: it drops the jobs' results."""
+        for result in self.guarded.call("get_finished") or ():
+            with suppress(TypeError):  # an id that cannot be hashed
+                self.guarded.jobs.pop(getattr(result, "job_id", None), None)  # type: ignore[arg-type]
+        return [task for job_id, task in self._in_flight.items() if job_id in self.guarded.jobs]
 
     def add(self, task: Task, blocks: list[CPUBlock], *, is_load: bool) -> None:
         task.pieces += 1

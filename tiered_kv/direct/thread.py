@@ -6,11 +6,12 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from typing import Final
+from queue import Empty, SimpleQueue
+from typing import Final, NamedTuple
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import Counters
@@ -27,24 +28,33 @@ TICK_S: Final = 0.02
 IDLE_TICK_S: Final = 0.5
 SHUTDOWN_TIMEOUT_S: Final = 6.0
 """For each tier; more than a tier takes to close."""
+_CLOSE_POLL_S: Final = 0.001
+
+
+class _Message(NamedTuple):
+    act: Callable[[], None]
+    task: Task | None  # that the message begins
 
 
 class TierThread:
-    """Owns the tiers. Other threads send it messages by `post`, and call `wake` when a job or lookup has ended."""
+    """Owns the tiers. Other threads send it messages by `post`, and call `wake` when a job or lookup has ended.
+
+    Other threads use only the queue and single assignments, which an interrupt leaves whole (`tiered_kv.interrupts`).
+    """
 
     def __init__(self, on_removed: Callable[[str, Sequence[OffloadKey]], None] | None) -> None:
         self.queues: list[TierQueue] = []
         self.counters = Counters(("callback_errors_total",), ("tasks_total",))
-        self.open_tasks = 0
+        self._open: dict[Task, None] = {}
         self._on_removed = on_removed
         self._pid = os.getpid()
-        self._woken = threading.Event()
-        self.wake = self._woken.set
-        self._messages: deque[Callable[[], None]] = deque()
-        self._post_lock = threading.Lock()  # held for assignments: no message may follow the close
+        self._messages: SimpleQueue[_Message | None] = SimpleQueue()
+        self.wake = partial(self._messages.put, None)
         self._close_by_s: float | None = None
-        self._is_settled = threading.Event()  # the tiers are shut down, and `_is_over` is valid
+        self._has_failed = False
+        self._is_settled = False  # the tiers are shut down, and `_is_over` is valid
         self._is_over = False
+        self._has_ended = False  # the thread takes no message any more
         # Only the thread uses these.
         self._lookups: dict[Task, None] = {}
         self._ended: list[Task] = []
@@ -64,27 +74,37 @@ class TierThread:
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
 
-    def post(self, message: Callable[[], None]) -> None:
-        """Call `message` on the thread. Raises `ShutdownError` if it is closed, and in a forked child."""
+    @property
+    def open_tasks(self) -> int:
+        return len(self._open)
+
+    def post(self, act: Callable[[], None], task: Task | None = None) -> None:
+        """Call `act`, which begins `task`, on the thread.
+
+        Raises `ShutdownError` if it is closed, and in a forked child.
+        """
         if os.getpid() != self._pid:
             raise ShutdownError(f"the tiers belong to process {self._pid}; open others after a fork")
-        with self._post_lock:
-            if self._close_by_s is not None:
-                raise ShutdownError("the tiers are closed")
-            self._messages.append(message)
-        self.wake()
+        if self._has_failed:
+            raise ShutdownError("the tiers were closed after an error, which is in the log")
+        if self._close_by_s is not None:
+            raise ShutdownError("the tiers are closed")
+        self._messages.put(_Message(act, task))
+        if self._has_ended:  # the tiers were closed meanwhile
+            self._take_messages(0)
 
     def close(self, timeout_s: float) -> bool:
         """As `DirectTiers.close`."""
         if os.getpid() != self._pid:
             return True
-        with self._post_lock:
-            if self._close_by_s is None:
-                self._close_by_s = time.monotonic() + timeout_s
+        if self._close_by_s is None:
+            self._close_by_s = time.monotonic() + timeout_s
         self.wake()
         if self.is_current:
             return False
-        self._is_settled.wait(timeout_s + SHUTDOWN_TIMEOUT_S * len(self.queues))
+        end_s = time.monotonic() + timeout_s + SHUTDOWN_TIMEOUT_S * len(self.queues)
+        while not self._is_settled and time.monotonic() < end_s:
+            time.sleep(_CLOSE_POLL_S)
         if self._is_over:
             self._thread.join()
         return self._is_over
@@ -92,20 +112,23 @@ class TierThread:
     # Messages: they run on the thread.
 
     def store(self, task: Task) -> None:
-        self.open_tasks += 1
+        self._open[task] = None
+        self.counters.add("tasks_total", "store")
         for queue in self.queues if task.blocks else ():
             queue.add(task, task.blocks, is_load=False)
         self._end_piece(task)
 
     def load(self, task: Task) -> None:
-        self.open_tasks += 1
+        self._open[task] = None
+        self.counters.add("tasks_total", "load")
         task.is_load = True
         for blocks in _each_key_once(task.blocks):
             self._load_at(0, task, blocks)
         self._end_piece(task)
 
     def look_up(self, task: Task) -> None:
-        self.open_tasks += 1
+        self._open[task] = None
+        self.counters.add("tasks_total", "contains")
         task.asked = [list(range(len(task.keys))), *([] for _ in self.queues)]
         # Each tier's own timeout ends before. One tier is asked after the other.
         timeouts_s = [queue.guarded.settings.lookup_timeout + TICK_S for queue in self.queues]
@@ -123,17 +146,39 @@ class TierThread:
     # The thread.
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:  # no bug may leave a host waiting for its answers
+            self._has_failed = True
+            _log.exception("the tiers over a host's memory are closed: an unexpected error")
+            self._end_after_error()
+        self._has_ended = True
+        self._take_messages(0)
+
+    def _serve(self) -> None:
         while not self._is_over:
-            self._woken.wait(TICK_S if self.open_tasks else IDLE_TICK_S)
-            self._woken.clear()
+            self._take_messages(TICK_S if self._open else IDLE_TICK_S)
             is_closing, now_s = self._close_by_s is not None, time.monotonic()
             self._step(now_s)
             if is_closing:
                 self._end_soon(now_s)
 
+    def _take_messages(self, timeout_s: float) -> None:
+        """Wait for a message, and process all that are there."""
+        with suppress(Empty):
+            self._process(self._messages.get(timeout=timeout_s))
+            for _ in range(self._messages.qsize()):
+                self._process(self._messages.get_nowait())
+
+    def _process(self, message: _Message | None) -> None:
+        if message is None:
+            return
+        if not self._is_shut_down:
+            message.act()
+        elif message.task is not None:  # it was posted while the tiers were closed
+            self._call(message.task.on_done, message.task.answers)
+
     def _step(self, now_s: float) -> None:
-        while self._messages:
-            self._messages.popleft()()
         for queue in self.queues:
             queue.collect(now_s)
         for queue in self.queues:
@@ -172,16 +217,21 @@ class TierThread:
     def _report(self) -> None:
         ended, self._ended = self._ended, []
         for task in ended:
-            self.open_tasks -= 1
             for queue in self.queues:
                 queue.guarded.call("on_request_finished", task.context)
-            is_gone = task.is_outdated and not task.is_load  # no tier has its blocks any more
-            self._call(task.on_done, [False] * len(task.keys) if is_gone else task.answers)
+            self._answer(task)
         for queue in self.queues if self._on_removed is not None else ():
             events = queue.guarded.observer.take_events()
             if keys := [key for event in events if event.removed for key in event.keys]:
                 assert self._on_removed is not None
                 self._call(self._on_removed, queue.guarded.name, keys)
+
+    def _answer(self, task: Task) -> None:
+        del self._open[task]
+        for place, first in task.repeats:
+            task.answers[place] = task.answers[first]
+        is_gone = task.is_outdated and not task.is_load  # no tier has its blocks any more
+        self._call(task.on_done, [False] * len(task.keys) if is_gone else task.answers)
 
     def _call(self, callback: Callable[..., None], *args: object) -> None:
         try:
@@ -208,7 +258,21 @@ class TierThread:
         self._report()
         if self._is_shut_down:
             self._is_over = all(queue.is_idle for queue in self.queues)
-            self._is_settled.set()
+            self._is_settled = True
+
+    def _end_after_error(self) -> None:
+        """Close the tiers, and answer every task whose memory they do not use."""
+        self._close_by_s, self._is_shut_down = time.monotonic(), True
+        for queue in self.queues:
+            queue.guarded.call("shutdown")
+        self._take_messages(0)
+        while not self._is_over:
+            busy = {task for queue in self.queues for task in queue.tasks_in_flight()}
+            for task in [task for task in self._open if task not in busy]:
+                self._answer(task)
+            self._is_over, self._is_settled = not busy, True
+            if busy:
+                self._take_messages(TICK_S)
 
 
 def _each_key_once(blocks: Sequence[CPUBlock]) -> list[list[CPUBlock]]:

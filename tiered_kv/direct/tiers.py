@@ -6,11 +6,11 @@ import ctypes
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from queue import Empty, SimpleQueue
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.direct.tasks import Done, Task
 from tiered_kv.direct.thread import TierThread
 from tiered_kv.errors import ConfigError
+from tiered_kv.interrupts import CallThread
 from tiered_kv.limits import compare, require
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
@@ -80,6 +81,7 @@ class DirectTiers:
         self._rows = self._memory[: rows * block_bytes].cast("B", (rows, block_bytes))
         self._numbers = count()
         self._thread = TierThread(on_removed)
+        self._call_thread = CallThread("tiered-kv-direct-calls")
         entries = [tier_settings(tier) for tier in tiers]
         if len({entry.name for entry in entries}) != len(entries) or not entries:
             raise ValueError(
@@ -101,13 +103,17 @@ class DirectTiers:
             memory=self._memory,
             on_finished=self._thread.wake,
         )
-        with ExitStack() as undo:
-            for entry in entries:
-                guarded = self._open(entry, spec_of(entry.name))
-                undo.callback(guarded.call, "shutdown")
-                self._thread.add(guarded)
-            self._thread.start()
-            undo.pop_all()
+
+        def open_all() -> None:
+            with ExitStack() as undo:
+                for entry in entries:
+                    guarded = self._open(entry, spec_of(entry.name))
+                    undo.callback(guarded.call, "shutdown")
+                    self._thread.add(guarded)
+                self._thread.start()
+                undo.pop_all()
+
+        CallThread("tiered-kv-open").run_only(open_all, undo=lambda _: self.close())
 
     def _open(self, settings: TierSettings, spec: TierSpec) -> GuardedTier:
         tier = SecondaryTierFactory.create(spec, self._rows, settings)
@@ -128,10 +134,10 @@ class DirectTiers:
             ValueError: A key is invalid.
             ShutdownError: The tiers are closed, or another process opened them before a fork.
         """
-        self._post("contains", self._thread.look_up, self._task(keys, on_done))
+        self._post(self._thread.look_up, self._task(keys, on_done))
 
     def store(self, keys: Sequence[OffloadKey], offsets: Sequence[int], on_done: Done) -> None:
-        """Offer blocks to every tier.
+        """Offer blocks to every tier. A key that appears twice is stored once, from its first offset.
 
         Args:
             offsets: Where each block begins in the memory, in bytes, at any alignment.
@@ -141,13 +147,13 @@ class DirectTiers:
             ValueError: The arguments do not fit each other, or the memory.
             ShutdownError: As `contains`.
         """
-        self._post("store", self._thread.store, self._task(keys, on_done, offsets))
+        self._post(self._thread.store, self._task(keys, on_done, offsets, is_store=True))
 
     def load(self, keys: Sequence[OffloadKey], offsets: Sequence[int], on_done: Done) -> None:
         """Load blocks from the first tier that has them. If it fails, the next tier is tried.
 
         Args:
-            offsets: As in `store`. The blocks must not overlap.
+            offsets: As in `store`. The blocks must not overlap. A key may appear twice.
             on_done: Called with True for a block that was loaded and verified. The bytes of other blocks are undefined.
 
         Raises:
@@ -157,7 +163,7 @@ class DirectTiers:
         starts = np.sort([block.block_id for block in task.blocks])
         if (np.diff(starts) < self.block_bytes).any():
             raise ValueError(f"blocks to load must not overlap; two begin less than {self.block_bytes} bytes apart")
-        self._post("load", self._thread.load, task)
+        self._post(self._thread.load, task)
 
     def wait(
         self, method: Literal["contains", "store", "load"], *args: Any, timeout_s: float | None = None
@@ -165,16 +171,16 @@ class DirectTiers:
         """Call a method with `args`, which omit the callback, and return the answers.
 
         Raises:
-            TimeoutError: The task has not ended in time. It continues, and uses its memory.
+            TimeoutError: The task has not ended in time. It continues, and uses its memory, as after an interrupt.
             RuntimeError: A callback calls it.
         """
         if self._thread.is_current:
             raise RuntimeError("a callback cannot wait: it runs on the thread that it would wait for")
-        answers: Future[list[bool]] = Future()
-        getattr(self, method)(*args, answers.set_result)
+        answers: SimpleQueue[list[bool]] = SimpleQueue()  # unlike a Future, whole after an interrupt
+        getattr(self, method)(*args, answers.put)
         try:
-            return answers.result(timeout_s)
-        except TimeoutError:
+            return answers.get(timeout=timeout_s)
+        except Empty:
             raise TimeoutError(f"{method} of {len(args[0])} blocks has not ended after {timeout_s} s") from None
 
     def reset(self) -> None:
@@ -190,6 +196,9 @@ class DirectTiers:
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return the counters of each tier by its name, as in a stack, and under "" those of no tier."""
+        return self._call_thread.run(self._counters)  # the tiers take locks for it
+
+    def _counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         own = {**self._thread.counters.snapshot(), "open_tasks": self._thread.open_tasks}
         return {"": own, **{queue.guarded.name: queue.guarded.snapshot() for queue in self._thread.queues}}
 
@@ -214,6 +223,7 @@ class DirectTiers:
             Whether no tier touches the memory any more. If not, the memory must stay mapped.
         """
         is_over = self._thread.close(timeout_s)
+        self._call_thread.stop()
         if is_over:  # the host may unmap it, which Python refuses while there are views
             for view in (self._rows, self._memory):
                 with suppress(BufferError):  # a third-party tier keeps a view
@@ -226,11 +236,17 @@ class DirectTiers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _post(self, kind: str, begin: Callable[[Task], None], task: Task) -> None:
-        self._thread.post(partial(begin, task))
-        self._thread.counters.add("tasks_total", kind)
+    def _post(self, begin: Callable[[Task], None], task: Task) -> None:
+        self._thread.post(partial(begin, task), task)
 
-    def _task(self, keys: Sequence[OffloadKey], on_done: Done, offsets: Sequence[int] | None = None) -> Task:
+    def _task(
+        self,
+        keys: Sequence[OffloadKey],
+        on_done: Done,
+        offsets: Sequence[int] | None = None,
+        *,
+        is_store: bool = False,
+    ) -> Task:
         keys = list(keys)
         for key in keys:
             if not isinstance(key, bytes) or len(key) < _KEY_BYTES_MIN:
@@ -238,7 +254,12 @@ class DirectTiers:
         context = ReqContext(req_id=f"direct-{next(self._numbers)}")
         task = Task(keys, on_done, context, begin_by_s=time.monotonic() + self._wait_s_max)
         if offsets is not None:
+            first_of: dict[object, int] = {}
             for position, (key, offset) in enumerate(zip(keys, self._checked(offsets, len(keys)), strict=True)):
+                first = first_of.setdefault(key if is_store else (key, offset), position)
+                if first < position:
+                    task.repeats.append((position, first))
+                    continue
                 block = CPUBlock(offset)
                 block.key, block.position = key, position
                 task.blocks.append(block)

@@ -191,7 +191,9 @@ class WriteBudget(Admission):
         is_promoted = bool(offered and offered[0].source)
         known, group = len(offered) if is_promoted else 0, HELD if is_promoted else LOST
         for place in [place for place, block in enumerate(offered) if block.key in self._offers]:
-            offer = self._offers.pop(offered[place].key)
+            offer = self._offers.pop(offered[place].key, None)
+            if offer is None:  # the key stands twice in the offer
+                continue
             known = max(known, place - offer.place + offer.count)
             if offer.is_held:
                 group = HELD

@@ -1,0 +1,92 @@
+"""Tiers over a host's memory: keys that stand twice in a call, and an error that nobody expected."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.direct.conftest import BLOCK_BYTES, MEMORY, WAIT_S, Register, offsets, open_direct
+from tests.support.stacks import PATIENT
+from tiered_kv.direct import tasks, thread
+from tiered_kv.errors import ShutdownError
+from tiered_kv.testing.faults import HeldJobsTier
+from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.waiting import wait_until
+
+TARGET = 1 << 16
+
+
+@pytest.mark.parametrize(
+    "admission", [{}, {"admit_after": 2}, {"write_budget": "1 TiB/day"}, {"write_budget": "96KiB/day"}]
+)
+@pytest.mark.parametrize("kind", ["memory", "nvme", "fs"])
+def test_a_key_may_stand_twice_in_every_call(
+    pool: Any, kind: str, admission: dict[str, object], tmp_path: Path
+) -> None:
+    place = {} if kind == "memory" else {"path": str(tmp_path / "tier")}
+    (first, second), before = make_keys(2), pool.copy()
+    named, sources = [first, second, first], offsets(3)
+    targets = [TARGET, TARGET + BLOCK_BYTES, TARGET + 2 * BLOCK_BYTES]
+    with open_direct(pool, {"type": kind, "capacity": "16 MiB", **PATIENT, **place, **admission}) as tiers:
+        for _ in range(3):
+            assert tiers.wait("store", named, sources, timeout_s=WAIT_S) == [True] * 3
+        has = tiers.wait("contains", [first, second], timeout_s=WAIT_S)
+        assert tiers.wait("contains", named, timeout_s=WAIT_S) == [*has, has[0]]
+        assert tiers.wait("load", named, targets, timeout_s=WAIT_S) == [*has, has[0]]
+        assert tiers.wait("load", [first, first], [TARGET, TARGET], timeout_s=WAIT_S) == [has[0]] * 2
+        assert tiers.counters()[""]["open_tasks"] == 0
+    if all(has):
+        for source, target in zip([0, BLOCK_BYTES, 0], targets, strict=True):
+            assert np.array_equal(pool[target : target + BLOCK_BYTES], before[source : source + BLOCK_BYTES])
+    assert all(has) == ("96KiB" not in str(admission))
+
+
+def test_an_unexpected_error_answers_every_task_and_closes_the_tiers(
+    pool: Any, register: Register, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    register("held", lambda inner: HeldJobsTier(inner, gate))
+    monkeypatch.setattr(threading, "excepthook", lambda *_: pytest.fail("the thread died"))
+    answers: dict[str, SimpleQueue[list[bool]]] = {name: SimpleQueue() for name in ("in flight", "waiting", "asked")}
+    with open_direct(pool, {"type": "held", "store_budget": BLOCK_BYTES, **PATIENT}) as tiers:
+        gate.close()
+        tiers.store(make_keys(1), [0], answers["in flight"].put)
+        wait_until(lambda: tiers.status()["held"]["jobs_in_flight"] == 1, WAIT_S)
+        tiers.store(make_keys(1, "waiting"), [0], answers["waiting"].put)
+        wait_until(lambda: tiers.status()["held"]["waiting_blocks"] == 1, WAIT_S)
+
+        def fail(*_: object) -> None:
+            raise KeyError("unforeseen")
+
+        monkeypatch.setattr(tasks.TierQueue, "submit", fail)
+        tiers.contains(make_keys(2), answers["asked"].put)
+        assert answers["waiting"].get(timeout=WAIT_S) == [False]
+        assert answers["asked"].get(timeout=WAIT_S) == [False, False]
+        with pytest.raises(ShutdownError, match="closed after an error, which is in the log"):
+            tiers.wait("contains", make_keys(1), timeout_s=WAIT_S)
+        assert answers["in flight"].empty(), "the tier still reads the memory"
+        gate.open()
+        assert answers["in flight"].get(timeout=WAIT_S) == [False]
+        assert tiers.close()
+    assert [record.exc_info is not None for record in caplog.records if record.name == thread.__name__] == [True]
+
+
+def test_a_task_that_is_posted_while_the_tiers_close_is_answered(pool: Any) -> None:
+    answers: SimpleQueue[list[bool]] = SimpleQueue()
+    refused = 0
+    for _ in range(50):
+        tiers = open_direct(pool, MEMORY)
+        closing = threading.Thread(target=tiers.close)
+        closing.start()
+        try:
+            tiers.contains(make_keys(1), answers.put)
+        except ShutdownError:
+            refused += 1
+        closing.join()
+    for _ in range(50 - refused):
+        assert answers.get(timeout=WAIT_S) == [False]

@@ -1,0 +1,36 @@
+"""Calls that are interrupted at each instruction, and by signals at random: nothing stays taken, held or open.
+
+An exception is raised before each instruction of the calling thread, in our code and in the standard library's. An
+opening is interrupted where CPython may run a signal handler: after it has returned, nobody has what it opened.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.entries import EntryOf
+from tests.support.figures import Figures, Profile
+from tests.support.interrupt_cases import INTERRUPTED, interrupt_by_signals
+from tests.support.stacks import PATIENT
+
+pytestmark = [pytest.mark.trust, pytest.mark.slow]
+
+TIERS = ["memory", "nvme", "fs"]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("verb", INTERRUPTED)
+def test_a_call_may_be_interrupted_at_any_instruction(
+    verb: str, tier: str, entry_of: EntryOf, profile: Profile, figures: Figures
+) -> None:
+    count = INTERRUPTED[verb]({**entry_of(tier), **PATIENT}, verb, profile.pick(5, 1))
+    figures.add("interrupts", count, count, f"{len(INTERRUPTED)} calls")
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("over", ["stack", "direct"])
+def test_calls_may_be_interrupted_by_signals_at_any_time(
+    tier: str, over: str, entry_of: EntryOf, profile: Profile, figures: Figures
+) -> None:
+    count = interrupt_by_signals({**entry_of(tier), **PATIENT}, over, profile.pick(2.0, 20.0))
+    figures.add("interrupts", count, count)
