@@ -94,7 +94,7 @@ class CPUOffloadingManager(OffloadingManager):
         return True
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
-        """Pin ready blocks.
+        """Pin ready blocks, once each; the spec has a row for each of `keys`.
 
         Raises:
             ValueError: A key is not ready, or the request began before a reset; nothing was pinned.
@@ -107,11 +107,12 @@ class CPUOffloadingManager(OffloadingManager):
             if block is None or block.ref_cnt < 0:
                 raise ValueError(f"block {key.hex()} is not ready to be loaded; look keys up in the same step")
             found.append(block)
-        self.pin(found)
-        for block in found:
+        distinct = found if len(set(keys)) == len(found) else [self.blocks[key] for key in dict.fromkeys(keys)]
+        self.pin(distinct)
+        for block in distinct:
             block.loads += 1
         chain = self.chain_of(req_context)
-        self.policy.use(chain.in_order(found), chain)
+        self.policy.use(chain.in_order(distinct), chain)
         return CPULoadStoreSpec([block.block_id for block in found])
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -406,7 +407,7 @@ class CPUOffloadingManager(OffloadingManager):
     def _loading_blocks(self, keys: Iterable[OffloadKey]) -> list[CPUBlock]:
         """Return the blocks of `keys` that an engine loads, and end one load of each."""
         found = []
-        for key in keys:
+        for key in dict.fromkeys(keys):
             block = self.blocks.get(key) or self._orphans.get(key)
             if block is not None and block.loads:  # the other pins are not the engine's to release
                 block.loads -= 1

@@ -228,6 +228,12 @@ class TierConformance:
         assert rig.store(keys + keys[:1]).success
         assert rig.load(keys) == set(keys)
 
+    def test_a_key_may_stand_twice_in_a_load_or_lookup(self, rig: TierRig) -> None:
+        keys = make_keys(3)
+        rig.store(keys)
+        assert rig.load(keys + keys[:1]) == set(keys)  # and both rows have the block
+        assert rig.lookup_all(keys + keys[:1]) == [True] * 4
+
     def test_a_job_past_its_deadline_is_reported_all_the_same(self, rig: TierRig) -> None:
         keys, late = make_keys(4), make_keys(4, "late")
         rig.store(keys)

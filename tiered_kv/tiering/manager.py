@@ -208,7 +208,8 @@ class TieringOffloadingManager(OffloadingManager):
             return
         for guarded in self._counting_tiers:
             # A load counts as an offer, except to the tier that the block came from.
-            found = [self._primary_blocks.get(key) for key in keys if self.hit_tier(key, req_context) != guarded.name]
+            offered = [key for key in dict.fromkeys(keys) if self.hit_tier(key, req_context) != guarded.name]
+            found = [self._primary_blocks.get(key) for key in offered]
             ready = [block for block in found if block is not None and block.ref_cnt >= 0]
             again = guarded.admission.again(ready, req_context.req_id)
             self._cascade.offer(again, (guarded,), self._context_of(req_context))

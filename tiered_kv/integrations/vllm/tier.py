@@ -202,7 +202,8 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         if not self._has_rows(job_metadata):
             self._end(job_metadata.job_id, is_success=False)
             return
-        taken = self._guarded.select(_in_prefix_order(job_metadata), job_metadata.req_context)
+        offered = {block.key: block for block in _in_prefix_order(job_metadata)}  # each block once
+        taken = self._guarded.select(list(offered.values()), job_metadata.req_context)
         if taken:
             self._submit(job_metadata, taken)
         else:
@@ -261,7 +262,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     def _translate(self, job: SubmittedJob, result: OurResult) -> JobResult:
         metadata, keys = job.metadata, job.metadata.keys
         done = set(keys) if result.success else set(result.successful_keys or ()).intersection(keys)
-        is_partial = len(done) < len(keys)
+        is_partial = len(done) < len(set(keys))
         if is_partial:
             self._note_failed(metadata, [key for key in keys if key not in done])
         began_s = (metadata.deadline or 0.0) - self._guarded.settings.job_timeout
