@@ -227,3 +227,21 @@ def test_why_a_tier_was_not_asked_holds_for_its_keys_only(history: BlockHistory)
     history.ended(log, {keys[0]: {1: "checksum"}})
     assert misses(history, 1) == {"absent": 1, "breaker": 2, "corrupt": 1}
     assert misses(history, CPU) == {"absent": 4}
+
+
+def test_an_unexpected_error_costs_its_keys_and_neither_the_thread_nor_a_reader(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("unforeseen")
+
+    monkeypatch.setattr(ledger_module.Ledger, "store", fail)
+    history = BlockHistory(1 << 16, NAMES, [None, 10.0], clock)
+    for _ in range(3):
+        history.stored(make_keys(4))
+    history.settle()
+    assert history._thread.is_alive()
+    history.note(1, Fate.STORED, make_keys(1))
+    assert [fate for fate, _ in history.fates(make_keys(1))[0]] == [Fate.UNKNOWN, Fate.STORED]
+    history.close()
+    assert len([record for record in caplog.records if record.exc_info]) == 1

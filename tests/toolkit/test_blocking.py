@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+import pytest
+
 from tests.toolkit.conftest import PATIENCE_S, DictTier, MakeStage
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.testing.rig import make_keys
@@ -150,3 +152,16 @@ def test_shutdown_closes_once_and_reports_what_was_queued(make_stage: MakeStage)
     assert stage.tier.closed.is_set()
     assert [(each.success, each.reason) for each in stage.rig.wait(jobs)] == [(True, ""), (False, "shutdown")]
     stage.tier.shutdown()
+
+
+def test_a_thread_that_meets_an_unexpected_error_serves_the_next_job(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = make_stage(DictTier, threads=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.tier, "_part_queue", None)
+        stage.tier._work_tokens.put(True)
+        stage.tier._start_thread()
+        wait_until(lambda: caplog.records)
+    assert "a worker raised AttributeError" in caplog.text
+    assert stage.rig.store(make_keys(1)).success

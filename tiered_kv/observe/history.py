@@ -13,6 +13,7 @@ a list for each batch would cost the scheduler's thread more than its making.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -23,6 +24,8 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.observe.fates import CHUNK_KEYS_MAX, Fate
 from tiered_kv.observe.ledger import CPU, BatchFates, EndedRequest, Failures, Ledger, RequestLog
 from tiered_kv.tiering.step import give_way
+
+_log = logging.getLogger(__name__)
 
 PAGE_KEYS: Final = 1 << 14
 PENDING_KEYS_MAX: Final = 1 << 17
@@ -88,6 +91,7 @@ class BlockHistory:
         """Guards what follows; held for one chunk, never across I/O."""
         self._ledger = Ledger(entries, names, ttl_s, blocks or [None] * len(names), clock())
         self._taken_keys = 0
+        self._has_failed = False
         self._batch: _Batch | None = None  # the rest of the batch that was taken last
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tiered-kv-history", daemon=True)
@@ -260,6 +264,11 @@ class BlockHistory:
                 # Before the work, so that Ctrl-C in a reader costs one chunk only.
                 self._batch = (work, page, end, stop, arguments) if end < stop else None
                 self._taken_keys += end - start
-                work(page[start:end], *arguments)
+                try:
+                    work(page[start:end], *arguments)
+                except Exception:  # the thread, and readers, go on without these keys
+                    if not self._has_failed:
+                        self._has_failed = True
+                        _log.exception("the history lost keys: an unexpected error; further ones are not logged")
                 done += end - start + _KEYS_A_BATCH
             return bool(self._batch or self._pending)

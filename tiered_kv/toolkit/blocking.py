@@ -127,11 +127,10 @@ class BlockingTier(QueuedTier):
         self._start_thread()
         tokens = self._lookup_tokens if is_for_lookups else self._work_tokens
         while tokens.get() is _WORK:
-            give_way()
-            if self._part_queue.take_lookups():
-                self._run_probes()
-            elif not is_for_lookups and (part := self._part_queue.take()) is not None:
-                self._run_parts([part, *self._part_queue.take_small_jobs(part)])
+            try:
+                self._serve_one(is_for_lookups)
+            except BaseException as error:  # the thread goes on; jobs expire and lookups time out
+                self._note_error("a worker", error)
         with self._threads_lock:
             self._threads_running -= 1
             is_last = self._threads_running == 0
@@ -140,6 +139,13 @@ class BlockingTier(QueuedTier):
                 self.close()
             except BaseException as error:
                 self._note_error("close", error)
+
+    def _serve_one(self, is_for_lookups: bool) -> None:
+        give_way()
+        if self._part_queue.take_lookups():
+            self._run_probes()
+        elif not is_for_lookups and (part := self._part_queue.take()) is not None:
+            self._run_parts([part, *self._part_queue.take_small_jobs(part)])
 
     def _run_parts(self, parts: Sequence[Part]) -> None:
         """Run parts of one epoch, which have no key in common, in one call of the author's method."""

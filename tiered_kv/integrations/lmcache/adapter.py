@@ -21,7 +21,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.direct import DirectTiers
-from tiered_kv.errors import ConfigError, ShutdownError
+from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.integrations.lmcache.keys import in_prefix_order, object_key, offload_key
 from tiered_kv.integrations.lmcache.settings import read_settings
@@ -307,8 +307,8 @@ def _begin(
         try:
             getattr(tiers, kind.value)(*arguments, end)
             return
-        except (ValueError, ShutdownError) as error:
-            _log.error("%s of %d objects: %s", kind.value, len(names), error)
+        except Exception as error:  # whatever it is, LMCache gets its answer
+            _log.error("%s of %d objects: %s: %s", kind.value, len(names), type(error).__name__, error)
     end([False] * len(names))
 
 

@@ -154,7 +154,7 @@ class TierSet:
             timer.start()
             with self._places.opening:
                 tiers = self._open_tiers()
-        except Exception as raised:  # LMCache goes on without the tiers
+        except BaseException as raised:  # LMCache goes on without the tiers, and its tasks end
             # A client library may have put a password into the text of its errors.
             error = str(raised) if isinstance(raised, TieredKVError) else type(raised).__name__
         timer.cancel()

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from tiered_kv.direct import DirectTiers
 from tiered_kv.direct.settings import part_of
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, ShutdownError
 from tiered_kv.integrations.sglang.engine import engine_facts
 from tiered_kv.integrations.sglang.identity import check_sharing, namespace_of, process_variables
 from tiered_kv.integrations.sglang.pools import PagePool, Parts
@@ -201,7 +201,8 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
                 _log.warning("cleared; flush SGLang's cache (/flush_cache), or nothing is stored or loaded any more")
             for opened in self._tiers.values():
                 for _, tiers in opened:
-                    tiers.reset()
+                    with suppress(ShutdownError):
+                        tiers.reset()
 
     def get_stats(self) -> StorageMetrics:
         """Return the pages of each load and store since the last call, and their rates in GB/s, if metrics are on."""
@@ -273,6 +274,9 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
                     answers: Future[list[bool]] = Future()
                     getattr(tiers, method)(*arguments, answers.set_result)
                     waiting.append((len(parts.numbers), answers))
+        except ShutdownError as error:  # after an error of ours, say, which is in the log
+            _log.error("cannot %s pages of the pool '%s': %s", method, name, error)
+            whole = [False] * len(keys)
         finally:  # after an error, too, no tier may use the pages any more
             for count, answers in waiting:
                 for place, answer in enumerate(answers.result()):

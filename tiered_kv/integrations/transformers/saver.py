@@ -62,10 +62,13 @@ class Saver:
             raise
 
         def end(future: Future[int]) -> None:
-            stored = 0 if future.cancelled() else future.result()
-            if stored < granted:
-                on_loss()
-            self._end(granted, stored)
+            stored = 0
+            try:
+                stored = 0 if future.cancelled() else future.result()
+                if stored < granted:
+                    on_loss()
+            finally:
+                self._end(granted, stored)
 
         future.add_done_callback(end)
         return granted
