@@ -304,6 +304,26 @@ class Checks:
                     engine.manager.on_reset_flushed()
             assert engine.counted()["stored_blocks_total"] == 4, "an offer that found no room did not count"
 
+    def a_key_may_stand_twice_in_a_job(self) -> None:
+        keys = keys_of("twice", 2)
+        entries = [
+            self._nvme(f"twice-{number}", **more) for number, more in enumerate(({}, {"write_budget": "1GiB/day"}))
+        ]
+        with engine_on(entries) as engine:
+            for tier in engine.tiers:
+                for number, is_load in enumerate((False, True)):
+                    named, rows = [*keys, keys[0]], np.arange(3) + 3 * is_load
+                    for key, row in zip(named, rows, strict=True):
+                        engine.region[row] = 0 if is_load else content_of(key)
+                    context = engine.begin(keys)
+                    job = TransferJob(10**6 + number, named, rows, is_load, context)
+                    (tier.submit_load if is_load else tier.submit_store)(job)
+                    (result,) = wait_for(lambda tier=tier: list(tier.get_finished_jobs()))
+                    assert result.success, result
+                    engine.finish(context)
+                for key, row in zip(named, rows, strict=True):
+                    assert np.array_equal(engine.region[row], content_of(key))
+
     def what_a_request_skips(self) -> None:
         kept, skipped = keys_of("kept", 4), keys_of("skipped", 4)
         with engine_on([self._nvme("skip")]) as engine:
