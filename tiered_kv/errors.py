@@ -7,12 +7,18 @@
     │   ├── TierBusyError           another process owns the tier's storage
     │   ├── FormatError             data of another format version, another namespace, or not ours at all
     │   └── TierUnavailableError    the tier's server, disk or directory does not answer
+    ├── ResourceError               the system gives no thread, descriptor or memory
     └── ShutdownError               the stack was used after it was closed
 
 A block that cannot be read is never an exception: it is a miss, and it is counted.
 """
 
 from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self
 
 
 class TieredKVError(Exception):
@@ -77,6 +83,41 @@ class FormatError(TierError):
 
 class TierUnavailableError(TierError):
     """The tier's server, disk or directory does not answer."""
+
+
+class ResourceError(TieredKVError):
+    """The system gives no thread, descriptor or memory."""
+
+    @classmethod
+    def of(cls, what: str, error: BaseException) -> Self:
+        """Return the error for `error`, which Python raised; `what` says what could not be done."""
+        reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+        return cls(f"{what}: {reason}{remedy_of(error)}")
+
+
+def remedy_of(error: BaseException) -> str:
+    """Return what to do about an exception of Python for want of a thread, a descriptor or memory; "" for others."""
+    if isinstance(error, RuntimeError) and "start new thread" in str(error):
+        return "; raise the limit of processes (ulimit -u, or pids.max of the container)"
+    if isinstance(error, MemoryError):
+        return _REMEDIES[errno.ENOMEM]
+    return _REMEDIES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+
+
+_REMEDIES = {
+    errno.EMFILE: "; raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "; raise the system's limit of open files (sysctl fs.file-max)",
+    errno.ENOMEM: "; free memory, or raise the limit of this process or its container",
+}
+
+
+@contextmanager
+def needing_resources(what: str) -> Iterator[None]:
+    """Raise a `ResourceError` in place of what Python raises if the system refuses something; `what` is to be done."""
+    try:
+        yield
+    except (OSError, MemoryError, RuntimeError) as error:
+        raise ResourceError.of(what, error) from error
 
 
 class ShutdownError(TieredKVError):

@@ -21,11 +21,11 @@ from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
+from tiered_kv.toolkit.threads import DaemonThreads
 from tiered_kv_fs.blocks import BlockFiles, Moved, room_bytes_of
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.keeper import OPENING_BYTES, Keeper
 from tiered_kv_fs.settings import FsSettings
-from tiered_kv_fs.threads import DaemonThreads
 
 T = TypeVar("T")
 _log = logging.getLogger("tiered_kv.fs")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from tiered_kv.counters import Counters
 from tiered_kv.errors import TieredKVError
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import Draft
+from tiered_kv.toolkit.threads import start_thread
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.index import CHUNK_KEYS, PAUSE_S, place_of
 from tiered_kv_nvme.pool import SegmentPool
@@ -52,8 +52,7 @@ class Reclaimer:
         self._is_failing = False  # no header of a reclaimed segment could be written, and no new file since
         self._logged: set[type[Exception]] = set()
         self._stopping = False
-        self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._serve, self.name)
 
     def stop(self, timeout_s: float) -> bool:
         """Stop the thread after its current work; return whether it ended in time."""

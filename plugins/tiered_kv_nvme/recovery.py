@@ -8,12 +8,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tiered_kv.counters import Counters
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
+from tiered_kv.toolkit.threads import run_all
 from tiered_kv_nvme.disk import Disk, Scratch, read_fully
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.index import place_of
@@ -31,8 +31,7 @@ def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
     slots = files.directory.list().segments
     if len(slots) > files.descriptors_max:
         slots = _newest(files, slots)
-    with ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-nvme-recovery") as executor:
-        scans = [executor.submit(_recover_segment, files, slot, pool.epoch) for slot in slots]
+    scans = run_all(lambda slot: _recover_segment(files, slot, pool.epoch), slots, "tiered-kv-nvme-recovery", threads)
     segments = [scan.result() for scan in scans if scan.exception() is None]
     found = [segment for segment in segments if segment is not None]
     try:

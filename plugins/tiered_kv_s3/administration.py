@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -30,6 +29,7 @@ from tiered_kv.toolkit.inspection import Census, RecordCheck
 from tiered_kv.toolkit.record import DIGEST_BYTES
 from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv.toolkit.status import RecordStatus
+from tiered_kv.toolkit.threads import run_all
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import DELETED_AT_ONCE, Control, Listed, age_s
@@ -101,13 +101,13 @@ class S3Administration(TierAdministration):
         check = RecordCheck(naming.namespace_digest, self._settings.open_codecs(), verification.block_bytes)
         read = partial(self._read, check, deadline)
         blocks = (each for page in self._control.listed(naming.blocks) for each in page if naming.is_block(each.name))
-        with ThreadPoolExecutor(_PARALLEL_READS, thread_name_prefix="tiered-kv-s3-verify") as readers:
-            while batch := list(islice(blocks, _PARALLEL_READS)):
-                for listed, found in zip(batch, readers.map(read, batch), strict=True):
-                    read_bytes = 0 if found == check.too_long else listed.size_bytes
-                    if found is not None and verification.note(found, read_bytes):
-                        verification.repaired += self._bucket.delete(listed.name, deadline) is Verdict.DONE
-                self._check_time(deadline, "verify")
+        while batch := list(islice(blocks, _PARALLEL_READS)):
+            reads = run_all(read, batch, "tiered-kv-s3-verify", _PARALLEL_READS)
+            for listed, found in zip(batch, (each.result() for each in reads), strict=True):
+                read_bytes = 0 if found == check.too_long else listed.size_bytes
+                if found is not None and verification.note(found, read_bytes):
+                    verification.repaired += self._bucket.delete(listed.name, deadline) is Verdict.DONE
+            self._check_time(deadline, "verify")
 
     def close(self) -> None:
         self._control.close()

@@ -16,8 +16,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from tiered_kv.counters import Counters
-from tiered_kv.errors import TierError
+from tiered_kv.errors import ResourceError, TierError
 from tiered_kv.toolkit.background import BackgroundTask
+from tiered_kv.toolkit.threads import start_thread
 from tiered_kv_s3.control import DELETED_AT_ONCE, Control, Listed
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
@@ -54,7 +55,8 @@ class Sweeper:
         self._used_bytes = 0
         self._deleted: tuple[float, frozenset[str]] = (0.0, frozenset())  # some blocks of the last sweep, and its end
         self._renewals: OrderedDict[str, None] = OrderedDict()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._name = name
+        self._thread: threading.Thread | None = None
         self._is_started = min(self._ttl_s, self._capacity_bytes) == math.inf  # or needs no thread
 
     @property
@@ -68,8 +70,8 @@ class Sweeper:
             self._used_bytes += size_bytes
             if self._is_started or self._stopping.is_set():
                 return
-            with contextlib.suppress(RuntimeError):  # no thread is available; the next store tries again
-                self._thread.start()
+            with contextlib.suppress(ResourceError):  # the next store tries again
+                self._thread = start_thread(self._run, self._name)
                 self._is_started = True
 
     def renew(self, name: str) -> None:
@@ -85,7 +87,7 @@ class Sweeper:
             self._stopping.set()
 
     def join(self, timeout_s: float) -> None:
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join(timeout_s)
         self._renewing.join(timeout_s)
 

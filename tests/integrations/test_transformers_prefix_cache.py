@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch", reason="the extra 'transformers'")
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers'")
 
 from tests.integrations.program_checks import damage  # noqa: E402 - after what it needs
+from tests.support.shortages import Resource, outage  # noqa: E402
 from tiered_kv.counters import count_of  # noqa: E402
 from tiered_kv.errors import ConfigError, ShutdownError  # noqa: E402
 from tiered_kv.integrations.transformers import PrefixCache, PrefixCacheStats, prefix_cache  # noqa: E402
@@ -281,6 +282,17 @@ class TestThreads:
             restored, tokens = prefixes.restore(plain.sequences)
             assert tokens == 104
             assert same(states(restored, tokens), states(cache, tokens))
+
+    def test_without_a_thread_a_prompt_is_not_saved_and_the_next_one_is(self, model: Any) -> None:
+        ids = prompt(30)
+        with open_cache(model) as prefixes:
+            cache = generate(model, ids, tokens=2).past_key_values
+            with outage(Resource.THREAD):
+                assert prefixes.save(ids, cache) == 0
+            assert prefixes.stats().dropped_blocks == 3
+            assert prefixes.save(ids, cache) == 3
+            assert prefixes.flush()
+            assert prefixes.stats().stored_blocks == 3
 
 
 def hold(prefixes: PrefixCache, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tiered_kv
+from tests.support.shortages import Resource, outage
 from tests.support.stacks import stack_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.counters import count_of
@@ -193,6 +194,16 @@ def test_small_differences_are_close_within_the_tolerance_and_where_the_type_is_
     assert bool(caplog.records) == (verdict == "different")
     if "dtype" not in settings:
         assert found["audit_largest_difference_ratio"] == pytest.approx(0.02, rel=0.1)
+
+
+def test_without_a_thread_that_compares_an_audit_gives_back_what_it_took(engine: Engine) -> None:
+    engine.serve(keys(8))
+    with outage(Resource.THREAD):
+        engine.serve(keys(8), "the second one")
+    check_nothing_is_held(engine.stack)
+    assert counted(engine.stack, "cpu")["audit_abandoned_blocks_total"] == {"error": 8}
+    engine.serve(keys(8), "the third one")
+    assert count_of(counted(engine.stack, "cpu"), "audited_blocks_total") == 8
 
 
 def test_blocks_that_no_tier_had_are_not_compared(engine: Engine) -> None:

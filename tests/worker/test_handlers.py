@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.shortages import Resource, outage
 from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
@@ -45,7 +46,7 @@ class Copying(HostCopier):
         self._copy = copy
 
     def submit(self, plan: CopyPlan) -> HostCopy:
-        return HostCopy(self._pool.submit(self._copy, plan))
+        return HostCopy(self._threads.submit(self._copy, plan))
 
 
 class Rig:
@@ -90,6 +91,20 @@ def test_jobs_of_a_direction_run_and_are_reported_in_the_order_of_their_submissi
     assert [result.job_id for result in rig.handlers.store.get_finished()] == list(range(100, 116))
     assert not rig.handlers.store.get_finished(), "each is reported once"
     assert (rig.region.array[3] == 15).all()
+
+
+def test_a_transfer_for_which_there_is_no_thread_is_made_at_once_and_never_later(rig: Rig) -> None:
+    rig.cache[5], rig.cache[3] = 5, 3
+    with outage(Resource.THREAD):
+        rig.store(1, [5], [0])
+        rig.handlers.store.wait([1])
+    assert [result.success for result in rig.handlers.store.get_finished()] == [True]
+    assert (rig.region.array[0] == 5).all()
+    rig.region.array[0] = 99  # the row belongs to another block now
+    rig.store(2, [3], [1])
+    rig.handlers.store.wait([2])
+    assert (rig.region.array[0] == 99).all()
+    assert (rig.region.array[1] == 3).all()
 
 
 def test_a_store_sees_what_was_computed_before_it_was_submitted(rig: Rig) -> None:

@@ -24,6 +24,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.observe.fates import CHUNK_KEYS_MAX, Fate
 from tiered_kv.observe.ledger import CPU, BatchFates, EndedRequest, Failures, Ledger, RequestLog
 from tiered_kv.tiering.step import give_way
+from tiered_kv.toolkit.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -94,8 +95,7 @@ class BlockHistory:
         self._has_failed = False
         self._batch: _Batch | None = None  # the rest of the batch that was taken last
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tiered-kv-history", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "tiered-kv-history")
 
     def close(self) -> None:
         """End the thread; the history can still be read."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Final
 
 from tiered_kv.base import OffloadKey, ReqContext, get_offload_group_idx
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
+from tiered_kv.errors import ResourceError
 from tiered_kv.tiering.comparison import difference_of
 from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.toolkit.threads import DaemonThreads
 
 BLOCKS_MAX: Final = 64
 """Spare rows at one time, and blocks of one request that are compared."""
@@ -82,7 +85,7 @@ class SpareRows:
     def __init__(self, primary: CPUOffloadingManager, dtype: str) -> None:
         self._primary = primary
         self._dtype = dtype
-        self._thread = ThreadPoolExecutor(1, "tiered-kv-audit")  # begins with the first comparison
+        self._thread = DaemonThreads("tiered-kv-audit", 1)  # begins with the first comparison
         self._comparing: deque[tuple[Pair, Future[float]]] = deque()
         self._rows_max = max(min(BLOCKS_MAX, primary.backend.num_blocks // ROWS_SHARE), 1)
         self._pairs: set[Pair] = set()
@@ -137,7 +140,12 @@ class SpareRows:
         """Begin to compare two complete copies; `take` releases them."""
         rows = pair.spare.block_id, pair.block.block_id
         stored_row, computed_row = rows if pair.spare.writer is PROMOTION else reversed(rows)
-        self._comparing.append((pair, self._thread.submit(self._difference, stored_row, computed_row)))
+        try:
+            difference = self._thread.submit(self._difference, stored_row, computed_row)
+        except ResourceError as error:
+            difference = Future()
+            difference.set_exception(error)
+        self._comparing.append((pair, difference))
 
     def take(self) -> list[tuple[Pair, float | None]]:
         """Release the pairs compared since the last call, and return their differences; None after an error."""
@@ -169,7 +177,9 @@ class SpareRows:
     def stop(self, timeout_s: float) -> None:
         """End the thread; wait at most `timeout_s` for the last comparison."""
         running = wait([future for _, future in self._comparing], timeout_s).not_done
-        self._thread.shutdown(wait=not running)
+        self._thread.shutdown()
+        if not running:
+            self._thread.join(time.monotonic() + timeout_s)
 
     def _difference(self, stored_row: int, computed_row: int) -> float:
         region = self._primary.backend.region  # no variable for an array: it would keep the memory mapped

@@ -7,6 +7,9 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from tiered_kv.errors import ResourceError
+from tiered_kv.toolkit.threads import start_thread
+
 logger = logging.getLogger(__name__)
 
 
@@ -30,11 +33,8 @@ class BackgroundTask:
             self._is_asked = True
             if self._thread is not None:
                 return
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            try:
-                self._thread.start()
-            except (RuntimeError, MemoryError):  # no thread available
-                self._thread = None
+            with suppress(ResourceError):
+                self._thread = start_thread(self._run, self._name)
 
     def join(self, timeout_s: float) -> bool:
         """Wait until nothing runs; return whether that is so."""

@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from tiered_kv.errors import ResourceError
+from tiered_kv.toolkit.threads import start_thread
+
 _log = logging.getLogger("tiered_kv.toolkit")
 _warn_once = functools.cache(_log.warning)
 
@@ -33,8 +36,8 @@ def addresses_of(host: str, port: int, timeout_s: float) -> Addresses:
             lookup = _lookups[host, port] = Future()
             name = f"tiered-kv-lookup-{host}"
             try:
-                threading.Thread(target=_look_up, args=(host, port, lookup), name=name, daemon=True).start()
-            except RuntimeError as error:  # no thread available
+                start_thread(_look_up, name, host, port, lookup)
+            except ResourceError as error:
                 del _lookups[host, port]
                 raise OSError(f"{host} cannot be looked up: {error}") from None
     return lookup.result(timeout_s)

@@ -6,10 +6,11 @@ import contextlib
 import ctypes
 import functools
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
 from tiered_kv.base import (
@@ -22,8 +23,9 @@ from tiered_kv.base import (
     TransferType,
 )
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.errors import ShutdownError
+from tiered_kv.errors import ResourceError, ShutdownError
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.toolkit.threads import DaemonThreads
 from tiered_kv.worker.cuda import CudaCopier
 from tiered_kv.worker.layout import BlockLayout, device_of, lay_out
 from tiered_kv.worker.plan import LOAD, STORE, Copier, Copy, CopyPlan, plan_transfer
@@ -175,13 +177,19 @@ class HostCopier:
     """
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._threads = DaemonThreads(name, 1)
 
     def submit(self, plan: CopyPlan) -> HostCopy:
-        return HostCopy(self._pool.submit(copy_runs, plan))
+        try:
+            return HostCopy(self._threads.submit(copy_runs, plan))
+        except ResourceError:  # no thread: the engine's copies, which takes no longer (see above)
+            copied: Future[float] = Future()
+            copied.set_result(copy_runs(plan))
+            return HostCopy(copied)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)
+        self._threads.join(math.inf)
 
 
 class HostCopy:

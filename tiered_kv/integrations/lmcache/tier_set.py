@@ -22,8 +22,9 @@ from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.direct import DirectTiers
 from tiered_kv.direct.settings import OWN_STORAGE, part_of
-from tiered_kv.errors import ConfigError, ShutdownError, TieredKVError, TierError
+from tiered_kv.errors import ConfigError, ResourceError, ShutdownError, TieredKVError, TierError
 from tiered_kv.integrations.lmcache.settings import LOCATION, QUEUE_S_MAX, AdapterSettings
+from tiered_kv.toolkit.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -117,14 +118,12 @@ class TierSet:
             if tiers is None and not self._is_closed and time.monotonic() >= self._retry_at_s:
                 try:
                     if self._opener is None:
-                        opener = threading.Thread(target=self._open, name="tiered-kv-open", daemon=True)
-                        opener.start()
-                        self._opener = opener
+                        self._opener = start_thread(self._open, "tiered-kv-open")
                     self._waiting.append((task, stores))
                     return
-                except RuntimeError as error:
-                    # No thread can be started: a later task tries again. An exception would let LMCache reuse the
-                    # memory of its whole task, while another set may still read or write parts of it.
+                except ResourceError as error:
+                    # A later task tries again. An exception would let LMCache reuse the memory of its whole task, while
+                    # another set may still read or write parts of it.
                     is_new, self._error = not self._error, str(error)
         if is_new:
             _log.error("no tiers for %s: %s", self._what, self._error)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.errors import ShutdownError
+from tiered_kv.errors import ResourceError, ShutdownError
 from tiered_kv.facade import Blocks
 from tiered_kv.stack import Stack
+from tiered_kv.toolkit.threads import DaemonThreads
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class Saver:
         self._stack = stack
         self._blocks_max = blocks_max
         self._put_timeout_s = put_timeout_s
-        self._pool = ThreadPoolExecutor(1, "tiered-kv-prefix-saver")
+        self._threads = DaemonThreads("tiered-kv-prefix-saver", 1)
         self._changed = threading.Condition()
         """Guards the fields below; notified of their changes."""
         self._is_stopped = False
@@ -54,9 +55,12 @@ class Saver:
             return 0
         try:
             rows = copy_blocks(granted)
-            future = self._pool.submit(self._put, keys[:granted], rows, epoch)
+            future = self._threads.submit(self._put, keys[:granted], rows, epoch)
         except BaseException as error:
             self._end(granted, 0)
+            if isinstance(error, ResourceError):  # costs these blocks
+                on_loss()
+                return 0
             if isinstance(error, RuntimeError) and self._is_stopped:  # the pool was shut down meanwhile
                 raise ShutdownError("the prefix cache is closed") from error
             raise
@@ -83,7 +87,7 @@ class Saver:
         with self._changed:
             self._is_stopped = True
         self.wait(timeout_s)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)
 
     def counts(self) -> tuple[int, int, int]:
         """Return how many blocks were stored, dropped, and are pending."""

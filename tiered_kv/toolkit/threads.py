@@ -1,0 +1,127 @@
+"""Threads, which the system may refuse: at its limit of processes, or of memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+from tiered_kv.errors import ResourceError
+
+Item = TypeVar("Item")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def start_thread(target: Callable[..., object], name: str, *arguments: object) -> threading.Thread:
+    """Return a daemon thread that calls `target(*arguments)`.
+
+    Raises:
+        ResourceError: The system gives no thread.
+    """
+    try:
+        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+        thread.start()
+    except (RuntimeError, MemoryError) as error:
+        raise ResourceError.of(f"the thread '{name}' cannot be started", error) from error
+    return thread
+
+
+def run_all(function: Callable[[Item], T], items: Iterable[Item], name: str, threads_max: int) -> list[Future[T]]:
+    """Call `function` for each item, on this thread and on others, as far as there are any; return the ended calls.
+
+    Other threads start for the items only, up to `threads_max` with this one.
+    """
+    calls = [(Future[T](), item) for item in items]
+    waiting = deque(calls)
+
+    def serve() -> None:
+        with suppress(IndexError):
+            while True:
+                future, item = waiting.popleft()
+                _run(future, partial(function, item))
+
+    helpers: list[threading.Thread] = []
+    with suppress(ResourceError):
+        for number in range(min(threads_max, len(calls)) - 1):
+            helpers.append(start_thread(serve, f"{name}-{number}"))
+    serve()
+    for helper in helpers:
+        helper.join()
+    return [future for future, _ in calls]
+
+
+def _run(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+class DaemonThreads(Executor):
+    """Runs calls on daemon threads. A call that is refused never runs.
+
+    The standard library's executor queues a call before it starts a thread for it. If that fails, it raises, and runs
+    the call later: on memory that was given to others meanwhile. It would also wait at exit for calls that hang.
+
+    Each of the first calls starts a thread. Callers limit how many calls they make at once, so the queue needs no
+    limit. Any thread may call.
+    """
+
+    def __init__(self, name: str, threads_max: int) -> None:
+        self._name = name
+        self._threads_max = threads_max
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()  # Any: what it returns
+        self._lock = threading.Lock()  # guards the two below; held for assignments and the start of a thread
+        self._threads: list[threading.Thread] = []
+        self._is_shut_down = False
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """As in `Executor`; raises `ResourceError` if there is no thread, and none can be started."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._is_shut_down:
+                raise RuntimeError(f"the threads '{self._name}' were shut down")
+            if len(self._threads) < self._threads_max:
+                try:
+                    self._threads.append(start_thread(self._serve, f"{self._name}-{len(self._threads)}"))
+                except ResourceError:  # the existing ones must suffice
+                    if not self._threads:
+                        raise
+            self._calls.put((future, partial(function, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let the threads end when the queue is empty; `cancel_futures` empties it. `join` waits for them.
+
+        It never waits itself: `wait` is ignored.
+        """
+        with self._lock:
+            self._is_shut_down = True
+            while cancel_futures:
+                try:
+                    call = self._calls.get_nowait()
+                except Empty:
+                    break
+                if call is not None:
+                    call[0].cancel()
+            for _ in self._threads:
+                self._calls.put(None)
+
+    def join(self, deadline: float) -> None:
+        """Wait for the threads until `deadline` (of `time.monotonic()`)."""
+        for thread in self._threads:
+            thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function = call
+            if future.set_running_or_notify_cancel():
+                _run(future, function)
+            del call, future, function  # releases their views of the region
