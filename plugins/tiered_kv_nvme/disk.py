@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from tiered_kv.errors import remedy_of
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.small_files import opened, remove, rest_of
 from tiered_kv_nvme.layout import PAGE_BYTES
@@ -120,7 +121,11 @@ def _map(size_bytes: int) -> memoryview:
 
 
 def probe_direct(disk: Disk, directory_fd: int) -> str:
-    """Write and read a page with O_DIRECT; return why that failed, or an empty string."""
+    """Write and read a page with O_DIRECT; return why that failed, or an empty string.
+
+    Raises:
+        OSError: The system gave no descriptor or memory.
+    """
     page = Scratch().take(PAGE_BYTES)
     try:
         with opened(PROBE_NAME, os.O_RDWR | os.O_CREAT | os.O_DIRECT, dir_fd=directory_fd) as fd:
@@ -128,6 +133,8 @@ def probe_direct(disk: Disk, directory_fd: int) -> str:
             if read_fully(disk, fd, [page], 0) != PAGE_BYTES:
                 return "a page written with O_DIRECT cannot be read back"
     except OSError as error:
+        if remedy_of(error):  # for want of a descriptor, not of direct I/O
+            raise
         return f"a test write with O_DIRECT failed ({error.strerror})"
     finally:
         remove(PROBE_NAME, dir_fd=directory_fd)  # if it stays, the next opening removes it or fails

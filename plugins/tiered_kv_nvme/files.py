@@ -111,21 +111,21 @@ class SegmentFiles:
         table_bytes = pages(len(table))
         if segment.end_offset + table_bytes + PAGE_BYTES > segment.segment_bytes:
             return False  # the file's header has a wrong, smaller size: a summary would overwrite payloads
-        buffer = Scratch().take(table_bytes + PAGE_BYTES)
-        buffer[: len(table)] = table
-        buffer[len(table) : table_bytes] = bytes(table_bytes - len(table))
-        Summary(
-            table_bytes,
-            len(segment.table),
-            self.directory.identity.digest,
-            segment.generation,
-            segment.epoch,
-            segment.sequence,
-            segment.end_offset,
-            segment.segment_bytes,
-            checksum(buffer[:table_bytes]),
-        ).encode(buffer[table_bytes:])
         try:
+            buffer = Scratch().take(table_bytes + PAGE_BYTES)
+            buffer[: len(table)] = table
+            buffer[len(table) : table_bytes] = bytes(table_bytes - len(table))
+            Summary(
+                table_bytes,
+                len(segment.table),
+                self.directory.identity.digest,
+                segment.generation,
+                segment.epoch,
+                segment.sequence,
+                segment.end_offset,
+                segment.segment_bytes,
+                checksum(buffer[:table_bytes]),
+            ).encode(buffer[table_bytes:])
             self.disk.datasync(segment.fd)
             write_fully(self.disk, segment.fd, [buffer], segment.segment_bytes - len(buffer))
         except OSError:

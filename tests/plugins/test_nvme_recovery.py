@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.support.disks import FaultyDisk, fail, hold, without_faults
+from tests.support.shortages import Resource, Shortage
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
+from tiered_kv_nvme.disk import PROBE_NAME
 from tiered_kv_nvme.layout import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -111,6 +113,34 @@ def test_blocks_before_a_read_error_stay_and_the_rest_is_found_later(bench: Stor
     assert store.stats()["discarded_segments_total"] == 0
     store.close()
     assert bench.get(bench.open(), keys) == set(keys)
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_an_opening_without_threads_reads_the_directory_itself(bench: StoreBench, refused: int) -> None:
+    store = bench.open()
+    keys = make_keys(40)
+    bench.put(store, keys)
+    store.close()
+    with Shortage(Resource.THREAD, refused) as shortage:
+        store = bench.open()
+    assert shortage.refused
+    assert bench.get(store, keys) == set(keys)
+
+
+def test_an_opening_without_a_descriptor_for_its_test_of_direct_io_fails(bench: StoreBench) -> None:
+    bench.open().close()
+    opened = os.open
+
+    def refuse_probe(path: str, *arguments: Any, **named: Any) -> int:  # Any: as of `os.open`
+        if path == PROBE_NAME:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", refuse_probe)
+        with pytest.raises(TierUnavailableError, match="raise the limit of open files"):
+            bench.open()
+    assert bench.open().describe()["direct_io"] == "yes"
 
 
 @pytest.mark.parametrize("offset", [0, PAGE_BYTES])

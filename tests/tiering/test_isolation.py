@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.shortages import Resource, outage
 from tests.tiering.conftest import keys
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.cpu.region import PrimaryRegion
@@ -434,3 +435,21 @@ def test_shutdown_does_not_wait_for_a_tier_that_hangs(
     assert time.perf_counter() - start < 10
     inner.open.set()
     wait_until(lambda: "shutdown" in inner.calls)
+
+
+def test_a_tier_whose_thread_could_not_start_is_used_from_a_later_step_on(open_tier: OpenTier, inner: HeldTier) -> None:
+    with outage(Resource.THREAD):
+        tier = open_tier()
+        tier.submit_store(job(1, keys(1)))
+        assert list(tier.get_finished()) == []
+    assert [result.success for result in finished(tier, 1)] == [True]
+    assert answer(tier, keys(1)[0], ReqContext("b")) is True
+
+
+def test_a_tier_that_got_no_thread_at_all_is_closed(open_tier: OpenTier, inner: HeldTier) -> None:
+    with outage(Resource.THREAD):
+        tier = open_tier()
+        tier.submit_store(job(1, keys(1)))
+        tier.shutdown()
+    assert inner.calls == ["submit_store", "shutdown"]
+    assert [result.job_id for result in tier.get_finished()] == [1]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.support.shortages import Resource, outage
 from tests.toolkit.conftest import PATIENCE_S, AsyncDictTier, MakeStage, Stage
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
@@ -115,3 +116,29 @@ def test_shutdown_cancels_what_hangs_and_closes(make_stage: MakeStage) -> None:
     (result,) = stage.tier.get_finished()
     assert (result.success, result.reason) == (False, "shutdown")
     assert not stage.gate.is_set()
+
+
+@pytest.mark.parametrize("kind", [Resource.THREAD, Resource.DESCRIPTOR])
+def test_an_event_loop_that_could_not_start_starts_in_a_later_step(stage: Stage, kind: Resource) -> None:
+    keys = make_keys(2)
+    with outage(kind) as shortage:
+        job = stage.rig.submit_store(keys)
+        wait_until(lambda: shortage.refused > 0)
+    assert [result.success for result in stage.rig.wait([job])] == [True]
+    assert stage.rig.load(keys) == set(keys)
+
+
+def test_a_call_in_a_thread_that_was_refused_never_runs(stage: Stage) -> None:
+    ran: list[str] = []
+
+    async def call_in_thread(operation: str, keys: Sequence[OffloadKey]) -> None:
+        if operation == "load":
+            with outage(Resource.THREAD):
+                await uninterrupted(asyncio.to_thread(ran.append, "refused"))
+        await uninterrupted(asyncio.to_thread(ran.append, operation))
+
+    assert stage.rig.store(make_keys(1)).success
+    stage.tier.before = call_in_thread
+    assert stage.rig.load(make_keys(1)) == set()
+    assert stage.rig.store(make_keys(1)).success
+    assert ran == ["store"], "the memory of the load belongs to others by then"

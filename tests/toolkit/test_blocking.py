@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.support.shortages import Resource, Shortage, outage
 from tests.toolkit.conftest import PATIENCE_S, DictTier, MakeStage
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.testing.rig import make_keys
@@ -165,3 +166,24 @@ def test_a_thread_that_meets_an_unexpected_error_serves_the_next_job(
         wait_until(lambda: caplog.records)
     assert "a worker raised AttributeError" in caplog.text
     assert stage.rig.store(make_keys(1)).success
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_threads_that_could_not_start_start_in_a_later_step(make_stage: MakeStage, refused: int) -> None:
+    stage = make_stage(DictTier, threads=2, part_blocks=1)
+    with Shortage(Resource.THREAD, refused) as shortage:
+        job = stage.rig.submit_store(make_keys(1))
+        wait_until(lambda: shortage.refused > 0)
+    assert [result.success for result in stage.rig.wait([job])] == [True]
+    stage.hold()
+    loads = [stage.rig.submit_load([key]) for key in make_keys(2)]
+    wait_until(lambda: stage.tier.started.count("load") == 2)
+    stage.gate.set()
+    stage.rig.wait(loads)
+
+
+def test_a_tier_without_any_thread_is_closed_all_the_same(make_stage: MakeStage) -> None:
+    stage = make_stage(DictTier, threads=2)
+    with outage(Resource.THREAD):
+        stage.tier.shutdown()
+    assert stage.tier.closed.is_set()

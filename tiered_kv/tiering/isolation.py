@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
+from tiered_kv.errors import ResourceError
 from tiered_kv.tiering.answers import (
     WrongValueError,
     checked_answer,
@@ -27,6 +28,7 @@ from tiered_kv.tiering.answers import (
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.wrapper import WrapperTier
 from tiered_kv.toolkit.lookups import BatchedLookups, Probe, Question
+from tiered_kv.toolkit.threads import start_thread
 
 POLL_INTERVAL_S = 0.001
 """How often the tier is polled while it has jobs."""
@@ -90,8 +92,8 @@ class IsolatedTier(WrapperTier):
         self._resets = 0  # written by the scheduler's thread
         self._resets_done = 0  # written by the tier's thread
         self._cannot_reset = False
-        self._thread = threading.Thread(target=self._run, name=f"tiered-kv-{inner.tier_type}-isolated", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        self._ensure_thread()
 
     # The scheduler's side.
 
@@ -117,7 +119,9 @@ class IsolatedTier(WrapperTier):
 
     def get_finished(self) -> Iterable[JobResult]:
         self._lookups.expire()
-        if self._running and self._on_finished is not None and not self._thread.is_alive():
+        if self._thread is None:
+            self._ensure_thread()
+        if self._running and self._on_finished is not None and not (self._thread and self._thread.is_alive()):
             self._collect()  # a host waits for its memory: a job that hung when the tier was closed may have ended
         return _take_all(self._results)
 
@@ -165,7 +169,11 @@ class IsolatedTier(WrapperTier):
         with self._wake:
             self._is_closing = True
             self._wake.notify()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._ensure_thread()
+        if self._thread is None:
+            self._run()  # no thread can be started: it ends at once
+        else:
+            self._thread.join(CLOSE_TIMEOUT_S)
 
     def _post_probe(self) -> None:
         self._has_probe = True
@@ -181,6 +189,12 @@ class IsolatedTier(WrapperTier):
         if self._is_idle:
             with self._wake:
                 self._wake.notify()
+
+    def _ensure_thread(self) -> None:
+        """Start the tier's thread if there is none; each step tries again."""
+        if self._thread is None:
+            with suppress(ResourceError):
+                self._thread = start_thread(self._run, f"tiered-kv-{self.inner.tier_type}-isolated")
 
     # The tier's side.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import selectors
 import threading
 import time
 from abc import abstractmethod
@@ -12,11 +13,16 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.errors import ResourceError
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.jobs import Outcome, Part, checked_answers, checked_outcome
 from tiered_kv.toolkit.queued import QueuedTier, block_bytes_of
+from tiered_kv.toolkit.threads import DaemonThreads, start_thread
 
 T = TypeVar("T")
+
+_THREADS_MAX = 32
+"""As many as asyncio itself starts, at most, for `asyncio.to_thread`."""
 
 
 async def uninterrupted(work: Awaitable[T]) -> T:
@@ -37,6 +43,35 @@ async def uninterrupted(work: Awaitable[T]) -> T:
     if not task.cancelled():
         task.exception()  # an error that is not retrieved would be printed
     raise cancellation
+
+
+class _EventLoop(asyncio.SelectorEventLoop):
+    """An event loop in whose threads a call that was refused never runs; see `DaemonThreads`.
+
+    One that got no descriptors counts as closed: asyncio could not close it.
+    """
+
+    _is_made = False
+
+    def __init__(self) -> None:
+        selector = selectors.DefaultSelector()
+        try:
+            super().__init__(selector)
+        except BaseException:
+            selector.close()
+            raise
+        self._is_made = True
+        self._threads = DaemonThreads("tiered-kv-to-thread", _THREADS_MAX)
+
+    def is_closed(self) -> bool:
+        return not self._is_made or super().is_closed()
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # Any: as asyncio has it
+        return super().run_in_executor(executor or self._threads, func, *args)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        super().close()
 
 
 class AsyncTier(QueuedTier):
@@ -114,25 +149,31 @@ class AsyncTier(QueuedTier):
     # Any thread.
 
     def _wake(self) -> None:
-        if self._loop_thread is None:  # the scheduler's thread, which alone adds the first work
-            self._loop_thread = threading.Thread(target=self._run_loop, name=f"tiered-kv-{self.name}-loop", daemon=True)
-            try:
-                self._loop_thread.start()
-            except RuntimeError as error:  # no thread available; the next job or lookup tries again
-                self._loop_thread = None
-                self._note_error("thread start", error)
-        elif self._loop_thread is not threading.current_thread() and not self._is_wake_pending:
+        if self._loop_thread is not threading.current_thread() and not self._is_wake_pending:
             # Once for a burst: each call writes to the loop's pipe. On the loop's own thread `_start_parts` follows.
             self._is_wake_pending = True
             assert self._event_loop is not None
-            self._event_loop.call_soon_threadsafe(self._start_parts)
+            with suppress(RuntimeError):  # the loop has been closed
+                self._event_loop.call_soon_threadsafe(self._start_parts)
+        elif self._event_loop is None:  # the scheduler's thread, which alone adds the first work
+            self._ensure_worker()
 
     # The scheduler's thread.
+
+    def _ensure_worker(self) -> None:
+        if self._loop_thread is not None and (not self._lacks_worker or self._loop_thread.is_alive()):
+            return
+        self._lacks_worker = False  # before the thread, which sets it if it gets no event loop
+        try:
+            self._loop_thread = start_thread(self._run_loop, f"tiered-kv-{self.name}-loop")
+        except ResourceError as error:
+            self._lacks_worker = True
+            self._note_error("thread start", error)
 
     def _stop_workers(self, deadline: float) -> int:
         if self._loop_thread is None:
             return 0
-        while self._event_loop is None and time.monotonic() < deadline:  # the thread has just been started
+        while self._event_loop is None and self._loop_thread.is_alive() and time.monotonic() < deadline:  # it starts
             time.sleep(0.001)
         if self._event_loop is not None and self._loop_thread.is_alive():
             with suppress(RuntimeError):  # the loop has been closed
@@ -144,9 +185,11 @@ class AsyncTier(QueuedTier):
 
     def _run_loop(self) -> None:
         try:
-            asyncio.run(self._serve())
+            with asyncio.Runner(loop_factory=_EventLoop) as runner:
+                runner.run(self._serve())
         except BaseException as error:
             self._note_error("the event loop", error)
+            self._lacks_worker = self._event_loop is None  # such as for want of descriptors
 
     async def _serve(self) -> None:
         self._event_loop = asyncio.get_running_loop()

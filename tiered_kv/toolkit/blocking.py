@@ -10,9 +10,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.errors import ResourceError
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part, checked_answers, checked_outcome
 from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
+from tiered_kv.toolkit.threads import start_thread
 
 _WORK = True
 _STOP = False
@@ -91,15 +93,21 @@ class BlockingTier(QueuedTier):
         """Return for each key whether its block is stored completely."""
 
     def close(self) -> None:
-        """Release files and connections; the last worker thread calls it once, when nothing else runs."""
+        """Release files and connections; the last worker thread calls it once, when nothing else runs.
+
+        If no worker thread could be started, `shutdown` calls it.
+        """
         return
 
     # The threads.
 
     def _wake(self) -> None:
+        self._ensure_worker()
+        self._work_tokens.put(_WORK)
+
+    def _ensure_worker(self) -> None:
         if not self._worker_threads:
             self._start_thread()
-        self._work_tokens.put(_WORK)
 
     def _put_probe(self) -> None:
         super()._put_probe()
@@ -114,14 +122,13 @@ class BlockingTier(QueuedTier):
                 return
             is_for_lookups = number == self._threads_max
             name = f"tiered-kv-{self.name}-{number}"
-            thread = threading.Thread(target=self._serve, args=(is_for_lookups,), name=name, daemon=True)
             try:
-                thread.start()
-            except RuntimeError as error:  # no thread available: use fewer, and try again later
+                self._worker_threads.append(start_thread(self._serve, name, is_for_lookups))
+                self._threads_running += 1
+                self._lacks_worker = False
+            except ResourceError as error:  # use fewer, and try again later
+                self._lacks_worker = True
                 self._note_error("thread start", error)
-                return
-            self._worker_threads.append(thread)
-            self._threads_running += 1
 
     def _serve(self, is_for_lookups: bool) -> None:
         self._start_thread()
@@ -135,12 +142,17 @@ class BlockingTier(QueuedTier):
             self._threads_running -= 1
             is_last = self._threads_running == 0
         if is_last:
-            try:
-                self.close()
-            except BaseException as error:
-                self._note_error("close", error)
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            self.close()
+        except BaseException as error:
+            self._note_error("close", error)
 
     def _serve_one(self, is_for_lookups: bool) -> None:
+        if self._lacks_worker:
+            self._start_thread()
         give_way()
         if self._part_queue.take_lookups():
             self._run_probes()
@@ -178,11 +190,12 @@ class BlockingTier(QueuedTier):
             self._batched_lookups.answer(probe, answers)
 
     def _stop_workers(self, deadline: float) -> int:
-        if not self._worker_threads:
-            self._start_thread()  # `close` belongs to a worker
+        self._ensure_worker()  # `close` belongs to a worker
         with self._threads_lock:
             self._is_stopping = True
             threads = list(self._worker_threads)
+        if not threads:
+            self._close()
         for _ in range(self._threads_max):
             self._work_tokens.put(_STOP)
         self._lookup_tokens.put(_STOP)

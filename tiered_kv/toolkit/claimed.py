@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tiered_kv.config.units import expanded_path
-from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError
+from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError, remedy_of
 from tiered_kv.permissions import NotPrivateError, check_directory, check_file, open_directory
 from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, as_text, fields_of, opened, replace_file
 
@@ -137,7 +137,7 @@ class ClaimedDirectory:
     def unavailable(self, error: OSError, operation: str = "open") -> TierUnavailableError:
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             return TierUnavailableError(f"{self.path} is a file; give a directory", tier=self.tier, operation=operation)
-        remedy = _REMEDIES.get(error.errno or 0, "")
+        remedy = _REMEDIES.get(error.errno or 0, remedy_of(error))
         if isinstance(error, NotPrivateError):
             remedy = "; or set `private: false`" if error.errno == errno.EPERM else ""
         name = f" ({error.filename})" if error.filename and error.filename != self.path else ""

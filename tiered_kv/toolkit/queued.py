@@ -94,10 +94,14 @@ class QueuedTier(SecondaryTierManager):
         self._job_results: deque[JobResult] = deque()  # workers append
         self._errors_logged: dict[str, object] = {}  # by kind; workers add to it, each in one atomic step
         self._is_shut_down = False
+        self._lacks_worker = False  # one could not be started: the next step, or the others, try again
 
     @abstractmethod
     def _wake(self) -> None:
-        """Let a worker look into the queue. Must not wait. Any thread."""
+        """Let a worker look into the queue. Must not wait, nor raise: the work is queued already. Any thread."""
+
+    def _ensure_worker(self) -> None:
+        """Start a worker if there is none. Must not wait, nor raise. The scheduler's thread."""
 
     @abstractmethod
     def _stop_workers(self, deadline: float) -> int:
@@ -124,6 +128,8 @@ class QueuedTier(SecondaryTierManager):
         return self._batched_lookups.lookup_many(keys, req_context)
 
     def get_finished(self) -> Iterable[JobResult]:
+        if self._lacks_worker:
+            self._ensure_worker()
         if self._next_deadline <= (now := self._clock()):
             self._expire(now)
         self._batched_lookups.expire()
