@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.config.settings import ClassArguments, TierSettings
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, ResourceError
 from tiered_kv.hooks import TierPlugins, TierType, hookimpl, tier_plugins
 from tiered_kv.testing.four_methods import FourMethodTier
 
@@ -101,6 +101,17 @@ def test_a_broken_plugin_is_reported_and_costs_no_other(
     assert "plugin 'broken' of broken 1.0 cannot be loaded" in caplog.text
     with pytest.raises(ConfigError, match=r"unknown tier type 'x'.*plugin 'broken' of broken 1\.0 cannot be loaded"):
         plugins.resolve("x")
+
+
+def test_a_plugin_that_could_not_be_loaded_for_want_of_descriptors_is_loaded_later(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("late", "import os\nif 'SHORT' in os.environ: raise OSError(24, 'none')\n" + HOOK.format(name="late"))
+    monkeypatch.setenv("SHORT", "1")
+    with pytest.raises(ResourceError, match="'late' cannot be loaded: none; raise the limit of open files"):
+        load_installed()
+    monkeypatch.delenv("SHORT")
+    assert "late" in load_installed().tier_types()
 
 
 def test_a_name_that_two_distributions_claim_is_an_error_that_names_both(install: Install) -> None:

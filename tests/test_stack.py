@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 
 import tiered_kv
+from tests.support.shortages import DescriptorsLeft, Resource, Shortage, outage
 from tests.support.stacks import PATIENT, Register, stack_of
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.counters import count_of
-from tiered_kv.errors import ConfigError, ShutdownError, TierError
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.errors import ConfigError, ResourceError, ShutdownError, TierError
 from tiered_kv.facade import Blocks
-from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack import Stack, open_region, open_stack
 from tiered_kv.testing.faults import HeldJobsTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
@@ -75,6 +78,27 @@ def opened_at_the_end(gate: Gate) -> Iterator[None]:
         yield
     finally:
         gate.open()
+
+
+@pytest.mark.parametrize("first", range(1, 4))
+def test_a_stack_that_gets_no_thread_is_an_error_and_leaves_nothing(first: int) -> None:
+    servers = {"metrics": {"listen": "127.0.0.1:0"}, "events": {"publish": "tcp://127.0.0.1:*"}}
+    with Shortage(Resource.THREAD, first), pytest.raises(ResourceError, match=r"cannot be started: .*pids\.max"):
+        open_stack(stack_of(**servers))
+    open_stack(stack_of(**servers)).close()
+
+
+def test_a_stack_without_descriptors_is_an_error_that_says_what_to_do() -> None:
+    with DescriptorsLeft(8), pytest.raises(ResourceError, match="Too many open files; raise the limit of open files"):
+        open_stack(stack_of(events={"publish": "tcp://127.0.0.1:*"}))
+
+
+def test_a_region_that_was_given_to_a_stack_that_cannot_listen_is_closed() -> None:
+    config = load_config(stack_of(metrics={"listen": "127.0.0.1:0"}))
+    region = open_region(config)
+    with outage(Resource.DESCRIPTOR), pytest.raises(ConfigError, match="raise the limit of open files"):
+        Stack(config, backend=CPUBackend(region))
+    assert not region.array.size
 
 
 @pytest.fixture

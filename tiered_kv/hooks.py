@@ -26,7 +26,7 @@ import pluggy
 
 from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.config.validation import suggestion
-from tiered_kv.errors import ConfigError, MissingExtraError
+from tiered_kv.errors import ConfigError, MissingExtraError, ResourceError, remedy_of
 
 if TYPE_CHECKING:
     from tiered_kv.tiering.administration import TierAdministration
@@ -133,7 +133,11 @@ class TierPlugins:
         self._reports: list[PluginReport] = []
 
     def load_installed(self) -> None:
-        """Load the installed plugins that are not loaded yet. A plugin that fails is logged, reported and left out."""
+        """Load the installed plugins that are not loaded yet. A plugin that fails is logged, reported and left out.
+
+        Raises:
+            ResourceError: The system gives no descriptor, thread or memory to load one.
+        """
         for entry_point in importlib.metadata.entry_points(group=PROJECT):
             name, found_in = entry_point.name, entry_point.dist
             distribution = f"{found_in.name} {found_in.version}" if found_in else ""
@@ -143,6 +147,8 @@ class TierPlugins:
             try:
                 tiers = self._tiers_of(entry_point.load(), f"{distribution}:{name}")
             except Exception as error:  # any exception that a third-party module raises when it is imported
+                if remedy_of(error):  # it may be loaded later
+                    raise ResourceError.of(f"the plugin '{name}' cannot be loaded", error) from error
                 report = PluginReport(name, distribution, (), f"{type(error).__name__}: {error}")
                 _log.warning("%s cannot be loaded and is left out: %s", report.origin, report.error)
             else:

@@ -16,7 +16,7 @@ from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.errors import ConfigError, MissingExtraError
+from tiered_kv.errors import ConfigError, MissingExtraError, needing_resources
 from tiered_kv.facade import BlockFacade
 from tiered_kv.interrupts import CallThread
 from tiered_kv.limits import Need, Take, compare, require
@@ -42,8 +42,10 @@ def open_stack(source: str | os.PathLike[str] | Mapping[str, object] | StackConf
     Raises:
         ConfigError: The configuration cannot be used.
         TierError: A tier cannot be opened. Whatever was opened before it is closed again.
+        ResourceError: The system refuses a thread, a descriptor or memory.
     """
-    config = load_config(source)
+    with needing_resources("the stack cannot be opened"):
+        config = load_config(source)
     if config.is_prefill_measured:
         message = "only vLLM's connector measures it; write how many tokens your engine computes in a second"
         raise ConfigError(message, location="prefill.tokens_per_s")
@@ -95,14 +97,16 @@ class Stack(BlockFacade):
     ) -> None:
         self.config = config
         self.opened_s = time.monotonic()
-        with ExitStack() as undo:
+        with needing_resources("the stack cannot be opened"), ExitStack() as undo:
+            if backend is not None:
+                undo.callback(backend.region.close)
             if not is_checked:
                 require(needs_of(config, has_region=backend is not None))
-            backend = backend or CPUBackend(open_region(config))
-            undo.callback(backend.region.close)
             self.server = StatusServer(*config.metrics.address) if config.metrics else None
             if self.server is not None:
                 undo.callback(self.server.close)
+            backend = backend or CPUBackend(open_region(config))
+            undo.callback(backend.region.close)
             self.kv_view = backend.region.kv_view
             self.events = _open_publisher(config)
             if self.events is not None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.geometry import ROWS_OFFSET, Geometry
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, ResourceError, needing_resources
 from tiered_kv.limits import Limits
 from tiered_kv.permissions import NotPrivateError, check_file
 
@@ -68,7 +68,11 @@ class PrimaryRegion:
         self._adopt(mapping, num_blocks, block_bytes)
         self._place(huge_pages, numa_node)
         if prefault:
-            self.flat[:: mmap.PAGESIZE] = bytes(len(range(0, size_bytes, mmap.PAGESIZE)))
+            try:
+                self.flat[:: mmap.PAGESIZE] = bytes(len(range(0, size_bytes, mmap.PAGESIZE)))
+            except MemoryError as error:
+                self.close()
+                raise ResourceError.of("the primary tier's memory cannot be touched", error) from error
 
     @classmethod
     def map_file(
@@ -92,6 +96,7 @@ class PrimaryRegion:
 
         Raises:
             ConfigError: The file has another owner or size, or it cannot be bound to the node.
+        ResourceError: The system maps no more memory.
         """
         wanted = offset + num_blocks * block_bytes
         try:
@@ -104,7 +109,9 @@ class PrimaryRegion:
                 f"{format_bytes(wanted)}, found one of {format_bytes(found)}"
             )
         region = cls.__new__(cls)
-        region._adopt(mmap.mmap(fd, wanted - offset, offset=offset), num_blocks, block_bytes)
+        with needing_resources(f"the region {path} cannot be mapped"):
+            mapping = mmap.mmap(fd, wanted - offset, offset=offset)
+        region._adopt(mapping, num_blocks, block_bytes)
         region._place(huge_pages, numa_node)
         return region
 

@@ -22,7 +22,7 @@ from tiered_kv.config.stack_config import tier_settings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.direct.tasks import Done, Task
 from tiered_kv.direct.thread import TierThread
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, needing_resources
 from tiered_kv.interrupts import CallThread
 from tiered_kv.limits import compare, require
 from tiered_kv.tiering.base import TierSpec
@@ -60,6 +60,7 @@ class DirectTiers:
     Raises:
         ValueError: The memory cannot be used, or there is no tier.
         ConfigError, TierError: A tier cannot be opened, or cannot be used over a host's memory.
+        ResourceError: The system refuses a thread, a descriptor or memory.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class DirectTiers:
         )
 
         def open_all() -> None:
-            with ExitStack() as undo:
+            with needing_resources("the tiers cannot be opened"), ExitStack() as undo:
+                undo.callback(self._release_views)
                 for entry in entries:
                     guarded = self._open(entry, spec_of(entry.name))
                     undo.callback(guarded.call, "shutdown")
@@ -225,10 +227,13 @@ class DirectTiers:
         is_over = self._thread.close(timeout_s)
         self._call_thread.stop()
         if is_over:  # the host may unmap it, which Python refuses while there are views
-            for view in (self._rows, self._memory):
-                with suppress(BufferError):  # a third-party tier keeps a view
-                    view.release()
+            self._release_views()
         return is_over
+
+    def _release_views(self) -> None:
+        for view in (self._rows, self._memory):
+            with suppress(BufferError):  # a third-party tier keeps a view
+                view.release()
 
     def __enter__(self) -> DirectTiers:
         return self

@@ -14,10 +14,12 @@ and then one with the number -1.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
@@ -28,6 +30,7 @@ from tiered_kv.config.stack_config import EventSettings
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.tiering.step import give_way
+from tiered_kv.toolkit.threads import start_thread
 
 QUEUE_KEYS_MAX: Final = 1 << 16
 """Keys in the queue. Beyond it the oldest batches are dropped, except for the last step's."""
@@ -65,6 +68,9 @@ _UNKNOWN: Final[_Fields] = {
     "lora_name": None,
 }
 """Fields of vLLM's own events that tiers do not know. vLLM writes the same values for offloaded blocks."""
+
+DESCRIPTORS: Final = 24
+"""More than a publisher opens. libzmq ends the process if it gets none."""
 
 _log = logging.getLogger(__name__)
 
@@ -104,14 +110,14 @@ class EventPublisher:
         self._next_taken = self._taken_keys = self._invalid_batches = 0
         self._next_number = self._kept_bytes = self._sent_messages = self._replay_requests = 0
         self._is_closing = threading.Event()
+        _check_descriptors(DESCRIPTORS)
         self._context = zmq.Context()
         try:
             self._publisher, self.publish_address = self._bound(zmq.PUB, "publish", settings.publish)
             self._replayer, self.replay_address = None, ""
             if settings.replay is not None:
                 self._replayer, self.replay_address = self._bound(zmq.ROUTER, "replay", settings.replay)
-            self._thread = threading.Thread(target=self._run, name="tiered-kv-events", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._run, "tiered-kv-events")
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -295,6 +301,13 @@ def _packed(hashes: NDArray[np.uint64]) -> bytes:
 def medium_of(tier_type: str) -> str:
     """Return the medium of a tier's type in events: "NVME" for `nvme`, "MINE" for `package.module:Mine`."""
     return tier_type.rpartition(":")[2].upper()
+
+
+def _check_descriptors(count: int) -> None:
+    """Raise `OSError` if this process cannot open so many."""
+    with ExitStack() as closing:
+        for _ in range(count):
+            closing.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def _keys_of(events: Iterable[OffloadingEvent]) -> int:

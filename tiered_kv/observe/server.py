@@ -16,7 +16,7 @@ from socketserver import ThreadingTCPServer
 from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-from tiered_kv.errors import ConfigError, ShutdownError
+from tiered_kv.errors import ConfigError, ShutdownError, needing_resources, remedy_of
 from tiered_kv.observe.explain import Observed, explain_query
 from tiered_kv.observe.prometheus import CONTENT_TYPE, StackCollector, exposition
 from tiered_kv.observe.status import status
@@ -90,16 +90,15 @@ class StatusServer(ThreadingTCPServer):
         except OSError as error:
             shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-            raise ConfigError(
-                f"cannot listen on {shown}: {reason}; give another address, or stop what listens there",
-                location="metrics.listen",
-            ) from error
+            remedy = remedy_of(error) or "; give another address, or stop what listens there"
+            raise ConfigError(f"cannot listen on {shown}: {reason}{remedy}", location="metrics.listen") from error
         self.port: int = self.socket.getsockname()[1]
 
     def start(self, routes: Routes) -> None:
         """Answer requests for these paths from now on."""
         self.routes = routes
-        self._thread.start()
+        with needing_resources(f"the thread '{self._thread.name}' cannot be started"):
+            self._thread.start()
 
     def close(self, timeout: float = 5.0) -> None:
         """Close all connections, and wait up to `timeout` seconds for their threads. Does nothing in a forked child."""

@@ -10,7 +10,7 @@ from tiered_kv.config.secret_keys import parse_key, read_key_file
 from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.config.stack_config import tier_settings
 from tiered_kv.config.validation import suggestion
-from tiered_kv.errors import ConfigError, TieredKVError, TierError
+from tiered_kv.errors import ConfigError, ResourceError, TieredKVError, TierError, remedy_of
 from tiered_kv.hooks import TierType, hookimpl, tier_plugins, tier_type_of_class
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.keyed_names import KeyedNames
@@ -83,10 +83,12 @@ class SecondaryTierFactory:
             if not hasattr(tier, "tier_type"):
                 raise TierError(_NO_SUPER, tier=checked.name, operation="open")
             return tier if name_key is None else KeyedNames(tier, name_key)
+        except ResourceError as error:
+            reason = str(error)
         except TieredKVError:
             raise
         except Exception as error:  # a third-party constructor may raise anything
-            reason = f"{type(error).__name__}: {scrub(str(error), checked.secret_texts())}"
+            reason = f"{type(error).__name__}: {scrub(str(error), checked.secret_texts())}{remedy_of(error)}"
         # Raised outside of the handler, without a context: the original message may contain secrets.
         raise TierError(reason, tier=checked.name, operation="open")
 

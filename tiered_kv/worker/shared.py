@@ -14,7 +14,7 @@ from tiered_kv.config.units import format_bytes
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.geometry import ROWS_OFFSET, Geometry, check_header, has_header, write_header
 from tiered_kv.cpu.region import PrimaryRegion, size_shared
-from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.errors import ConfigError, TieredKVError, needing_resources
 from tiered_kv.limits import refuse
 from tiered_kv.stack import Stack, needs_of
 from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
@@ -125,12 +125,13 @@ class SharedStack:
 
     def _join(self, party: str, file: SharedFile | None) -> SharedRegion:
         settings = self.config.primary
-        return SharedRegion.join(
-            file or SharedFile(self.name, party, parties_of(self.geometry.workers)),
-            self.geometry,
-            huge_pages=settings.huge_pages,
-            numa_node=settings.numa_node,
-        )
+        with needing_resources("the engine's memory cannot be mapped"):
+            return SharedRegion.join(
+                file or SharedFile(self.name, party, parties_of(self.geometry.workers)),
+                self.geometry,
+                huge_pages=settings.huge_pages,
+                numa_node=settings.numa_node,
+            )
 
 
 class _SharedBackend(CPUBackend):

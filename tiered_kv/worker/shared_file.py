@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tiered_kv.cpu.geometry import HEADER_BYTES, ROWS_OFFSET
 from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, needing_resources
 from tiered_kv.permissions import FILE_MODE, NotPrivateError, check_file
 
 JOIN_TIMEOUT_S = 300.0
@@ -65,19 +65,20 @@ class SharedFile:
         self.path = SHARED_MEMORY_DIRECTORY / f"{name}+workers"
         self.party = party
         self.parties = tuple(parties)
-        self._fd: int | None = _open_exclusively(self.path)
-        try:
-            if not _try_lock(self.fd, self.parties.index(party)):
-                raise ConfigError(
-                    f"another process is '{party}' in {self.path}; give each run of the engine its own name"
-                )
-            if not self._others():
-                os.ftruncate(self.fd, 0)  # left by a run that was killed
-            os.pwrite(self.fd, note.ljust(NOTE_BYTES, b"\0"), self._note_offset(party))
-            _lock(self.fd, _EXCLUSIVE_BYTE, fcntl.F_UNLCK)
-        except BaseException:
-            self._close(is_locked=True)
-            raise
+        with needing_resources(f"{self.path} cannot be opened"):
+            self._fd: int | None = _open_exclusively(self.path)
+            try:
+                if not _try_lock(self.fd, self.parties.index(party)):
+                    raise ConfigError(
+                        f"another process is '{party}' in {self.path}; give each run of the engine its own name"
+                    )
+                if not self._others():
+                    os.ftruncate(self.fd, 0)  # left by a run that was killed
+                os.pwrite(self.fd, note.ljust(NOTE_BYTES, b"\0"), self._note_offset(party))
+                _lock(self.fd, _EXCLUSIVE_BYTE, fcntl.F_UNLCK)
+            except BaseException:
+                self._close(is_locked=True)
+                raise
 
     @property
     def fd(self) -> int:
@@ -172,11 +173,14 @@ def _open_exclusively(path: Path) -> int:
             raise ConfigError(f"cannot open {path}: {error.strerror}") from error
         try:
             check_file(fd, str(path))  # any user may create files there, and could read the blocks
+            if _lock_exclusively(fd, end_s) and os.fstat(fd).st_nlink:
+                return fd
         except NotPrivateError as error:
             os.close(fd)
             raise ConfigError(f"{error.strerror}; give each run of the engine a name of its own") from error
-        if _lock_exclusively(fd, end_s) and os.fstat(fd).st_nlink:
-            return fd
+        except BaseException:
+            os.close(fd)
+            raise
         os.close(fd)  # the last of an earlier run's parties has removed the name meanwhile
         if time.monotonic() >= end_s:
             raise _timeout(path)
