@@ -41,6 +41,7 @@ PROOFS: Mapping[str, Proof] = {
     "crash/s3": Proof(PHANTOM, "system calls killed at"),
     "io-errors/nvme": Proof(ENGINE, "system calls that failed or came short"),
     "io-errors/fs": Proof(ENGINE, "system calls that failed or came short"),
+    "resources": Proof(ENGINE, "threads, descriptors and mappings refused"),
     "full-disk": Proof(ENGINE, "tiers on a full file system"),
     "power-loss": Proof(PHANTOM, "file systems shut down"),
     "corruption/nvme": Proof(WRONG_BYTES, "damages"),

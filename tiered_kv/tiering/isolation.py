@@ -119,8 +119,7 @@ class IsolatedTier(WrapperTier):
 
     def get_finished(self) -> Iterable[JobResult]:
         self._lookups.expire()
-        if self._thread is None:
-            self._ensure_thread()
+        self._ensure_thread()
         if self._running and self._on_finished is not None and not (self._thread and self._thread.is_alive()):
             self._collect()  # a host waits for its memory: a job that hung when the tier was closed may have ended
         return _take_all(self._results)
@@ -166,14 +165,14 @@ class IsolatedTier(WrapperTier):
         return self._stats
 
     def shutdown(self) -> None:
-        with self._wake:
-            self._is_closing = True
-            self._wake.notify()
         self._ensure_thread()
-        if self._thread is None:
-            self._run()  # no thread can be started: it ends at once
-        else:
+        is_first, self._is_closing = not self._is_closing, True
+        if self._thread is not None:
+            with self._wake:
+                self._wake.notify()
             self._thread.join(CLOSE_TIMEOUT_S)
+        elif is_first:
+            self._run()  # no thread can be started: it ends at once
 
     def _post_probe(self) -> None:
         self._has_probe = True
@@ -192,7 +191,7 @@ class IsolatedTier(WrapperTier):
 
     def _ensure_thread(self) -> None:
         """Start the tier's thread if there is none; each step tries again."""
-        if self._thread is None:
+        if self._thread is None and not self._is_closing:
             with suppress(ResourceError):
                 self._thread = start_thread(self._run, f"tiered-kv-{self.inner.tier_type}-isolated")
 
