@@ -126,6 +126,18 @@ class TestResets:
         assert stack.get(keys, empty(16)) == 0
         assert stack.put(keys, blocks) == 16
 
+    def test_a_put_that_waits_for_a_reset_stores_nothing(self, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+        keys, blocks, run = make_keys(4), blocks_of(4), stack._call_thread.run
+
+        def run_late(call: Callable[[], int]) -> int:
+            run(stack.manager.reset_cache)
+            return run(call)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(stack._call_thread, "run", run_late)
+            assert stack.put(keys, blocks) == 0
+        assert stack.get(keys, empty(4)) == 0
+
     def test_a_get_that_began_before_a_reset_loads_no_block_after_it(self, stack: Stack) -> None:
         keys, old, new = make_keys(16), blocks_of(16), blocks_of(16, seed=1)
         stack.put(keys, old)

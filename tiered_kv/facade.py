@@ -89,8 +89,9 @@ class BlockFacade:
             TypeError, ValueError: The arguments do not fit each other, or hints are invalid.
             ShutdownError: The stack is closed, or another process opened it before a fork.
         """
+        began = self.epoch if epoch is None else epoch  # not when the call gets the lock, which a reset may hold
         self._check(keys, blocks, "blocks")
-        return self._run(lambda: self._put(keys, blocks, time.monotonic() + timeout, hints, epoch))
+        return self._run(lambda: self._put(keys, blocks, time.monotonic() + timeout, hints, began))
 
     def get(self, keys: Sequence[OffloadKey], out: Blocks, timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
         """Load the longest available prefix of `keys`.
@@ -188,9 +189,7 @@ class BlockFacade:
 
     # The calls, on the call thread or a thread of the program.
 
-    def _put(
-        self, keys: Sequence[OffloadKey], blocks: Blocks, end_s: float, hints: HintsAsGiven, epoch: int | None
-    ) -> int:
+    def _put(self, keys: Sequence[OffloadKey], blocks: Blocks, end_s: float, hints: HintsAsGiven, epoch: int) -> int:
         count = len(keys) if self._has_secondary else _fitting(keys, self.region.num_blocks)
         done, batch = 0, self._batch_blocks
         with self._request("put", hints, epoch) as context:
