@@ -34,9 +34,11 @@ _FILE_FORMATS = frozenset({"auto", "safetensors", "pt", "npcache", "mistral", "f
 
 _PACKAGES = (
     "torch", "triton", "triton_kernels", "transformers", "torchao", "xformers", "bitsandbytes", "nvidia-modelopt",
-    "deep-gemm", "deep-ep", "flashinfer", "flash-attn", "flash_attn_interface", "flash-mla", "sgl-kernel", "aiter",
-    "tilelang", "quack", "helion", "hpc", "fla-core", "flydsl", "mlx", "torch-npu", "torchair", "spas_sage_attn",
-    "intel-extension-for-pytorch", "kt-kernel", "petit-kernel", "wave-lang", "vector-quantize-pytorch",
+    "deep-gemm", "sgl-deep-gemm", "deep-ep", "sgl-deep-ep", "flashinfer", "flashinfer-python", "flash-attn",
+    "flash-attn-4", "flash_attn_interface", "flash-mla", "sgl-flash-mla", "sgl-kernel", "sglang-kernel", "aiter",
+    "amd-aiter", "tilelang", "nvidia-cutlass-dsl", "quack-kernels", "humming-kernels", "kernels", "compressed-tensors",
+    "helion", "hpc", "fla-core", "flydsl", "mlx", "torch-npu", "torchair", "spas_sage_attn", "wave-lang",
+    "intel-extension-for-pytorch", "kt-kernel", "petit-kernel", "vector-quantize-pytorch",
 )  # fmt: skip
 """Packages, and modules without a package, that count beside those that `computing_packages` finds by metadata."""
 

@@ -37,9 +37,11 @@ _FILE_FORMATS = frozenset(
 
 _PACKAGES = (
     "torch", "triton", "triton_kernels", "transformers", "torchao", "xformers", "bitsandbytes", "nvidia-modelopt",
-    "deep-gemm", "deep-ep", "flashinfer", "flash-attn", "flash_attn_interface", "flash-mla", "aiter", "tilelang",
-    "quack", "b12x", "helion", "hpc", "fla-core", "flydsl", "oink", "zentorch", "torch-npu", "torch-xla",
-    "intel-extension-for-pytorch", "tpu-inference", "transformer-engine", "terratorch",
+    "deep-gemm", "deep-ep", "flashinfer", "flashinfer-python", "flash-attn", "flash-attn-3", "flash-attn-4",
+    "flash_attn_interface", "flash-mla", "vllm-flash-attn", "aiter", "amd-aiter", "tilelang", "nvidia-cutlass-dsl",
+    "quack-kernels", "humming-kernels", "tokenspeed-mla", "compressed-tensors", "b12x", "helion", "hpc", "fla-core",
+    "flydsl", "oink", "zentorch", "torch-npu", "torch-xla", "intel-extension-for-pytorch", "tpu-inference",
+    "transformer-engine", "terratorch",
 )  # fmt: skip
 """Packages, and modules without a package, that count beside those that `computing_packages` finds by metadata."""
 
