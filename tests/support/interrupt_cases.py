@@ -49,6 +49,7 @@ def stack_calls(stack: Stack) -> dict[str, Callable[[], object]]:
         "flush": stack.flush,
         "counters": stack.counters,
         "explain": lambda: stack.explain(known),
+        "reset_cache": stack.reset_cache,
     }
 
 
@@ -179,7 +180,7 @@ def interrupt_by_signals(entry: Entry, over: str, seconds: float) -> int:
 
 
 INTERRUPTED: Mapping[str, Callable[[Entry, str, int], int]] = {
-    **dict.fromkeys(("put", "get", "prefetch", "flush", "counters", "explain"), interrupt_stack),
+    **dict.fromkeys(("put", "get", "prefetch", "flush", "counters", "explain", "reset_cache"), interrupt_stack),
     "close": interrupt_closing,
     "open_stack": interrupt_opening,
     **dict.fromkeys(("wait-store", "wait-load", "wait-contains"), interrupt_direct),
