@@ -15,7 +15,8 @@ import _thread
 import sys
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, TypeVar
 
 from tiered_kv.tiering.step import PAUSES_MAX, STEP
@@ -101,6 +102,7 @@ class CallThread:
                 last.run()
             raise
         if not call.has_ended:
+            call.is_abandoned = True  # it may still be in the queue
             return work()
         if call.error is not None:
             error, call.error = call.error, None
@@ -141,22 +143,26 @@ class CallThread:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError:  # this one will do, although it has no name
-                self._serve()
+            except RuntimeError:  # the caller runs its call itself
+                self._thread = None
+                self._claim.release()
+                with suppress(Empty):
+                    self._calls.get(timeout=_POLL_S).end.release()
 
     def _serve(self) -> None:
         self._ident = threading.get_ident()
         while not self._is_over:
             call = self._running = self._calls.get()
-            call.run()
+            if not call.has_ended:
+                call.run()
             self._running = None
             self._is_over = call.is_last
             del call  # and what its work refers to
 
     def _await(self, call: _Call[T]) -> None:
-        """Wait until a call, or the thread before it, has ended."""
+        """Wait until a call has ended, or cannot run on the thread."""
         while not call.end.acquire(timeout=_POLL_S):
-            if self._is_over:
+            if self._is_over or not self._start():
                 return
 
 
