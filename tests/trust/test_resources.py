@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
 BLOCK_BYTES, ROWS, COUNT = 4096, 8, 4
 QUICK = {"lookup_timeout": "500ms", "job_timeout": "1s", "breaker_cooldown": "20ms"}
-OF_TYPES = {
+OF_TYPES: dict[str, dict[str, object]] = {
     "redis": {"connect_timeout": "500ms", "timeout": "500ms"},
     "s3": {"attempts": 2, "request_timeout": "500ms"},
 }
@@ -73,7 +73,7 @@ class Subject(Protocol):
 class StackSubject:
     """A stack over one tier, or with all of its threads and sockets."""
 
-    def __init__(self, entry: dict[str, object], **top: object) -> None:
+    def __init__(self, entry: dict[str, object], **top: Any) -> None:  # Any: as of `stack_of`
         self._config = stack_of(entry, blocks=ROWS, block_bytes=BLOCK_BYTES, **top)
         self._is_audited = "audit" in top
         self._numbers = itertools.count(1)
@@ -300,7 +300,7 @@ def subject_of(place_of: PlaceOf, closing: ExitStack) -> Callable[[str, str], Su
     """Return a new subject over new storage, for one step."""
 
     def make(kind: str, step: str) -> Subject:
-        top: dict[str, object] = {"audit": 1.0} if step == "audit" else {}
+        top: dict[str, Any] = {"audit": 1.0} if step == "audit" else {}
         if kind == "worker":
             pytest.importorskip("torch", reason="torch is not installed")
             return WorkerSubject()

@@ -66,7 +66,8 @@ class _EventLoop(asyncio.SelectorEventLoop):
     def is_closed(self) -> bool:
         return not self._is_made or super().is_closed()
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # Any: as asyncio has it
+    # Any: as of asyncio, whose types differ between versions of Python
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         return super().run_in_executor(executor or self._threads, func, *args)
 
     def close(self) -> None:
