@@ -8,9 +8,10 @@ import selectors
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ResourceError
@@ -20,6 +21,7 @@ from tiered_kv.toolkit.queued import QueuedTier, block_bytes_of
 from tiered_kv.toolkit.threads import DaemonThreads, start_thread
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _THREADS_MAX = 32
 """As many as asyncio itself starts, at most, for `asyncio.to_thread`."""
@@ -66,8 +68,7 @@ class _EventLoop(asyncio.SelectorEventLoop):
     def is_closed(self) -> bool:
         return not self._is_made or super().is_closed()
 
-    # Any: as of asyncio, whose types differ between versions of Python
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         return super().run_in_executor(executor or self._threads, func, *args)
 
     def close(self) -> None:
