@@ -80,10 +80,10 @@ def opened_at_the_end(gate: Gate) -> Iterator[None]:
         gate.open()
 
 
-@pytest.mark.parametrize("first", range(2, 5))  # without the first, the opening runs on the caller's thread
+@pytest.mark.parametrize("first", range(1, 6))
 def test_a_stack_that_gets_no_thread_is_an_error_and_leaves_nothing(first: int) -> None:
     config = stack_of(metrics={"listen": "127.0.0.1:0"}, events={"publish": "tcp://127.0.0.1:*"})
-    with Shortage(Resource.THREAD, first), pytest.raises(ResourceError, match=r"cannot be started: .*pids\.max"):
+    with Shortage(Resource.THREAD, first, 100), pytest.raises(ResourceError, match=r"cannot be started: .*pids\.max"):
         open_stack(config)
     open_stack(config).close()
 

@@ -133,17 +133,18 @@ class CallThread:
         try:
             if not self._ident:
                 _thread.start_new_thread(self._launch, ())
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             return False
         return True
 
     def _launch(self) -> None:
         """Start the thread that serves the calls, unless there is one."""
         if self._claim.acquire(blocking=False):
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             try:
-                self._thread.start()
-            except RuntimeError:  # the caller runs its call itself
+                self._thread = thread
+                thread.start()
+            except (RuntimeError, MemoryError):  # give the call back: its caller runs it, and the next one tries again
                 self._thread = None
                 self._claim.release()
                 with suppress(Empty):

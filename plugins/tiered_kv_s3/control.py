@@ -17,10 +17,10 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from tiered_kv.toolkit.threads import run_all
 from tiered_kv_s3.account import Account, library_errors
 from tiered_kv_s3.bucket import seconds_of
 from tiered_kv_s3.settings import S3Settings
@@ -231,8 +231,8 @@ class Control:
                 return "" if error.reason == _NO_OBJECT else error.reason
             return ""
 
-        with ThreadPoolExecutor(PARALLEL_DELETES, thread_name_prefix="tiered-kv-s3-delete") as threads:
-            return set(threads.map(delete, named)) - {""}
+        deletes = run_all(delete, named, "tiered-kv-s3-delete", PARALLEL_DELETES)
+        return {each.result() for each in deletes} - {""}
 
     # Requests.
 

@@ -10,6 +10,7 @@ with descriptors_left(2):                           # also for what libraries op
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import errno
 import io
@@ -34,7 +35,7 @@ class Resource(Enum):
 
 
 _CALLS: dict[Resource, list[tuple[Any, str]]] = {  # Any: modules and classes
-    Resource.THREAD: [(threading.Thread, "start")],
+    Resource.THREAD: [(threading.Thread, "start"), (_thread, "start_new_thread")],
     Resource.DESCRIPTOR: [
         *((os, name) for name in ("open", "scandir", "listdir", "pipe", "dup", "eventfd", "memfd_create")),
         *((socket, name) for name in ("socketpair", "getaddrinfo")),
