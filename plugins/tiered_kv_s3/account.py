@@ -117,7 +117,7 @@ class Account:
         shown = scrub(" ".join(words.split()), self._secrets.union(used))[:WORDS_MAX]
         if not shown.isprintable() or "authorization" in shown.lower():
             shown = ""
-        self.failures.add("failed_requests_total", operation, reason)
+        self.failures.add("failed_requests_total", operation, str(reason))  # no member of an enum as a label
         if is_first:
             about = "tier '%s': a request to %s failed: %s%s; further ones are only counted, in failed_requests_total"
             _log.log(level, about, self._tier, operation, reason, f" ({shown})" if shown else "")

@@ -129,11 +129,17 @@ def _localbucket(program: str, port: int, directory: Path) -> list[str]:
     return [program, "--port", str(port), str(directory)]
 
 
+def _swift(program: str, port: int, directory: Path) -> list[str]:
+    python = Path(program).read_text().partition("\n")[0].removeprefix("#!").strip()  # the one that has Swift
+    return [python, "-W", "ignore", "-c", _SWIFT_PROGRAM, str(port), str(directory), ACCESS_KEY_ID, SECRET_ACCESS_KEY]
+
+
 PROGRAMS: Final[Mapping[str, Callable[[str, int, Path], list[str]]]] = {
     "weed": _seaweedfs,
     "rclone": _rclone,
     "nanio": _nanio,
     "localbucket": _localbucket,
+    "swift-proxy-server": _swift,
 }
 """Programs of servers that speak S3's protocol, which are found on the path; the command has a port and a directory."""
 
@@ -200,4 +206,89 @@ server = make_server(
     request_handler=Handler, ssl_context=tuple(sys.argv[2:4]) or None,
 )
 server.serve_forever()
+"""
+
+_SWIFT_PROGRAM = """
+# All servers of a small OpenStack Swift in one process, and a dictionary in place of memcached.
+import eventlet
+eventlet.monkey_patch()
+import os, sys
+from eventlet import wsgi
+from swift.common import utils
+from swift.common.http_protocol import SwiftHttpProtocol
+from swift.common.ring import RingBuilder
+from swift.common.wsgi import loadapp
+
+port, root, key_id, secret = int(sys.argv[1]), *sys.argv[2:]
+utils.HASH_PATH_SUFFIX = utils.HASH_PATH_PREFIX = b"tests"
+quiet = open(os.devnull, "w")
+os.makedirs(root + "/devices/d1", exist_ok=True)
+
+
+class Cache(dict):
+    def __bool__(self):
+        return True
+
+    def get(self, key, *_, **__):
+        return super().get(key)
+
+    def get_multi(self, keys, *_, **__):
+        return [self.get(key) for key in keys]
+
+    def set(self, key, value, *_, **__):
+        self[key] = value
+
+    def set_multi(self, values, *_, **__):
+        self.update(values)
+
+    def incr(self, key, delta=1, *_, **__):
+        self[key] = int(self.get(key) or 0) + delta
+        return self[key]
+
+    def decr(self, key, delta=1, *_, **__):
+        return self.incr(key, -delta)
+
+    def delete(self, key, *_, **__):
+        self.pop(key, None)
+
+
+def app_of(kind, filters, **settings):
+    sections = {name: f"use = egg:swift#{name}" for name in filters}
+    sections["s3api"] = "use = egg:swift#s3api\\nlocation = us-east-1"
+    sections["tempauth"] = f"use = egg:swift#tempauth\\nuser_test_tester = {secret} .admin"
+    lines = ["[DEFAULT]", f"swift_dir = {root}", f"devices = {root}/devices", "mount_check = false"]
+    lines += ["log_level = ERROR", "[pipeline:main]", f"pipeline = {' '.join(filters)} {kind}-server"]
+    lines += [f"[app:{kind}-server]", f"use = egg:swift#{kind}", *(f"{name} = {settings[name]}" for name in settings)]
+    for name in filters:
+        lines += [f"[filter:{name}]", sections[name]]
+    with open(f"{root}/{kind}.conf", "w") as file:
+        file.write("\\n".join(lines))
+    return loadapp(f"{root}/{kind}.conf")
+
+
+for kind in ("account", "container", "object"):
+    listener = eventlet.listen(("127.0.0.1", 0))
+    at = {"ip": "127.0.0.1", "port": listener.getsockname()[1]}
+    ring = RingBuilder(4, 1, 0)
+    replication = {f"replication_{name}": value for name, value in at.items()}
+    ring.add_dev({"id": 0, "region": 1, "zone": 1, "device": "d1", "weight": 1, "meta": "", **at, **replication})
+    ring.rebalance()
+    ring.get_ring().save(f"{root}/{kind}.ring.gz")
+    eventlet.spawn(wsgi.server, listener, app_of(kind, []), quiet)
+
+cache = Cache()
+filters = ["catch_errors", "listing_formats", "s3api", "tempauth", "bulk", "copy", "slo", "dlo", "symlink"]
+proxy = app_of("proxy", filters, account_autocreate="true")
+part = proxy
+while not hasattr(part, "users"):
+    part = part.app
+part.users[key_id] = part.users["test:tester"]
+
+
+def serve(environ, start):
+    environ["swift.cache"] = cache
+    return proxy(environ, start)
+
+
+wsgi.server(eventlet.listen(("127.0.0.1", port), backlog=128), serve, quiet, protocol=SwiftHttpProtocol)
 """
