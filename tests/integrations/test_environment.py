@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -33,9 +34,11 @@ def test_what_is_known_to_be_irrelevant_does_not_count() -> None:
         *("ENGINE_PORT", "ENGINE_SERVICE_HOST", "ENGINE_SERVICE_PORT", "ENGINE_SERVICE_PORT_HTTP"),
         *("ENGINE_PORT_8000_TCP", "ENGINE_PORT_8000_TCP_PROTO", "ENGINE_PORT_8000_TCP_PORT"),
         *("ENGINE_PORT_8000_TCP_ADDR", "ENGINE_ROUTER_SERVICE_HOST"),
+        *("ENGINE_HOST_IP", "ENGINE_HOSTNAME", "ENGINE_POD_IP", "ENGINE_POD_NAME", "ENGINE_POD_UID"),
+        *("ENGINE_NODE_NAME", "ENGINE_AUTH_TOKEN", "ENGINE_PASSWORD", "ENGINE_PROFILER_DIR", "ENGINE_LOG_DIR"),
     ],
 )
-def test_what_kubernetes_sets_for_a_service_does_not_count(name: str) -> None:
+def test_what_differs_between_the_replicas_of_a_deployment_does_not_count(name: str) -> None:
     assert counted(**{name: "10.0.0.7"}) == {}
 
 
@@ -51,6 +54,11 @@ def test_a_file_counts_by_its_content(tmp_path: Path) -> None:
     first.write_bytes(b"Weights")
     assert counted(ENGINE_FILE=str(first))["ENGINE_FILE"] != content
     assert counted(ENGINE_FILE="/no\0path") == {"ENGINE_FILE": "/no\0path"}
+
+
+def test_a_variable_that_is_no_utf8_counts_and_can_be_described() -> None:
+    found = counted(**{os.fsdecode(b"ENGINE_\xff"): os.fsdecode(b"/\xfe"), "ENGINE_NAME": "\u00e9"})
+    assert found == {r"ENGINE_\xff": r"/\xfe", "ENGINE_NAME": "\u00e9"}
 
 
 @pytest.fixture
@@ -76,6 +84,11 @@ def test_packages_that_compute_count_with_their_versions(site: Path) -> None:
     install(site, "may-use-torch", more="Requires-Dist: torch; extra == 'gpu'\nRequires-Dist: torch-other\n")
     install(site, "xgrammar", more="Requires-Dist: torch\n")
     assert computing_packages(["listed"], PLUGINS) == "listed 2.0, models 1.0, new-attention 1.0, uses-torch 1.0"
+
+
+def test_a_package_that_was_installed_without_a_folder_counts_with_its_version(site: Path) -> None:
+    (site / "deep_gemm-2.1-py3.11.egg-info").write_text("Metadata-Version: 2.1\nName: deep-gemm\nVersion: 2.1\n")
+    assert computing_packages(["deep-gemm"], PLUGINS) == "deep-gemm 2.1"
 
 
 def test_both_of_two_installations_count(site: Path) -> None:

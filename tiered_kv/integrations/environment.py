@@ -23,10 +23,12 @@ def names(*texts: str) -> frozenset[str]:
 
 _NEVER_COUNTS = re.compile(
     r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|ADDR))?)?$|"
-    r"_API_KEY$|_(CACHE|DUMP)_DIR$|_LOG(GING)?_?(LEVEL|DEST|FILE)$|_VERBOSE$"
+    r"_HOST_IP$|_HOSTNAME$|_(POD|NODE)_(ID|IP|NAME|UID)$|"
+    r"_(API_KEY|(API|AUTH|ACCESS)_TOKEN|PASSWORD)$|_(CACHE|DUMP|LOG|PROFILER)_DIR$|_LOG(GING)?_?(LEVEL|DEST|FILE)$|"
+    r"_VERBOSE$"
 )
 """Ports, and what Kubernetes sets for each of its services: a service "vllm" makes variables with vLLM's prefix. Then
-credentials, directories of caches, and logs."""
+names of machines and pods, credentials, directories of caches, and logs."""
 
 _IRRELEVANT = names(
     """
@@ -66,10 +68,10 @@ def counting_variables(
     """Return the variables of `environ` that count: all whose names `counts` finds, but for the irrelevant ones.
 
     A value counts as it is spelled. One that is the path of a file, or of a directory with weights, counts by samples
-    of the content.
+    of the content. Bytes that are no UTF-8 become escapes, which every description of a namespace can hold.
     """
     return {
-        name: content_of(value) or value
+        _as_utf8(name): content_of(value) or _as_utf8(value)
         for name, value in sorted(environ.items())
         if counts.search(name) and name not in irrelevant and name not in _IRRELEVANT and not _NEVER_COUNTS.search(name)
     }
@@ -85,7 +87,8 @@ def computing_packages(known: Collection[str], plugins: re.Pattern[str]) -> str:
     listed = {_normal(name) for name in known}
     found: dict[str, set[str]] = {}
     for each in importlib.metadata.distributions():
-        metadata = (_text(each, "METADATA") or _text(each, "PKG-INFO")).partition("\n\n")[0]
+        texts = (_text(each, name) for name in ("METADATA", "PKG-INFO", ""))  # the last is that of an .egg-info file
+        metadata = next(filter(None, texts), "").partition("\n\n")[0]
         name, version = (_field(field, metadata) for field in ("Name", "Version"))
         name = _normal(name)
         computes = name in listed or _COMPUTES.search(name) or _NEEDS_TORCH.search(metadata)
@@ -105,6 +108,10 @@ def instruction_sets() -> str:
     capabilities = torch.cpu.get_capabilities()
     flags = sorted(flag for flag, is_there in capabilities.items() if is_there is True)
     return f"{capabilities['architecture']} {hashlib.blake2b(' '.join(flags).encode(), digest_size=8).hexdigest()}"
+
+
+def _as_utf8(text: str) -> str:
+    return os.fsencode(text).decode(errors="backslashreplace")
 
 
 def _text(package: importlib.metadata.Distribution, name: str) -> str:
