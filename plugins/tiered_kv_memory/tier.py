@@ -11,6 +11,7 @@ from typing import Any, Final
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.counters import Counters
 from tiered_kv.errors import ConfigError
+from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.toolkit import BlockingTier, Outcome
 from tiered_kv.toolkit.event_log import EventLog
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
@@ -87,6 +88,11 @@ class MemoryTier(BlockingTier):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return key in self._records
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        # The use is now, however late a worker reads the records.
+        self.touch(job_metadata.keys, job_metadata.req_context)
+        super().submit_load(job_metadata)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         move_to_end = self._records.move_to_end
@@ -175,7 +181,6 @@ class MemoryTier(BlockingTier):
                 if record is None:
                     reasons[key] = "absent"
                     continue
-                self._records.move_to_end(key)
                 record.readers += 1
                 record.is_read = True
                 found.append((key, block, record))

@@ -50,6 +50,28 @@ def test_the_least_recently_used_block_is_evicted_and_the_head_of_a_prefix_last(
     assert rig.tier.stats()["evicted_blocks_total"] == 4
 
 
+def test_a_load_is_a_use_of_a_prefix_and_leaves_its_head_last(make_rig: MakeRig) -> None:
+    rig = make_rig(capacity=4 * RECORD_BYTES)
+    keys = make_keys(4)
+    rig.store(keys)
+    assert rig.load(keys) == set(keys)
+    rig.store(make_keys(1, "new"))
+    assert found(rig, keys) == [True, True, True, False]
+
+
+def test_a_load_is_a_use_when_it_is_asked_for_and_not_when_a_thread_reads(make_rig: MakeRig) -> None:
+    rig = make_rig(capacity=4 * RECORD_BYTES)
+    older, newer = make_keys(2, "older"), make_keys(2, "newer")
+    rig.store(newer)
+    rig.store(older)
+    with rig.tier._records_lock:  # type: ignore[attr-defined]  # no thread reads before the second use
+        loads = [rig.submit_load(older)]
+        rig.tier.touch(newer, rig.new_request())
+    rig.wait(loads)
+    rig.store(make_keys(1, "new"))
+    assert found(rig, [*older, *newer]) == [True, False, True, True]
+
+
 def test_a_store_does_not_evict_the_blocks_that_it_found_stored(make_rig: MakeRig) -> None:
     rig = make_rig(capacity=8 * RECORD_BYTES)
     keys = make_keys(8)
