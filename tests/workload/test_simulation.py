@@ -276,6 +276,13 @@ def test_a_plain_tier_evicts_what_was_used_least_recently_and_tails_before_heads
     assert keys.used_bytes == 4 * (128 + 512)
 
 
+def test_a_load_leaves_the_head_of_a_prompt_to_the_last() -> None:
+    keys = KeyStore(MemorySettings(capacity=4 * (128 + 512)), 512, ManualClock())
+    assert keys.store(KEYS[:4]) == keys.load(KEYS[:4]) == KEYS[:4]
+    keys.store(KEYS[4:5])
+    assert [key for key in KEYS if keys.has(key)] == [*KEYS[:3], KEYS[4]]
+
+
 def test_ttl_ends_blocks_and_s3_renews_those_that_are_used(clock: ManualClock) -> None:
     keys = S3Keys(S3Settings(bucket="bucket", ttl=10.0), 512, clock)
     keys.store(KEYS[:2])

@@ -99,7 +99,7 @@ class KeyStore:
     def load(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         loaded = [key for key in keys if self.has(key)]
         self.read_blocks += len(loaded)
-        for key in loaded:
+        for key in reversed(loaded):
             if self.renews and self.ttl_s is not None and self.clock() - self._written_s[key] > self.ttl_s / 2:
                 self._written_s[key] = self.clock()
                 self._written_s.move_to_end(key)
