@@ -445,7 +445,7 @@ class Checks:
     def an_option_without_effect_is_refused(self) -> None:
         stack = self._stack("options")
         for name, instead in {
-            "cpu_bytes_to_use": "capacity",
+            "cpu_bytes_to_use": "--kv-offloading-size",
             "eviction_policy": "policy",
             "cache_policy_module_path": "module:Class",
             "secondary_tiers": "secondary",

@@ -47,7 +47,7 @@ _OPTIONS = (
 """What our spec reads beside `stack`, and what vLLM's connector reads for any spec."""
 
 _VLLM_OPTIONS: Mapping[str, str] = {
-    "cpu_bytes_to_use": "write it as 'primary: {capacity: ...}' in the stack",
+    "cpu_bytes_to_use": "write 'primary: {capacity: ...}' in the stack, without --kv-offloading-size, which sets this",
     "eviction_policy": "write it as 'primary: {policy: ...}' in the stack",
     "cache_policy_module_path": "write 'primary: {policy: \"module:Class\"}' in the stack",
     "secondary_tiers": "write our tiers as 'secondary' in the stack",
