@@ -243,6 +243,7 @@ def test_promoted_blocks_have_the_places_that_the_engine_tells(bench: Bench) -> 
     bench.tier.has(*range(6))
     bench.lookup(order, context)
     bench.step()
+    assert [order.index(key) % 3 for key in bench.jobs[0]] == [0, 0, 1, 1, 2, 2], "a tier reads them in this order, too"
     bench.end()
     bench.manager.on_request_finished(context)
     gone = []

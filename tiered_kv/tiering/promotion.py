@@ -108,6 +108,9 @@ class Promotions:
         for (guarded, state), promotions in batches.items():
             guarded.loads.reserved_blocks -= len(promotions)
             blocks = [promotion.block for promotion in promotions]
+            chain = blocks[0].chain
+            if chain is not None:
+                blocks = chain.in_order(blocks)  # as for stores: tiers that evict by use know prefixes by it
             keys = [block.key for block in blocks]
             # A half-open breaker admits one job, which may be another one of this step.
             refusal = guarded.refusal()
