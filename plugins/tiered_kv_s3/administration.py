@@ -162,11 +162,11 @@ class S3Administration(TierAdministration):
             for start in range(0, len(doomed), DELETED_AT_ONCE):
                 self._check_time(deadline, "purge")
                 batch = doomed[start : start + DELETED_AT_ONCE]
-                if refused := self._control.delete([each for each, _ in batch]):
-                    refusals |= refused  # the next survey shows which are left
-                    continue
-                removed["bytes"] += sum(each.get("Size", 0) for each, _ in batch)
-                removed["blocks"] += sum(not is_marker and naming.is_block(each["Key"]) for each, is_marker in batch)
+                refused = self._control.delete([each for each, _ in batch])
+                refusals.update(refused.values())
+                gone = [each for at, each in enumerate(batch) if at not in refused]
+                removed["bytes"] += sum(each.get("Size", 0) for each, _ in gone)
+                removed["blocks"] += sum(not is_marker and naming.is_block(each["Key"]) for each, is_marker in gone)
         return found, foreign, refusals
 
     def _renew_epoch(self, naming: Naming, deadline: float) -> None:

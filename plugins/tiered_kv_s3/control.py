@@ -113,24 +113,25 @@ class Control:
                 self.without_versions = self.without_versions or _IGNORED
                 yield [(each, False) for each in page["Contents"]]
 
-    def delete(self, objects: Sequence[Mapping[str, Any]]) -> set[str]:
-        """Delete objects or versions; return S3's error codes for those that it did not delete.
+    def delete(self, objects: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+        """Delete objects or versions; return S3's error code for each that it did not delete, by its position.
 
         Args:
             objects: For each its "Key", and for a version its "VersionId"; other entries of a listing are ignored.
         """
         named = [{key: each[key] for key in ("Key", "VersionId") if key in each} for each in objects]
-        refusals: set[str] = set()
+        refusals: dict[int, str] = {}
         done = 0
         while done < len(named):
             batch, begin_s = named[done : done + self._names_at_once], time.monotonic()
             try:
-                refusals |= self._delete_singly(batch) if self._deletes_singly else self._delete_together(batch)
+                codes = self._delete_singly(batch) if self._deletes_singly else self._delete_together(batch)
             except BucketError as error:
                 if not self._is_late(error) or len(batch) == 1:
                     raise
                 self._names_at_once = max(1, len(batch) // 10)  # the server needs time for each name
                 continue
+            refusals |= {done + at: code for at, code in enumerate(codes) if code}
             done += len(batch)
             if time.monotonic() - begin_s < self._settings.request_timeout / 8:
                 self._names_at_once = min(2 * self._names_at_once, DELETED_AT_ONCE)
@@ -209,21 +210,29 @@ class Control:
 
     # Deletes.
 
-    def _delete_together(self, named: Sequence[Mapping[str, str]]) -> set[str]:
+    def _delete_together(self, named: Sequence[Mapping[str, str]]) -> list[str]:
+        """Return an error code for each; empty for those that were deleted."""
         wanted = {"Objects": named, "Quiet": True}
         try:
             request = operator.methodcaller("delete_objects", Bucket=self._bucket, Delete=wanted)
             answer = self._call("delete", request, has_other=True)
         except BucketError as error:
-            if error.status not in _UNKNOWN or error.reason in _LATE or self._delete_singly(named[:1]):
+            if error.status not in _UNKNOWN or error.reason in _LATE or any(first := self._delete_singly(named[:1])):
                 raise
             self._deletes_singly = True  # the server does not know the request for several
-            return self._delete_singly(named[1:])
+            return first + self._delete_singly(named[1:])
+        refused: dict[tuple[str, str], str] = {}  # error codes by name and version
         for each in answer.get("Errors", ()):
-            self._account.note_failure("delete", _valid_code(each.get("Code")), str(each.get("Message", "")))
-        return {_valid_code(each.get("Code")) for each in answer.get("Errors", ())}
+            code = _valid_code(each.get("Code"))
+            self._account.note_failure("delete", code, str(each.get("Message", "")))
+            refused[each.get("Key", ""), each.get("VersionId", "")] = code
+        names = [(each["Key"], each.get("VersionId", "")) for each in named]
+        codes = [refused.get((key, version)) or refused.get((key, "")) for key, version in names]
+        # An error without a name that was asked for: any object may be left.
+        otherwise = next(iter(refused.values())) if sum(map(bool, codes)) < len(refused) else ""
+        return [code or otherwise for code in codes]
 
-    def _delete_singly(self, named: Sequence[Mapping[str, str]]) -> set[str]:
+    def _delete_singly(self, named: Sequence[Mapping[str, str]]) -> list[str]:
         def delete(each: Mapping[str, str]) -> str:
             try:
                 self._call("delete", lambda client: client.delete_object(Bucket=self._bucket, **each))
@@ -231,8 +240,7 @@ class Control:
                 return "" if error.reason == _NO_OBJECT else error.reason
             return ""
 
-        deletes = run_all(delete, named, "tiered-kv-s3-delete", PARALLEL_DELETES)
-        return {each.result() for each in deletes} - {""}
+        return [each.result() for each in run_all(delete, named, "tiered-kv-s3-delete", PARALLEL_DELETES)]
 
     # Requests.
 

@@ -119,7 +119,7 @@ class Sweeper:
 
     def _sweep_once(self) -> bool:
         """List and delete once; return whether there may be more to delete."""
-        listed_bytes = deleted_bytes = kept = 0
+        listed_bytes = doomed_bytes = deleted_bytes = kept = 0
         earlier_s, earlier = self._deleted
         since_s = time.monotonic() - earlier_s + CLOCK_S
 
@@ -134,37 +134,39 @@ class Sweeper:
                         kept += entry.name in earlier and entry.age_s > since_s  # else it was stored again
                         yield entry
 
-        doomed: list[str] = []
-        for age_s, name, size_bytes in heapq.nlargest(CANDIDATES_MAX, blocks()):
-            if age_s <= self._ttl_s and listed_bytes - deleted_bytes <= self._capacity_bytes:
+        doomed: list[Listed] = []
+        for each in heapq.nlargest(CANDIDATES_MAX, blocks()):
+            if each.age_s <= self._ttl_s and listed_bytes - doomed_bytes <= self._capacity_bytes:
                 break
-            doomed.append(name)
-            deleted_bytes += size_bytes
+            doomed.append(each)
+            doomed_bytes += each.size_bytes
         refusals: set[str] = set()
+        first_gone: frozenset[str] = frozenset()
         refused = 0  # requests in a row; more would be refused too
         for start in range(0, len(doomed), DELETED_AT_ONCE):
             if self._stopping.is_set():
                 return False
-            found = self._delete(doomed[start : start + DELETED_AT_ONCE])
-            refusals |= found
-            refused = refused + 1 if found else 0
+            batch = doomed[start : start + DELETED_AT_ONCE]
+            found = self._control.delete([{"Key": each.name} for each in batch])
+            gone = [each for at, each in enumerate(batch) if at not in found]
+            self._note_deleted(gone)
+            deleted_bytes += sum(each.size_bytes for each in gone)
+            refusals.update(found.values())
+            first_gone = first_gone or frozenset(each.name for each in gone)
+            refused = 0 if gone else refused + 1
             if refused == REFUSED_MAX:
                 break
-        self._deleted = time.monotonic(), frozenset(() if refusals else doomed[:DELETED_AT_ONCE])
+        self._deleted = time.monotonic(), first_gone
         with self._lock:
-            self._used_bytes = listed_bytes - (0 if refusals else deleted_bytes)
+            self._used_bytes = listed_bytes - deleted_bytes
         if refusals:  # the next listing shows which blocks are left
             raise TierError(f"blocks could not be deleted: {', '.join(sorted(refusals))}", operation="delete")
         if kept:
             raise self._control.not_deleted()
         return len(doomed) == CANDIDATES_MAX
 
-    def _delete(self, names: list[str]) -> set[str]:
-        """Delete blocks; return the reasons for those that were not deleted."""
-        if refusals := self._control.delete([{"Key": name} for name in names]):
-            return refusals
-        self._counters.add("deleted_blocks_total", count=len(names))
+    def _note_deleted(self, blocks: list[Listed]) -> None:
+        self._counters.add("deleted_blocks_total", count=len(blocks))
         now_s = time.monotonic()
-        for name in names:
-            self._presence.note(name, Verdict.ABSENT, now_s)
-        return set()
+        for each in blocks:
+            self._presence.note(each.name, Verdict.ABSENT, now_s)

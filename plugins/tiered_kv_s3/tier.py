@@ -147,7 +147,7 @@ class S3Tier(BlockingTier):
             refusals = self._control.delete([{"Key": self._naming.no_block}])
             if refusals:
                 what = "the server refuses to delete, so ttl and capacity cannot be kept"
-                raise BucketError(what, ", ".join(sorted(refusals)), tier=self._name, operation="delete")
+                raise BucketError(what, ", ".join(refusals.values()), tier=self._name, operation="delete")
         return {
             "medium": "s3",
             **self._settings.model_dump(include={"bucket", "prefix", "connections", "codec"}),

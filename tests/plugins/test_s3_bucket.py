@@ -112,11 +112,11 @@ def test_a_purge_continues_as_long_as_the_server_deletes_something(
     requests = 0
     delete = Control.delete
 
-    def delete_some(self: Control, objects: Sequence[Mapping[str, Any]]) -> set[str]:
+    def delete_some(self: Control, objects: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         nonlocal requests
         requests += 1
-        refusals = {"SlowDown"} if len(objects) > deletes else set[str]()
-        return refusals | (delete(self, objects[:deletes]) if deletes else set())
+        refusals = dict.fromkeys(range(deletes, len(objects)), "SlowDown")
+        return refusals | (delete(self, objects[:deletes]) if deletes else {})
 
     monkeypatch.setattr(Control, "delete", delete_some)
     settings = S3Settings.model_validate(s3_entry(moto_server, moto_bucket))

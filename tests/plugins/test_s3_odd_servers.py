@@ -140,6 +140,29 @@ def test_a_bucket_that_refuses_deletes_says_so_in_the_log_the_counters_check_and
     assert "AccessDenied" in capsys.readouterr().out
 
 
+def test_one_retained_object_keeps_no_others_and_the_rest_counts_as_removed(server: FakeS3) -> None:
+    keys = make_keys(BLOCKS)
+    with open_stack(config_of(server, capacity=None)) as stack:
+        stack.put(keys, content(keys), timeout=WAIT_S)
+        digest = stack.config.identity.digest.hex()
+    retained = min(stored_in(server)).removeprefix("/bucket/")
+
+    def refuse_one(request: Request) -> bytes | None:
+        if request.method != "POST" or retained.encode() not in request.body:
+            return None
+        body = request.body.replace(retained.encode(), b"none")
+        server.served(Request("POST", request.target, request.headers, body))
+        return answer(200, REFUSED_ONE.replace(b"<Key>k", f"<Key>{retained}".encode()))
+
+    server.reply = refuse_one
+    settings = S3Settings.model_validate(config_of(server)["secondary"][0])  # type: ignore[index]
+    with closing(S3Administration(settings)) as administration:
+        purged = administration.purge(digest, time.monotonic() + WAIT_S)
+    assert stored_in(server) == {f"/bucket/{retained}"}
+    assert purged.blocks == BLOCKS - 1
+    assert "1 objects or versions" in purged.left[0]
+
+
 def test_a_server_that_confirms_deletes_that_it_did_not_make_is_found_out(
     server: FakeS3, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,7 +33,7 @@ class SharedBucket:
     def __init__(self, count: int) -> None:
         self.written_s = {NAMES[age]: 100.0 + age for age in range(count)}
         self.now_s = 200.0
-        self.refusals: set[str] = set()
+        self.refused: set[str] = set()  # names
         self.renewed: list[str] = []
         self.meanwhile: Callable[[], None] = lambda: None
 
@@ -48,13 +48,12 @@ class SharedBucket:
             yield [Listed(self.now_s - self.written_s[name], name, RECORD_BYTES) for name in existing]
             self.meanwhile()
 
-    def delete(self, objects: Sequence[Mapping[str, str]]) -> set[str]:
+    def delete(self, objects: Sequence[Mapping[str, str]]) -> dict[int, str]:
         self.meanwhile()
-        if self.refusals:
-            return self.refusals
         for each in objects:
-            self.written_s.pop(each["Key"], None)
-        return set()
+            if each["Key"] not in self.refused:
+                self.written_s.pop(each["Key"], None)
+        return {at: "AccessDenied" for at, each in enumerate(objects) if each["Key"] in self.refused}
 
     def renew(self, name: str) -> None:
         if name not in self.written_s:
@@ -122,15 +121,28 @@ def test_processes_that_sweep_at_the_same_time_delete_no_more_than_one_would() -
 
 def test_the_thread_continues_after_failed_sweeps() -> None:
     bucket = SharedBucket(20)
-    bucket.refusals = {"AccessDenied"}
+    bucket.refused = set(NAMES)
     sweeper, _, counters = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES, interval_s=0.01)
     with pytest.raises(TierError, match="AccessDenied"):
         sweeper.sweep()
     with running(sweeper):
         sweeper.note_stored(RECORD_BYTES)
         wait_until(lambda: counters["failed_sweeps_total"] >= 2, what="failures")
-        bucket.refusals = set()
+        bucket.refused = set()
         wait_until(lambda: bucket.used_bytes == 8 * RECORD_BYTES, what="a sweep")
+
+
+def test_blocks_that_cannot_be_deleted_cost_no_others_their_deletion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_kv_s3.sweeper.DELETED_AT_ONCE", 2)
+    monkeypatch.setattr("tiered_kv_s3.sweeper.REFUSED_MAX", 3)
+    bucket = SharedBucket(20)
+    bucket.refused = set(NAMES[:12:2])  # one in each request
+    sweeper, presence, counters = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)
+    with pytest.raises(TierError, match="AccessDenied"):
+        sweeper.sweep()
+    assert sorted(bucket.written_s) == sorted([*NAMES[:12:2], *NAMES[12:]])
+    assert (counters["deleted_blocks_total"], sweeper.used_bytes) == (6, bucket.used_bytes)
+    assert [presence.known(name) for name in NAMES[:2]] == [None, Verdict.ABSENT]
 
 
 def test_a_block_that_is_used_late_is_renewed_and_survives_the_sweep() -> None:
