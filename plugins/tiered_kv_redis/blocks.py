@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -29,15 +30,24 @@ AnyExchange = TypeVar("AnyExchange", bound=Exchange)
 class Blocks:
     """The blocks of one namespace. Worker threads.
 
+    `note_failures` is called with an operation, how many blocks failed, and why.
+
     Raises:
         MissingExtraError: The codec's library is not installed.
     """
 
     def __init__(
-        self, settings: RedisSettings, topology: Topology, counters: Counters, block_bytes: int, namespace_digest: bytes
+        self,
+        settings: RedisSettings,
+        topology: Topology,
+        counters: Counters,
+        block_bytes: int,
+        namespace_digest: bytes,
+        note_failures: Callable[[str, int, str], object],
     ) -> None:
         self._topology = topology
         self._counters = counters
+        self._note_failures = note_failures
         self._record_bytes_max = record_bytes_max(block_bytes)
         self._transfer = Transfer(
             namespace_digest,
@@ -115,6 +125,8 @@ class Blocks:
                 kept: Failures = {}
                 self._ask(b"UNLINK", damaged, batch, kept)
                 self._unreadable.note(batch.names[at] for at in kept)  # no permission, or no answer
+                for reason, count in Counter(kept.values()).items():
+                    self._note_failures("delete", count, reason)
             # A value that is too long ends its connection: the replies to later commands were lost. So does a server
             # that keeps fewer replies; each time half as many are pending.
             lost = {CUT_OFF, TOO_LONG} if damaged else {CUT_OFF}

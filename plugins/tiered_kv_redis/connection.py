@@ -11,7 +11,8 @@ import ssl
 import time
 from typing import Any
 
-from redis.connection import Connection, SSLConnection
+from redis.connection import AbstractConnection, Connection, SSLConnection
+from redis.connection import UnixDomainSocketConnection as RedisUnixConnection
 
 from tiered_kv.toolkit.resolver import connect
 from tiered_kv_redis.replies import ReplyReader
@@ -58,14 +59,11 @@ class Link:
         return not self.replies.buffered_bytes and not self.stream.pending_bytes() and not self._poll.poll(0)
 
 
-class TcpConnection(Connection):
-    """Connects within `connect_timeout`, with the look-up of the name, which redis-py does not bound.
-
-    A server that turns a client away says why in its first reply, before any command.
-    """
+class FirstReplyConnection(AbstractConnection):
+    """A server that turns a client away says why in its first reply, before any command."""
 
     def __init__(self, **settings: Any) -> None:  # Any: redis-py's
-        super().__init__(**settings)  # type: ignore[no-untyped-call]
+        super().__init__(**settings)
         # With these set, redis-py sends CLIENT SETINFO first, and ignores the reply.
         self.lib_name = self.lib_version = self.driver_info = None
 
@@ -75,6 +73,14 @@ class TcpConnection(Connection):
         if is_readable:
             self.read_response()
         return is_readable
+
+
+class UnixConnection(FirstReplyConnection, RedisUnixConnection):
+    """Over a Unix socket."""
+
+
+class TcpConnection(FirstReplyConnection, Connection):
+    """Connects within `connect_timeout`, with the look-up of the name, which redis-py does not bound."""
 
     def _connect(self) -> socket.socket:
         timeout_s = self.socket_connect_timeout

@@ -7,12 +7,11 @@ from typing import Any
 
 from pydantic import SecretStr
 from redis.backoff import NoBackoff
-from redis.connection import UnixDomainSocketConnection
 from redis.credentials import UsernamePasswordCredentialProvider
 from redis.retry import Retry
 
 from tiered_kv.errors import ConfigError
-from tiered_kv_redis.connection import TcpConnection, TlsConnection
+from tiered_kv_redis.connection import TcpConnection, TlsConnection, UnixConnection
 from tiered_kv_redis.settings import Address, RedisSettings
 
 Options = dict[str, Any]  # Any: redis-py's keyword arguments
@@ -26,17 +25,19 @@ def pool_options(settings: RedisSettings, address: Address | None) -> Options:
     connections_max = settings.connections + _OTHER_CONNECTIONS_MAX
     options = {**_common_options(settings), "max_connections": connections_max, "db": settings.db}
     if address is None:
-        return {**options, "path": settings.socket, "connection_class": UnixDomainSocketConnection}
-    kind = TlsConnection if settings.tls else TcpConnection
-    tls = _tls_options(settings) if settings.tls else {}
-    return {**options, **tls, "host": address.host, "port": address.port, "connection_class": kind}
+        return {**options, "path": settings.socket, "connection_class": UnixConnection}
+    return {**options, **_address_options(settings, address)}
 
 
-def sentinel_options(settings: RedisSettings) -> Options:
-    """Return the arguments for redis-py's connections to sentinels."""
-    tls = {"ssl": True, **_tls_options(settings)} if settings.tls else {}
+def sentinel_options(settings: RedisSettings, sentinel: Address) -> Options:
+    """Return the arguments of a `ConnectionPool` for a sentinel."""
     credentials = _credentials(settings.sentinel_username, settings.sentinel_password)
-    return {**_common_options(settings), **tls, "credential_provider": credentials}
+    return {**_common_options(settings), **_address_options(settings, sentinel), "credential_provider": credentials}
+
+
+def _address_options(settings: RedisSettings, address: Address) -> Options:
+    tls = {**_tls_options(settings), "connection_class": TlsConnection} if settings.tls else {}
+    return {"connection_class": TcpConnection, **tls, "host": address.host, "port": address.port}
 
 
 def _common_options(settings: RedisSettings) -> Options:

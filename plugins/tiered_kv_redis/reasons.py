@@ -12,6 +12,8 @@ from redis.exceptions import (
     ClusterError,
     MovedError,
     NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
 )
@@ -95,6 +97,8 @@ _BY_TYPE: Final[Mapping[type[BaseException], str]] = {
     TimeoutError: TIMEOUT,
     ssl.SSLError: TLS,
     ClusterError: CLUSTER_DOWN,
+    ReadOnlyError: READ_ONLY,
+    OutOfMemoryError: _BY_CODE[b"OOM"],
     ResponseError: SERVER_ERROR,
 }
 """The first type that fits counts."""

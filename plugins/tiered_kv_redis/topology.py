@@ -139,8 +139,7 @@ class Topology:
 
     def _master_of(self, sentinel: Address) -> Mapping[int, Address]:
         """Return the address of the service's master from a sentinel, none if the master is down."""
-        options = sentinel_options(self._settings)
-        with closing(Redis(host=sentinel.host, port=sentinel.port, **options)) as client:
+        with closing(Redis.from_pool(ConnectionPool(**sentinel_options(self._settings, sentinel)))) as client:
             masters: Any = client.sentinel_masters()  # Any: redis-py's type has no fields
         state = masters.get(self._settings.service)
         if not state or not state["is_master"] or state["is_sdown"] or state["is_odown"]:

@@ -232,6 +232,15 @@ def test_a_server_in_protected_mode_is_an_error_that_says_so(
         open_redis(url=f"redis://{server.address}", **credentials)
 
 
+@pytest.mark.parametrize("mode", [{"mode": "sentinel", "service": "blocks"}, {"mode": "cluster"}])
+def test_a_sentinel_or_member_in_protected_mode_is_an_error_too(open_redis: OpenRedis, mode: dict[str, object]) -> None:
+    with (
+        Doorman(b"-DENIED Redis is running in protected mode because of reasons.\r\n") as server,
+        pytest.raises(TierUnavailableError, match=r"protected-mode.*DENIED Redis is running in protected mode"),
+    ):
+        open_redis(nodes=[server.address], **mode)
+
+
 def test_a_server_with_too_many_clients_is_used_later(open_redis: OpenRedis, caplog: pytest.LogCaptureFixture) -> None:
     with Doorman(b"-ERR max number of clients reached\r\n") as server:
         open_redis(url=f"redis://{server.address}")
@@ -251,6 +260,21 @@ def test_the_first_failure_is_logged_with_the_server_s_words_and_no_secret(
     (line,) = [record.getMessage() for record in caplog.records if "stores fail" in record.getMessage()]
     assert "server_error (FULL *** has no \\x1b[31mroom)" in line
     assert "hunter2" not in caplog.text
+
+
+def test_a_value_that_cannot_be_deleted_is_counted_and_logged_once(
+    liar: Liar, open_rig: OpenRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_rig()
+    keys = make_keys(4)
+    assert rig.store(keys).success
+    liar.storage.values = {name: value[:-1] + b"!" for name, value in liar.storage.values.items()}
+    liar.verb = b"UNLINK"
+    liar.replies = dict.fromkeys(keys, b"-NOPERM this user has no permissions to run the 'unlink' command\r\n")
+    assert rig.load(keys) == set()
+    assert failures(rig, "delete") == {"permission": 4}
+    (line,) = [record.getMessage() for record in caplog.records if "deletes fail" in record.getMessage()]
+    assert "permission (NOPERM this user has no permissions" in line
 
 
 @pytest.mark.parametrize(("pipeline", "blocks"), [(1, 2), (4000, 3)])

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.plugins.conftest import OpenRedis, block_names, calls
+from tests.plugins.conftest import DIGEST, OpenRedis, block_names, calls
 from tests.support.redis_servers import RedisServer, redis_server
 from tiered_kv.counters import count_of
+from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
+from tiered_kv_redis.administration import RedisAdministration
+from tiered_kv_redis.settings import RedisSettings
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
@@ -62,6 +67,25 @@ def test_a_read_only_replica_gives_blocks_and_takes_none(
         assert reader.load(keys) == set(keys)
         result = reader.store(make_keys(4, "new"))
         assert (result.success, result.reason) == (False, "readonly")
+        settings = RedisSettings.model_validate({"url": replica.url})
+        with (
+            contextlib.closing(RedisAdministration(settings)) as administration,
+            pytest.raises(TierUnavailableError, match=r"cannot be used now: readonly \(You can't write"),
+        ):
+            administration.purge(DIGEST.hex(), time.monotonic() + 60.0)
+
+
+def test_a_server_with_too_many_clients_says_so_on_its_unix_socket(
+    open_redis: OpenRedis, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(tmp_path / "socket")
+    with RedisServer(tmp_path / "redis", ["--unixsocket", path, "--maxclients", "1"]) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as only:
+            only.sendall(b"PING\r\n")
+            assert only.recv(100) == b"+PONG\r\n"
+            rig = open_redis(socket=path)
+            assert "max number of clients reached" in caplog.text
+        wait_until(lambda: rig.store(make_keys(1)).success)
 
 
 def test_a_name_that_leads_to_another_master_is_followed_while_the_old_one_keeps_its_connections(
