@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import time
@@ -13,12 +14,15 @@ from typing import Final
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import Counters
 from tiered_kv.toolkit.codecs import CodecSet, ThreadBuffer
+from tiered_kv.toolkit.first_failures import FirstFailures
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
 from tiered_kv.toolkit.small_files import opened, remove, write_all
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE
 from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_fs.files import ALLOCATION_BYTES, make_directory, read_all, reason_of, round_up, unlink_same
 from tiered_kv_fs.layout import block_path, temporary_path
+
+_log = logging.getLogger("tiered_kv.fs")
 
 TOUCH_INTERVAL_S: Final = 60.0
 """How often the use of a block is written to its file, at most: each write is a call to the server."""
@@ -53,6 +57,7 @@ class BlockFiles:
         self._uid = os.geteuid() if self.private else None
         self._room = ThreadBuffer()  # for payloads that are not the blocks themselves
         self._unreadable: Unreadable[str] = Unreadable()  # by path
+        self._failures = FirstFailures(_log, self.namespace_path)
 
     def store(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Moved:
         """Write the blocks that are missing, or that this process cannot read.
@@ -66,6 +71,7 @@ class BlockFiles:
                 reason = self._store_one(self._path_of(epoch, key), key, block, moved, deadline)
             except OSError as error:
                 reason = reason_of(error)
+                self._failures.note("writing blocks", error)
             if reason:
                 moved.reason = reason
                 self.counters.add("failed_calls_total", reason)
@@ -87,6 +93,7 @@ class BlockFiles:
                 reason = "absent" if isinstance(error, FileNotFoundError) else reason_of(error)
                 self.counters.add("failed_calls_total", reason)
                 if reason != "absent":
+                    self._failures.note("reading blocks", error)
                     self._unreadable.note((path,))
             if reason:
                 moved.reason = reason
@@ -101,7 +108,11 @@ class BlockFiles:
             OSError: The directory cannot be read.
         """
         paths = [self._path_of(epoch, key) for key in keys]
-        return [path not in self._unreadable and self._found(path) is not None for path in paths]
+        try:
+            return [path not in self._unreadable and self._found(path) is not None for path in paths]
+        except OSError as error:
+            self._failures.note("looking for blocks", error)
+            raise
 
     def _path_of(self, epoch: str, key: OffloadKey) -> str:
         return f"{self.namespace_path}/{epoch}/{block_path(key, self.namespace_digest)}"
@@ -171,7 +182,8 @@ class BlockFiles:
         self.counters.add("corrupt_blocks_total", verdict.value)
         try:
             unlink_same(path, status)
-        except OSError:  # do not offer it any more
+        except OSError as error:  # do not offer it any more
+            self._failures.note("deleting a damaged block", error)
             self._unreadable.note((path,))
         return str(verdict.value) if verdict in REFUSED else "checksum"
 

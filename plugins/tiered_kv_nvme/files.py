@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
-from tiered_kv.counters import Counters
 from tiered_kv.permissions import check_file
+from tiered_kv_nvme.counters import StoreCounters
 from tiered_kv_nvme.directory import SEGMENT_RESERVE_BYTES, Directory
 from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, Scratch, has_name, write_fully
 from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader, Summary, checksum, pages
@@ -33,7 +33,7 @@ class SegmentFiles:
     disk: Disk
     directory: Directory
     is_direct: bool  # whether to open them with O_DIRECT
-    counters: Counters
+    counters: StoreCounters
     segment_bytes: int  # of new files
     capacity_bytes: int  # of the whole directory
     descriptors_max: int  # for segments
@@ -59,7 +59,7 @@ class SegmentFiles:
             segment = Segment(slot, fd, self.segment_bytes, generation)
             self._write_header(segment, generation)
         except OSError as error:
-            self.counters.add("io_errors_total")
+            self.counters.note_io_error("creating a segment file", error)
             if fd >= 0:
                 os.close(fd)
                 self.unlink(slot)
@@ -94,8 +94,8 @@ class SegmentFiles:
         """
         try:
             self._write_header(segment, generation)
-        except OSError:
-            self.counters.add("io_errors_total")
+        except OSError as error:
+            self.counters.note_io_error("reusing a segment file", error)
             return False
         return True
 
@@ -128,16 +128,16 @@ class SegmentFiles:
             ).encode(buffer[table_bytes:])
             self.disk.datasync(segment.fd)
             write_fully(self.disk, segment.fd, [buffer], segment.segment_bytes - len(buffer))
-        except OSError:
-            self.counters.add("io_errors_total")
+        except OSError as error:
+            self.counters.note_io_error("writing a summary", error)
             return False
         return True
 
     def delete(self, segment: Segment) -> None:
         try:
             os.close(segment.fd)
-        except OSError:
-            self.counters.add("io_errors_total")
+        except OSError as error:
+            self.counters.note_io_error("closing a segment file", error)
         if self.unlink(segment.slot):
             self.counters.add("deleted_segments_total")
 
@@ -151,8 +151,8 @@ class SegmentFiles:
         try:
             with suppress(FileNotFoundError):
                 os.unlink(self.directory.segment_name(slot), dir_fd=self.directory.fd)
-        except OSError:
-            self.counters.add("io_errors_total")
+        except OSError as error:
+            self.counters.note_io_error("deleting a segment file", error)
             return False
         return True
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tiered_kv.counters import Counters
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.permissions import check_file
 from tiered_kv.tiering.administration import SurveyedSegments, Verification
@@ -26,6 +25,7 @@ from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv.toolkit.inspection import Census
 from tiered_kv.toolkit.small_files import read_file
 from tiered_kv.toolkit.status import RecordStatus
+from tiered_kv_nvme.counters import StoreCounters
 from tiered_kv_nvme.directory import OWN_NAMES, Directory, segment_pattern
 from tiered_kv_nvme.disk import OPEN_FLAGS, Disk, Scratch
 from tiered_kv_nvme.epoch import EPOCH_NAME
@@ -34,7 +34,6 @@ from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentHeader
 from tiered_kv_nvme.reader import decode_payload, neighbours, read_payloads
 from tiered_kv_nvme.recovery import SegmentScan
 from tiered_kv_nvme.segment import Segment
-from tiered_kv_nvme.store import COUNTERS, COUNTERS_BY_LABEL
 
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _CHANGED: Final = "segments were written again meanwhile; the blocks that they held before were not checked"
@@ -54,7 +53,7 @@ class Inspection:
     def __post_init__(self) -> None:
         self._digest = self.identity.digest.hex()
         self._pattern = segment_pattern(self.identity.digest)
-        self._counters = Counters(COUNTERS, COUNTERS_BY_LABEL)  # not reported
+        self._counters = StoreCounters(self.path)  # not reported
         self._scratch = Scratch()
         data = read_file(f"{self.path}/{EPOCH_NAME}", PAGE_BYTES)
         mark = EpochMark.decode((data or b"")[:MARK_BYTES_MAX].rstrip(b"\0"))

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.counters import Counters
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE, RecordStatus
+from tiered_kv_nvme.counters import StoreCounters
 from tiered_kv_nvme.disk import Disk, Scratch, is_alignment_error, read_fully
 from tiered_kv_nvme.index import ordinal_of, place_of, slot_of
 from tiered_kv_nvme.layout import PAGE_BYTES, Entry, EntryTable, checksum, pages
@@ -67,7 +67,7 @@ class BlockReader:
 
     disk: Disk
     pool: SegmentPool
-    counters: Counters
+    counters: StoreCounters
     block_bytes: int
     codecs: CodecSet
 
@@ -95,7 +95,7 @@ class BlockReader:
                 try:
                     statuses = self._read(run)
                 except OSError as error:
-                    self.counters.add("io_errors_total")
+                    self.counters.note_io_error("reading blocks", error)
                     with self.pool.changed:
                         run.blocks[0].segment.damaged |= error.errno != errno.ENOMEM
                     reason = "io_error"

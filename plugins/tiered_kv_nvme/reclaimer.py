@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tiered_kv.counters import Counters
 from tiered_kv.errors import TieredKVError
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import Draft
 from tiered_kv.toolkit.threads import start_thread
+from tiered_kv_nvme.counters import StoreCounters
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.index import CHUNK_KEYS, PAUSE_S, place_of
 from tiered_kv_nvme.pool import SegmentPool
@@ -38,7 +38,7 @@ class Reclaimer:
 
     files: SegmentFiles
     pool: SegmentPool
-    counters: Counters
+    counters: StoreCounters
     reader: BlockReader
     writer: BatchWriter
     remake: Callable[[], None]  # makes the directory and its small files again
@@ -197,8 +197,8 @@ class Reclaimer:
         for ordinals in survivors(self.pool, segment):
             try:
                 payloads = self.reader.read_stored(segment, ordinals)
-            except OSError:
-                self.counters.add("io_errors_total")
+            except OSError as error:
+                self.counters.note_io_error("reading blocks", error)
                 continue
             found = zip(ordinals, payloads, strict=True)
             sound = [(ordinal, segment.table[ordinal], data) for ordinal, data in found if data is not None]
@@ -272,8 +272,8 @@ class Reclaimer:
             with self.pool.changed:
                 deleted_bytes = self.pool.deleted_bytes
             excess_bytes = self.files.excess_bytes() + deleted_bytes
-        except OSError:  # for example, too many open files
-            self.counters.add("io_errors_total")
+        except OSError as error:  # for example, too many open files
+            self.counters.note_io_error("listing the directory", error)
             return False
         if excess_bytes > 0:
             return True

@@ -10,10 +10,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiered_kv.counters import Counters
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
 from tiered_kv.toolkit.threads import run_all
+from tiered_kv_nvme.counters import StoreCounters
 from tiered_kv_nvme.disk import Disk, Scratch, read_fully
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.index import place_of
@@ -114,7 +114,7 @@ class SegmentScan:
     disk: Disk
     identity: Identity
     epoch: int
-    counters: Counters
+    counters: StoreCounters
     checks_payloads: bool = True  # of batches without a summary; False counts a batch that a crash left incomplete
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ class SegmentScan:
         except OSError as error:
             if error.errno == errno.ENOMEM:  # not the fault of the file
                 raise
-            self.counters.add("io_errors_total")
+            self.counters.note_io_error("recovering a segment file", error)
             segment.damaged, is_sealed = True, False
         if len(segment.table) or segment.damaged:
             segment.epoch = self.epoch

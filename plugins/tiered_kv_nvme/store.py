@@ -10,15 +10,15 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.counters import Counters
 from tiered_kv.limits import disk_need
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.jobs import Outcome
+from tiered_kv_nvme.counters import StoreCounters
 from tiered_kv_nvme.directory import Directory
 from tiered_kv_nvme.disk import Disk, probe_direct
 from tiered_kv_nvme.epoch import DirectoryEpoch
@@ -33,25 +33,6 @@ from tiered_kv_nvme.segment import SegmentState
 from tiered_kv_nvme.sizing import SEGMENTS_MIN, Sizing
 from tiered_kv_nvme.worth import Worth
 from tiered_kv_nvme.writer import BatchWriter
-
-COUNTERS: Final = (
-    "stored_batches_total",
-    "io_errors_total",
-    "no_space_errors_total",
-    "room_timeouts_total",
-    "refused_stores_total",
-    "reclaimed_segments_total",
-    "relocated_blocks_total",
-    "evicted_blocks_total",
-    "wasted_bytes_total",
-    "recovered_blocks_total",
-    "discarded_segments_total",
-    "deleted_segments_total",
-    "damaged_segments_total",
-    "lost_segments_total",
-)
-"""`observe/vocabulary.py` explains them."""
-COUNTERS_BY_LABEL: Final = ("corrupt_blocks_total", "unreadable_blocks_total")
 
 CLOSE_TIMEOUT_S = 5.0
 """How long closing waits by default for the reclaimer and for writes of resets."""
@@ -92,7 +73,7 @@ class SegmentStore:
         self._options = options
         self._old_indexes: deque[dict[OffloadKey, int]] = deque()  # from before resets that are not written yet
         self._reset_task = BackgroundTask(self._write_resets, f"tiered-kv-{tier}-reset")
-        self.counters = Counters(COUNTERS, COUNTERS_BY_LABEL)
+        self.counters = StoreCounters(path)
         self._directory = Directory(path, identity, tier=tier, private=options.private)
         with ExitStack() as undo:
             undo.callback(self._directory.close)
@@ -199,8 +180,8 @@ class SegmentStore:
         while count := len(self._old_indexes):
             try:
                 self._epoch.sync()
-            except OSError:
-                self.counters.add("io_errors_total")
+            except OSError as error:
+                self.counters.note_io_error("writing a reset", error)
                 with self._pool.changed:
                     if self._pool.changed.wait_for(lambda: self._pool.closed, _RETRY_S):
                         return
@@ -288,6 +269,6 @@ class SegmentStore:
             release.callback(self._directory.close)
             try:
                 self._epoch.close()
-            except OSError:
-                self.counters.add("io_errors_total")
+            except OSError as error:
+                self.counters.note_io_error("closing the epoch", error)
         return True

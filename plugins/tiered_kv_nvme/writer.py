@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.counters import Counters
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
+from tiered_kv_nvme.counters import StoreCounters
 from tiered_kv_nvme.disk import Disk, Scratch, is_alignment_error, write_fully
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, Entry, checksum
 from tiered_kv_nvme.pool import Reservation, SegmentPool, Stream
@@ -38,7 +38,7 @@ class BatchWriter:
 
     disk: Disk
     pool: SegmentPool
-    counters: Counters
+    counters: StoreCounters
     codecs: CodecSet
     gather: bool
     room_timeout_s: float  # how long a store waits for a free segment
@@ -140,7 +140,7 @@ class BatchWriter:
                 self.pool.abandon(reservation)
             if not isinstance(error, OSError):
                 raise
-            self.counters.add("io_errors_total")
+            self.counters.note_io_error("writing blocks", error)
             return failure_reason(error)
         self.counters.add("stored_batches_total")
         return "" if self.pool.commit(reservation, keys, entries, states, old_places) else "reset"

@@ -72,9 +72,7 @@ class RedisTier(BlockingTier):
         self._topology = Topology(settings, lambda: self._keyspace.epoch.recheck())
         try:
             block_bytes = block_bytes_of(primary_kv_view)
-            self._stored = Blocks(
-                settings, self._topology, self._counters, block_bytes, digest, self._note_failures
-            )
+            self._stored = Blocks(settings, self._topology, self._counters, block_bytes, digest, self._note_failures)
             self._keyspace = KeySpace(self._topology, digest, getattr(offloading_spec, "namespace", {}))
             refusal = self._contact()
             if refusal in REFUSAL_HINTS:

@@ -57,6 +57,31 @@ def test_a_failing_write_is_counted_by_reason_and_leaves_nothing(
     assert rig.store(make_keys(2)).success
 
 
+@pytest.mark.parametrize(
+    ("call", "operation"),
+    [("writev", "writing blocks"), ("preadv", "reading blocks"), ("lstat", "looking for blocks")],
+)
+def test_the_first_failure_is_logged_with_the_system_s_words(
+    rig: TierRig,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+    operation: str,
+) -> None:
+    keys = make_keys(2)
+    rig.store(keys)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail(errno.EIO))
+        for _ in range(2):
+            rig.store(make_keys(2, "more"))
+            rig.wait([rig.submit_load(keys)])
+            rig.lookup_all(make_keys(2, "other"))
+    (line,) = [text for text in caplog.messages if f"{operation} failed" in text]
+    assert str(path) in line
+    assert os.strerror(errno.EIO) in line
+
+
 def test_a_block_that_cannot_be_read_is_not_offered_until_it_can(rig: TierRig, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = make_keys(2)
     rig.store(keys)

@@ -56,6 +56,26 @@ def test_a_failed_write_stores_nothing_and_its_room_is_used_again(bench: StoreBe
     assert bench.get(store, before + after) == set(before + after)
 
 
+def test_the_first_failure_of_each_kind_is_logged_with_the_system_s_words(
+    bench: StoreBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = bench.open_ready()
+    keys = make_keys(5)
+    bench.put(store, keys)
+    bench.disk.on_write, bench.disk.on_read = fail(errno.ENOSPC), fail(errno.EIO)
+    for _ in range(3):
+        bench.put(store, make_keys(5, "more"))
+        store.load(keys, bench.memory(5))
+    bench.disk.on_write = fail(errno.EIO)
+    bench.put(store, make_keys(5, "more"))
+    lines = [text for text in caplog.messages if "blocks failed" in text]
+    assert [text.partition(" failed: ")[0] for text in lines] == [
+        f"{bench.path}: {operation}" for operation in ("writing blocks", "reading blocks", "writing blocks")
+    ]
+    for text, code in zip(lines, (errno.ENOSPC, errno.EIO, errno.EIO), strict=True):
+        assert os.strerror(code) in text
+
+
 def test_a_failed_read_fails_its_run_and_keeps_the_blocks(bench: StoreBench) -> None:
     store = bench.open_ready()
     keys = make_keys(100)  # two segments

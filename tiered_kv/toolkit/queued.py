@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 import traceback
 from abc import abstractmethod
@@ -293,6 +294,8 @@ class QueuedTier(SecondaryTierManager):
         """
         reason = failure_reason(error)
         kind = f"{operation} raised {type(error).__name__}"
+        if isinstance(error, OSError) and type(error).__module__ == "builtins" and error.errno:
+            kind += f" ({os.strerror(error.errno)})"
         first = object()
         if self._errors_logged.setdefault(kind, first) is first:
             frame = traceback.extract_tb(error.__traceback__)[-1]
