@@ -137,6 +137,14 @@ class Control:
                 self._names_at_once = min(2 * self._names_at_once, DELETED_AT_ONCE)
         return refusals
 
+    def keeps_versions(self) -> bool:
+        """Return whether deleted objects stay in the bucket as versions, as far as the server tells."""
+        request = operator.methodcaller("get_bucket_versioning", Bucket=self._bucket)
+        try:
+            return bool(self._call("versioning", request, has_other=True).get("Status") == "Enabled")
+        except BucketError:
+            return False
+
     def not_deleted(self) -> BucketError:
         """Return the error for objects that are listed after the server has confirmed that it deleted them."""
         return self._error("delete", "NotDeleted", "the server confirmed to have deleted objects that it still lists")

@@ -44,6 +44,11 @@ _STAYS = UNREADABLE | {RecordStatus.BAD_VERSION}
 """Records that other processes may read: misses here until the next store of the block, and not deleted. Unlike a
 directory, a bucket has no mark of the format version of its blocks."""
 
+_KEEPS_VERSIONS = (
+    "the bucket keeps deleted blocks as old versions, which ttl and capacity do not count: "
+    "add a lifecycle rule that expires them"
+)
+
 
 class S3Tier(BlockingTier):
     """Blocks as objects in a bucket, shared by all stacks of one namespace.
@@ -143,12 +148,14 @@ class S3Tier(BlockingTier):
     def describe(self) -> Mapping[str, object]:
         self._epoch.value(time.monotonic() + _PROBE_S)  # raises if its mark has another format version
         next(self._control.listed(self._naming.blocks))
-        if self._settings.ttl or self._settings.capacity:
+        has_limit = self._settings.ttl or self._settings.capacity
+        if has_limit:
             refusals = self._control.delete([{"Key": self._naming.no_block}])
             if refusals:
                 what = "the server refuses to delete, so ttl and capacity cannot be kept"
                 raise BucketError(what, ", ".join(refusals.values()), tier=self._name, operation="delete")
         return {
+            **({"warning": _KEEPS_VERSIONS} if has_limit and self._control.keeps_versions() else {}),
             "medium": "s3",
             **self._settings.model_dump(include={"bucket", "prefix", "connections", "codec"}),
             "server": self._bucket.pool.endpoint.authority,

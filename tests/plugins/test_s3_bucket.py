@@ -85,6 +85,16 @@ def test_blocks_past_their_time_are_misses_and_are_deleted(client: Any, moto_buc
     wait_until(lambda: not blocks_in(client, moto_bucket), WAIT_S, what="their deletion")
 
 
+def test_a_description_warns_of_a_bucket_that_keeps_what_is_deleted(
+    client: Any, moto_bucket: str, make_rig: MakeRig
+) -> None:
+    rig = make_rig(capacity=1 << 20)
+    assert "warning" not in rig.tier.describe()
+    client.put_bucket_versioning(Bucket=moto_bucket, VersioningConfiguration={"Status": "Enabled"})
+    assert "old versions" in rig.tier.describe()["warning"]
+    assert "warning" not in make_rig().tier.describe(), "without a limit nothing is deleted"
+
+
 def test_objects_get_the_storage_class_and_encryption_of_the_settings(
     client: Any, moto_bucket: str, make_rig: MakeRig
 ) -> None:
