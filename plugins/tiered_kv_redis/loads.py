@@ -46,8 +46,8 @@ class Loads(Exchange):
         reply_bytes = len(self._opening) + raw_record_bytes + len(_CRLF)
         self._reply_bytes = reply_bytes
         self._pending_max = max(_PENDING_MIN, transfer.pipeline_bytes // reply_bytes)
-        if node.pending_bytes_max is not None:
-            self._pending_max = max(1, min(self._pending_max, node.pending_bytes_max // reply_bytes))
+        if (narrowed_bytes := node.pending_bytes_max) is not None:
+            self._pending_max = max(1, min(self._pending_max, narrowed_bytes // reply_bytes))
         # Twice as many slots as pending replies: the next are requested before the received ones are verified.
         self._slots = min(2 * self._pending_max, self.count)
         self._sent = 0  # commands

@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 _PAUSE_MIN_S = 0.05
 _PAUSE_MAX_S = 2.0
 _RENEW_PAUSE_S = 0.5
+_NARROW_S = 600.0
+"""How long loads ask for less: the connection may have been closed for another reason, such as by a proxy."""
 _PROBE_NAME = "tkv1:probe"  # no block has it
 
 
@@ -37,7 +39,6 @@ class Node:
 
     Attributes:
         said: The last words of a server or library, by reason; the servers of a tier share it.
-        pending_bytes_max: Bytes of replies that loads may have pending here, if fewer than usual.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class Node:
     ) -> None:
         self.label = label
         self.said: MutableMapping[str, str] = {} if said is None else said
-        self.pending_bytes_max: int | None = None
+        self._pending_bytes_max: int | None = None
+        self._narrow_until_s = -math.inf
+        self._has_warned = False  # that loads ask for less
         self._on_connect = on_connect
         self._on_failure = on_failure
         self._closing = threading.Event()
@@ -66,6 +69,11 @@ class Node:
     def has_connection(self) -> bool:
         """Whether `take` returns without connecting, which may take long."""
         return bool(self._idle)
+
+    @property
+    def pending_bytes_max(self) -> int | None:
+        """Bytes of replies that loads may have pending here, if fewer than usual."""
+        return self._pending_bytes_max if time.monotonic() < self._narrow_until_s else None
 
     @property
     def is_down(self) -> bool:
@@ -112,14 +120,16 @@ class Node:
             self._on_failure()
 
     def narrow(self, pending_bytes_max: int) -> None:
-        """Let loads have at most these bytes of replies pending, until the server has been down."""
-        if self.pending_bytes_max is None:
+        """Let loads have at most these bytes of replies pending for a while, or until the server has been down."""
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "%s closed a connection while replies were pending; loads now ask for less at once. "
-                "If this comes again, raise its 'client-output-buffer-limit' or lower 'pipeline'",
+                "If loads go on to fail, raise its 'client-output-buffer-limit' or lower 'pipeline'",
                 self.label,
             )
-        self.pending_bytes_max = min(self.pending_bytes_max or pending_bytes_max, pending_bytes_max)
+        self._pending_bytes_max = min(self.pending_bytes_max or pending_bytes_max, pending_bytes_max)
+        self._narrow_until_s = time.monotonic() + _NARROW_S
 
     def drop(self, connection: WireConnection, reason: str) -> None:
         """Close a connection that may have unread bytes; with a `reason`, the server failed."""
@@ -195,7 +205,7 @@ class Node:
             except Exception as error:  # redis-py may raise any exception for invalid replies
                 reason = self._reason_of(error)
             if not reason:
-                self.pending_bytes_max = None  # a server that was started again may have another limit
+                self._narrow_until_s = -math.inf  # a server that was started again may have another limit
             self._down_reason = reason
             if reason:
                 self._on_failure()

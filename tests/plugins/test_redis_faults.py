@@ -134,6 +134,23 @@ def test_loads_fit_into_a_server_s_output_limit(
     assert not caplog.text
 
 
+def test_loads_ask_for_as_much_as_before_some_time_after_a_cut(
+    redis_server: RedisServer, open_redis: OpenRedis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = open_redis(url=redis_server.url, connections=1)
+    keys = make_keys(64)
+    assert rig.store(keys).success
+    monkeypatch.setattr("tiered_kv_redis.node._NARROW_S", 0.5)
+    for _ in range(2):
+        redis_server.call("CONFIG", "SET", "client-output-buffer-limit", "normal 28000 0 0")
+        rig.load(keys)
+        redis_server.call("CONFIG", "SET", "client-output-buffer-limit", "normal 0 0 0")
+        (node,) = rig.tier._topology.nodes()
+        wait_until(lambda: node.pending_bytes_max is None)
+    assert rig.load(keys) == set(keys)
+    assert caplog.text.count("client-output-buffer-limit") <= 1
+
+
 def test_a_frozen_server_holds_no_job_longer_than_its_timeout(redis_server: RedisServer, open_redis: OpenRedis) -> None:
     keys = make_keys(8)
     assert open_redis(url=redis_server.url).store(keys).success
