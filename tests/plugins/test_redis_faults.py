@@ -101,6 +101,20 @@ def test_a_name_that_leads_to_another_master_is_followed_while_the_old_one_keeps
         assert rig.load(make_keys(4, "after")) == set(make_keys(4, "after"))
 
 
+def test_a_reset_at_the_end_reaches_the_master_to_which_the_name_leads_now(
+    redis_server: RedisServer, open_redis: OpenRedis, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RedisServer(tmp_path / "promoted") as promoted, FaultProxy(redis_server.address) as name:
+        rig = open_redis(url=f"redis://{name.host}:{name.port}", connections=1)
+        assert rig.store(make_keys(4)).success
+        redis_server.call("REPLICAOF", "127.0.0.1", str(promoted.port))
+        name.server = promoted.address
+        rig.tier.reset_cache()
+        rig.close()
+        assert promoted.keys("tkv1:*:epoch")
+        assert "reset" not in caplog.text
+
+
 def test_a_server_that_stays_read_only_gets_few_new_connections(
     redis_server: RedisServer, open_redis: OpenRedis
 ) -> None:
@@ -141,11 +155,11 @@ def test_loads_ask_for_as_much_as_before_some_time_after_a_cut(
     keys = make_keys(64)
     assert rig.store(keys).success
     monkeypatch.setattr("tiered_kv_redis.node._NARROW_S", 0.5)
+    (node,) = rig.tier._topology.nodes()
     for _ in range(2):
         redis_server.call("CONFIG", "SET", "client-output-buffer-limit", "normal 28000 0 0")
         rig.load(keys)
         redis_server.call("CONFIG", "SET", "client-output-buffer-limit", "normal 0 0 0")
-        (node,) = rig.tier._topology.nodes()
         wait_until(lambda: node.pending_bytes_max is None)
     assert rig.load(keys) == set(keys)
     assert caplog.text.count("client-output-buffer-limit") <= 1
