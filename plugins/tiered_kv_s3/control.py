@@ -39,7 +39,8 @@ _CREDENTIALS_S: Final = 10.0
 _UNKNOWN: Final = frozenset({400, 403, 404, 405, 411, 415, 422, 501})
 """Statuses by which servers refuse a request that they do not know; 403 is also S3's to a missing right."""
 _LATE: Final = frozenset({"ReadTimeoutError", "RequestTimeout", "GatewayTimeout", "504"})
-_NO_OBJECT: Final = "NoSuchKey"
+_NO_OBJECT: Final = frozenset({"NoSuchKey", "NoSuchVersion", "404"})
+"""Error codes for a missing object; the last one is of an answer without a code."""
 _IGNORED: Final = "ignored"
 _NO_NEXT_PAGE: Final = "NoNextPage"
 _CODE = re.compile(r"[A-Za-z0-9.]{1,100}")
@@ -232,6 +233,8 @@ class Control:
         refused: dict[tuple[str, str], str] = {}  # error codes by name and version
         for each in answer.get("Errors", ()):
             code = _valid_code(each.get("Code"))
+            if code in _NO_OBJECT:
+                continue
             self._account.note_failure("delete", code, str(each.get("Message", "")))
             refused[each.get("Key", ""), each.get("VersionId", "")] = code
         names = [(each["Key"], each.get("VersionId", "")) for each in named]
@@ -245,7 +248,7 @@ class Control:
             try:
                 self._call("delete", lambda client: client.delete_object(Bucket=self._bucket, **each))
             except BucketError as error:
-                return "" if error.reason == _NO_OBJECT else error.reason
+                return "" if error.reason in _NO_OBJECT else error.reason
             return ""
 
         return [each.result() for each in run_all(delete, named, "tiered-kv-s3-delete", PARALLEL_DELETES)]
@@ -272,7 +275,8 @@ class Control:
         self, operation: str, code: str, words: str = "", status: int = 0, *, has_other: bool = False
     ) -> BucketError:
         level = logging.INFO if has_other and status in _UNKNOWN else logging.WARNING
-        shown = "" if code == _NO_OBJECT else self._account.note_failure(operation, code, words, level)
+        is_missing = code in _NO_OBJECT and operation != "list"
+        shown = "" if is_missing else self._account.note_failure(operation, code, words, level)
         message = f"bucket '{self._bucket}' refuses or does not answer"
         return BucketError(message, code, shown, tier=self._tier, operation=operation, status=status)
 

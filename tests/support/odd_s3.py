@@ -186,6 +186,22 @@ def deleted_objects_are_missing(request: Request, served: Served) -> Reply:
 
 
 @odd
+def objects_missing_in_a_multi_delete(request: Request, served: Served) -> Reply:
+    missing = re.findall(rb"<Key>[^<]*/0{16}/[^<]*</Key>", request.body) if request.method == "POST" else []
+    errors = b"".join(b"<Error>%b<Code>NoSuchKey</Code></Error>" % name for name in missing)
+    return answer(200, b"<DeleteResult>" + errors + b"</DeleteResult>") if errors else served(request)
+
+
+@odd
+def objects_missing_without_a_code(request: Request, served: Served) -> Reply:
+    """Nor does it delete several at once."""
+    if request.method == "POST":
+        return error(501, "NotImplemented")
+    is_missing = request.method == "DELETE" and "/0000000000000000/" in request.target
+    return answer(404) if is_missing else served(request)
+
+
+@odd
 def another_region(request: Request, served: Served) -> Reply:
     if "/eu-west-9/" in request.headers.get("authorization", ""):
         return served(request)
