@@ -46,6 +46,10 @@ class KeySpace:
         self.prefix(deadline, is_saved=True)
         self._call(deadline, b"STRLEN", b"epoch")
 
+    def check_writes(self, deadline: float) -> None:
+        """Send a command that writes, and changes nothing."""
+        self._call(deadline, b"UNLINK", b"none")
+
     def recheck(self, deadline: float) -> None:
         """Check the mark if a connection was opened since `prefix`: the server may have an older mark now.
 

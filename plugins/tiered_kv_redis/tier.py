@@ -127,13 +127,14 @@ class RedisTier(BlockingTier):
             "pipeline_bytes": settings.pipeline,
             "ttl": "none" if settings.ttl is None else f"{settings.ttl:g} s",
             **self._limits(),
+            **self._refused_writes(),
         }
 
     def _limits(self) -> Mapping[str, object]:
         """Return the limits of the servers' memory, and a warning if there are none."""
         limits = [limit for node in self._topology.nodes() if (limit := node.memory_limit()) is not None]
         if not limits:
-            return {"maxmemory": "unknown: the user has no right to INFO"}
+            return {"maxmemory": "unknown: the server answers no INFO"}
         memory, policies = {bytes_ for bytes_, _ in limits}, {policy for _, policy in limits}
         described = {
             "maxmemory": ", ".join(sorted(map(format_bytes, memory))),
@@ -144,6 +145,18 @@ class RedisTier(BlockingTier):
         elif "noeviction" in policies:
             described["warning"] = "the policy is noeviction: a full server refuses stores; set allkeys-lru"
         return described
+
+    def _refused_writes(self) -> dict[str, object]:
+        """Return a warning if the server gives blocks and takes none, such as a replica."""
+        try:
+            self._keyspace.check_writes(time.monotonic() + self._settings.timeout)
+        except NodeError as error:
+            return {
+                "warning": self._with_words(
+                    f"the server refuses UNLINK, so stores may fail too: {error.reason}", error.reason
+                )
+            }
+        return {}
 
     def _contact(self) -> str:
         """Ask the server once; return the reason why it cannot be used, or an empty string."""

@@ -67,6 +67,8 @@ def test_a_read_only_replica_gives_blocks_and_takes_none(
         assert reader.load(keys) == set(keys)
         result = reader.store(make_keys(4, "new"))
         assert (result.success, result.reason) == (False, "readonly")
+        assert "readonly (READONLY You can't write" in reader.tier.describe()["warning"]
+        assert "refuses" not in str(rig.tier.describe())
         settings = RedisSettings.model_validate({"url": replica.url})
         with (
             contextlib.closing(RedisAdministration(settings)) as administration,
