@@ -270,9 +270,12 @@ class Bucket:
             finally:
                 self.pool.give_back(connection)
         except OSError as error:
-            verdict = verdict_of_error(error)
-            self._words[verdict] = error.strerror or str(error)
-            return verdict
+            return self._verdict_of_error(error)
+
+    def _verdict_of_error(self, error: OSError) -> Verdict:
+        verdict = verdict_of_error(error)
+        self._words[verdict] = error.strerror or str(error)
+        return verdict
 
     def _age_s(self, answer: Answer) -> float:
         """Return an object's age by the server's clock; 0 if objects do not expire, or the age is unknown."""
@@ -298,13 +301,13 @@ class Bucket:
         def send(connection: Connection, index: int) -> None:
             self._send(connection, credentials, "HEAD", names[index])
 
-        Heads(self.pool, send, self._receive_presence, patience).run(wanted, verdicts)
+        Heads(self.pool, send, self._receive_presence, self._verdict_of_error, patience).run(wanted, verdicts)
 
     def _receive_presence(self, connection: Connection) -> Verdict:
         try:
             answer = connection.receive_head(has_body=False)
         except OSError as error:
-            return verdict_of_error(error)
+            return self._verdict_of_error(error)
         if answer.status == 200:
             return Verdict.EXPIRED if self._age_s(answer) > self._ttl_s else Verdict.DONE
         return self._verdict_of(answer, b"")

@@ -14,7 +14,7 @@ from typing import Final
 
 from tiered_kv_s3.connection import Connection, Patience
 from tiered_kv_s3.pool import ConnectionPool, Step
-from tiered_kv_s3.verdict import Verdict, verdict_of_error
+from tiered_kv_s3.verdict import Verdict
 
 HEADS_IN_FLIGHT_MAX: Final = 16
 """Connections over which one batch of HEAD requests travels."""
@@ -27,6 +27,7 @@ class Heads:
         pool: Has the connections.
         send: Sends the request of a number.
         receive: Receives the answer to a request.
+        verdict_of_error: Called with the failure of a connection.
         patience: The batch ends at its deadline; each request and each step of an opening after its `stall_s`.
     """
 
@@ -35,11 +36,13 @@ class Heads:
         pool: ConnectionPool,
         send: Callable[[Connection, int], None],
         receive: Callable[[Connection], Verdict],
+        verdict_of_error: Callable[[OSError], Verdict],
         patience: Patience,
     ) -> None:
         self._pool = pool
         self._send = send
         self._receive = receive
+        self._verdict_of_error = verdict_of_error
         self._patience = patience
         self._poll = select.poll()
         self._waiting: deque[int] = deque()
@@ -60,7 +63,7 @@ class Heads:
                 self._advance(verdicts)
             if self._failure is not None and time.monotonic() < self._patience.deadline:
                 for number in self._waiting:
-                    verdicts[number] = verdict_of_error(self._failure)
+                    verdicts[number] = self._verdict_of_error(self._failure)
         except TimeoutError:  # the deadline has passed
             for _, number, _ in self._in_flight.values():
                 verdicts[number] = Verdict.TIMEOUT
@@ -83,7 +86,7 @@ class Heads:
         try:
             self._send(connection, number)
         except OSError as error:
-            verdicts[number] = verdict_of_error(error)
+            verdicts[number] = self._verdict_of_error(error)
             self._pool.give_back(connection, reuse=False)
             return
         self._in_flight[connection.fileno] = self._until_s(), number, connection

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
 import socket
 import time
@@ -206,6 +208,19 @@ def test_the_first_refusal_of_each_operation_is_logged_with_the_words_of_the_ser
     assert [text for text in logged(caplog, "put") if "RequestTimeTooSkewed: The difference" in text]
     assert len(caplog.messages) == len(set(caplog.messages))
     assert "secret" not in caplog.text
+
+
+def test_the_first_lookup_that_meets_no_server_is_logged_with_the_words_of_the_system(
+    server: FakeS3, open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_rig(attempts=1)
+    assert not rig.lookup(make_keys(1)[0]), "it has read the mark"
+    server.reply = lambda request: Then(b"", "close")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        refusing = closed.getsockname()[1]
+    monkeypatch.setattr(pool, "addresses_of", lambda host, port, timeout_s: addresses_of(host, refusing, timeout_s))
+    assert not any(rig.lookup_all(make_keys(40, "other")))
+    assert [text for text in logged(caplog, "head") if os.strerror(errno.ECONNREFUSED) in text]
 
 
 def is_long(request: Request) -> bool:
