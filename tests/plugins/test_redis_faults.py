@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -19,6 +20,7 @@ from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv_redis.administration import RedisAdministration
 from tiered_kv_redis.settings import RedisSettings
+from tiered_kv_redis.tier import RedisTier
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
@@ -67,7 +69,7 @@ def test_a_read_only_replica_gives_blocks_and_takes_none(
         assert reader.load(keys) == set(keys)
         result = reader.store(make_keys(4, "new"))
         assert (result.success, result.reason) == (False, "readonly")
-        assert "readonly (READONLY You can't write" in reader.tier.describe()["warning"]
+        assert "readonly (READONLY You can't write" in str(reader.tier.describe()["warning"])
         assert "refuses" not in str(rig.tier.describe())
         settings = RedisSettings.model_validate({"url": replica.url})
         with (
@@ -157,7 +159,7 @@ def test_loads_ask_for_as_much_as_before_some_time_after_a_cut(
     keys = make_keys(64)
     assert rig.store(keys).success
     monkeypatch.setattr("tiered_kv_redis.node._NARROW_S", 0.5)
-    (node,) = rig.tier._topology.nodes()
+    (node,) = cast(RedisTier, rig.tier)._topology.nodes()
     for _ in range(2):
         redis_server.call("CONFIG", "SET", "client-output-buffer-limit", "normal 28000 0 0")
         rig.load(keys)

@@ -91,7 +91,7 @@ def test_a_description_warns_of_a_bucket_that_keeps_what_is_deleted(
     rig = make_rig(capacity=1 << 20)
     assert "warning" not in rig.tier.describe()
     client.put_bucket_versioning(Bucket=moto_bucket, VersioningConfiguration={"Status": "Enabled"})
-    assert "old versions" in rig.tier.describe()["warning"]
+    assert "old versions" in str(rig.tier.describe()["warning"])
     assert "warning" not in make_rig().tier.describe(), "without a limit nothing is deleted"
 
 

@@ -266,7 +266,7 @@ def test_a_purge_keeps_the_mark_that_a_reset_writes_while_it_runs(
             client.put_object(Bucket=place.bucket, Key=name, Body=b"block")
         delete = Control.delete
 
-        def delete_late(self: Control, objects: Sequence[Mapping[str, str]]) -> set[str]:
+        def delete_late(self: Control, objects: Sequence[Mapping[str, str]]) -> dict[int, str]:
             if f"{root}epoch" not in place.stored():
                 client.put_object(Bucket=place.bucket, Key=f"{root}epoch", Body=b"new")
             return delete(self, objects)
