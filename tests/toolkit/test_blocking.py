@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -166,6 +168,27 @@ def test_a_thread_that_meets_an_unexpected_error_serves_the_next_job(
         wait_until(lambda: caplog.records)
     assert "a worker raised AttributeError" in caplog.text
     assert stage.rig.store(make_keys(1)).success
+
+
+def test_the_system_s_words_are_logged_once_and_those_of_a_library_never(
+    make_stage: MakeStage, caplog: pytest.LogCaptureFixture
+) -> None:
+    class LibraryError(OSError):
+        """One whose number may mean something else."""
+
+    stage = make_stage(DictTier, threads=1)
+    errors: list[OSError] = [*[OSError(errno.EIO, "a password")] * 2, LibraryError(errno.EACCES, "a password")]
+
+    def fail(operation: str, keys: Sequence[OffloadKey]) -> None:
+        raise errors.pop(0)
+
+    stage.tier.before = fail
+    for _ in range(3):
+        assert not stage.rig.store(make_keys(1)).success
+    told, other = caplog.messages
+    assert f"raised OSError ({os.strerror(errno.EIO)}) at " in told
+    assert "raised LibraryError at " in other
+    assert "password" not in caplog.text
 
 
 @pytest.mark.parametrize("refused", [1, 2])
