@@ -118,12 +118,12 @@ def test_blocks_before_a_read_error_stay_and_the_rest_is_found_later(bench: Stor
 @pytest.mark.parametrize("refused", [1, 2])
 def test_an_opening_without_threads_reads_the_directory_itself(bench: StoreBench, refused: int) -> None:
     store = bench.open()
-    keys = make_keys(40)
-    bench.put(store, keys)
+    bench.fill(store, range(8))  # more segments than threads
     store.close()
     with Shortage(Resource.THREAD, refused) as shortage:
         store = bench.open()
     assert shortage.refused
+    keys = [key for number in range(8) for key in bench.batch(number)]
     assert bench.get(store, keys) == set(keys)
 
 
