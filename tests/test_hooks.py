@@ -148,6 +148,22 @@ def test_a_plugin_is_registered_once() -> None:
     assert list(plugins.tier_types()) == ["one"]
 
 
+def test_a_plugin_that_raises_is_a_config_error_and_is_not_registered() -> None:
+    class Raising:
+        names: tuple[str, ...] | None = None
+
+        @hookimpl
+        def tiered_kv_register_tiers(self) -> Iterable[TierType]:
+            return [TierType(name, TierSettings, lambda: FourMethodTier) for name in self.names]  # type: ignore[union-attr]
+
+    plugins, plugin = TierPlugins(), Raising()
+    with pytest.raises(ConfigError, match="plugin 'Raising' cannot be used: TypeError: "):
+        plugins.register(plugin)
+    plugin.names = ("one",)
+    plugins.register(plugin)
+    assert list(plugins.tier_types()) == ["one"]
+
+
 def test_a_plugin_gives_each_name_once() -> None:
     with pytest.raises(ConfigError, match="two tier types of one name"):
         TierPlugins().register(Plugin("one", "one"))

@@ -165,14 +165,18 @@ class TierPlugins:
             name: Its name in messages; by default its `__name__`, or its class's.
 
         Raises:
-            ConfigError: The plugin is registered already, has no valid tier types, or a name of them is taken. Nothing
-                has changed then.
+            ConfigError: The plugin is registered already, raises, has no valid tier types, or a name of them is taken.
+                Nothing has changed then.
+            ResourceError: The system gives no descriptor, thread or memory to load it.
         """
         label = name or str(getattr(plugin, "__name__", type(plugin).__name__))
         try:
             tiers = self._tiers_of(plugin, label)
-        except ConfigError as error:
-            raise ConfigError(f"plugin '{label}' cannot be used: {error}") from error
+        except Exception as error:  # any exception of its hook
+            if remedy_of(error):
+                raise ResourceError.of(f"the plugin '{label}' cannot be used", error) from error
+            found = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            raise ConfigError(f"plugin '{label}' cannot be used: {found}") from error
         report = PluginReport(label, "", tiers)
         self._reports.append(report)
         if conflicts := self._conflicts(report):
