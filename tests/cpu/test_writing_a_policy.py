@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pages import write_shown
+from tiered_kv.cpu.policies.guarded import GuardedPolicy
 from tiered_kv.stack import open_stack
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import replay
@@ -31,7 +32,8 @@ def test_the_policy_on_the_page_evicts_tails_and_loses_no_block(stack_file: Path
     chats = ChatWorkload(chats=20, turns=4, active_chats=10, turn_blocks=3)
     with open_stack(stack_file) as stack:
         report = replay(stack.manager, stack.kv_view, chats.requests())
-        assert type(stack.primary.policy).__name__ == "DeepestFirst"
+        assert isinstance(stack.primary.policy, GuardedPolicy)
+        assert type(stack.primary.policy.inner).__name__ == "DeepestFirst"
         assert stack.primary.evicted_blocks > 0
     assert report.hits["cpu"] > 0
     assert report.corrupt_blocks == 0

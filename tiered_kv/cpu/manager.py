@@ -18,6 +18,7 @@ from tiered_kv.base import (
 )
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, make_policy
+from tiered_kv.cpu.policies.guarded import guarded_policy
 from tiered_kv.hints import BY_REQUEST, HINT_NAMES, HintReader, Hints
 from tiered_kv.mediums import CPULoadStoreSpec
 
@@ -58,7 +59,8 @@ class CPUOffloadingManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.backend = backend
-        self.policy = policy if isinstance(policy, CachePolicy) else make_policy(policy, backend.num_blocks)
+        policy = policy if isinstance(policy, CachePolicy) else make_policy(policy, backend.num_blocks)
+        self.policy = guarded_policy(policy, backend.num_blocks)
         self.blocks: dict[OffloadKey, CPUBlock] = {}
         """All blocks that are ready, pinned or being written."""
         self.step = 0

@@ -8,7 +8,7 @@ from inspect import isabstract
 from tiered_kv.config.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.backend import RequestChain
 from tiered_kv.cpu.policies.base import CachePolicy
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, remedy_of
 
 __all__ = ["CachePolicy", "RequestChain", "make_policy"]
 
@@ -27,11 +27,21 @@ def make_policy(name: str, num_blocks: int) -> CachePolicy:
         )
     try:
         policy: object = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two for names such as "..a:b"
+    except Exception as error:  # any exception that a third-party module raises when it is imported
+        if remedy_of(error):
+            raise
         raise ConfigError(f"cannot import the policy {name!r}: {error}", location="primary.policy") from error
     if not (isinstance(policy, type) and issubclass(policy, CachePolicy)) or isabstract(policy):
         raise ConfigError(
             f"{name!r} is not a subclass of {CachePolicy.__qualname__} with all of its methods",
             location="primary.policy",
         )
-    return policy(num_blocks)
+    try:
+        return policy(num_blocks)
+    except Exception as error:
+        if remedy_of(error):
+            raise
+        raise ConfigError(
+            f"the policy {name!r} cannot be made for {num_blocks} blocks: {type(error).__name__}: {error}",
+            location="primary.policy",
+        ) from error
