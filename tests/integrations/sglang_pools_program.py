@@ -384,6 +384,21 @@ def check_threads_that_ran_before_a_clear_store_and_load_nothing() -> None:
         assert flushed.submit(store).result() == [True] * COUNT, "no thread from before the clear is alive"
 
 
+def check_places_outside_of_the_pool_are_refused() -> None:
+    """An exception would end SGLang's thread, and so all of its backups."""
+    pool = mha_pool("page_first")
+    fill(pool)
+    backend = opened(nvme("places"), pool)
+    assert backend.batch_set_v1(hashes(2), slots(pool, [1, 2])) == [True, True]
+    before = pages_of(pool, range(PAGES))
+    for pages in ([3, PAGES + 1], [-1, 3], [4, 4]):
+        assert backend.batch_get_v1(hashes(2), slots(pool, pages)) == [False, False], pages
+    assert backend.batch_set_v1(hashes(2, start=2), slots(pool, [3, PAGES + 1])) == [False, False]
+    assert pages_of(pool, range(PAGES)) == before
+    assert backend.batch_exists(hashes(4)) == 2
+    assert backend.batch_get_v1(hashes(2), slots(pool, [5, 6])) == [True, True]
+
+
 def check_sglang_s_failure_injection() -> None:
     """Whatever fails or is late, a page that counts as loaded has its bytes."""
     os.environ["SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY"] = "0.002"

@@ -122,6 +122,16 @@ def test_a_class_that_does_not_initialize_its_base_is_refused_with_what_to_do(
         SecondaryTierFactory.create(SPEC, view, {"type": "forgetful"})
 
 
+@pytest.mark.parametrize("name", ["is_nonblocking", "takes_offsets"])
+def test_a_property_that_raises_names_its_tier(view: memoryview, name: str, register: Register) -> None:
+    def raising(self: object) -> bool:
+        raise RuntimeError("out of order")
+
+    register("odd", type("Odd", (FourMethodTier,), {name: property(raising)}))
+    with pytest.raises(TierError, match="tier 'odd' cannot be opened: RuntimeError: out of order"):
+        SecondaryTierFactory.create(SPEC, view, {"type": "odd"})
+
+
 def test_a_name_is_registered_once(register: Register) -> None:
     register("four", FourMethodTier)
     with pytest.raises(ConfigError, match="four"):

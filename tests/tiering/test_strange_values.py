@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.tiering.conftest import MakeBench, ManualTier
 from tests.tiering.test_wedged_tiers import Engine
-from tiered_kv.base import OffloadingEvent, RequestOffloadingContext
+from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
 from tiered_kv.observe.series import series_of
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.gate import Gate
@@ -221,3 +222,23 @@ def test_a_property_of_a_wrong_type_does_not_keep_a_tier_from_opening(
 ) -> None:
     engine, _ = open_strange(method, ANY[name], nonblocking=True, strange=True)
     use(engine, make_keys(4, "absent"))
+
+
+def test_a_tier_that_changes_the_lists_that_it_is_given_changes_no_answer(make_bench: MakeBench) -> None:
+    class Consuming(ManualTier):
+        def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+            assert isinstance(keys, list)
+            return [self.lookup(keys.pop(0), req_context) for _ in range(len(keys))]
+
+        def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+            assert isinstance(keys, list)
+            keys.clear()
+
+    bench = make_bench()
+    bench.tier.__class__ = Consuming
+    context, wanted = bench.request("a"), make_keys(3)
+    assert bench.manager.lookup_many(wanted, context) == [False] * 3
+    bench.tier.present = {wanted[1]: True}
+    assert bench.manager.lookup_many(wanted, context) == [False, None, False]
+    bench.manager.touch(wanted, context)
+    assert len(wanted) == 3

@@ -38,9 +38,9 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierRig]:
     rig.close()
 
 
-@pytest.mark.parametrize("rows", [(0, NUM_BLOCKS), (-1, 0), (2, 2), (0, 1, 2), ()], ids=str)
+@pytest.mark.parametrize("rows", [(0, NUM_BLOCKS), (-1, 0), (2, 2), (0, 1, 2), (), ((0,), (1,))], ids=str)
 def test_a_load_into_other_rows_is_refused_and_keeps_the_blocks(
-    rig: TierRig, rows: tuple[int, ...], caplog: pytest.LogCaptureFixture
+    rig: TierRig, rows: tuple[object, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = make_keys(2)
     assert rig.store(keys).success
@@ -65,7 +65,7 @@ def test_a_store_out_of_other_rows_stores_nothing(rig: TierRig, rows: tuple[int,
     assert rig.store(make_keys(2)).success
 
 
-def submitted(rig: TierRig, rows: tuple[int, ...], number: int, *, is_promotion: bool) -> JobResult:
+def submitted(rig: TierRig, rows: tuple[object, ...], number: int, *, is_promotion: bool) -> JobResult:
     """Return the result of a job of two blocks."""
     job = JobMetadata(1000 + number, make_keys(2), np.array(rows, np.int64), is_promotion, ReqContext("r"))
     (rig.tier.submit_load if is_promotion else rig.tier.submit_store)(job)

@@ -80,7 +80,8 @@ class SecondaryTierFactory:
         name_key = _name_key(checked)
         try:
             tier = tier_class(*arguments, **keywords)
-            if not hasattr(tier, "tier_type"):
+            # A property of a third-party class may raise; here that names the tier.
+            if not all(hasattr(tier, name) for name in ("tier_type", "is_nonblocking", "takes_offsets")):
                 raise TierError(_NO_SUPER, tier=checked.name, operation="open")
             return tier if name_key is None else KeyedNames(tier, name_key)
         except ResourceError as error:

@@ -253,7 +253,7 @@ class TieringOffloadingManager(OffloadingManager):
         if state is not None and state.request_level:
             state.keys.update(dict.fromkeys(keys))
         for guarded in self._tiers:
-            guarded.call("touch", keys, req_context)
+            guarded.call("touch", list(keys), req_context)
 
     # Requests and steps.
 

@@ -167,7 +167,8 @@ class Search:
         if state.unanswered and not state.req_context.req_id:
             asked = [key for key in asked if guarded in (each for each, _ in self._from_unanswered(key, state))]
         try:
-            replies = checked_answers(guarded.tier.lookup_many(asked, req_context), len(asked))
+            # A copy: whatever the tier does with its list, each key keeps its answer.
+            replies = checked_answers(guarded.tier.lookup_many(asked.copy(), req_context), len(asked))
         except tier_exceptions():
             self._fail(guarded, state, "lookup_many")
             return keys

@@ -265,8 +265,10 @@ class QueuedTier(SecondaryTierManager):
 
     def _has_rows(self, job: Job) -> bool:
         """Return whether each block of a job has a row in the memory; in a load, one of its own. A worker's work."""
-        rows: list[int] = np.asarray(job.metadata.block_ids).tolist()
-        is_inside = len(rows) == len(job.keys) and 0 <= min(rows) <= max(rows) <= self._last_row
+        block_ids = np.asarray(job.metadata.block_ids)
+        rows: list[int] = block_ids.tolist()
+        is_list = block_ids.shape == (len(job.keys),) and block_ids.dtype.kind in "iu"
+        is_inside = is_list and 0 <= min(rows) <= max(rows) <= self._last_row
         if is_inside and (not job.metadata.is_promotion or len(set(rows)) == len(rows)):
             return True
         if self._errors_logged.setdefault(NO_ROW, job) is job:

@@ -274,8 +274,8 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
                     answers: Future[list[bool]] = Future()
                     getattr(tiers, method)(*arguments, answers.set_result)
                     waiting.append((len(parts.numbers), answers))
-        except ShutdownError as error:  # after an error of ours, say, which is in the log
-            _log.error("cannot %s pages of the pool '%s': %s", method, name, error)
+        except Exception as error:  # whatever it is, SGLang's thread goes on
+            _log.error("cannot %s pages of the pool '%s': %s: %s", method, name, type(error).__name__, error)
             whole = [False] * len(keys)
         finally:  # after an error, too, no tier may use the pages any more
             for count, answers in waiting:
