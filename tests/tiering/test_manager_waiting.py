@@ -9,7 +9,7 @@ import pytest
 from tests.tiering.conftest import LARGE_BUDGETS, LOOKUP_TIMEOUT_S, Bench, MakeBench, ManualTier, keys
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.requests import ManagerLimits
-from tiered_kv.toolkit.lookups import BatchedLookups
+from tiered_kv.toolkit.lookups import BatchedLookups, Probe, Question
 
 
 def answers_nothing(bench: Bench) -> None:
@@ -29,13 +29,18 @@ def is_on_its_way(bench: Bench) -> None:
     bench.tier.has(6)
 
 
-def answer_in_next_step(tier: ManualTier, bench: Bench, answer: bool) -> None:
-    """Let a tier answer lookups at the end of a step, as one with a remote index does."""
+def answer_in_next_step(tier: ManualTier, bench: Bench, answer: bool, keys_a_step: int = 1000) -> None:
+    """Let a tier answer lookups at the end of a step, as one with a remote index does; a slow one, a few of them."""
     lookups = BatchedLookups(lambda: None, timeout_s=3600, clock=bench.clock)
+    waiting: list[Question] = []
 
     def end_step() -> None:
         while (probe := lookups.take()) is not None:
-            lookups.answer(probe, [answer] * len(probe.keys))
+            waiting.extend(probe.questions)
+        answered, waiting[:] = waiting[:keys_a_step], waiting[keys_a_step:]
+        if answered:
+            probe = Probe([question.key for question in answered], answered[0].deadline, answered)
+            lookups.answer(probe, [answer] * len(answered))
 
     tier.lookup = lambda key, req_context: lookups.lookup_many([key], req_context)[0]  # type: ignore[method-assign]
     tier.lookup_many = lookups.lookup_many  # type: ignore[method-assign]
@@ -189,30 +194,42 @@ def test_a_request_without_an_id_waits_no_longer_than_others(
 
 @pytest.mark.parametrize("found_in", [0, 2, None])
 @pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("keys_a_step", [1000, 1])
 def test_a_request_without_an_id_asks_as_often_as_others(
-    make_bench: MakeBench, many: bool, found_in: int | None
+    make_bench: MakeBench, keys_a_step: int, many: bool, found_in: int | None
 ) -> None:
-    bench = make_bench(*[{**LARGE_BUDGETS, "lookup_timeout": 3600}] * 3)
-    for number, tier in enumerate(bench.tiers):
-        answer_in_next_step(tier, bench, number == found_in)
-    bench.step()
-
-    def asked(context: ReqContext, *numbers: int) -> int:
+    def asked(req_id: str) -> int:
         """Return how many lookups were answered None before a promotion, or a miss."""
+        bench = make_bench(*[{**LARGE_BUDGETS, "lookup_timeout": 3600}] * 3)
+        for number, tier in enumerate(bench.tiers):
+            answer_in_next_step(tier, bench, number == found_in, keys_a_step)
+        bench.step()
+        context = bench.request(req_id)
         for count in range(100):
             if many:
-                answers = bench.manager.lookup_many(keys(*numbers), context)
+                answers = bench.manager.lookup_many(keys(1, 2, 3), context)
             else:
-                answers = bench.lookup(keys(*numbers), context)
+                answers = bench.lookup(keys(1, 2, 3), context)
             if None not in answers or bench.jobs:
                 return count
             bench.step()
         raise AssertionError("no answer")
 
-    named = asked(bench.request("a"), 1, 2)
-    for tier in bench.tiers:
-        tier.jobs.clear()
-    assert asked(ReqContext(), 3, 4) == named
+    assert asked("") == asked("a")
+
+
+def test_a_request_without_an_id_that_has_its_answers_asks_anew(make_bench: MakeBench) -> None:
+    bench = make_bench({**LARGE_BUDGETS, "lookup_timeout": 3600})
+    bench.tier.has(1, answer=None)
+    assert bench.lookup(keys(1), ReqContext()) == [None]
+    bench.step()
+    bench.tier.has()
+    assert bench.lookup(keys(1), ReqContext()) == [False]
+    bench.step()
+    bench.tier.has(1)
+    assert bench.lookup(keys(1), ReqContext()) == [None]
+    bench.step()
+    assert bench.jobs == [keys(1)]
 
 
 def test_requests_that_are_never_finished_do_not_pile_up(make_bench: MakeBench) -> None:

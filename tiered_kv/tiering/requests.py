@@ -50,6 +50,8 @@ class RequestState:
     # What it waits for.
     unanswered: dict[tuple[OffloadKey, GuardedTier], float] = field(default_factory=dict)
     """Since when (seconds) a tier has not answered for a key."""
+    denied: dict[OffloadKey, int] = field(default_factory=dict)
+    """Of the anonymous request: the number of the last tier that has answered False, since the request waits."""
     waited_s: float = 0.0
     """How long it has waited since it last loaded a block that was promoted for it."""
     asked_s: float = math.inf
@@ -60,6 +62,8 @@ class RequestState:
     """Whether the request itself looks up, and not its prefetch."""
     turn: object = None
     """The turn of the search in which it last asked."""
+    waiting_turn: object = None
+    """The turn of the search in which it was last answered None."""
     blocks_before: int | None = None
     """Blocks of its prefix that the engine has; None if unknown."""
 
@@ -101,7 +105,7 @@ class RequestState:
         self.stores_pending = 0
         self.unready = []
         self.sources = {}  # the history still reads the old dictionary
-        for kept in (self.failed, self.unanswered, self.keys):
+        for kept in (self.failed, self.unanswered, self.denied, self.keys):
             kept.clear()
 
 

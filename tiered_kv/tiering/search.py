@@ -84,8 +84,8 @@ class Search:
             return self._await(key, block, state)
         failed, timed_out, is_unanswered = state.failed, state.timed_out, bool(state.unanswered)
         searched = self._searched
-        if is_unanswered and not state.req_context.req_id:
-            searched = self._from_unanswered(key, state)
+        if (is_unanswered or state.denied) and not state.req_context.req_id:
+            searched = self._not_answered(key, state)
         for guarded, lookup in searched:
             if (failed and guarded in failed.get(key, ())) or (timed_out and guarded in timed_out):
                 continue
@@ -136,14 +136,15 @@ class Search:
         answers.update(dict.fromkeys(rest, False))
         return answers
 
-    def _from_unanswered(self, key: OffloadKey, state: RequestState) -> list[tuple[GuardedTier, _Lookup]]:
-        """Return the tiers from the one on whose answer the anonymous request waits for.
+    def _not_answered(self, key: OffloadKey, state: RequestState) -> list[tuple[GuardedTier, _Lookup]]:
+        """Return the tiers from the one on whose answer the anonymous request waits for a key, or that it asks next.
 
         The tiers before it have answered False. They do not keep answers for it, and would have to look again.
         """
-        searched = self._searched
-        number = next((at for at, (guarded, _) in enumerate(searched) if (key, guarded) in state.unanswered), 0)
-        return searched[number:]
+        searched, denied = self._searched, state.denied.get(key, 0)
+        waiting = (at for at, (guarded, _) in enumerate(searched) if (key, guarded) in state.unanswered)
+        number = next(waiting, None)
+        return searched[number:] if number is not None else [each for each in searched if each[0].number > denied]
 
     def skip(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return the answers for a request that skips loads: no tier is asked."""
@@ -164,8 +165,8 @@ class Search:
         asked = keys
         if state.failed:
             asked = [key for key in keys if guarded not in state.failed.get(key, ())]
-        if state.unanswered and not state.req_context.req_id:
-            asked = [key for key in asked if guarded in (each for each, _ in self._from_unanswered(key, state))]
+        if (state.unanswered or state.denied) and not state.req_context.req_id:
+            asked = [key for key in asked if guarded in (each for each, _ in self._not_answered(key, state))]
         try:
             # A copy: whatever the tier does with its list, each key keeps its answer.
             replies = checked_answers(guarded.tier.lookup_many(asked.copy(), req_context), len(asked))
@@ -198,14 +199,14 @@ class Search:
                 return self._miss(key)
             if not is_known and self._history is not None:  # once, although a waiting request asks in each step
                 state.found.append(key)
-        state.asked_s = self._now_s
+        state.asked_s, state.waiting_turn = self._now_s, self._turn
         return None
 
     def _judge(self, key: OffloadKey, answer: bool | None, guarded: GuardedTier, state: RequestState) -> _Verdict:
         if answer is None:
             now_s = self._clock()
             if now_s - state.unanswered.setdefault((key, guarded), now_s) < guarded.settings.lookup_timeout:
-                state.asked_s = self._now_s
+                state.asked_s, state.waiting_turn = self._now_s, self._turn
                 return _Verdict.WAIT
             guarded.counters.add("lookup_timeouts_total")
             self._fail(guarded, state)
@@ -223,11 +224,13 @@ class Search:
             if state.is_asking:
                 guarded.pace.add_lookup(self._clock() - asked_s, self._now_s)
         if not answer:
+            if asked_s is not None and not state.req_context.req_id:
+                state.denied[key] = guarded.number
             return _Verdict.ASK_NEXT_TIER
         if self._promotions.begin(key, guarded, state):
             if key in state.promoting and self._history is not None:  # not if it waits for room
                 state.found.append(key)
-            state.asked_s = self._now_s
+            state.asked_s, state.waiting_turn = self._now_s, self._turn
             return _Verdict.WAIT
         if not state.is_asking:
             return _Verdict.WAIT  # a prefetch may wait for room without a bound
@@ -274,6 +277,8 @@ class Search:
         self.report()
         self._asking = state
         if state.turn is not self._turn:
+            if state.turn is not state.waiting_turn or self._now_s - state.asked_s > PAUSE_S_MAX:
+                state.denied.clear()  # it does not wait any more
             state.turn = self._turn
             if state.asked_s < self._now_s:
                 self._count_wait(state)
