@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tiering.conftest import BLOCK_BYTES, Bench, MakeBench, keys
+from tests.tiering.conftest import BLOCK_BYTES, LARGE_BUDGETS, Bench, MakeBench, keys
 from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext
 from tiered_kv.tiering.requests import ManagerLimits
 
@@ -62,6 +62,18 @@ def test_a_request_level_tier_gets_the_whole_request_at_its_end(make_bench: Make
     assert not bench.jobs, "its last blocks are not written yet"
     bench.manager.complete_store(output.keys_to_store, context)
     assert bench.jobs == [keys(0, 1, 2, 3)]
+
+
+def test_a_request_level_tier_that_counts_offers_gets_nothing_before_the_request_s_end(make_bench: MakeBench) -> None:
+    bench = make_bench({**LARGE_BUDGETS, "admit_after": 2}, policy=OffloadPolicy.REQUEST_LEVEL)
+    bench.store(keys(0, 1), bench.request("earlier"))
+    bench.manager.on_request_finished(ReqContext("earlier"))
+    context = bench.request("a")
+    bench.load(keys(0, 1), context)
+    assert not bench.jobs
+    bench.store(keys(2), context)
+    bench.manager.on_request_finished(context)
+    assert bench.jobs == [keys(0, 1)]
 
 
 def test_a_completed_store_cascades_each_key_once_and_a_failed_one_does_not(bench: Bench) -> None:

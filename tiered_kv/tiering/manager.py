@@ -206,7 +206,10 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary.complete_load(keys, req_context)
         if self._counting_tiers and self.primary.hints_of(req_context).skips_store:
             return
+        state = self._requests.get(req_context)
         for guarded in self._counting_tiers:
+            if state is not None and guarded in state.request_level:
+                continue  # it is offered the blocks at the request's end
             # A load counts as an offer, except to the tier that the block came from.
             offered = [key for key in dict.fromkeys(keys) if self.hit_tier(key, req_context) != guarded.name]
             found = [self._primary_blocks.get(key) for key in offered]
