@@ -42,6 +42,15 @@ class Sorting(Own):
         blocks.reverse()  # type: ignore[attr-defined]
 
 
+class Cleaning(Own):
+    """Takes the chain from each block that leaves."""
+
+    def remove(self, blocks: Iterable[CPUBlock]) -> None:
+        super().remove(blocks)
+        for block in blocks:
+            block.chain = None
+
+
 class Raising(Own):
     """Raises in one of its methods, before or after the method has done its work."""
 
@@ -171,6 +180,7 @@ def run(policy: str | CachePolicy) -> None:
 def test_a_policy_that_keeps_the_rules_stays(caplog: pytest.LogCaptureFixture) -> None:
     run(f"{__name__}:Own")
     run(f"{__name__}:Sorting")  # it may do with its lists as it likes
+    run(f"{__name__}:Cleaning")
     assert not caplog.records
 
 

@@ -47,8 +47,10 @@ class GuardedPolicy(CachePolicy):
 
     def remove(self, blocks: Iterable[CPUBlock]) -> None:
         removed = list(blocks)
+        chains = [block.chain for block in removed]
         self._call("remove", removed)
-        for block in removed:
+        for block, chain in zip(removed, chains, strict=True):
+            block.chain = chain  # a pinned block without one would be taken for forgotten
             self._held.pop(block.block_id, None)
 
     def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
