@@ -47,6 +47,11 @@ class FailingDescriptionTier(FourMethodTier):
         raise RuntimeError("no words")
 
 
+class FailingShutdownTier(FourMethodTier):
+    def shutdown(self) -> None:
+        raise RuntimeError("no end")
+
+
 class SecretDescriptionTier(FourMethodTier):
     def describe(self) -> dict[str, object]:
         return {"servers": ["redis://user:hunter2@host"], "nodes": {"a": "redis://:hunter2@host"}, "count": 2}
@@ -90,10 +95,18 @@ def test_check_shows_the_other_tiers_where_one_cannot_be_opened(tmp_path: Path, 
     opens = [("cpu", False), ("bad", False), ("failing", False), ("good", True)]
     assert [(tier["name"], tier["ok"]) for tier in result["tiers"]] == opens
     cpu, bad, failing, _ = (tier["error"] for tier in result["tiers"])
-    assert cpu == "RuntimeError: cannot order 256 blocks"
+    assert cpu.endswith("cannot be made for 256 blocks: RuntimeError: cannot order 256 blocks")
     assert "file" in bad
     assert failing == "RuntimeError: no words"
     assert "FAILED" in command.out("check", stack, status=1)
+
+
+def test_a_tier_that_does_not_shut_down_costs_no_answer(
+    tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    stack = stack_file(tmp_path, "type: 'tests.test_cli:FailingShutdownTier'")
+    assert command.json("check", stack)["ok"]
+    assert "failed to shut down: RuntimeError: no end" in caplog.text
 
 
 def test_check_shows_no_password_of_a_tier_s_description(tmp_path: Path, command: Command) -> None:

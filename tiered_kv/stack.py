@@ -116,7 +116,7 @@ class Stack(BlockFacade):
                 backend, config.primary.policy, enable_events=reports_events, hints=config.hints
             )
             self.secondary_tiers: list[SecondaryTierManager] = []
-            undo.callback(_shut_down, self.secondary_tiers, config)
+            undo.callback(shut_down, self.secondary_tiers, config)
             for settings in config.secondary:
                 self.secondary_tiers.append(open_tier(config, settings, self.kv_view, wants_events=reports_events))
             self.tier_names = [tier.name for tier in config.secondary]
@@ -240,10 +240,11 @@ def open_region(config: StackConfig) -> PrimaryRegion:
     return region
 
 
-def _shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
-    """Close tiers, and empty the list, because another tier could not be opened. That tier's error is raised.
+def shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
+    """Close tiers that no manager has, and empty the list. Errors are logged.
 
-    The error's traceback keeps this stack alive. Tiers in the list would keep the primary tier's memory mapped.
+    If another tier could not be opened, the traceback of its error keeps this stack alive. Tiers in the list would keep
+    the primary tier's memory mapped.
     """
     while tiers:
         tier = tiers.pop()

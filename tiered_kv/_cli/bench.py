@@ -17,7 +17,7 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.observe.report.bench_page import BENCH_COLUMNS, bench_page, bench_remarks, bench_rows
 from tiered_kv.observe.report.page import Run, quantity
-from tiered_kv.stack import open_tier
+from tiered_kv.stack import open_tier, shut_down
 from tiered_kv.workload.bench import BenchSettings, TierBench, bench_tier
 
 _ROUND_BYTES = 256 << 20
@@ -99,7 +99,7 @@ def _bench(
                 reported.note_tiers([settings.name], [tier])
             return bench_tier(tier, settings.name, region.kv_view, bench, on_round=on_round)
         finally:
-            tier.shutdown()
+            shut_down([tier], config)
 
 
 def _show(stack: str, results: list[TierBench], settings: BenchSettings) -> None:

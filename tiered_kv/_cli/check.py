@@ -15,7 +15,7 @@ from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.limits import Need, refuse, shared_memory_need
-from tiered_kv.stack import needs_of, open_region, open_tier
+from tiered_kv.stack import needs_of, open_region, open_tier, shut_down
 
 _PROBE_BLOCKS = 2
 """Size of a region for the secondary tiers, if the primary tier cannot be opened."""
@@ -105,7 +105,7 @@ def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegi
     secrets = settings.secret_texts()
     try:
         tier = open_tier(config, settings, region.kv_view)
-        opened.callback(tier.shutdown)
+        opened.callback(shut_down, [tier], config)
         details = {name: _scrubbed(each, secrets) for name, each in tier.describe().items()}
         return TierCheck(settings.name, settings.type, True, details=details)
     except Exception as error:  # a third-party tier may raise anything
