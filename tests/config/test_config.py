@@ -228,6 +228,7 @@ class TestTextsWithoutQuotes:
             ("namespace.extra.a", "namespace: {model: m, extra: {a: %s}}"),
             ("secondary.0.url", "secondary: [{type: vault, capacity: 1MiB, url: %s}]"),
             ("secondary.1.tls.ca_file", "secondary: [{type: vault}, {type: vault, tls: {ca_file: %s}}]"),
+            ("secondary.0.type", "secondary: [{type: %s, path: x}]"),
             ("secondary.0.hosts.1", "secondary: [{type: vault, hosts: [a, %s]}]"),
             ("primary.policy", "primary: {capacity: 1MiB, policy: %s}"),
         ],
@@ -236,7 +237,7 @@ class TestTextsWithoutQuotes:
         problems = error_in_file(tmp_path, line % text)
         assert f"{where}: expected a text; put it in quotes: '{text}'" in problems
 
-    @pytest.mark.parametrize("key", ["on", "007", "1.10"])
+    @pytest.mark.parametrize("key", ["on", "007", "1.10", "2024-01-01", "2024-01-01 10:00:00"])
     def test_the_error_repeats_a_key_too(self, tmp_path: Path, key: str) -> None:
         lines = f"namespace: {{model: m, extra: {{{key}: x}}}}\nsecondary: [{{type: vault, {key}: 1}}]"
         problems = error_in_file(tmp_path, lines)
@@ -253,6 +254,9 @@ class TestTextsWithoutQuotes:
         problems = error_in_file(tmp_path, "block: {bytes: 0x0, tokens: yes}\nprimary: {capacity: 1MiB, tenant: 010}")
         for found in ("greater than or equal to 1, found 0x0", "whole number, found yes", "with the value 010"):
             assert found in problems
+
+    def test_no_number_of_a_list_is_repeated(self, tmp_path: Path) -> None:
+        assert "policy: expected a text, found a list" in error_in_file(tmp_path, "primary: {policy: [1.10, 010]}")
 
     def test_a_mapping_of_python_has_no_text_to_repeat(self) -> None:
         assert error_of({**MINIMAL, "namespace": {"model": 1.1}}) == "namespace.model: expected a text, found 1.1"

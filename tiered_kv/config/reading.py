@@ -184,7 +184,7 @@ class _StackLoader(yaml.SafeLoader):
         if isinstance(node, yaml.MappingNode):
             for key_node, value_node in node.value:
                 key = self.construct_object(key_node)
-                inside = (*location, key if isinstance(key, (str, int)) else str(key))  # as pydantic's paths
+                inside = (*location, key if isinstance(key, (str, int)) else repr(key))  # as pydantic's paths
                 yield from self._no_texts(key_node, (*inside, KEY))
                 yield from self._no_texts(value_node, inside)
         elif isinstance(node, yaml.SequenceNode):

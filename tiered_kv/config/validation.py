@@ -167,7 +167,7 @@ def _as_written(value: object, name: str, location: Location) -> str:
 def _shown(value: object, name: str) -> str:
     if isinstance(value, Mapping):  # any of its values may be a secret
         return repr({str(key): HIDDEN for key in value})[:_SHOWN_CHARACTERS_MAX]
-    if isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
+    if isinstance(value, (list, tuple)) and not all(isinstance(item, str) for item in value):
         return "a list"
     public = redact(value, name)
     if isinstance(public, bool) or public is None:
