@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from tiered_kv.permissions import check_file
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, Epoch
-from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, has_name
+from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, has_name
 from tiered_kv_nvme.layout import PAGE_BYTES
 
 EPOCH_NAME = "epoch"
@@ -95,7 +95,7 @@ class DirectoryEpoch:
         try:
             if check_file(fd, EPOCH_NAME, any_owner=not self._private).st_size != PAGE_BYTES:
                 os.ftruncate(fd, 0)
-                os.posix_fallocate(fd, 0, PAGE_BYTES)
+                Disk().fallocate(fd, PAGE_BYTES)
         except BaseException:
             os.close(fd)
             raise

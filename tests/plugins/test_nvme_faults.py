@@ -129,9 +129,6 @@ def test_without_fallocate_a_segment_is_allocated_by_writing_zeros(
     def refuse(fd: int, offset: int, size_bytes: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    bench.open().close()  # makes the small files, which are not opened with O_DIRECT
-    for segment in bench.segments:
-        segment.unlink()
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     store = bench.open(want_direct=want_direct)
     bench.fill(store)
