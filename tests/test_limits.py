@@ -24,6 +24,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.limits import Limits, Need, Take, compare, require
 from tiered_kv.stack import needs_of, open_stack
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.toolkit.claimed import walk
 from tiered_kv.worker.shared import SharedStack
 from tiered_kv_nvme.sizing import SEGMENTS_MAX, SEGMENTS_MIN, Sizing, descriptors_left
 
@@ -216,6 +217,28 @@ def test_nvme_stores_with_a_capacity_far_above_its_disk(
         stack.flush(10.0)
         assert stack.counters()["nvme"]["stored_blocks_total"] == 8
     assert "of the capacity can be had: its disk has no more free space; lower capacity" in caplog.text
+
+
+def test_fs_evicts_for_new_blocks_on_a_disk_that_is_smaller_than_its_capacity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, disk_bytes = os.statvfs(tmp_path), 8 * MIB
+
+    def of_small_disk(path: object) -> os.statvfs_result:
+        used_bytes = sum(each.st_blocks * 512 for entries in walk(str(tmp_path)) for _, each in entries)
+        return os.statvfs_result((*status[:4], max(0, disk_bytes - used_bytes) // status.f_frsize, *status[5:]))
+
+    monkeypatch.setattr(os, "statvfs", of_small_disk)
+    entry = {"type": "fs", "path": str(tmp_path / "kv"), "capacity": "100TiB"}
+    with open_stack(stack_of(entry, blocks=512)) as stack:
+        for number in range(6):
+            keys = make_keys(400, f"batch {number}")
+            stack.put(keys, np.full((400, 4096), number, np.uint8))
+            stack.flush(10.0)
+        assert stack.counters()["fs"]["stored_blocks_total"] == 2400
+    assert sum(each.st_blocks * 512 for entries in walk(str(tmp_path)) for _, each in entries) <= disk_bytes
+    with open_stack(stack_of(entry, blocks=512)) as stack:
+        assert stack.get(keys, np.empty((400, 4096), np.uint8), timeout=10.0) == 400
 
 
 def test_a_segment_by_default_is_larger_where_there_are_few_descriptors() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import failure_reason
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.files import reason_of
-from tiered_kv_fs.ledger import VALID_S, Holder, Ledger
+from tiered_kv_fs.ledger import VALID_S, Holder, Ledger, LedgerState
 from tiered_kv_fs.sweeper import Sweep, Sweeper
 
 _log = logging.getLogger("tiered_kv.fs")
@@ -30,6 +31,10 @@ _BUSY_PAUSE_S: Final = 0.05
 _REFUSAL_S: Final = 1.0
 """How long a failure holds for later stores, so that queued stores do not each wait for it."""
 _CLOSE_TIMEOUT_S: Final = 0.5
+_MEASURE_S: Final = 10.0
+"""How often to look at the disk's free space; some file systems count a removed file seconds later."""
+GRANTS_MIN: Final = 16
+"""The least number of grants in a capacity, or on a disk that is smaller."""
 _EPOCH_TIMEOUT_S: Final = 5.0
 
 Call = Callable[..., Awaitable[Any]]  # Any: the function's result
@@ -61,12 +66,15 @@ class Keeper:
     counters: Counters
     call: Call
     capacity_bytes: int  # what the directory may occupy
-    grant_bytes: int  # of one request to the ledger
+    grant_bytes: int  # of one request to the ledger; less on a small disk
+    grant_bytes_min: int  # for a part of a job
     room_timeout_s: float  # how long a store waits for room
 
     def __post_init__(self) -> None:
         self.owner = secrets.token_hex(8)  # this tier's name in the ledger
         self._usable_bytes = self.capacity_bytes - OPENING_BYTES
+        self._grant_bytes_max = self.grant_bytes
+        self._measure_after_s = 0.0
         self._ledger = Ledger(self.directory.path)
         self._sweeper = Sweeper(self.directory, self._ledger, self._usable_bytes, self.counters)
         with self._ledger.locked() as state:
@@ -243,6 +251,8 @@ class Keeper:
             self.directory.make()
         value = self.epoch.saved_value(time.monotonic() + _EPOCH_TIMEOUT_S)
         with self._ledger.locked() as state:
+            self._measure(state)
+            wanted_bytes = min(wanted_bytes, self.grant_bytes)
             is_known = self.owner in state.holders
             # The total may miss bytes in use, if the ledger has removed this holder.
             state.add(-returned_bytes if is_known else OPENING_BYTES + in_flight_bytes)
@@ -256,6 +266,20 @@ class Keeper:
             return _Reply(0, is_known, 0, needs_sweep=True)
         is_short = state.total_bytes + self.grant_bytes > self._usable_bytes
         return _Reply(granted_bytes, is_known, state.total_bytes, is_short or state.is_survey_due)
+
+    def _measure(self, state: LedgerState) -> None:
+        """Keep to what the disk has room for. A capacity above it is never reached, and so would evict nothing."""
+        if state.total_bytes is None or time.monotonic() < self._measure_after_s:
+            return
+        self._measure_after_s = time.monotonic() + _MEASURE_S
+        disk = os.statvfs(self.directory.path)
+        if not disk.f_blocks:  # a file system in user space that does not say
+            return
+        granted_bytes = sum(holder.granted_bytes for holder in state.holders.values())
+        room_bytes = max(0, state.total_bytes - granted_bytes) + disk.f_bavail * disk.f_frsize
+        self._usable_bytes = max(0, min(self.capacity_bytes, room_bytes) - OPENING_BYTES)
+        self._sweeper.capacity_bytes = self._usable_bytes
+        self.grant_bytes = max(self.grant_bytes_min, min(self._grant_bytes_max, self._usable_bytes // GRANTS_MIN))
 
     def _leave(self, free_bytes: int) -> None:
         with self._ledger.locked() as state:

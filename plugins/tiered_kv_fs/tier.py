@@ -13,7 +13,7 @@ from aiofiles.os import wrap
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import Counters
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.limits import disk_need
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
 from tiered_kv.toolkit.background import BackgroundTask
@@ -24,7 +24,7 @@ from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv.toolkit.threads import DaemonThreads
 from tiered_kv_fs.blocks import BlockFiles, Moved, room_bytes_of
 from tiered_kv_fs.directory import Directory
-from tiered_kv_fs.keeper import OPENING_BYTES, Keeper
+from tiered_kv_fs.keeper import GRANTS_MIN, OPENING_BYTES, Keeper
 from tiered_kv_fs.settings import FsSettings
 
 T = TypeVar("T")
@@ -33,8 +33,6 @@ _log = logging.getLogger("tiered_kv.fs")
 _PART_BYTES: Final = 256 << 10
 """Bytes of one call to a thread: several small blocks, because the call costs as much as a block of 64 KiB."""
 _GRANT_BYTES_MAX: Final = 64 << 20
-_GRANTS_MIN: Final = 16
-"""The least number of grants in a capacity."""
 _SMALL_THINGS_BYTES: Final = 8 * OPENING_BYTES
 """Bytes of the least capacity for the small files of several processes, and for directories."""
 _ROOM_TIMEOUT_MAX_S: Final = 5.0
@@ -64,15 +62,15 @@ class Sizing(NamedTuple):
             ConfigError: The capacity is too small.
         """
         room_bytes = room_bytes_of(block_bytes + overhead_bytes)
-        least_bytes = _SMALL_THINGS_BYTES + _GRANTS_MIN * room_bytes
+        least_bytes = _SMALL_THINGS_BYTES + GRANTS_MIN * room_bytes
         if capacity_bytes < least_bytes:
             raise ConfigError(
                 f"{capacity_bytes} bytes are too few for blocks of {block_bytes}; give at least {least_bytes}",
                 location="capacity",
             )
         usable_bytes = capacity_bytes - _SMALL_THINGS_BYTES
-        part_blocks = max(1, min(_PART_BYTES // block_bytes, usable_bytes // _GRANTS_MIN // room_bytes))
-        grant_bytes = max(part_blocks * room_bytes, min(_GRANT_BYTES_MAX, usable_bytes // _GRANTS_MIN))
+        part_blocks = max(1, min(_PART_BYTES // block_bytes, usable_bytes // GRANTS_MIN // room_bytes))
+        grant_bytes = max(part_blocks * room_bytes, min(_GRANT_BYTES_MAX, usable_bytes // GRANTS_MIN))
         return cls(part_blocks, room_bytes, grant_bytes)
 
 
@@ -114,6 +112,7 @@ class FsTier(AsyncTier):
                 self._call,
                 capacity_bytes=settings.capacity,
                 grant_bytes=self._sizing.grant_bytes,
+                grant_bytes_min=self._sizing.part_blocks * self._sizing.room_bytes,
                 room_timeout_s=min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2),
             )
         except OSError as error:
@@ -204,7 +203,8 @@ class FsTier(AsyncTier):
         return self._files.contains(self._cache_epoch.value(deadline), keys)
 
     def _save_epoch(self) -> None:
-        self._cache_epoch.saved_value(time.monotonic() + _SHUTDOWN_TIMEOUT_S)
+        with suppress(OSError, TieredKVError):  # the keeper tries again, and logs why that fails
+            self._cache_epoch.saved_value(time.monotonic() + _SHUTDOWN_TIMEOUT_S)
 
     # The scheduler's thread.
 
@@ -236,7 +236,7 @@ class FsTier(AsyncTier):
             "threads": self._settings.threads,
             "capacity_bytes": self._settings.capacity,
             "used_bytes": self._keeper.used_bytes,
-            "grant_bytes": self._sizing.grant_bytes,
+            "grant_bytes": self._keeper.grant_bytes,
         }
 
     def _disk_warning(self) -> str:

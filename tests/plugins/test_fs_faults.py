@@ -82,6 +82,18 @@ def test_the_first_failure_is_logged_with_the_system_s_words(
     assert os.strerror(errno.EIO) in line
 
 
+def test_a_reset_that_cannot_be_written_is_logged_in_one_line(
+    rig: TierRig, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.store(make_keys(1))
+    (epoch,) = path.glob("*/epoch")
+    epoch.unlink()
+    epoch.mkdir()
+    rig.tier.reset_cache()
+    wait_until(lambda: not rig.store(make_keys(1, "later")).success and bool(caplog.records), 5.0)
+    assert not [record.getMessage() for record in caplog.records if record.exc_info]
+
+
 def test_a_block_that_cannot_be_read_is_not_offered_until_it_can(rig: TierRig, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = make_keys(2)
     rig.store(keys)
