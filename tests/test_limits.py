@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tests.support.stacks import stack_of
 from tiered_kv.cli import main
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.stack_config import load_config
+from tiered_kv.config.units import parse_bytes
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
 from tiered_kv.limits import Limits, Need, Take, compare, require
@@ -29,6 +31,7 @@ from tiered_kv.worker.shared import SharedStack
 from tiered_kv_nvme.sizing import SEGMENTS_MAX, SEGMENTS_MIN, Sizing, descriptors_left
 
 MIB, GIB = 1 << 20, 1 << 30
+PAIR = list(enumerate(("nvme", "nvme", "fs")))
 UNLIMITED = str(0x7FFFFFFFFFFFF000)
 V2 = "30 23 0:26 {root} /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 V1 = (
@@ -116,7 +119,7 @@ def test_a_stack_that_does_not_fit_is_refused_and_one_that_barely_fits_is_warned
     assert str(caught.value) == (
         "primary.capacity: the stack takes up to 1.0GiB of memory, and the limit is 1GiB (memory.max of the cgroup "
         "/sys/fs/cgroup/kubepods/pod7): 50MiB that this process has, 600MiB by primary.capacity, 400MiB by "
-        "secondary.0.capacity; lower primary.capacity, or raise that limit; primary.capacity has room for 574MiB"
+        "secondary.0.capacity; lower primary.capacity, or raise that limit; primary.capacity has room for 471MiB"
     )
     (close,) = compare(of_memory(950 * MIB), limits)
     assert "leaves little for everything else" in close.problem
@@ -126,6 +129,30 @@ def test_a_stack_that_does_not_fit_is_refused_and_one_that_barely_fits_is_warned
     assert not guess.is_refused
     (fits,) = compare(of_memory(800 * MIB), limits)
     assert fits.problem == ""
+
+
+@pytest.mark.parametrize("capacity", ["2GiB", "983MiB", "2000123456"])
+def test_the_room_that_a_message_names_is_enough(capacity: str, tmp_path: Path) -> None:
+    limits = limits_of(tmp_path, *TREES["v2, nested"][:3])
+    (need,) = compare(of_memory(parse_bytes(capacity)), limits)
+    assert need.is_refused
+    (again,) = compare(of_memory(parse_bytes(need.problem.rpartition(" ")[2])), limits)
+    assert again.problem == ""
+    assert again.wanted > 0.89 * GIB
+
+
+def test_the_descriptors_that_a_message_names_are_enough(tmp_path: Path) -> None:
+    tiers = [
+        {"type": kind, "name": f"{kind}-{at}", "path": f"{tmp_path}/{at}", "capacity": "1TiB"} for at, kind in PAIR
+    ]
+    config = load_config(stack_of(*tiers))
+    with soft_limit(resource.RLIMIT_NOFILE, 64):
+        (need,) = (each for each in needs_of(config) if each.what == "descriptors")
+    named = re.search(r"raise it to (\d+)", need.problem)
+    assert named
+    with soft_limit(resource.RLIMIT_NOFILE, int(named[1])):
+        (need,) = (each for each in needs_of(config) if each.what == "descriptors")
+    assert need.problem == ""
 
 
 def test_memory_high_slows_down_and_is_a_warning(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from tiered_kv.config.units import rounded_bytes
+from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.errors import ConfigError
 
 Resource = Literal["memory", "descriptors", "threads", "disk", "shared memory"]
@@ -42,6 +42,7 @@ class Take:
     amount: int  # bytes, or a number
     setting: str
     is_estimate: bool = False  # never a reason to refuse the stack
+    amount_max: int = 0  # with a higher limit, if it takes more then
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,8 @@ def compare(takes: Sequence[Take], limits: Limits | None = None, *, numa_node: i
             needs.append(_memory(own, limits, numa_node))
         elif what == "descriptors":
             limit = limits.descriptors()
-            advice = f"half of it is left to the process; raise it to {2 * wanted}, or change {largest.setting}"
+            enough = DESCRIPTORS_SHARE * sum(max(take.amount, take.amount_max) for take in own)
+            advice = f"half of it is left to the process; raise it to {enough}, or change {largest.setting}"
             is_short = wanted > limit.amount // DESCRIPTORS_SHARE
             needs.append(_need("descriptors", wanted, limit, largest.setting, advice if is_short else ""))
         elif every := limits.threads():
@@ -186,7 +188,8 @@ def _memory(takes: Sequence[Take], limits: Limits, numa_node: int | None) -> Nee
     limit = min(limits.memory(numa_node), key=lambda each: each.amount, default=Limit(1 << 62, "unknown"))
     lower = f"lower {setting}, or raise that limit"
     if wanted > limit.amount:
-        room = rounded_bytes(max(0, limit.amount - wanted + max(take.amount for take in takes)))
+        others = wanted - max(take.amount for take in takes)
+        room = _rounded_down(max(0, int(_CLOSE * limit.amount) - others))
         estimate = sum(take.amount for take in takes if take.is_estimate)
         advice = f"{text}; {lower}; {setting} has room for {room}"
         return _need("memory", wanted, limit, setting, advice, refused=wanted - estimate > limit.amount)
@@ -195,6 +198,12 @@ def _memory(takes: Sequence[Take], limits: Limits, numa_node: int | None) -> Nee
         return _need("memory", wanted, slow, setting, f"{text}; above it, the kernel slows the process down; {lower}")
     close = f"{text}; that leaves little for everything else in it; {lower}" if wanted > _CLOSE * limit.amount else ""
     return _need("memory", wanted, limit, setting, close)
+
+
+def _rounded_down(size_bytes: int) -> str:
+    """Return a size that fits where `size_bytes` do, to three digits or so."""
+    unit = 1 << max(0, size_bytes.bit_length() - 7) // 10 * 10
+    return format_bytes(size_bytes // unit * unit)
 
 
 def disk_need(path: str | int, capacity_bytes: int, used_bytes: int, setting: str = "capacity") -> Need:

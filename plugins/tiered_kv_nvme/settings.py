@@ -43,6 +43,7 @@ class NvmeSettings(CodecSettings):
             Take("threads", self.threads + 2, "threads"),  # the reclaimer, and the writer of resets
         ]
         with suppress(ConfigError):  # the sizes do not fit: the opening says so
+            most = Sizing.of(self.capacity, block_bytes, self.segment).segments_wanted
             sizing = Sizing.of(self.capacity, block_bytes, self.segment, descriptors_max=descriptors_left())
-            takes.append(Take("descriptors", sizing.segments_wanted, "segment"))
+            takes.append(Take("descriptors", sizing.segments_wanted, "segment", amount_max=most))
         return tuple(takes)
