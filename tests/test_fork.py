@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
 
+from tests.support.interrupts import signalled
 from tests.support.stacks import stack_of
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ShutdownError
+from tiered_kv.interrupts import CallThread
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_fs.files import locked
@@ -33,6 +38,7 @@ def forked(work: Callable[[], object] = lambda: None) -> Iterator[None]:
     child = os.fork()
     if not child:
         status = 1
+        signal.alarm(60)
         try:
             work()
             os.close(writer)
@@ -54,13 +60,15 @@ def test_in_another_process_tiers_over_a_host_s_memory_refuse_and_close_nothing(
     namespace = Namespace(model="m")
     with DirectTiers(pool, block_bytes=BLOCK_BYTES, tiers=[memory], namespace=namespace) as tiers:
         assert tiers.wait("store", KEYS, [0, BLOCK_BYTES]) == [True] * 2
+        tiers.counters()  # starts the parent's call thread
         parent = os.getpid()
 
         def use_and_close() -> None:
             with pytest.raises(ShutdownError, match=f"belong to process {parent}; open others"):
                 tiers.wait("contains", KEYS)
-            with pytest.raises(ShutdownError):
-                tiers.reset()
+            for call in (tiers.reset, tiers.counters):
+                with pytest.raises(ShutdownError):
+                    call()
             tiers.close()
 
         with forked(use_and_close):
@@ -82,6 +90,31 @@ def test_in_another_process_a_stack_refuses_and_closes_nothing() -> None:
 
         with forked(use_and_close):
             assert stack.get(KEYS, BLOCKS) == 2
+
+
+def test_a_child_that_a_signal_handler_forks_does_not_wait_for_the_parent_s_call() -> None:
+    calls = CallThread("tiered-kv-calls")
+    child: int | None = None
+
+    def fork(number: int, frame: FrameType | None) -> None:
+        nonlocal child
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(60)
+
+    status = 1
+    try:
+        with signalled(fork, 0.05):
+            calls.run(lambda: time.sleep(0.3))
+    except ShutdownError:
+        status = 0
+    finally:
+        if child == 0:
+            os._exit(status)
+    calls.stop()
+    assert child is not None
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_an_nvme_directory_is_free_once_it_is_closed_though_a_child_lives(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.support.interrupt_cases import BLOCK_BYTES, BLOCKS, CONTENT, INTERRUP
 from tests.support.interrupts import Interrupt, interrupt, signalled
 from tests.support.stacks import PATIENT, Register, stack_of
 from tests.support.threads import no_threads
+from tiered_kv import interrupts
 from tiered_kv.errors import ShutdownError
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.faults import HeldJobsTier
@@ -76,6 +77,24 @@ def test_a_handler_may_close_the_stack_while_a_call_waits(held: Gate) -> None:
 
     with signalled(close, 0.05), pytest.raises(ShutdownError):
         stack.put(new_keys(2), CONTENT[:2], timeout=10 * WAIT_S)
+
+
+def test_an_interrupted_caller_waits_a_limited_time_for_a_call_that_hangs(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupts, "_END_S", 0.1)
+    gate.close()
+    calls, began_s, undone = interrupts.CallThread("tiered-kv-calls"), time.monotonic(), Gate(is_open=False)
+
+    def hang() -> bool:
+        gate.pass_through()
+        return True
+
+    with signalled(interrupt, 0.05), pytest.raises(Interrupt):
+        calls.run_only(hang, undo=lambda _: undone.open())
+    assert time.monotonic() - began_s < WAIT_S / 2
+    gate.open()
+    undone.pass_through()
 
 
 def test_without_a_thread_for_it_a_call_runs_all_the_same() -> None:

@@ -359,9 +359,8 @@ class BlockFacade:
     # Calls and their arguments.
 
     def _run(self, call: Callable[[], T]) -> T:
-        self._raise_if_forked()  # before the lock: it is never released if it was held at the fork
         self._raise_if_closed()  # before the lock: `close` holds it until the manager is shut down
-        return self._call_thread.run(call)
+        return self._call_thread.run(call)  # not in a forked child: there a lock may be held for ever
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -394,10 +393,6 @@ class BlockFacade:
                     if not self._is_shut_down:
                         self.manager.on_request_finished(context)
                         self.manager.on_schedule_end()
-
-    def _raise_if_forked(self) -> None:
-        if os.getpid() != self._pid:
-            raise ShutdownError(f"the stack belongs to process {self._pid}; open another one after a fork")
 
     def _raise_if_closed(self) -> None:
         self._call_thread.check()

@@ -12,6 +12,8 @@ held.
 from __future__ import annotations
 
 import _thread
+import math
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -19,12 +21,16 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, TypeVar
 
+from tiered_kv.errors import ShutdownError
 from tiered_kv.tiering.step import PAUSES_MAX, STEP
 
 T = TypeVar("T")
 
 _POLL_S: Final = 0.1
 """How often a waiting thread checks whether the call thread has ended. The end of its call wakes it at once."""
+
+_END_S: Final = 10.0
+"""How long an interrupted caller waits for the end of its call. A tier that hangs in a call never lets it end."""
 
 
 class _AbandonedError(BaseException):
@@ -58,11 +64,12 @@ class CallThread:
     """Runs calls of the main thread, one after the other, on one daemon thread that starts with the first call.
 
     Calls of other threads run where they are: no signal handler runs there. So do calls for which no thread can be
-    started, and calls after `stop`.
+    started, and calls after `stop`. A forked child has no such thread, so there `run` raises `ShutdownError`.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._pid = os.getpid()
         self._calls: SimpleQueue[_Call[Any]] = SimpleQueue()  # Any: the thread does not use the results
         self._claim = threading.Lock()  # held by the thread that serves the calls
         self._running: _Call[Any] | None = None
@@ -79,6 +86,7 @@ class CallThread:
         return self._run(work, undo)
 
     def _run(self, work: Callable[[], T], undo: Callable[[T], object] | None) -> T:
+        self._raise_if_forked()
         if threading.get_ident() != threading.main_thread().ident or self._is_over or sys.is_finalizing():
             return work()
         call = _Call(work)
@@ -97,8 +105,8 @@ class CallThread:
             last = _Call(lambda: _undo(call, undo), is_last=undo is not None)
             if self._start():
                 self._calls.put(last)
-                self._await(last)
-            if not last.has_ended:  # the thread had ended before
+                self._await(last, _END_S)
+            if not last.has_ended and self._running is None:  # the thread had ended before
                 last.run()
             raise
         if not call.has_ended:
@@ -160,11 +168,17 @@ class CallThread:
             self._is_over = call.is_last
             del call  # and what its work refers to
 
-    def _await(self, call: _Call[T]) -> None:
-        """Wait until a call has ended, or cannot run on the thread."""
-        while not call.end.acquire(timeout=_POLL_S):
+    def _await(self, call: _Call[T], timeout_s: float = math.inf) -> None:
+        """Wait until a call has ended, or cannot run on the thread, at most about `timeout_s`."""
+        while not call.end.acquire(timeout=_POLL_S) and timeout_s > 0:
+            self._raise_if_forked()  # in a signal handler
             if self._is_over or not self._start():
                 return
+            timeout_s -= _POLL_S
+
+    def _raise_if_forked(self) -> None:
+        if os.getpid() != self._pid:
+            raise ShutdownError(f"this belongs to process {self._pid}; open another one after a fork")
 
 
 def _undo(call: _Call[T], undo: Callable[[T], object] | None) -> None:

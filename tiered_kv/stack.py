@@ -157,7 +157,6 @@ class Stack(BlockFacade):
             ConfigError: The stack keeps no history.
             ShutdownError: Another process opened the stack before a fork.
         """
-        self._raise_if_forked()
         if self.history is None:
             raise ConfigError("the stack keeps no history: its setting is 0", location="history")
         history = self.history

@@ -180,6 +180,6 @@ def _remarks(tier: TierPurge) -> Iterator[str]:
         yield from (f"LEFT of {each.namespace}: {text}" for text in each.left)
         yield from each.notes
     for digest in tier.unknown:
-        yield f"whose namespace {digest} is cannot be error_text; give --namespace if it is meant"
+        yield f"the tenant of the namespace {digest} is not known; give --namespace {digest} if it is meant"
     if tier.error:
         yield f"FAILED: {tier.error}"
