@@ -50,7 +50,7 @@ class Reclaimer:
         self._watched_s = time.monotonic()
         self._watch_after_s = self._watched_s + _WATCH_S
         self._is_failing = False  # no header of a reclaimed segment could be written, and no new file since
-        self._logged: set[type[Exception]] = set()
+        self._logged: set[type[BaseException]] = set()
         self._stopping = False
         self._thread = start_thread(self._serve, self.name)
 
@@ -70,13 +70,13 @@ class Reclaimer:
                 with self.pool.changed:
                     missing = self.pool.free_missing
                 worked = (missing > 0 and self._make_room()) or self._seal()
-            except Exception as error:  # without a reclaimer every later store would fail
+            except BaseException as error:  # without a reclaimer every later store would fail
                 self._log(error)
                 worked, failed = False, True
             if not worked:
                 self._rest(failed)
 
-    def _log(self, error: Exception) -> None:
+    def _log(self, error: BaseException) -> None:
         if type(error) not in self._logged:
             self._logged.add(type(error))
             _log.error("reclaiming failed; further errors of this kind are not logged", exc_info=error)

@@ -17,6 +17,7 @@ from tiered_kv.errors import TierBusyError
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_nvme.index import slot_of
+from tiered_kv_nvme.reclaimer import Reclaimer
 
 if TYPE_CHECKING:
     from tests.plugins.conftest import StoreBench
@@ -74,6 +75,20 @@ def test_the_first_failure_of_each_kind_is_logged_with_the_system_s_words(
     ]
     for text, code in zip(lines, (errno.ENOSPC, errno.EIO, errno.EIO), strict=True):
         assert os.strerror(code) in text
+
+
+def test_no_error_ends_the_reclaimer(bench: StoreBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, make_room, errors = bench.open_ready(), Reclaimer._make_room, [SystemExit("unforeseen")]
+
+    def fail_once(reclaimer: Reclaimer) -> bool:
+        if errors:
+            raise errors.pop()
+        return make_room(reclaimer)
+
+    monkeypatch.setattr(Reclaimer, "_make_room", fail_once)
+    bench.fill(store)
+    bench.wait_until_ready(store)
+    assert not errors
 
 
 def test_a_failed_read_fails_its_run_and_keeps_the_blocks(bench: StoreBench) -> None:
