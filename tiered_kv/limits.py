@@ -1,8 +1,8 @@
 """What this process may use, and what a stack takes of it.
 
 `Limits` reads the limits of the process, of its cgroups and of the machine. `compare` sets what a stack takes against
-them. Other processes of the same container have the same limits, and their use is not known: only the stack counts, and
-the memory that its process has at that moment.
+them. The memory that other processes of the same container use is not known: only the stack counts, and the memory that
+its process has at that moment.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ with Shortage(Resource.THREAD, 3) as shortage:      # the third thread does not 
     stack.put(keys, blocks)
 assert shortage.refused
 
-with descriptors_left(2):                           # also for what libraries open in C
+with DescriptorsLeft(2):                            # also for what libraries open in C
     stack.put(keys, blocks)
 """
 
