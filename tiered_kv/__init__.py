@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         ConfigError,
         FormatError,
         MissingExtraError,
+        ResourceError,
         ShutdownError,
         TierBusyError,
         TieredKVError,
@@ -56,6 +57,7 @@ __all__ = [
     "OffloadKey",
     "OffloadingManager",
     "ReqContext",
+    "ResourceError",
     "SecondaryTierFactory",
     "SecondaryTierManager",
     "ShutdownError",
@@ -86,8 +88,8 @@ _MODULES = {
     "tiered_kv.config.settings": "TierSettings",
     "tiered_kv.config.stack_config": "StackConfig load_config stack_schema",
     "tiered_kv.direct.tiers": "DirectTiers",
-    "tiered_kv.errors": "ConfigError FormatError MissingExtraError ShutdownError TierBusyError TierError "
-    "TierUnavailableError TieredKVError",
+    "tiered_kv.errors": "ConfigError FormatError MissingExtraError ResourceError ShutdownError TierBusyError "
+    "TierError TierUnavailableError TieredKVError",
     "tiered_kv.hooks": "TierType hookimpl tier_plugins",
     "tiered_kv.stack": "Stack open_stack",
     "tiered_kv.tiering.base": "JobMetadata JobResult SecondaryTierManager TierSpec",

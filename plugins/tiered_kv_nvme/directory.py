@@ -105,7 +105,7 @@ class Directory:
             TieredKVError: Another process has made it, or it cannot be claimed.
             OSError: The file system refuses, or another one is mounted there now.
         """
-        if self._is_in_place():
+        if has_name(self.path, None, self.fd):
             if not has_name(LOCK_NAME, self.fd, self._lock_fd):
                 self._replace_lock(take_lock(self.fd, self.claimed))
             names = frozenset(os.listdir(self.fd))
@@ -123,12 +123,6 @@ class Directory:
     def close(self) -> None:
         release_lock(self._lock_fd, self.fd)
         os.close(self.fd)
-
-    def _is_in_place(self) -> bool:
-        try:
-            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.fd))
-        except FileNotFoundError:
-            return False
 
     def _claim(self, fd: int) -> int:
         """Check, lock and mark a directory; return the descriptor of its lock file."""

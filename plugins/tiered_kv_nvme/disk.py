@@ -60,8 +60,8 @@ class Disk:
         os.fdatasync(fd)
 
 
-def has_name(name: str, directory_fd: int, fd: int) -> bool:
-    """Return whether an open file still has its name in a directory: somebody may have deleted or moved it."""
+def has_name(name: str, directory_fd: int | None, fd: int) -> bool:
+    """Return whether an open file still has its name in a directory, or its path: it may be deleted or moved."""
     try:
         return os.path.samestat(os.stat(name, dir_fd=directory_fd, follow_symlinks=False), os.fstat(fd))
     except FileNotFoundError:

@@ -114,7 +114,7 @@ class Reclaimer:
             os.close(segment.fd)
         self._grow_after_s = 0.0
         self.counters.add("lost_segments_total", count=len(deleted))
-        _log.warning("%d segment files in %s were deleted by somebody; others take their place", len(deleted), path)
+        _log.warning("%d segment files in %s were deleted by another program, and are replaced", len(deleted), path)
 
     def _seal(self) -> bool:
         with self.pool.changed:

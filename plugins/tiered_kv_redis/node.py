@@ -38,7 +38,7 @@ class Node:
     after each failure, also of a probe.
 
     Attributes:
-        said: The last words of a server or library, by reason; the servers of a tier share it.
+        said: The last text of a server or library, by reason; the servers of a tier share it.
     """
 
     def __init__(

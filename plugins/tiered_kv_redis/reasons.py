@@ -19,7 +19,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from tiered_kv.config.redaction import scrub
+from tiered_kv.config.redaction import foreign_text
 from tiered_kv.toolkit.resolver import note_refused
 
 ABSENT: Final = "absent"
@@ -85,7 +85,6 @@ _NOT_SERVED: Final = "Hash slot not served"
 """A member's text, after CLUSTERDOWN, if one slot has no server and other slots have."""
 _BY_TEXT: Final = {_NOT_SERVED.encode(): MOVED, b"max number of clients": UNAVAILABLE}
 """By the beginning of the text after the code, before the code counts."""
-_TEXT_CHARACTERS_MAX = 240
 
 _BY_TYPE: Final[Mapping[type[BaseException], str]] = {
     AuthenticationError: AUTH,
@@ -122,9 +121,9 @@ def reason_of_code(line: bytes) -> str:
 
 
 def with_text(message: str, text: str, secrets: Set[str]) -> str:
-    """Return `message` with the `text` of a server or library, which may repeat a password or be of any length."""
-    shown = scrub(text, secrets)[:_TEXT_CHARACTERS_MAX]
-    return f"{message} ({ascii(shown)[1:-1]})" if shown else message
+    """Return `message` with the `text` of a server or library."""
+    shown = foreign_text(text, secrets)
+    return f"{message} ({shown})" if shown else message
 
 
 def reason_of_error(error: BaseException) -> str:

@@ -76,11 +76,11 @@ class RedisTier(BlockingTier):
             self._keyspace = KeySpace(self._topology, digest, getattr(offloading_spec, "namespace", {}))
             refusal = self._contact()
             if refusal in REFUSAL_HINTS:
-                message = self._with_words(f"the server {REFUSAL_HINTS[refusal]}", refusal)
+                message = self._with_text(f"the server {REFUSAL_HINTS[refusal]}", refusal)
                 raise TierUnavailableError(message, tier=name, operation="open")
             if refusal:
-                words = self._with_words(refusal, refusal)
-                _log.warning("tier '%s': no server can be used yet: %s; it is used when one can", name, words)
+                shown = self._with_text(refusal, refusal)
+                _log.warning("tier '%s': no server can be used yet: %s; it is used when one can", name, shown)
             super().__init__(
                 offloading_spec,
                 primary_kv_view,
@@ -113,7 +113,7 @@ class RedisTier(BlockingTier):
         refusal = self._contact()
         if refusal:
             hint = REFUSAL_HINTS.get(refusal, f"cannot be used now: {refusal}")
-            message = self._with_words(f"the server {hint}", refusal)
+            message = self._with_text(f"the server {hint}", refusal)
             raise TierUnavailableError(message, tier=self.name, operation="describe")
         settings = self._settings
         return {
@@ -243,10 +243,10 @@ class RedisTier(BlockingTier):
             self._counters.add("unanswered_lookups_total", count=count)
         if reason not in (ABSENT, MOVED) and (operation, reason) not in self._warned:
             self._warned.add((operation, reason))
-            words = self._with_words(reason, reason)
-            _log.warning("tier '%s': %ss fail: %s; further ones are only counted", self.name, operation, words)
+            shown = self._with_text(reason, reason)
+            _log.warning("tier '%s': %ss fail: %s; further ones are only counted", self.name, operation, shown)
         return reported
 
-    def _with_words(self, message: str, reason: str) -> str:
-        """Return `message` with what a server last said for this reason."""
+    def _with_text(self, message: str, reason: str) -> str:
+        """Return `message` with the last text of a server or library for this reason."""
         return with_text(message, self._topology.said.get(reason, ""), self._settings.secret_texts())

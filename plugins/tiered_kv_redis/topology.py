@@ -36,7 +36,7 @@ class Topology:
     been replaced by one with older data.
 
     Attributes:
-        said: The last words of a server or library, by reason.
+        said: The last text of a server or library, by reason.
     """
 
     def __init__(self, settings: RedisSettings, on_change: Callable[[], None] = lambda: None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any
 
-from tiered_kv.config.redaction import scrub
+from tiered_kv.config.redaction import foreign_text
 from tiered_kv.counters import Counters
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.toolkit.background import BackgroundTask
@@ -25,8 +25,6 @@ REFRESH_S = 60.0
 RENEW_PAUSE_S = 5.0
 """The pause between two attempts to get new credentials."""
 
-WORDS_MAX = 300
-"""Characters of a server's message that are shown."""
 LOGGED_MAX = 64
 """Kinds of failures that are logged."""
 
@@ -114,9 +112,7 @@ class Account:
             kind = operation, reason, level
             is_first = kind not in self._logged and len(self._logged) < LOGGED_MAX
             self._logged |= {kind} if is_first else set()
-        shown = scrub(" ".join(words.split()), self._secrets.union(used))[:WORDS_MAX]
-        if not shown.isprintable() or "authorization" in shown.lower():
-            shown = ""
+        shown = "" if "authorization" in words.lower() else foreign_text(words, self._secrets.union(used))
         self.failures.add("failed_requests_total", operation, str(reason))  # no member of an enum as a label
         if is_first:
             about = "tier '%s': a request to %s failed: %s%s; further ones are only counted, in failed_requests_total"

@@ -15,6 +15,7 @@ from pydantic import SecretBytes, SecretStr
 from tiered_kv.errors import TieredKVError
 
 HIDDEN = "***"
+_FOREIGN_CHARACTERS_MAX = 240
 
 _SECRET_NAME = re.compile(
     r"pass(word|wd|phrase)|secret|token(?!s)|credential|(api|access|private|encryption|account)_?key|"
@@ -81,6 +82,11 @@ def scrub(text: str, secrets: Set[str]) -> str:
         if secret:
             text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
     return _QUERY.sub(rf"\1{HIDDEN}", _USERINFO_IN_TEXT.sub(rf"\1{HIDDEN}@", text))
+
+
+def foreign_text(text: str, secrets: Set[str]) -> str:
+    """Return what a server or library says, for a message: on one line, of limited length, without `secrets`."""
+    return ascii(scrub(" ".join(text.split()), secrets)[:_FOREIGN_CHARACTERS_MAX])[1:-1]
 
 
 def error_text(error: Exception, secrets: Set[str]) -> str:

@@ -64,9 +64,7 @@ class Pace:
         return blocks * (self.compute_block_s + self.compute_growth_s * (before + blocks / 2))
 
     def add(self, blocks: int, seconds: float, now_s: float) -> None:
-        """Note that a load took `seconds`, with `blocks` in flight; an empty load says nothing of the tier."""
-        if not blocks:
-            return
+        """Note that a load took `seconds`, with `blocks` in flight, at least one of them its own."""
         is_old = self._seen >= LOADS_MIN and now_s - seconds - self._added_s >= RETRY_S
         expected_s = self._load_of(blocks)
         is_as_before = expected_s / 2 <= seconds <= 2 * expected_s
