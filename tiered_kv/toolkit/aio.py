@@ -16,7 +16,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ResourceError
 from tiered_kv.tiering.step import give_way
-from tiered_kv.toolkit.jobs import Outcome, Part, checked_answers, checked_outcome
+from tiered_kv.toolkit.jobs import Outcome, Part, checked_outcome, checked_presence
 from tiered_kv.toolkit.queued import QueuedTier, block_bytes_of
 from tiered_kv.toolkit.threads import DaemonThreads, start_thread
 
@@ -254,7 +254,7 @@ class AsyncTier(QueuedTier):
             try:
                 async with timeout:
                     await self._ensure_open()
-                    answers = checked_answers(await self.contains_blocks(probe.keys), probe.keys)
+                    answers = checked_presence(await self.contains_blocks(probe.keys), probe.keys)
             except BaseException as error:
                 if not timeout.expired():
                     self._reason_of("contains_blocks", error)

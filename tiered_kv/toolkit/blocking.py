@@ -12,7 +12,7 @@ from typing import Any
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ResourceError
 from tiered_kv.tiering.step import give_way
-from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part, checked_answers, checked_outcome
+from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part, checked_outcome, checked_presence
 from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
 from tiered_kv.toolkit.threads import start_thread
 
@@ -183,7 +183,7 @@ class BlockingTier(QueuedTier):
     def _run_probes(self) -> None:
         while (probe := self._take_probe()) is not None:
             try:
-                answers = checked_answers(self.contains_blocks(probe.keys), probe.keys)
+                answers = checked_presence(self.contains_blocks(probe.keys), probe.keys)
             except BaseException as error:
                 self._note_error("contains_blocks", error)
                 answers = [False] * len(probe.keys)

@@ -102,7 +102,7 @@ def checked_outcome(returned: object, keys: Sequence[OffloadKey]) -> Outcome:
     return ALL_DONE if len(successful) == len(keys) else Outcome(successful, returned.reason or "error")
 
 
-def checked_answers(returned: object, keys: Sequence[OffloadKey]) -> list[bool]:
+def checked_presence(returned: object, keys: Sequence[OffloadKey]) -> list[bool]:
     """Return what `contains_blocks` returned; all False if that is invalid."""
     if not isinstance(returned, Sequence | np.ndarray) or isinstance(returned, str) or len(returned) != len(keys):
         return [False] * len(keys)
