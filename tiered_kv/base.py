@@ -58,14 +58,14 @@ class ReqContext:
     _offload_key_positions: dict[OffloadKey, int] = field(default_factory=dict, repr=False, init=False, compare=False)
 
     def set_offload_key_position(self, key: OffloadKey, end_token: int) -> None:
-        """Tell where a block ends in the request, in tokens, so that its place does not depend on the order of calls.
+        """Set where a block ends in the request, in tokens. Then its position does not depend on the order of calls.
 
-        Tell it for all blocks of a request, of every KV cache group, or for none.
+        Set it for all blocks of a request, of every KV cache group, or for none.
         """
         self._offload_key_positions[key] = end_token
 
     def get_offload_key_position(self, key: OffloadKey) -> int | None:
-        """Return where a block ends in the request, in tokens; None if the engine does not tell it."""
+        """Return where a block ends in the request, in tokens; None if the engine does not give it."""
         return self._offload_key_positions.get(key)
 
 

@@ -103,7 +103,7 @@ class Bucket:
     def get(self, name: str, sink: Sink, bytes_max: int, deadline: float, *, expires: bool = True) -> Verdict:
         """Read an object into the memory that `sink` returns; AGED past half its `ttl`, if it `expires`.
 
-        `bytes_max` is the most that `sink` takes, for bodies whose length the server does not tell in advance. One that
+        `bytes_max` is the most that `sink` takes, for bodies whose length the server does not give in advance. One that
         ends with its connection may be cut off, so it has to come twice.
         """
         earlier: bytearray | None = None

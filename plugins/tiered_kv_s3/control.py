@@ -60,7 +60,7 @@ class Control:
     Every method raises `BucketError` if the request fails.
 
     Args:
-        record_bytes: What a block takes if the server's listing does not tell sizes.
+        record_bytes: What a block takes if the server's listing has no sizes.
     """
 
     def __init__(self, account: Account, settings: S3Settings, tier: str, record_bytes: int = 0) -> None:
@@ -317,7 +317,7 @@ _POSITIONS: Final[Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, str]]]
 
 
 def age_s(entry: Mapping[str, Any], now_s: float) -> float:
-    """Return an object's age; 0 if the server does not tell when it was written."""
+    """Return an object's age; 0 if the server does not say when it was written."""
     return now_s - entry["LastModified"].timestamp() if "LastModified" in entry else 0.0
 
 

@@ -32,7 +32,7 @@ RENEWALS_MAX = 1024
 REFUSED_MAX = 8
 """Requests to delete that are refused one after another, before a sweep ends."""
 CLOCK_S = 2.0
-"""Servers tell times in whole seconds."""
+"""Servers give times in whole seconds."""
 _JITTER = 0.2
 
 

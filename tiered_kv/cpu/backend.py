@@ -31,8 +31,8 @@ class RequestChain:
         last_use: When the request last used or allocated blocks, as a number that rises; set by `refresh`.
         note: The policy's own data of the request.
         position_of: Returns where a block of the request ends, in tokens, or None: `ReqContext`'s method. None if the
-            engine does not tell positions.
-        step: The distance between the positions of neighbouring blocks: 1, or larger if the engine tells positions.
+            engine does not give positions.
+        step: The distance between the positions of neighbouring blocks: 1, or larger if the engine gives positions.
     """
 
     __slots__ = ("_next_position", "_positions", "hints", "last_use", "note", "position_of", "step")
@@ -50,22 +50,22 @@ class RequestChain:
         """Note that the request uses blocks now."""
         self.last_use = next(_uses)
 
-    def is_told(self, key: OffloadKey) -> bool:
-        """Return whether the engine tells the position of `key`, and so of the blocks beside it."""
+    def has_position(self, key: OffloadKey) -> bool:
+        """Return whether the engine gives the position of `key`, and so of the blocks beside it."""
         return self.position_of is not None and self.position_of(key) is not None
 
     def in_order(self, blocks: list[CPUBlock]) -> list[CPUBlock]:
         """Return blocks that the request uses in the order of its prefix, over all KV cache groups."""
-        if len(blocks) < 2 or not self.is_told(blocks[0].key):
+        if len(blocks) < 2 or not self.has_position(blocks[0].key):
             return blocks
-        return sorted(blocks, key=lambda block: self._told_position(block.key))
+        return sorted(blocks, key=lambda block: self._given_position(block.key))
 
     def extend(self, blocks: Sequence[CPUBlock]) -> None:
-        """Append `blocks` to the request's blocks, or place them where the engine tells.
+        """Append `blocks` to the request's blocks, or place them where the engine says.
 
         They must not be in an order now.
         """
-        if blocks and self.is_told(blocks[0].key):
+        if blocks and self.has_position(blocks[0].key):
             return self._place(blocks)
         position = self._next_position
         positions = self._positions
@@ -80,7 +80,7 @@ class RequestChain:
 
         Blocks that return from another request's chain get their former positions.
         """
-        if blocks and self.is_told(blocks[0].key):
+        if blocks and self.has_position(blocks[0].key):
             return self._place(blocks)
         positions = [self._positions.get(block.key, -1) for block in blocks]
         if all(before < after for before, after in zip([-1, *positions], positions, strict=False)):
@@ -99,13 +99,13 @@ class RequestChain:
         before = self._next_position >> _GROUP_BITS
         for block in blocks:
             block.chain = self
-            position = block.position = self._told_position(block.key)
+            position = block.position = self._given_position(block.key)
             tokens = (position >> _GROUP_BITS) - before
             if tokens > 0 and (self.step == 1 or tokens << _GROUP_BITS < self.step):
                 self.step = tokens << _GROUP_BITS
             before += tokens
 
-    def _told_position(self, key: OffloadKey) -> int:
+    def _given_position(self, key: OffloadKey) -> int:
         assert self.position_of is not None
         end_token = self.position_of(key)
         # Blocks of several groups that end together keep one order, so that each is above the same others.

@@ -339,7 +339,7 @@ class CPUOffloadingManager(OffloadingManager):
     def written_blocks(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[CPUBlock]:
         """Return the blocks of `keys` that this request was to write; free them if a reset has removed them.
 
-        If the engine tells positions, they are in the order of the prefix.
+        If the engine gives positions, they are in the order of the prefix.
         """
         req_id = req_context.req_id
         get = self.blocks.get
