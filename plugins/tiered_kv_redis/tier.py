@@ -152,7 +152,7 @@ class RedisTier(BlockingTier):
             self._keyspace.check_writes(time.monotonic() + self._settings.timeout)
         except NodeError as error:
             return {
-                "warning": self._with_words(
+                "warning": self._with_text(
                     f"the server refuses UNLINK, so stores may fail too: {error.reason}", error.reason
                 )
             }
