@@ -46,22 +46,6 @@ _IRRELEVANT = names(
 )
 """Variables of libraries that count for nothing: how they compile, where they keep it, and what they print."""
 
-LIBRARIES = (
-    "torch", "triton", "triton_kernels", "transformers", "torchao", "xformers", "bitsandbytes", "nvidia-modelopt",
-    "deep-gemm", "deep-ep", "flashinfer", "flashinfer-python", "flash-attn", "flash-attn-4", "flash_attn_interface",
-    "flash-mla", "aiter", "amd-aiter", "tilelang", "nvidia-cutlass-dsl", "quack-kernels", "humming-kernels",
-    "compressed-tensors", "helion", "hpc", "fla-core", "flydsl", "torch-npu", "intel-extension-for-pytorch",
-)  # fmt: skip
-"""Packages, and modules without a package, with which several engines compute."""
-
-LIBRARY_PREFIXES = (
-    "AITER|CK|CUBLAS|CUBLASLT|CUTE_DSL|DG|DNNL|FA|FLA|FLASHINFER|FLASH_ATTENTION|FLYDSL|FMHA|GDN|"
-    "HIPBLASLT|HUMMING|MINIMAX|NVTE|ONEDNN|QUACK|ROCBLAS|TILELANG|TRITON|TRTLLM"
-)
-"""Prefixes of these libraries' variables, without the last underscore, as a part of a regular expression."""
-LIBRARY_VARIABLES = "ATEN_CPU_CAPABILITY|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|XHS_VIDEO_JPEG_QUALITY"
-"""Their other variables."""
-
 _NEEDS_TORCH = re.compile(
     r"^Requires-Dist: *(torch|triton|jax)(?![\w.-])(?!.*\bextra *==)", re.MULTILINE | re.IGNORECASE
 )

@@ -20,14 +20,7 @@ from sglang.srt.runtime_context import get_context, get_device, get_parallel, ge
 from sglang.srt.server_args import ServerArgs
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.environment import (
-    LIBRARIES,
-    LIBRARY_PREFIXES,
-    LIBRARY_VARIABLES,
-    computing_packages,
-    counting_variables,
-    instruction_sets,
-)
+from tiered_kv.integrations.environment import computing_packages, counting_variables, instruction_sets
 from tiered_kv.integrations.hf_config import depends_on_length, without_origin
 from tiered_kv.integrations.sglang.irrelevant import SETTINGS, VARIABLES
 from tiered_kv.integrations.sglang.settings import LOCATION
@@ -40,9 +33,12 @@ _FILE_FORMATS = frozenset({"auto", "safetensors", "pt", "npcache", "mistral", "f
 """Load formats that read the files of the model's directory or repository."""
 
 _PACKAGES = (
-    *LIBRARIES,
-    "sgl-deep-gemm", "sgl-deep-ep", "sgl-flash-mla", "sgl-kernel", "sglang-kernel", "kernels", "mlx", "torchair",
-    "spas_sage_attn", "wave-lang", "kt-kernel", "petit-kernel", "vector-quantize-pytorch",
+    "torch", "triton", "triton_kernels", "transformers", "torchao", "xformers", "bitsandbytes", "nvidia-modelopt",
+    "deep-gemm", "sgl-deep-gemm", "deep-ep", "sgl-deep-ep", "flashinfer", "flashinfer-python", "flash-attn",
+    "flash-attn-4", "flash_attn_interface", "flash-mla", "sgl-flash-mla", "sgl-kernel", "sglang-kernel", "aiter",
+    "amd-aiter", "tilelang", "nvidia-cutlass-dsl", "quack-kernels", "humming-kernels", "kernels", "compressed-tensors",
+    "helion", "hpc", "fla-core", "flydsl", "mlx", "torch-npu", "torchair", "spas_sage_attn", "wave-lang",
+    "intel-extension-for-pytorch", "kt-kernel", "petit-kernel", "vector-quantize-pytorch",
 )  # fmt: skip
 """Packages, and modules without a package, that count beside those that `computing_packages` finds by metadata."""
 
@@ -50,8 +46,11 @@ _PLUGINS = re.compile(r"^sglang\.")
 """Groups of entry points whose packages count: they bring models, platforms, hooks."""
 
 _VARIABLES = re.compile(
-    rf"^(SGLANG|SGL|ASCEND_USE|DEEP_NORMAL|ROCM_QUICK_REDUCE|USE_AITER|USE_ROCM|USE_TRITON|{LIBRARY_PREFIXES})_|"
-    rf"^(IS_H200|TIMM_FUSED_ATTN|VIDEO_MAX_PIXELS|{LIBRARY_VARIABLES})$"
+    "^(SGLANG|SGL|AITER|ASCEND_USE|CK|CUBLAS|CUBLASLT|CUTE_DSL|DEEP_NORMAL|DG|DNNL|FA|FLA|FLASHINFER|FLASH_ATTENTION|FLYDSL|"
+    "FMHA|GDN|HIPBLASLT|HUMMING|MINIMAX|NVTE|ONEDNN|QUACK|ROCBLAS|ROCM_QUICK_REDUCE|TILELANG|TRITON|TRTLLM|USE_AITER|"
+    "USE_ROCM|USE_TRITON)_|"
+    "^(ATEN_CPU_CAPABILITY|IS_H200|NVIDIA_TF32_OVERRIDE|TIMM_FUSED_ATTN|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|"
+    "VIDEO_MAX_PIXELS|XHS_VIDEO_JPEG_QUALITY)$"
 )
 """Variables that count, of SGLang and of the libraries that it computes with, unless `irrelevant` names them."""
 

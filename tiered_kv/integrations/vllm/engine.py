@@ -20,14 +20,7 @@ from vllm.config.utils import normalize_value
 from vllm.platforms import current_platform
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.environment import (
-    LIBRARIES,
-    LIBRARY_PREFIXES,
-    LIBRARY_VARIABLES,
-    computing_packages,
-    counting_variables,
-    instruction_sets,
-)
+from tiered_kv.integrations.environment import computing_packages, counting_variables, instruction_sets
 from tiered_kv.integrations.hf_config import depends_on_length, without_origin
 from tiered_kv.integrations.user_namespace import UserModelNamespace
 from tiered_kv.integrations.vllm.irrelevant import FIELDS, SECTIONS, VARIABLES
@@ -43,8 +36,11 @@ _FILE_FORMATS = frozenset(
 """Load formats that read the files of the model's directory or repository."""
 
 _PACKAGES = (
-    *LIBRARIES,
-    "flash-attn-3", "vllm-flash-attn", "tokenspeed-mla", "b12x", "oink", "zentorch", "torch-xla", "tpu-inference",
+    "torch", "triton", "triton_kernels", "transformers", "torchao", "xformers", "bitsandbytes", "nvidia-modelopt",
+    "deep-gemm", "deep-ep", "flashinfer", "flashinfer-python", "flash-attn", "flash-attn-3", "flash-attn-4",
+    "flash_attn_interface", "flash-mla", "vllm-flash-attn", "aiter", "amd-aiter", "tilelang", "nvidia-cutlass-dsl",
+    "quack-kernels", "humming-kernels", "tokenspeed-mla", "compressed-tensors", "b12x", "helion", "hpc", "fla-core",
+    "flydsl", "oink", "zentorch", "torch-npu", "torch-xla", "intel-extension-for-pytorch", "tpu-inference",
     "transformer-engine", "terratorch",
 )  # fmt: skip
 """Packages, and modules without a package, that count beside those that `computing_packages` finds by metadata."""
@@ -53,8 +49,10 @@ _PLUGINS = re.compile(r"^vllm\.(?!stat_logger_plugins$|endpoint_plugins$|io_proc
 """Groups of entry points whose packages count: they bring models, platforms, kernels. Others serve and observe."""
 
 _VARIABLES = re.compile(
-    rf"^(VLLM|B12X|INKLING|LAMPORT|MM_SPARSE_ATTN|MSA|XPU|{LIBRARY_PREFIXES})_|"
-    rf"^(FORCE_NUM_KV_SPLITS|USE_DEFAULT_FLA_NORM|USE_FLAGOS|{LIBRARY_VARIABLES})$"
+    "^(VLLM|AITER|B12X|CK|CUBLAS|CUBLASLT|CUTE_DSL|DG|DNNL|FA|FLA|FLASHINFER|FLASH_ATTENTION|FLYDSL|FMHA|GDN|"
+    "HIPBLASLT|HUMMING|INKLING|LAMPORT|MINIMAX|MM_SPARSE_ATTN|MSA|NVTE|ONEDNN|QUACK|ROCBLAS|TILELANG|TRITON|TRTLLM|XPU)_|"
+    "^(ATEN_CPU_CAPABILITY|FORCE_NUM_KV_SPLITS|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|"
+    "USE_DEFAULT_FLA_NORM|USE_FLAGOS|XHS_VIDEO_JPEG_QUALITY)$"
 )
 """Variables that count, of vLLM and of the libraries that it computes with, unless `irrelevant` names them."""
 
