@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.stacks import stack_of
+from tests.support.stacks import PATIENT, stack_of
 from tiered_kv.cli import main
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.stack_config import load_config
@@ -256,16 +256,16 @@ def test_fs_evicts_for_new_blocks_on_a_disk_that_is_smaller_than_its_capacity(
         return os.statvfs_result((*status[:4], max(0, disk_bytes - used_bytes) // status.f_frsize, *status[5:]))
 
     monkeypatch.setattr(os, "statvfs", of_small_disk)
-    entry = {"type": "fs", "path": str(tmp_path / "kv"), "capacity": "100TiB"}
+    entry = {"type": "fs", "path": str(tmp_path / "kv"), "capacity": "100TiB", **PATIENT}
     with open_stack(stack_of(entry, blocks=512)) as stack:
         for number in range(6):
             keys = make_keys(400, f"batch {number}")
-            stack.put(keys, np.full((400, 4096), number, np.uint8))
-            stack.flush(10.0)
+            stack.put(keys, np.full((400, 4096), number, np.uint8), timeout=60.0)
+            assert stack.flush(60.0)
         assert stack.counters()["fs"]["stored_blocks_total"] == 2400
     assert sum(each.st_blocks * 512 for entries in walk(str(tmp_path)) for _, each in entries) <= disk_bytes
     with open_stack(stack_of(entry, blocks=512)) as stack:
-        assert stack.get(keys, np.empty((400, 4096), np.uint8), timeout=10.0) == 400
+        assert stack.get(keys, np.empty((400, 4096), np.uint8), timeout=60.0) == 400
 
 
 def test_a_segment_by_default_is_larger_where_there_are_few_descriptors() -> None:
