@@ -230,6 +230,7 @@ def is_long(request: Request) -> bool:
     return request.body.count(b"<Key>") > 10 or (is_listing and (limit is None or int(limit[1]) > 10))
 
 
+@pytest.mark.slow
 def test_a_server_that_needs_time_for_each_object_gets_requests_for_fewer(server: FakeS3) -> None:
     keys = make_keys(BLOCKS)
     with open_stack(config_of(server, capacity=None)) as stack:
@@ -237,7 +238,7 @@ def test_a_server_that_needs_time_for_each_object_gets_requests_for_fewer(server
         digest = stack.config.identity.digest.hex()
     many = Then(b"", "stall")
     server.reply = lambda request: many if is_long(request) else None
-    entry = config_of(server, request_timeout="200ms", attempts=1)["secondary"]
+    entry = config_of(server, request_timeout="2s", attempts=1)["secondary"]
     settings = S3Settings.model_validate(entry[0])  # type: ignore[index]
     with closing(S3Administration(settings)) as administration:
         purged = administration.purge(digest, time.monotonic() + WAIT_S)
