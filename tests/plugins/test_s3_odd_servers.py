@@ -231,6 +231,7 @@ def is_long(request: Request) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_server_that_needs_time_for_each_object_gets_requests_for_fewer(server: FakeS3) -> None:
     keys = make_keys(BLOCKS)
     with open_stack(config_of(server, capacity=None)) as stack:

@@ -13,7 +13,12 @@ from tests.support.figures import Figures, Profile
 from tests.support.interrupt_cases import INTERRUPTED, interrupt_by_signals
 from tests.support.stacks import PATIENT
 
-pytestmark = [pytest.mark.trust, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.trust,
+    pytest.mark.slow,
+    # Python ignores an interrupt that comes while a generator is closed, and pytest warns of it.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 TIERS = ["memory", "nvme", "fs"]
 
