@@ -10,14 +10,11 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Final
 
 from tiered_kv_s3.connection import Connection, Patience
 from tiered_kv_s3.pool import ConnectionPool, Step
+from tiered_kv_s3.settings import HEADS_IN_FLIGHT_MAX
 from tiered_kv_s3.verdict import Verdict
-
-HEADS_IN_FLIGHT_MAX: Final = 16
-"""Connections over which one batch of HEAD requests travels."""
 
 
 class Heads:

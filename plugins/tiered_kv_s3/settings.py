@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
@@ -10,6 +10,9 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from tiered_kv.config.units import Bytes, Count, FilePath, Seconds
 from tiered_kv.limits import Take
 from tiered_kv.toolkit.codec_settings import CodecSettings
+
+HEADS_IN_FLIGHT_MAX: Final = 16
+"""Connections over which one batch of HEAD requests travels, besides those for transfers."""
 
 
 class S3Settings(CodecSettings):
@@ -107,7 +110,7 @@ class S3Settings(CodecSettings):
         return url
 
     def takes(self, block_bytes: int) -> tuple[Take, ...]:
-        sockets = self.connections
+        sockets = self.connections + HEADS_IN_FLIGHT_MAX
         return (Take("descriptors", sockets, "connections"), Take("threads", self.connections + 2, "connections"))
 
     @model_validator(mode="after")

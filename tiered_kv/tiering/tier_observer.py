@@ -72,7 +72,7 @@ class TierObserver:
         self._job_events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
         self._jobs_before_reset: frozenset[JobId] = frozenset()
         self.keys_before_reset: set[OffloadKey] = set()
-        """Keys of stores that were in flight at a reset, and that no later store has. A tier may report them late."""
+        """Keys of stores in flight at the last reset that no later store has. A tier may report them late."""
 
     def notice(self, what: str) -> None:
         """Record a change of the tier's state."""
@@ -119,7 +119,7 @@ class TierObserver:
     def reset(self, jobs: Sequence[JobMetadata]) -> None:
         """Record that the tier has forgotten its blocks, including those of `jobs`, which are in flight."""
         self._jobs_before_reset = frozenset(job.job_id for job in jobs)
-        self.keys_before_reset.update(key for job in jobs if not job.is_promotion for key in job.keys)
+        self.keys_before_reset = {key for job in jobs if not job.is_promotion for key in job.keys}
         if self._history is not None:
             self._history.reset(self._number)
         self._job_events.clear()
