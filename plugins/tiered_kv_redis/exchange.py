@@ -6,7 +6,9 @@ import select
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.codecs import PLAIN, CodecSet
@@ -110,7 +112,7 @@ def _run_together(exchanges: Sequence[Exchange], deadline: float) -> None:
                 exchange.fail(error.reason)
                 continue
             begun.append((exchange, connection))
-            _guarded(exchange, connection.link, exchange.begin, deadline)
+            _guarded(exchange, connection.link, partial(_begin, exchange), deadline)
         _finish_as_they_answer([(each, connection.link) for each, connection in begun if not each.failure], deadline)
     finally:
         for exchange, connection in begun:
@@ -122,6 +124,11 @@ def _run_together(exchanges: Sequence[Exchange], deadline: float) -> None:
                 exchange.node.drop(connection, exchange.failure)
             else:
                 exchange.node.give_back(connection)
+
+
+def _begin(exchange: Exchange, link: Link, deadline: float) -> None:
+    with suppress(BrokenPipeError):  # the server has closed the connection, and may have said why: `finish` reads it
+        exchange.begin(link, deadline)
 
 
 def _finish_as_they_answer(begun: list[tuple[Exchange, Link]], deadline: float) -> None:

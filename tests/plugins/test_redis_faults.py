@@ -79,10 +79,17 @@ def test_a_read_only_replica_gives_blocks_and_takes_none(
             administration.purge(DIGEST.hex(), time.monotonic() + 60.0)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 def test_a_server_with_too_many_clients_says_so_on_its_unix_socket(
-    open_redis: OpenRedis, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    open_redis: OpenRedis,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_late: bool,
 ) -> None:
     path = str(tmp_path / "socket")
+    if is_late:  # the server's words come after the look for them, and the next command finds the socket closed
+        monkeypatch.setattr("tiered_kv_redis.connection.FirstReplyConnection.can_read", lambda *_: False)
     with RedisServer(tmp_path / "redis", ["--unixsocket", path, "--maxclients", "1"]) as server:
         with socket.create_connection(("127.0.0.1", server.port)) as only:
             only.sendall(b"PING\r\n")
