@@ -78,13 +78,16 @@ class Heads:
             self._send_next(connection, verdicts)
 
     def _send_next(self, connection: Connection, verdicts: list[Verdict]) -> None:
-        self._patience.next_timeout_s()  # raises once the deadline has passed
-        number = self._waiting.popleft()
+        number: int | None = None
         try:
+            self._patience.next_timeout_s()  # raises once the deadline has passed
+            number = self._waiting.popleft()
             self._send(connection, number)
         except OSError as error:
-            verdicts[number] = self._verdict_of_error(error)
             self._pool.give_back(connection, reuse=False)
+            if number is None:
+                raise
+            verdicts[number] = self._verdict_of_error(error)
             return
         self._in_flight[connection.fileno] = self._until_s(), number, connection
         self._poll.register(connection.fileno, select.POLLIN)
@@ -107,10 +110,10 @@ class Heads:
                 continue
             self._poll.unregister(descriptor)
             del self._in_flight[descriptor]
-            verdicts[number] = self._receive(connection) if descriptor in ready else Verdict.TIMEOUT
-            if descriptor not in ready:
-                connection.close()
-            self._pool.give_back(connection)
+            try:
+                verdicts[number] = self._receive(connection) if descriptor in ready else Verdict.TIMEOUT
+            finally:
+                self._pool.give_back(connection, reuse=descriptor in ready)
         for descriptor, (until_s, steps) in [*self._openings.items()]:
             if descriptor not in ready and now_s < until_s:
                 continue
