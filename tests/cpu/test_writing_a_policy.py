@@ -40,5 +40,6 @@ def test_the_policy_on_the_page_evicts_tails_and_loses_no_block(stack_file: Path
 
 
 @pytest.mark.usefixtures("stack_file")
+@pytest.mark.slow
 def test_the_test_on_the_page_finds_that_the_policy_keeps_the_rules() -> None:
     importlib.import_module("test_deepest_first").test_the_policy_keeps_the_rules()

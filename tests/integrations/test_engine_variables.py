@@ -6,6 +6,7 @@ looked at, but for those that the integrations name as irrelevant.
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -20,6 +21,7 @@ HERE = Path(__file__).parent
 PROGRAM = HERE / "engine_variables_program.py"
 
 
+@functools.cache
 def variables_of(engine: str, directory: Path) -> list[Message]:
     """Return what the program prints with each tested version of an engine."""
     if engine == "sglang":
@@ -42,9 +44,14 @@ def looked_at(engine: str) -> tuple[set[str], set[str]]:
     return count, never
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("variables")
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_each_variable_of_an_engine_was_looked_at(engine: str, tmp_path: Path) -> None:
-    versions = variables_of(engine, tmp_path)
+def test_each_variable_of_an_engine_was_looked_at(engine: str, directory: Path) -> None:
+    versions = variables_of(engine, directory)
     read = {name for version in versions for name in version["read"]}
     counting = {name for version in versions for name in version["counting"]}
     irrelevant = {name for version in versions for name in version["irrelevant"]}
@@ -62,6 +69,6 @@ def test_each_variable_of_an_engine_was_looked_at(engine: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_irrelevant_settings_are_those_of_the_engine(engine: str, tmp_path: Path) -> None:
-    missing = [set(version["settings_not_there"]) for version in variables_of(engine, tmp_path)]
+def test_irrelevant_settings_are_those_of_the_engine(engine: str, directory: Path) -> None:
+    missing = [set(version["settings_not_there"]) for version in variables_of(engine, directory)]
     assert set.intersection(*missing) == set()

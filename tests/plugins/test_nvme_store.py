@@ -85,6 +85,7 @@ def test_a_large_buffer_begins_on_a_huge_page() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.slow
 def test_the_index_takes_at_most_150_bytes_a_block_beyond_its_key() -> None:
     # Sizes just before and just after the dictionary grows: the worst is right after.
     for count in (174_000, 200_000, 350_000):
