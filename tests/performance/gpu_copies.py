@@ -1,16 +1,27 @@
 """How fast blocks are copied between a device and the primary tier, beside plain copies of as many bytes: JSON.
 
-    python tests/performance/gpu_copies.py [--device cuda|cpu] [--mib 256] [--rounds 5]
+    python tests/performance/gpu_copies.py [--device cuda|cpu] [--mib 256] [--rounds 5] [--pages 4,8,16,32,64,2048]
+    python tests/performance/gpu_copies.py --sweep [--mib 256]
 
 Stores and loads blocks that lie scattered on both sides, so that no two pages are neighbours, and compares every byte.
-The plain copy is one contiguous copy in each direction, from and to pinned memory where the device is a GPU.
+The plain copy is one contiguous copy in each direction, from and to pinned memory where the device is a GPU. There the
+driver, the kernel, and whichever of them the handlers choose copy short pages. `beside` has how many times as long a
+matrix product takes while copies run, and their rate then.
+
+`--sweep` measures the kernel with other numbers of programs and warps, and other pieces. A size that fails does not end
+it: its error is in the place of its figures.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import statistics
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -20,15 +31,24 @@ from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCa
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.worker import OffloadingHandler, TransferSpec, open_handlers
+from tiered_kv.worker.cuda import SHORT_RUN_BYTES, CudaCopier
+from tiered_kv.worker.plan import LOAD, STORE, CopyPlan
+from tiered_kv.worker.short_runs import KernelCopies
 
-PAGES_BYTES = (16 << 10, 64 << 10, 2 << 20)
+PAGES_KIB = (4, 8, 16, 32, 64, 2048)
 """A page is what one layer stores of one block."""
 NUM_LAYERS = 4
 NUM_JOBS = 8
 """Jobs that are in flight together, so that one is planned while those before it are copied."""
+WAYS = ("chosen", "driver", "kernel")
+SWEPT_PAGES_KIB = (8, 16, 64)
+SWEPT_PROGRAMS = (4, 8, 16, 32)
+SWEPT_SIZES = ((8, 4, 4), (8, 4, 8), (16, 4, 8), (16, 4, 16), (16, 2, 16), (32, 4, 16), (8, 16, 1))
+"""Warps, KiB of a piece, and pieces at once."""
+PRODUCT_SIZE = 8192
 
 
-def measure(device: str, page_bytes: int, total_bytes: int, rounds: int) -> dict[str, float]:
+def measure(device: str, page_bytes: int, total_bytes: int, rounds: int, way: str = "chosen") -> dict[str, float]:
     """Return GB/s: medians of the handlers' rounds, and the best round of the plain copies."""
     num_blocks = max(NUM_JOBS, total_bytes // (NUM_LAYERS * page_bytes))
     caches = [torch.randint(0, 256, (num_blocks, page_bytes), dtype=torch.uint8) for _ in range(NUM_LAYERS)]
@@ -38,7 +58,8 @@ def measure(device: str, page_bytes: int, total_bytes: int, rounds: int) -> dict
         [[CanonicalKVCacheRef(layer, page_bytes) for layer in range(NUM_LAYERS)]],
     )
     region = PrimaryRegion(num_blocks, NUM_LAYERS * page_bytes, prefault=True)
-    handlers = open_handlers(canonical, region)
+    with choosing(way):
+        handlers = open_handlers(canonical, region)
     host = torch.zeros(region.array.nbytes, dtype=torch.uint8, pin_memory=device == "cuda")
     plain = host.to(device)
     jobs = scattered_jobs(num_blocks)
@@ -58,7 +79,18 @@ def measure(device: str, page_bytes: int, total_bytes: int, rounds: int) -> dict
         region.close()
     gigabytes = NUM_LAYERS * page_bytes * num_blocks / 1e9
     best = {name: min if name.startswith("plain") else statistics.median for name in seconds}
-    return {f"{name}_gb_per_s": gigabytes / best[name](times) for name, times in seconds.items()}
+    return {f"{name}_gb_per_s": round(gigabytes / best[name](times), 3) for name, times in seconds.items()}
+
+
+def choosing(way: str) -> Any:  # Any: the patch
+    """Return the context in which handlers are opened that copy short runs in a way of `WAYS`."""
+    if way == "chosen":
+        return mock.patch.dict({})
+
+    def choose(device: torch.device, *_: object) -> dict[Any, KernelCopies]:
+        return {} if way == "driver" else dict.fromkeys((STORE, LOAD), KernelCopies(device, 16))
+
+    return mock.patch("tiered_kv.worker.handlers.choose_kernels", choose)
 
 
 def scattered_jobs(num_blocks: int) -> list[TransferSpec]:
@@ -85,12 +117,155 @@ def run(handler: OffloadingHandler, jobs: Sequence[TransferSpec]) -> None:
     assert all(result.success for result in handler.get_finished())
 
 
+class Pages:
+    """Pinned memory, the device's, and plans of scattered pages between them."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.host = torch.zeros(total_bytes, dtype=torch.uint8, pin_memory=True)
+        self.pattern = torch.randint(0, 256, (total_bytes,), dtype=torch.uint8)
+        self.device = self.pattern.to("cuda")
+
+    def plans(self, page_bytes: int) -> dict[str, CopyPlan]:
+        random = np.random.default_rng(0)
+        order = page_bytes * random.permutation(len(self.host) // page_bytes)
+        device, host = self.device.data_ptr() + order, self.host.data_ptr() + page_bytes * np.arange(len(order))
+        lengths = np.full(len(order), page_bytes, dtype=np.int64)
+        return {"store": CopyPlan(device, host, lengths), "load": CopyPlan(host, device, lengths)}
+
+
+def rate(copier: CudaCopier, plan: CopyPlan, rounds: int = 4) -> float:
+    """Return GB/s on the device, the best round."""
+    copies = [copier.submit(plan) for _ in range(rounds)]
+    for each in copies:
+        each.wait()
+    return round(plan.total_bytes / min(each.seconds() or float("nan") for each in copies) / 1e9, 1)
+
+
+class Product:
+    """A matrix product, in the place of a model."""
+
+    def __init__(self) -> None:
+        self.a, self.b = (torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device="cuda", dtype=torch.bfloat16) for _ in "ab")
+        self.out = torch.empty_like(self.a)
+
+    def mean_ms(self, is_over: Callable[[int], bool]) -> float:
+        """Return the mean time of the products that ended before `is_over`, which is given their number."""
+        begin = torch.cuda.Event(enable_timing=True)
+        ends: list[Any] = []  # Any: torch.cuda.Event
+        begin.record()
+        while not ends or not is_over(len(ends)):
+            torch.mm(self.a, self.b, out=self.out)
+            ends.append(torch.cuda.Event(enable_timing=True))
+            ends[-1].record()
+            if len(ends) > 1:
+                ends[-2].synchronize()  # one is queued behind the one that runs
+        torch.cuda.synchronize()
+        counted = ends[: max(1, len(ends) - 2)]
+        return float(begin.elapsed_time(counted[-1])) / len(counted)
+
+    def slowdown(self, copier: CudaCopier, plan: CopyPlan) -> dict[str, float]:
+        """Return how many times as long a product takes while copies run, and the copies' GB/s meanwhile."""
+        self.mean_ms(lambda count: count == 3)
+        alone_ms = self.mean_ms(lambda count: count == 14)
+        copies = [copier.submit(plan) for _ in range(max(1, (2 << 30) // plan.total_bytes))]
+        beside_ms = self.mean_ms(lambda _: copies[-1].has_ended())
+        seconds = sum(each.seconds() or float("nan") for each in copies)
+        return {
+            "product": round(beside_ms / alone_ms, 3),
+            "gb_per_s": round(len(copies) * plan.total_bytes / seconds / 1e9, 1),
+        }
+
+
+def beside(pages_kib: Sequence[int], total_bytes: int) -> Iterator[tuple[str, Any]]:
+    """Yield the slowdown of a product beside the copies of each way."""
+    pages, product = Pages(total_bytes), Product()
+    for way in WAYS[1:]:
+        kernel = KernelCopies(torch.device("cuda"), 16) if way == "kernel" else None
+        copier = CudaCopier(torch.device("cuda"), kernel=kernel)
+        for page_kib in pages_kib:
+            for name, plan in pages.plans(page_kib << 10).items():
+                key = f"{way} {name} {page_kib}"
+                yield key, attempted(functools.partial(product.slowdown, copier, plan))
+
+
+def attempted(work: Callable[[], Any]) -> Any:
+    """Return what `work` returns, or the traceback of its error."""
+    try:
+        return work()
+    except Exception:  # the other figures are wanted all the same
+        return traceback.format_exc().splitlines()[-6:]
+
+
+def sweep(total_bytes: int) -> None:
+    """Print a line of JSON for each size of the kernel: GB/s, and the product's slowdown with pages of 16 KiB."""
+    pages, product = Pages(total_bytes), Product()
+    plans = {page_kib: pages.plans(page_kib << 10) for page_kib in SWEPT_PAGES_KIB}
+    columns = ["programs", "warps", "piece_kib", "pieces", *[f"store/load {kib}" for kib in plans], "beside 16"]
+    print(json.dumps(columns))
+    for programs, sizes in [(0, (0, 0, 0)), *itertools.product(SWEPT_PROGRAMS, SWEPT_SIZES)]:
+        found = attempted(functools.partial(swept, pages, product, plans, programs, *sizes))
+        print(json.dumps([programs, *sizes, found]), flush=True)
+
+
+def swept(
+    pages: Pages,
+    product: Product,
+    plans: dict[int, dict[str, CopyPlan]],
+    programs: int,
+    warps: int,
+    piece_kib: int,
+    pieces_at_once: int,
+) -> list[Any]:
+    """Return the figures of a line: of the driver, if there are no programs."""
+    kernel, device = None, torch.device("cuda")
+    if programs:
+        sizes = {"programs": programs, "warps": warps, "piece_bytes": piece_kib << 10, "pieces": pieces_at_once}
+        kernel = KernelCopies(device, 16, **sizes)
+        check(pages, kernel, plans[SWEPT_PAGES_KIB[0]])
+    copier = CudaCopier(device, kernel=kernel)
+    rates = [[rate(copier, plan) for plan in each.values()] for each in plans.values()]
+    return [*rates, [list(product.slowdown(copier, plan).values()) for plan in plans[16].values()]]
+
+
+def check(pages: Pages, kernel: KernelCopies, plans: dict[str, CopyPlan]) -> None:
+    """Raise `AssertionError` unless the kernel copies every page there and back."""
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    pages.host.zero_()
+    kernel.copy(plans["store"], stream)
+    stream.synchronize()
+    assert not torch.equal(pages.host, pages.pattern), "the pages are not scattered"
+    pages.device.zero_()
+    torch.cuda.synchronize()
+    kernel.copy(plans["load"], stream)
+    stream.synchronize()
+    assert torch.equal(pages.device.cpu(), pages.pattern), "wrong bytes"
+
+
+def pages_of(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
 def main() -> None:
     parser = command_line(__doc__, mib=256, rounds=5)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--pages", type=pages_of, default=PAGES_KIB, metavar="KIB,KIB")
+    parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
-    sizes = {str(page): measure(args.device, page, args.mib << 20, args.rounds) for page in PAGES_BYTES}
-    print(json.dumps({"device": args.device, "page_bytes": sizes}, indent=2))
+    if args.sweep:
+        sweep(args.mib << 20)
+        return
+    sizes: dict[str, Any] = {}
+    for kib in args.pages:
+        has_choice = args.device == "cuda" and kib << 10 < SHORT_RUN_BYTES
+        sizes[str(kib << 10)] = {
+            way: attempted(functools.partial(measure, args.device, kib << 10, args.mib << 20, args.rounds, way))
+            for way in (WAYS if has_choice else WAYS[:1])
+        }
+    printed = {"device": args.device, "page_bytes": sizes}
+    if args.device == "cuda":
+        printed["beside"] = dict(beside(args.pages, args.mib << 20))
+    print(json.dumps(printed))
 
 
 if __name__ == "__main__":

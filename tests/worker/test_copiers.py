@@ -16,8 +16,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from tiered_kv.worker.cuda import CudaCopier, DriverCopies, _Attributes
-from tiered_kv.worker.handlers import HostCopier
+from tiered_kv.worker.cuda import SHORT_RUN_BYTES, CudaCopier, DriverCopies, _Attributes
+from tiered_kv.worker.handlers import HostCopier, copy_runs
 from tiered_kv.worker.plan import CopyPlan
 
 CUDA_ERROR_INVALID_VALUE = 1
@@ -139,21 +139,39 @@ class SecondBatchDriver(FirstBatchDriver):
         return self.copy_batch(*arguments)
 
 
-class Reversal:
-    """A plan that reverses rows of 16 bytes."""
+class FakeKernel:
+    """Copies by memmove, or fails."""
 
-    def __init__(self, num_runs: int) -> None:
-        self.source = np.random.default_rng(0).integers(0, 256, (num_runs, 16), dtype=np.uint8)
+    def __init__(self, cuda: FakeCuda, error: Exception | None = None) -> None:
+        self._cuda = cuda
+        self._error = error
+
+    def copy(self, plan: CopyPlan, stream: Any) -> None:
+        assert isinstance(stream, FakeStream)
+        self._cuda.log.append(f"kernel of {len(plan.lengths)}")
+        self._cuda.check()
+        if self._error is not None:
+            raise self._error
+        copy_runs(plan)
+
+
+class Reversal:
+    """A plan that reverses rows of 16 bytes, the first `num_long` of which are as many bytes as no short run has."""
+
+    def __init__(self, num_runs: int, num_long: int = 0) -> None:
+        row_bytes = SHORT_RUN_BYTES if num_long else 16
+        self.lengths = np.full(num_runs, 16, dtype=np.int64)
+        self.lengths[:num_long] = row_bytes
+        self.source = np.random.default_rng(0).integers(0, 256, (num_runs, row_bytes), dtype=np.uint8)
         self.destination = np.zeros_like(self.source)
-        at = np.arange(num_runs, dtype=np.int64) * 16
-        self.plan = CopyPlan(
-            self.source.ctypes.data + at,
-            self.destination.ctypes.data + at[::-1].copy(),
-            np.full(num_runs, 16, dtype=np.int64),
-        )
+        at = np.arange(num_runs, dtype=np.int64) * row_bytes
+        self.plan = CopyPlan(self.source.ctypes.data + at, self.destination.ctypes.data + at[::-1].copy(), self.lengths)
 
     def is_done(self) -> bool:
-        return np.array_equal(self.destination, self.source[::-1])
+        expected = np.zeros_like(self.destination)
+        for row, length in enumerate(self.lengths):
+            expected[-1 - row, :length] = self.source[row, :length]
+        return np.array_equal(self.destination, expected)
 
 
 def test_many_small_runs_do_not_wait_for_an_engine_that_computes_in_python() -> None:
@@ -172,8 +190,8 @@ def test_many_small_runs_do_not_wait_for_an_engine_that_computes_in_python() -> 
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tiered-kv-test")]
 
 
-def copier(cuda: FakeCuda, driver: object) -> CudaCopier:
-    return CudaCopier(cast("Any", "cuda:0"), cuda=cuda, driver=driver)
+def copier(cuda: FakeCuda, driver: object, kernel: FakeKernel | None = None) -> CudaCopier:
+    return CudaCopier(cast("Any", "cuda:0"), kernel=kernel, cuda=cuda, driver=driver)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +227,50 @@ def test_a_job_that_the_driver_refuses_is_reported_failed_after_its_end() -> Non
     assert copy.seconds() is None
 
 
-def test_a_device_that_fails_ends_its_jobs_as_failed() -> None:
+def test_a_kernel_copies_the_short_runs_of_a_job_and_the_driver_the_others() -> None:
     cuda = FakeCuda()
-    device = copier(cuda, SecondBatchDriver(cuda.log))
+    device = copier(cuda, SecondBatchDriver(cuda.log), FakeKernel(cuda))
+    for num_runs, num_long, copies in ((3, 0, ["kernel of 3"]), (3, 1, ["batch of 1", "kernel of 2"])):
+        reversal = Reversal(num_runs, num_long)
+        copy = device.submit(reversal.plan)
+        assert cuda.log == ["wait for compute", "event", *copies, "event"]
+        assert reversal.is_done()
+        assert copy.seconds() == 0.0025
+        cuda.log.clear()
+    reversal = Reversal(2, 2)
+    device.submit(reversal.plan)
+    device.submit(Reversal(0).plan)
+    assert cuda.log == ["wait for compute", "event", "batch of 2", "event", "wait for compute", "event", "event"]
+    assert reversal.is_done()
+
+
+def test_after_a_kernel_failed_the_driver_copies_everything(caplog: pytest.LogCaptureFixture) -> None:
+    cuda = FakeCuda()
+    device = copier(cuda, SecondBatchDriver(cuda.log), FakeKernel(cuda, TypeError("out of resources")))
+    for copies in (["batch of 1", "kernel of 2", "batch of 2"], ["batch of 3"]):
+        reversal = Reversal(3, 1)
+        copy = device.submit(reversal.plan)
+        assert cuda.log == ["wait for compute", "event", *copies, "event"]
+        assert reversal.is_done()
+        assert copy.seconds() == 0.0025
+        cuda.log.clear()
+    assert [record.message for record in caplog.records] == [
+        "the copy kernel failed, the driver copies from now on: TypeError: out of resources"
+    ]
+
+
+def test_a_job_whose_kernel_and_driver_fail_is_reported_failed() -> None:
+    cuda = FakeCuda()
+    driver = EachDriver(cuda.log, code=CUDA_ERROR_INVALID_VALUE)
+    copy = copier(cuda, driver, FakeKernel(cuda, TypeError("out of resources"))).submit(Reversal(2).plan)
+    assert copy.has_ended()
+    assert copy.seconds() is None
+
+
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_a_device_that_fails_ends_its_jobs_as_failed(has_kernel: bool) -> None:
+    cuda = FakeCuda()
+    device = copier(cuda, SecondBatchDriver(cuda.log), FakeKernel(cuda) if has_kernel else None)
     copy = device.submit(Reversal(2).plan)
     cuda.has_failed = True
     late = device.submit(Reversal(2).plan)

@@ -2,7 +2,8 @@
 
 Each direction has one side stream. So its jobs run in the order of their submission, in parallel with the model's work.
 If the driver has cuMemcpyBatchAsync (CUDA 12.8), one call copies all runs of a job. Otherwise each run is a call. torch
-owns streams and events. The driver is called directly, because torch has no batched copy.
+owns streams and events. The driver is called directly, because torch has no batched copy. A kernel copies short runs
+where it is faster than the driver (`short_runs.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -26,12 +27,31 @@ _DRIVER = "libcuda.so.1"
 _CUDA_SUCCESS = 0
 _SRC_ACCESS_ORDER_STREAM = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM of cuda.h: sources are read in the stream's order."""
+SHORT_RUN_BYTES = 128 << 10
+"""The driver copies runs of this length or more as fast as the bus allows."""
+
+
+class Kernel(Protocol):
+    """Copies short runs in the place of the driver."""
+
+    def copy(self, plan: CopyPlan, stream: Any) -> None:  # Any: torch.cuda.Stream
+        """Submit all runs of a plan, at least one, to a stream; any exception means that none will be copied."""
 
 
 class CudaCopier:
-    """Copies on a side stream of one device; tests give stand-ins for `torch.cuda` and the driver."""
+    """Copies on a side stream of one device; tests give stand-ins for `torch.cuda` and the driver.
 
-    def __init__(self, device: torch.device, *, cuda: Any = None, driver: Any = None) -> None:  # Any: see `cuda`
+    `kernel` copies the runs shorter than `SHORT_RUN_BYTES`, until it fails.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        kernel: Kernel | None = None,
+        cuda: Any = None,  # Any: torch.cuda's type is that of a module
+        driver: Any = None,  # Any: ctypes' functions
+    ) -> None:
         if cuda is None:
             import torch
 
@@ -39,11 +59,13 @@ class CudaCopier:
         self._device = device
         self._cuda = cuda
         self._stream = cuda.Stream(device)
-        self._driver = DriverCopies(driver or _load_driver())
+        self._driver = DriverCopies(driver or load_driver())
+        self._kernel = kernel
         self._events: list[Any] = []
         """Timing events to be used again."""
 
     def submit(self, plan: CopyPlan) -> CudaCopy:
+        short, others = _split(plan) if self._kernel is not None else (None, plan)
         begin, end = self._event(), self._event()
         try:
             with self._cuda.device(self._device):
@@ -51,18 +73,29 @@ class CudaCopier:
                 # submitted earlier may still read, or clear.
                 self._stream.wait_stream(self._cuda.current_stream(self._device))
                 begin.record(self._stream)
-                has_begun = self._driver.copy(plan, self._stream.cuda_stream)
+                has_begun = self._driver.copy(others, self._stream.cuda_stream) and self._copy_short(short)
                 end.record(self._stream)
         except RuntimeError as error:  # the device has failed, and runs no work any more
             _log.warning("the CUDA device takes no copies: %s", error)
             has_begun = False
-        return CudaCopy(begin, end, has_begun, plan, self._events)
+        return CudaCopy(begin, end, has_begun, (short, others), self._events)
 
     def close(self) -> None:
         try:
             self._stream.synchronize()
         except RuntimeError as error:  # the device has failed, and runs no copies any more
             _log.warning("the CUDA device failed before its copies had ended: %s", error)
+
+    def _copy_short(self, plan: CopyPlan | None) -> bool:
+        if self._kernel is None or plan is None or not len(plan.lengths):
+            return True
+        try:
+            self._kernel.copy(plan, self._stream)
+            return True
+        except Exception as error:  # its compiler and its launcher raise what they like
+            _log.warning("the copy kernel failed, the driver copies from now on: %s: %s", type(error).__name__, error)
+            self._kernel = None
+            return self._driver.copy(plan, self._stream.cuda_stream)
 
     def _event(self) -> Any:  # Any: torch.cuda.Event
         return self._events.pop() if self._events else self._cuda.Event(enable_timing=True)
@@ -72,14 +105,14 @@ class CudaCopy:
     """A plan on the side stream, between two events, which go back to `events` when it has been collected.
 
     If the driver did not take all runs (`has_begun`), some may still be copied: the end is awaited all the same. The
-    plan is kept until then, in case the driver reads its arrays late.
+    plans are kept until then, in case the driver reads their arrays late.
     """
 
-    def __init__(self, begin: Any, end: Any, has_begun: bool, plan: CopyPlan, events: list[Any]) -> None:
+    def __init__(self, begin: Any, end: Any, has_begun: bool, plans: object, events: list[Any]) -> None:
         self._begin = begin
         self._end = end
         self._has_failed = not has_begun
-        self._plan = plan
+        self._plans = plans
         self._events = events
 
     def has_ended(self) -> bool:
@@ -178,8 +211,20 @@ class DriverCopies:
         return True
 
 
+def _split(plan: CopyPlan) -> tuple[CopyPlan, CopyPlan]:
+    """Return a plan of the short runs, and one of the others."""
+    is_short = plan.lengths < SHORT_RUN_BYTES
+    if is_short.all():
+        return plan, _where(plan, ~is_short)
+    return _where(plan, is_short), _where(plan, ~is_short)
+
+
+def _where(plan: CopyPlan, chosen: np.ndarray[Any, np.dtype[np.bool_]]) -> CopyPlan:
+    return CopyPlan(plan.sources[chosen], plan.destinations[chosen], plan.lengths[chosen])
+
+
 @functools.cache
-def _load_driver() -> ctypes.CDLL:
+def load_driver() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(_DRIVER)
     except OSError as error:

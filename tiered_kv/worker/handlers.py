@@ -9,7 +9,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
@@ -26,9 +26,10 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ResourceError, ShutdownError
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.toolkit.threads import DaemonThreads
-from tiered_kv.worker.cuda import CudaCopier
+from tiered_kv.worker.cuda import CudaCopier, Kernel
 from tiered_kv.worker.layout import BlockLayout, device_of, lay_out
 from tiered_kv.worker.plan import LOAD, STORE, Copier, Copy, CopyPlan, plan_transfer
+from tiered_kv.worker.short_runs import choose_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +84,13 @@ def open_handlers(
     )
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"KV caches on '{device}' cannot be offloaded, only those on CUDA devices and in CPU memory")
+    kernels: Mapping[TransferType, Kernel] = {}
     if device.type == "cuda":
         import torch
 
         with torch.cuda.device(device):  # another device than the thread's: CUDA would create a second context
             region.pin()
+            kernels = choose_kernels(device, layout, region.array.ctypes.data)
     memory = (kv_caches, region.array)
     users = {STORE, LOAD}
 
@@ -97,7 +100,9 @@ def open_handlers(
             if not users:
                 on_shutdown()
 
-        copier: Copier = CudaCopier(device) if device.type == "cuda" else HostCopier(f"tiered-kv-{name}")
+        copier: Copier = (
+            CudaCopier(device, kernel=kernels.get(kind)) if device.type == "cuda" else HostCopier(f"tiered-kv-{name}")
+        )
         return CopyHandler(layout, kind, copier, memory, check=check, on_shutdown=end)
 
     return WorkerHandlers(store=handler(STORE, "store"), load=handler(LOAD, "load"))
