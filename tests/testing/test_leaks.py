@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,18 @@ def test_a_thread_that_is_about_to_end_is_waited_for(temporary_directory: Path, 
 def descriptor() -> tuple[str, Callable[[], None]]:
     number = os.open(os.devnull, os.O_RDONLY)
     return f"file descriptor {number} of {os.devnull}", lambda: os.close(number)
+
+
+def test_what_a_gpu_s_driver_keeps_open_is_no_leak(
+    temporary_directory: Path, monkeypatch: pytest.MonkeyPatch, closing: ExitStack
+) -> None:
+    before = Footprint.take(temporary_directory)
+    line, close = descriptor()
+    closing.callback(close)
+    own = f"/proc/self/fd/{line.split()[2]}"
+    follow = os.readlink
+    monkeypatch.setattr(os, "readlink", lambda path: "/dev/nvidiactl" if path == own else follow(path))
+    assert left_behind(before, temporary_directory, grace_s=0) == []
 
 
 def temporary_file() -> tuple[str, Callable[[], None]]:

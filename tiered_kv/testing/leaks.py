@@ -18,6 +18,8 @@ from typing import Self
 _SHARED_MEMORY = Path("/dev/shm")
 _OTHERS = ("sem.", "vllm_", "sglang_", "psm_")
 _DESCRIPTORS = "/proc/self/fd"
+_OF_A_DRIVER = "/dev/nvidia"
+"""NVIDIA's driver opens these when it is used in a new way, and keeps them until the process ends."""
 _POLL_S = 0.005
 
 
@@ -58,7 +60,9 @@ def _open_descriptors() -> set[str]:
     found = set()
     for fd in os.listdir(_DESCRIPTORS):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile: the listing's own descriptor, or a thread's
-            found.add(f"file descriptor {fd} of {os.readlink(f'{_DESCRIPTORS}/{fd}')}")
+            target = os.readlink(f"{_DESCRIPTORS}/{fd}")
+            if not target.startswith(_OF_A_DRIVER):
+                found.add(f"file descriptor {fd} of {target}")
     return found
 
 
