@@ -134,7 +134,7 @@ def cases(draw: st.DrawFn) -> Case:
     ]
     groups: list[list[tuple[int, int]]] = []
     for _ in range(draw(st.integers(1, 3))):
-        chosen = draw(st.lists(st.integers(0, len(tensors) - 1), min_size=0 if groups else 1, max_size=3))
+        chosen = draw(st.lists(st.integers(0, len(tensors) - 1), min_size=0 if groups else 1, max_size=3, unique=True))
         # Whole pages more often than not, since only those can be copied as one with their neighbours.
         groups.append(
             [
@@ -146,12 +146,15 @@ def cases(draw: st.DrawFn) -> Case:
     has_whole_rows = draw(st.booleans())  # all of them do
     firsts = [draw(st.integers(0, 9)) * (factor if has_whole_rows else 1) for _ in groups]
     block_ids = []
+    taken: set[tuple[int, int]] = set()  # no page is loaded twice: runs are copied in any order
     for refs in groups:
         # A group without a ref has no layer in this worker: its blocks are named, and nothing is copied.
-        available = min(tensors[index].num_blocks for index, _ in refs or enumerate(tensors))
-        ids = draw(st.one_of(st.permutations(range(available)), st.just(list(range(available)))))
-        count = draw(st.integers(0, available))
+        blocks = range(min(tensors[index].num_blocks for index, _ in refs or enumerate(tensors)))
+        free = [block for block in blocks if taken.isdisjoint((index, block) for index, _ in refs)]
+        ids = draw(st.one_of(st.permutations(free), st.just(free)))
+        count = draw(st.integers(0, len(free)))
         block_ids.append(list(ids)[: count - (count % factor if has_whole_rows else 0)])
+        taken.update((index, block) for index, _ in refs for block in block_ids[-1])
     touched = sum(
         -(-(first % factor + len(ids)) // factor) if ids else 0 for first, ids in zip(firsts, block_ids, strict=True)
     )
