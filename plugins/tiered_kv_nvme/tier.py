@@ -17,7 +17,8 @@ from tiered_kv_nvme.sizing import Sizing, descriptors_left, room_bytes_of
 from tiered_kv_nvme.store import SegmentStore, StoreOptions, open_segments_max
 
 PART_BYTES = 2 << 20
-"""Bytes of one part of a job."""
+"""Bytes of one part of a job, and the least number of its blocks: each part costs the interpreter some handoffs."""
+PART_BLOCKS_MIN = 16
 _ROOM_TIMEOUT_MAX_S: Final = 5.0
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
 
@@ -50,6 +51,7 @@ class NvmeTier(BlockingTier):
                 tier_type,
                 threads=settings.threads,
                 part_bytes=PART_BYTES,
+                part_blocks_min=PART_BLOCKS_MIN,
                 lookup_timeout_s=settings.lookup_timeout,
                 shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
             )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,8 +17,10 @@ from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, PATIENT, stack_
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.waiting import wait_until
+from tiered_kv.tiering import step as step_module
 from tiered_kv.tiering.manager import TieringOffloadingManager
-from tiered_kv.tiering.step import PAUSES_MAX, STEP, give_way
+from tiered_kv.tiering.step import IDLE_WAIT_S_MAX, PAUSES_MAX, STEP, Step, give_way, wait_for_idle
 
 CONTEXT = ReqContext("r")
 KEYS = make_keys(2)
@@ -51,6 +55,68 @@ def test_a_step_without_an_end_delays_workers_a_limited_number_of_times(stack: S
     for _ in range(PAUSES_MAX + 10):
         give_way()
     assert STEP.pauses_left == 0
+
+
+@pytest.mark.parametrize(("used_s", "waited_s"), [(math.inf, IDLE_WAIT_S_MAX), (0.0, 0.0), (0.005, 0.004)])
+def test_stores_wait_while_the_engine_computes_for_a_limited_time(
+    monkeypatch: pytest.MonkeyPatch, used_s: float, waited_s: float
+) -> None:
+    now_s, slept_s = [100.0], [0.0]
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+        slept_s[0] += seconds
+
+    clock = SimpleNamespace(
+        monotonic=lambda: now_s[0],
+        sleep=sleep,
+        pthread_getcpuclockid=lambda thread: 7,
+        clock_gettime=lambda clock_id: min(now_s[0] - 100.0, used_s),
+    )
+    monkeypatch.setattr(step_module, "time", clock)
+    monkeypatch.setattr(step_module, "STEP", step := Step())
+    wait_for_idle()
+    assert slept_s == [0.0], "no scheduler is known"
+    step.end()
+    step.is_busy()  # the first sample
+    now_s[0] += 0.001
+    wait_for_idle()
+    assert waited_s <= slept_s[0] <= 2 * waited_s
+
+
+def test_the_thread_of_an_engine_may_end(stack: Stack) -> None:
+    engine = threading.Thread(target=stack.manager.on_schedule_end)
+    engine.start()
+    engine.join()
+    wait_for_idle()
+    stack.manager.on_schedule_end()
+
+
+def test_a_thread_that_computes_is_told_from_one_that_waits() -> None:
+    step, is_computing, is_over = Step(), threading.Event(), threading.Event()
+
+    def engine() -> None:
+        step.end()
+        while not is_over.wait(0.0001):
+            while is_computing.is_set():
+                sum(range(1000))
+
+    def is_busy() -> bool:
+        time.sleep(0.002)
+        return step.is_busy()
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    try:
+        wait_until(lambda: not is_busy())
+        is_computing.set()
+        wait_until(is_busy)
+        is_computing.clear()
+        wait_until(lambda: not is_busy())
+    finally:
+        is_computing.clear()
+        is_over.set()
+        thread.join()
 
 
 class OtherThread:

@@ -21,11 +21,34 @@ from tiered_kv.toolkit import Outcome
 
 def test_a_large_job_is_served_in_parts_by_several_threads_and_reported_once(make_stage: MakeStage) -> None:
     stage = make_stage(DictTier, threads=4, part_blocks=4)
-    barrier = threading.Barrier(3)  # stores may use three of the four threads
+    assert stage.rig.store(make_keys(16)).success
+    assert stage.tier.parts == [("store", 4)] * 4
+    barrier = threading.Barrier(4)
     stage.tier.before = lambda operation, keys: barrier.wait(PATIENCE_S)
-    assert stage.rig.store(make_keys(12)).success
-    assert stage.tier.parts == [("store", 4)] * 3
+    assert stage.rig.wait([stage.rig.submit_load(make_keys(16))])[0].success
+    assert stage.tier.parts[4:] == [("load", 4)] * 4
     assert stage.tier.get_finished() == ()
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_stores_use_more_threads_only_if_that_stores_faster(make_stage: MakeStage, gains: bool) -> None:
+    stage = make_stage(DictTier, threads=8, part_blocks=1)
+    disk, running, most = threading.Lock(), [0], [0]
+
+    def before(operation: str, keys: Sequence[OffloadKey]) -> None:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        if gains:
+            time.sleep(0.005)
+        else:
+            with disk:
+                time.sleep(0.005)
+        running[0] -= 1
+
+    stage.tier.before = before
+    for number in range(4):
+        assert stage.rig.store(make_keys(40, str(number))).success
+    assert (most[0] > 2) is gains
 
 
 def test_small_jobs_that_wait_are_served_by_one_call_and_end_one_by_one(make_stage: MakeStage) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ResourceError
-from tiered_kv.tiering.step import give_way
+from tiered_kv.tiering.step import give_way, wait_for_idle
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part, checked_outcome, checked_presence
 from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
 from tiered_kv.toolkit.threads import start_thread
@@ -24,8 +24,8 @@ class BlockingTier(QueuedTier):
     """A tier whose author writes blocking methods. Worker threads call them, several at a time.
 
     Jobs are cut into parts, so that all threads serve one large job. If many small jobs wait, one call gets the blocks
-    of several. Lookups go before loads and loads before stores, and stores leave one of several threads free. An
-    exception fails all blocks of the call.
+    of several. Lookups go before loads and loads before stores. Stores leave one of several threads free, wait while
+    the engine computes, and run on as few threads as the storage needs. An exception fails all blocks of the call.
 
     Parts that have not started by the deadline of their job never start. Nothing can end a running call from outside,
     so give each call to a client or server a timeout. Threads are daemons: one that hangs does not keep the process.
@@ -33,7 +33,8 @@ class BlockingTier(QueuedTier):
     Args:
         offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`.
         threads: Worker threads, at least 1.
-        part_bytes: Bytes of one part of a job, at most; a part has at least one block.
+        part_bytes: Bytes of one part of a job, at most; but a part has at least `part_blocks_min` blocks.
+        part_blocks_min: See `part_bytes`.
         lookup_timeout_s: After how long a lookup without an answer is a miss.
         shutdown_timeout_s: How long `shutdown` waits for the threads.
         lookup_thread: Whether one more thread serves lookups only, so that no lookup waits for a part to end.
@@ -47,6 +48,7 @@ class BlockingTier(QueuedTier):
         *,
         threads: int = 4,
         part_bytes: int = 4 << 20,
+        part_blocks_min: int = 1,
         lookup_timeout_s: float = 1.0,
         shutdown_timeout_s: float = 2.0,
         lookup_thread: bool = False,
@@ -57,10 +59,11 @@ class BlockingTier(QueuedTier):
             offloading_spec,
             primary_kv_view,
             tier_type,
-            part_blocks=max(1, part_bytes // block_bytes_of(primary_kv_view)),
+            part_blocks=max(part_blocks_min, part_bytes // block_bytes_of(primary_kv_view)),
             stores_running_max=max(1, threads - 1),
             lookup_timeout_s=lookup_timeout_s,
             shutdown_timeout_s=shutdown_timeout_s,
+            climbs=True,
         )
         self._threads_max = threads
         self._has_lookup_thread = lookup_thread
@@ -157,6 +160,8 @@ class BlockingTier(QueuedTier):
         if self._part_queue.take_lookups():
             self._run_probes()
         elif not is_for_lookups and (part := self._part_queue.take()) is not None:
+            if not part.job.metadata.is_promotion:
+                wait_for_idle()
             self._run_parts([part, *self._part_queue.take_small_jobs(part)])
 
     def _run_parts(self, parts: Sequence[Part]) -> None:
@@ -173,12 +178,18 @@ class BlockingTier(QueuedTier):
             self._end_part(part, own if refused is None else refused)
 
     def _transfer(self, parts: Sequence[Part]) -> Outcome:
-        transfer = self.load_blocks if parts[0].job.metadata.is_promotion else self.store_blocks
+        is_store = not parts[0].job.metadata.is_promotion
+        transfer = self.store_blocks if is_store else self.load_blocks
         keys = [key for part in parts for key in part.keys]
         try:
+            if is_store:
+                self._part_queue.begin_stores()
             return checked_outcome(transfer(keys, [block for part in parts for block in self._blocks_of(part)]), keys)
         except BaseException as error:  # whatever it is, the thread continues
             return Outcome((), self._note_error(transfer.__name__, error))
+        finally:
+            if is_store:
+                self._part_queue.end_stores(len(keys))
 
     def _run_probes(self) -> None:
         while (probe := self._take_probe()) is not None:

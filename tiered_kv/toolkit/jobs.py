@@ -14,6 +14,7 @@ import numpy as np
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import FormatError, TierBusyError, TierError, TierUnavailableError
 from tiered_kv.tiering.base import JobMetadata, JobResult
+from tiered_kv.toolkit.climb import Climb
 
 _REASONS: tuple[tuple[type[TierError], str], ...] = (
     (TierBusyError, "busy"),
@@ -136,11 +137,13 @@ class PartQueue:
     Args:
         wake: Called by any thread when one more worker may find a part. Must not wait.
         stores_running_max: Parts of stores that may run at once, so that slow stores leave a worker to loads.
+        climb: Says how many of these may run at the time; by default all.
     """
 
-    def __init__(self, wake: Callable[[], None], *, stores_running_max: int) -> None:
+    def __init__(self, wake: Callable[[], None], *, stores_running_max: int, climb: Climb | None = None) -> None:
         self._wake = wake
         self._stores_running_max = stores_running_max
+        self._climb = climb
         self._stores_running = 0  # under the lock
         self._loads: deque[Job] = deque()
         self._stores: deque[Job] = deque()
@@ -175,7 +178,7 @@ class PartQueue:
                 return None
             job = queue[0]
             if queue is self._stores:
-                if self._stores_running >= self._stores_running_max:
+                if self._stores_running >= self._stores_limit:
                     return None
                 self._stores_running += 1
             start = job.next_block
@@ -220,11 +223,29 @@ class PartQueue:
             is_last = job.ended_blocks == job.end_block
             unblocks_stores = False
             if not job.metadata.is_promotion and not part.is_extra:
-                unblocks_stores = self._stores_running == self._stores_running_max
+                unblocks_stores = self._stores_running >= self._stores_limit
                 self._stores_running -= 1
         if unblocks_stores:
             self._wake()
         return is_last
+
+    def begin_stores(self) -> None:
+        """Note that a worker begins to move the blocks of a store; before it, the worker may have given way."""
+        if self._climb is not None:
+            with self._lock:
+                self._climb.begin()
+
+    def end_stores(self, blocks: int) -> None:
+        """Note that a worker has moved `blocks` blocks since `begin_stores`."""
+        if self._climb is not None:
+            with self._lock:
+                has_risen = self._climb.end(blocks, is_behind=bool(self._stores))
+            if has_risen:
+                self._wake()
+
+    @property
+    def _stores_limit(self) -> int:
+        return self._stores_running_max if self._climb is None else self._climb.limit
 
     def drop_rest(self, job: Job, reason: str) -> bool:
         """Cancel the blocks of `job` that have not been started; return whether the caller has to report the job.

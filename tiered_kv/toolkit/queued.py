@@ -17,6 +17,7 @@ import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.toolkit.climb import Climb
 from tiered_kv.toolkit.jobs import ALL_DONE, Job, Outcome, Part, PartQueue, failure_reason
 from tiered_kv.toolkit.lookups import BatchedLookups, Probe
 
@@ -54,6 +55,7 @@ class QueuedTier(SecondaryTierManager):
     Args:
         part_blocks: Blocks in one part of a job, at most.
         stores_running_max: Parts of stores that run at once, at most.
+        climbs: Whether only as many of these run at once as the storage needs.
         clock: The clock of the jobs' deadlines.
         offloading_spec, primary_kv_view, tier_type, lookup_timeout_s, shutdown_timeout_s: As in `BlockingTier`.
     """
@@ -71,6 +73,7 @@ class QueuedTier(SecondaryTierManager):
         stores_running_max: int,
         lookup_timeout_s: float,
         shutdown_timeout_s: float,
+        climbs: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
@@ -85,7 +88,8 @@ class QueuedTier(SecondaryTierManager):
         self._clock = clock
         self._part_blocks = part_blocks
         self._shutdown_timeout_s = shutdown_timeout_s
-        self._part_queue = PartQueue(self._wake, stores_running_max=stores_running_max)
+        climb = Climb(stores_running_max, clock) if climbs else None
+        self._part_queue = PartQueue(self._wake, stores_running_max=stores_running_max, climb=climb)
         self._on_finished: Callable[[], None] | None = getattr(offloading_spec, "on_finished", None)
         self._batched_lookups = BatchedLookups(
             self._put_probe, timeout_s=lookup_timeout_s, clock=clock, on_answered=self._on_finished

@@ -1,0 +1,85 @@
+"""How many parts of stores run at once: as few as the storage needs. Each takes the interpreter from the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+VERDICT_PARTS: Final = 8
+"""Parts at one limit, after which its rate is known."""
+GAIN_MIN: Final = 1.2
+"""The rate at twice as many parts at once, over the rate before, from which they stay."""
+PAUSE_MAX: Final = 64
+"""Verdicts between two trials, at most; each trial that gains nothing doubles their number."""
+
+
+class Climb:
+    """Finds the limit by trials: twice as many parts at once, if that stores faster. Under its caller's lock.
+
+    A rate is blocks a second of the time in which at least one part runs: pauses of the threads do not count.
+
+    Args:
+        limit_max: The highest limit.
+        clock: Seconds of a monotonic clock.
+    """
+
+    def __init__(self, limit_max: int, clock: Callable[[], float]) -> None:
+        self.limit = 1
+        self._limit_max = limit_max
+        self._clock = clock
+        self._running = 0
+        self._since_s = 0.0
+        self._parts = self._blocks = 0
+        self._busy_s = 0.0
+        self._before: tuple[int, float] | None = None
+        """The limit before the trial, and its rate, while a trial lasts."""
+        self._pause = self._pause_left = 1
+
+    def begin(self) -> None:
+        """Note that a part begins to run."""
+        self._tick()
+        self._running += 1
+
+    def end(self, blocks: int, *, is_behind: bool) -> bool:
+        """Note the end of a part; return whether the limit has risen.
+
+        Args:
+            blocks: The part's blocks.
+            is_behind: Whether others wait. Only these parts tell what the storage can do.
+        """
+        self._tick()
+        self._running -= 1
+        if not is_behind:  # one suffices again
+            self._parts = self._blocks = 0
+            self._busy_s = 0.0
+            self.limit, self._before, self._pause_left = 1, None, self._pause
+            return False
+        self._parts += 1
+        self._blocks += blocks
+        if self._parts < VERDICT_PARTS * self.limit:
+            return False
+        rate = self._blocks / max(self._busy_s, 1e-9)
+        self._parts = self._blocks = 0
+        self._busy_s = 0.0
+        return self._judge(rate)
+
+    def _judge(self, rate: float) -> bool:
+        before, self._before = self._before, None
+        if before is not None and rate < GAIN_MIN * before[1]:
+            self.limit = before[0]
+            self._pause = self._pause_left = min(2 * self._pause, PAUSE_MAX)
+            return False
+        if before is not None:
+            self._pause = self._pause_left = 1
+        self._pause_left -= 1
+        if self._pause_left > 0 or self.limit >= self._limit_max:
+            return False
+        self._before = self.limit, rate
+        self.limit = min(2 * self.limit, self._limit_max)
+        return True
+
+    def _tick(self) -> None:
+        now_s = self._clock()
+        if self._running:
+            self._busy_s += now_s - self._since_s
+        self._since_s = now_s
