@@ -46,7 +46,7 @@ def open_stack(source: str | os.PathLike[str] | Mapping[str, object] | StackConf
     """
     with needing_resources("the stack cannot be opened"):
         config = load_config(source)
-    if config.is_prefill_measured:
+    if config.must_measure_prefill:
         message = "only vLLM's connector measures it; write how many tokens your engine computes in a second"
         raise ConfigError(message, location="prefill.tokens_per_s")
     require(needs_of(config))

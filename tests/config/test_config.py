@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, SecretStr
@@ -357,11 +358,18 @@ def test_a_program_makes_a_configuration_without_a_file() -> None:
 @pytest.mark.parametrize("rate", [0, True, 1.5, "fast", None])
 def test_the_prefill_rate_is_a_number_or_measured(rate: object) -> None:
     with pytest.raises(
-        ConfigError, match=r"^prefill\.tokens_per_s: expected a whole number from 1, or 'measured' in vLLM"
+        ConfigError, match=r"^prefill\.tokens_per_s: expected a whole number from 1, 'off', or 'measured' in vLLM"
     ):
         load_config({**MINIMAL, "prefill": {"tokens_per_s": rate}})
     for accepted in (1, "4000", "measured"):
         load_config({**MINIMAL, "prefill": {"tokens_per_s": accepted}})
+
+
+@pytest.mark.parametrize("text", ["off", "'off'", "{tokens_per_s: off}"])
+def test_the_comparison_with_computing_is_turned_off_by_a_word(text: str) -> None:
+    config = load_config({**MINIMAL, "prefill": yaml.safe_load(text)})
+    assert not config.is_prefill_measured
+    assert config.compute_block_s == float("inf")
 
 
 def test_every_policy_that_a_file_may_name_exists() -> None:

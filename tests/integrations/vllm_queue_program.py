@@ -92,12 +92,12 @@ class Queue:
         self.connector.on_new_request(request)
         return request
 
-    def step(self, *aborted: Any, tokens: int = 0) -> None:
+    def step(self, *aborted: Any, tokens: int = 0, scheduled: dict[str, int] | None = None) -> None:
         output = SchedulerOutput.make_empty()
         for request in aborted:
             request.status = RequestStatus.FINISHED_ABORTED
         output.finished_req_ids = {request.request_id for request in aborted}
-        output.num_scheduled_tokens = {"running": tokens}
+        output.num_scheduled_tokens = scheduled or {"running": tokens}
         self.connector.build_connector_meta(output)
         self.connector.get_kv_connector_stats()
 
@@ -207,13 +207,54 @@ class Checks:
             wait_for(queue.settled)
             assert queue.ready(keys) == [True, False, True] * 2 + [True, False, False]
 
+    def a_load_that_ended_during_a_step_is_found_before_the_end_of_the_next(self) -> None:
+        hashes = hashes_of("during", 4)
+        with restarted_queue_of(self.directory / "during", [make_offload_key(each, 0) for each in hashes]) as queue:
+            request = queue.come("a", hashes)
+            assert queue.connector.get_num_new_matched_tokens(request, 0) == (None, False)
+            queue.step()
+            assert queue.stack.manager.jobs_in_flight == 1
+            (tier,) = queue.stack.secondary_tiers
+            wait_for(lambda: tier._job_results)
+            assert queue.connector.get_num_new_matched_tokens(request, 0) == (4 * TOKENS, True)
+
+    def a_request_that_waits_is_looked_up_again_once_something_has_changed(self) -> None:
+        hashes = hashes_of("again", 4)
+        keys = [make_offload_key(each, 0) for each in hashes]
+        with restarted_queue_of(self.directory / "again", keys) as queue:
+            request, looked_up, manager = queue.come("a", hashes), [], queue.stack.manager
+            lookup = manager.lookup
+            manager.lookup = lambda *arguments: looked_up.append(arguments) or lookup(*arguments)
+            for _ in range(3):
+                assert queue.connector.get_num_new_matched_tokens(request, 0) == (None, False)
+            assert len(looked_up) == len(keys)
+            wait_for(queue.settled)
+            assert queue.connector.get_num_new_matched_tokens(request, 0) == (4 * TOKENS, True)
+            assert len(looked_up) == 2 * len(keys)
+
     def steps_tell_what_computing_costs(self) -> None:
-        with queue_of(self.directory / "measured", prefill={"tokens_per_s": "measured"}) as queue:
-            (guarded,) = queue.stack.manager._tiers
+        with queue_of(self.directory / "measured") as queue:
+            cost = queue.stack.manager.cost
             queue.step(tokens=64)
-            assert guarded.pace.compute_block_s == float("inf")
+            assert cost.block_s == 0, "only the loads from which a tier's times are learned are worth their wait"
             queue.step(tokens=4096)
-            assert 0 < guarded.pace.compute_block_s < 1, "of one step, which took no time"
+            assert 0 < cost.block_s < 1, "of one step, which took no time"
+            assert cost.backlog_s == 0
+            tokens = [self._computes(queue, name, 4) for name in "ab"]
+            assert cost.backlog_s == sum(tokens) / TOKENS * cost.block_s
+            queue.step(scheduled={"a": tokens[0], "b": TOKENS})
+            assert cost.backlog_s == (tokens[1] - TOKENS) / TOKENS * cost.block_s, "b has a step to go"
+            assert cost.stalled == 2
+        with queue_of(self.directory / "off", prefill="off") as queue:
+            queue.step(tokens=4096)
+            assert queue.stack.manager.cost.block_s == float("inf")
+
+    @staticmethod
+    def _computes(queue: Queue, name: str, blocks: int) -> int:
+        """Have a request come that no tier has blocks of; return how many tokens it computes."""
+        request = queue.come(name, hashes_of(name, blocks))
+        assert queue.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+        return blocks * TOKENS
 
 
 def main() -> None:

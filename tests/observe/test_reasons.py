@@ -31,7 +31,7 @@ from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
-from tiered_kv.tiering.pace import LOADS_MIN
+from tiered_kv.tiering.pace import FIRST_LOADS
 
 KEYS = make_keys(4)
 OBEDIENT: dict[str, object] = {"type": "obedient", "name": "disk", "breaker_failures": 1000}
@@ -181,7 +181,7 @@ def test_a_block_without_room_to_be_promoted_is_refused_and_tiers_below_are_not_
 def test_a_block_that_the_engine_computes_sooner_is_too_slow_and_tiers_below_are_asked() -> None:
     last = {"type": "memory", "capacity": "1MiB"}
     with open_stack(stack_of(OBEDIENT, last, prefill={"tokens_per_s": 1 << 40})) as stack:
-        for _ in range(LOADS_MIN):
+        for _ in FIRST_LOADS:
             put_below(stack, KEYS)
             get(stack, KEYS)
         before = misses(stack, "disk").get("too_slow", 0)

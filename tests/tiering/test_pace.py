@@ -8,10 +8,11 @@ import pytest
 
 from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, keys
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
-from tiered_kv.tiering.pace import LOADS_MIN, RETRY_MAX_S, RETRY_S, Pace
+from tiered_kv.tiering.pace import CUT_BLOCKS_MIN, FIRST_LOADS, RETRY_MAX_S, RETRY_S, EngineCost, Pace
 from tiered_kv.tiering.requests import ManagerLimits
 
 NUMBERS = itertools.count(1000)
+LOADS_MIN = len(FIRST_LOADS)
 PATIENT = {**LARGE_BUDGETS, "job_timeout": 86400, "lookup_timeout": 60}
 LIMITS = ManagerLimits(promotion_blocks_max=64, wait_max_s=3600, hold_s=3600)
 
@@ -65,7 +66,7 @@ def test_a_tier_that_is_slower_than_computing_is_asked_no_more(make_bench: MakeB
 
 
 def test_a_distant_tier_loads_only_prefixes_that_are_long_enough(bench: Bench) -> None:
-    for size in (30, 10, 20, 25):
+    for size in (8, 15, 20, 25):
         assert ask(bench, size, load_s=1.0 + 0.01 * size) == [True] * size
     assert ask(bench, 5, load_s=1.05) == [False] * 5, "1.05 s, and computed in 0.5"
     assert bench.counter("too_slow_blocks_total") == 5
@@ -73,16 +74,76 @@ def test_a_distant_tier_loads_only_prefixes_that_are_long_enough(bench: Bench) -
     assert ask(bench, 20, load_s=1.2) == [True] * 20, "1.2 s, and computed in 2"
 
 
-def test_loads_of_one_size_tell_nothing_of_larger_ones(bench: Bench) -> None:
+def test_loads_of_one_size_are_no_reason_to_wait_longer_for_a_larger_one(bench: Bench) -> None:
     for _ in range(LOADS_MIN):
-        assert ask(bench, 4, load_s=1.04) == [True] * 4
-    assert ask(bench, 4, load_s=1.04) == [False] * 4
-    assert ask(bench, 30, load_s=1.3) == [True] * 30, "1.3 s, and computed in 3"
+        assert ask(bench, 4, load_s=0.3) == [True] * 4
+    assert ask(bench, 4, load_s=0.3) == [True] * 4
+    assert ask(bench, 30, load_s=0.4) == [True] * 30, "2.25 s at most, and computed in 3"
+    assert ask(bench, 30, load_s=0.4) == [True] * 30
+
+
+def test_the_first_loads_of_a_tier_are_short_and_one_at_a_time(bench: Bench) -> None:
+    for number, size in enumerate(FIRST_LOADS):
+        wanted, context = begin(bench, 40)
+        others, other = begin(bench, 4)
+        assert [len(job) for job in bench.jobs] == [size]
+        assert bench.lookup(others, other) == [False] * 4, "no request waits for what nobody knows"
+        bench.clock.advance(0.01 * size)
+        bench.end()
+        assert bench.lookup(wanted, context) == [True] * size + [False] * (40 - size), "it computes the rest"
+        bench.manager.on_request_finished(context)
+        bench.manager.on_request_finished(other)
+        assert bench.counter("too_slow_blocks_total") == sum(44 - each for each in FIRST_LOADS[: number + 1])
+    assert ask(bench, 60, load_s=0.6) == [True] * 60
+
+
+def test_a_load_may_take_as_long_as_the_engine_is_busy(bench: Bench) -> None:
+    for size in (4, 8, 4):
+        ask(bench, size, load_s=0.2 * size)
+    assert ask(bench, 20, load_s=0.0) == [False] * 20, "4 s, and computed in 2"
+    bench.manager.cost.backlog_s = 2.1
+    assert ask(bench, 20, load_s=4.0) == [True] * 20, "after 2.1 s of others' prompts"
+    bench.manager.cost.notice_s = 0.2
+    assert ask(bench, 20, load_s=4.0)[0] is True
+    assert ask(bench, 20, load_s=4.0)[-1] is False, "4 s, 0.2 s more until it runs, and computed after 4.1"
+
+
+def test_a_prefix_is_cut_where_waiting_stops_paying(bench: Bench) -> None:
+    for size in (4, 8, 4):
+        ask(bench, size, load_s=0.2 * size)
+    bench.manager.cost.backlog_s = 1.25
+    answers = ask(bench, 40, load_s=2.4)
+    assert answers == [True] * 12 + [False] * 28, "of 12 blocks, 2.4 s: 1.25 s of others' prompts, and 1.2 s saved"
+    assert bench.counter("too_slow_blocks_total") == 28
+    bench.manager.cost.backlog_s = 0.1 * (CUT_BLOCKS_MIN - 1) + 0.01
+    assert ask(bench, 40, load_s=0.0) == [False] * 40, "too few to wait for"
+
+
+def test_requests_that_compute_let_others_wait_for_their_loads(bench: Bench) -> None:
+    for size in (4, 8, 4):
+        ask(bench, size, load_s=0.15 * size)
+    requests = [(new_keys(20), bench.request(name)) for name in "abc"]
+    bench.tier.present = dict.fromkeys((key for wanted, _ in requests for key in wanted), True)
+    for wanted, context in requests:
+        bench.lookup(wanted, context)
+    bench.step()
+    assert [len(job) for job in bench.jobs] == [20], "3 s: the first is computed in 2, so the second may take 4"
+    assert [bench.lookup(wanted, context)[0] for wanted, context in requests] == [False, None, False]
+
+
+def test_stores_in_flight_slow_a_load_down(bench: Bench) -> None:
+    for size in (4, 8, 4):
+        ask(bench, size, load_s=0.08 * size)
+    assert ask(bench, 20, load_s=1.6) == [True] * 20
+    bench.store(new_keys(20), bench.request("stores"))
+    assert len(bench.jobs) == 1
+    wanted, context = begin(bench, 20)
+    assert bench.lookup(wanted, context) == [False] * 20, "3.2 s beside as many blocks of stores, and computed in 2"
 
 
 def test_loads_in_flight_count(make_bench: MakeBench) -> None:
     bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.11)
-    for size in (10, 5, 10):
+    for size in (8, 5, 10):
         assert ask(bench, size, load_s=0.05 * size) == [True] * size
     for _ in range(2):
         begin(bench, 10)
@@ -140,7 +201,7 @@ def test_a_tier_of_another_clock_is_timed_by_its_report(bench: Bench, ended_s: f
 
 
 def test_a_request_that_asks_for_no_block_is_not_judged(bench: Bench) -> None:
-    for size in (30, 10, 20):
+    for size in (8, 15, 20):
         ask(bench, size, load_s=1.0 + 0.01 * size)
     for blocks in (0, -1):  # the engine has the rest of the prefix
         bench.manager.expect(blocks, context := bench.request("x"))
@@ -150,7 +211,7 @@ def test_a_request_that_asks_for_no_block_is_not_judged(bench: Bench) -> None:
 
 
 def test_each_try_that_takes_as_long_as_before_doubles_the_time_to_the_next() -> None:
-    pace, now_s = Pace(compute_block_s=0.1), 0.0
+    pace, now_s = Pace(EngineCost(0.1)), 0.0
     for _ in range(LOADS_MIN):
         pace.add(4, 4.0, now_s)
     tries = []
@@ -162,7 +223,7 @@ def test_each_try_that_takes_as_long_as_before_doubles_the_time_to_the_next() ->
     assert tries == [10.0, 40.0, 90.0, 180.0, 350.0, 680.0, 1290.0, 1900.0]
     assert pace.tries(now_s + RETRY_MAX_S)
     pace.add(4, 0.1, now_s + RETRY_MAX_S)
-    assert pace.is_worth(4, 0.4), "it is fast again"
+    assert pace.worth(4, 0, pace.cost.of, 0.0) == 4, "it is fast again"
     for _ in range(LOADS_MIN):
         pace.add(4, 40.0, now_s + RETRY_MAX_S)
     assert pace.tries(now_s + RETRY_MAX_S + RETRY_S), "and is tried as soon as at first"
@@ -192,7 +253,7 @@ def test_blocks_of_several_groups_are_computed_together(bench: Bench) -> None:
 
 
 def test_the_rest_of_a_prefix_on_its_way_comes_with_it(bench: Bench) -> None:
-    for size in (30, 10, 20, 25):
+    for size in (8, 15, 20, 25):
         ask(bench, size, load_s=1.0 + 0.01 * size)
     context = bench.request("long")
     for numbers in (range(20), range(20, 25)):  # which a tier has found later
@@ -206,7 +267,7 @@ def test_the_rest_of_a_prefix_on_its_way_comes_with_it(bench: Bench) -> None:
 @pytest.mark.parametrize("asks_many", [False, True], ids=["lookup", "lookup_many"])
 def test_a_slow_block_is_worth_the_blocks_behind_it(make_bench: MakeBench, asks_many: bool, is_front: bool) -> None:
     bench = make_bench(PATIENT, PATIENT, num_blocks=256, limits=LIMITS, compute_block_s=0.02)
-    for size in (30, 10, 20, 25):
+    for size in (8, 15, 20, 25):
         assert ask(bench, size, load_s=0.001 * size) == [True] * size
         assert ask(bench, size, load_s=0.5, tier=1)
     bench.tiers[0].has(*range(60))
@@ -219,7 +280,7 @@ def test_a_slow_block_is_worth_the_blocks_behind_it(make_bench: MakeBench, asks_
 
 
 def test_a_part_ahead_that_is_too_short_for_the_way_does_not_cost_the_whole(bench: Bench) -> None:
-    for size in (30, 10, 20, 25):
+    for size in (8, 15, 20, 25):
         ask(bench, size, load_s=1.0 + 0.01 * size)
     bench.tier.has(*range(58))
     second, context = keys(*range(28, 58)), bench.request("second")
@@ -267,7 +328,7 @@ def test_a_tier_whose_answer_would_come_too_late_is_not_asked(bench: Bench) -> N
         assert bench.lookup(keys(*range(blocks)), context) == [answer] * blocks
         bench.manager.expect(blocks, context)  # as in each step
     assert bench.counter("too_slow_blocks_total") == 3
-    bench.manager.set_compute_block_s(0.1, growth_s=0.01)
+    bench.manager.cost.growth_s = 0.01
     bench.manager.expect(3, context := bench.request("behind 20 others"), before=20)
     bench.tier.has(1, 2, 3, answer=None)
     assert bench.lookup(keys(1, 2, 3), context) == [None] * 3, "which take 0.3 s more behind these"
@@ -294,11 +355,11 @@ def test_every_block_is_promoted_if_the_compute_time_is_unknown(make_bench: Make
 
 @pytest.mark.parametrize(("load_s", "block_s"), [(0.0, 0.004), (0.05, 0.001), (0.2, 0.0)])
 def test_it_learns_both_times_and_follows_them(load_s: float, block_s: float) -> None:
-    pace = Pace(compute_block_s=0.002)
+    pace = Pace(EngineCost(0.002))
     for number in range(200):
         size = 1 + number * 7 % 64
         before = (0.5, 0.1) if number < 100 else (load_s, block_s)
         pace.add(size, before[0] + before[1] * size, now_s=0.0)
     for size in (1, 8, 30, 40, 64, 120):
         is_worth = load_s + block_s * size <= 0.002 * size
-        assert pace.is_worth(size, 0.002 * size) is is_worth
+        assert pace.worth(size, 0, pace.cost.of, 0.0) == (size if is_worth else 0)

@@ -187,7 +187,7 @@ def test_three_tiers_with_s3_agree_with_a_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moto_server: S3Server, moto_bucket: str
 ) -> None:
     tiers = [HALF_MEMORY, nvme(Path("kv"), "1MiB"), {**s3_entry(moto_server, moto_bucket), **stacks.PATIENT}]
-    # The tiers' threads store the blocks of a step in any order, so a replay's own rates differ by 0.01 from run to run.
+    # The tiers' threads store a step's blocks in any order, so a replay's own rates differ by 0.01 from run to run.
     assert_agrees(tmp_path, monkeypatch, tiers, 0.04)
 
 

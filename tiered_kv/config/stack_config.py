@@ -111,17 +111,20 @@ class EventSettings(StrictModel):
 class PrefillSettings(StrictModel):
     """How fast the engine computes prompts: a block that it computes sooner than a tier loads it is not promoted."""
 
-    tokens_per_s: Annotated[Count, Field(ge=1, le=1 << 40)] | Literal["measured"] = Field(
-        description="Tokens of prompts that the engine computes in a second; 'measured' in vLLM, whose steps are timed."
+    tokens_per_s: Annotated[Count, Field(ge=1, le=1 << 40)] | Literal["measured", "off"] = Field(
+        description="Tokens of prompts that the engine computes in a second; 'measured' in vLLM, whose steps are "
+        "timed; 'off' to promote a block however long that takes."
     )
 
     @field_validator("tokens_per_s", mode="before")
     @classmethod
     def _is_a_rate(cls, rate: object) -> object:
         is_number = not isinstance(rate, bool) and str(rate).isdecimal()
-        if rate == "measured" or (is_number and 1 <= int(str(rate)) <= 1 << 40):
+        if rate is False:  # as YAML reads the word
+            return "off"
+        if rate in ("measured", "off") or (is_number and 1 <= int(str(rate)) <= 1 << 40):
             return rate
-        raise ValueError("expected a whole number from 1, or 'measured' in vLLM")
+        raise ValueError("expected a whole number from 1, 'off', or 'measured' in vLLM")
 
 
 class StackConfig(StrictModel):
@@ -135,7 +138,7 @@ class StackConfig(StrictModel):
         default=(), max_length=64, description="The tiers behind it, in the order they are searched."
     )
     prefill: PrefillSettings | None = Field(
-        default=None, description="What computing costs; left out, a block is promoted however long that takes."
+        default=None, description="What computing costs; left out, it is measured in vLLM, and off elsewhere."
     )
     hints: tuple[HintName, ...] = Field(
         default=HINT_NAMES, max_length=len(HINT_NAMES), description="The hints of requests that count; [] for none."
@@ -171,19 +174,29 @@ class StackConfig(StrictModel):
     @property
     def compute_block_s(self) -> float:
         """Seconds in which the engine computes a block; infinite if the file gives no number."""
-        if self.prefill is None or self.prefill.tokens_per_s == "measured":
-            return math.inf
-        return self.block.tokens / self.prefill.tokens_per_s
+        rate = "off" if self.prefill is None else self.prefill.tokens_per_s
+        return math.inf if isinstance(rate, str) else self.block.tokens / rate
 
     @property
     def is_prefill_measured(self) -> bool:
-        """Whether the engine has to measure its prefill rate."""
+        """Whether an engine that can measure its prefill rate has to."""
+        return self.prefill is None or self.must_measure_prefill
+
+    @property
+    def must_measure_prefill(self) -> bool:
+        """Whether the file asks for a measured prefill rate."""
         return self.prefill is not None and self.prefill.tokens_per_s == "measured"
 
     @property
     def identity(self) -> NamespaceIdentity:
         """The identity of the namespace with this block size."""
         return self.namespace.identify(block_bytes=self.block.bytes, block_tokens=self.block.tokens)
+
+    @field_validator("prefill", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, prefill: object) -> object:
+        """Read `prefill: off`, which YAML makes False of, as the rate."""
+        return {"tokens_per_s": "off"} if prefill is False or prefill == "off" else prefill
 
     @field_validator("secondary", mode="before")
     @classmethod

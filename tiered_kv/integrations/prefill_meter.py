@@ -18,6 +18,7 @@ STEPS_MAX = 15
 SPREAD_MIN = 128
 """Least difference in the tokens before two steps, from which the growth is computed."""
 _RUNNING_MAX = 64
+_FORGET = 0.95
 
 
 class TokenCost(NamedTuple):
@@ -37,6 +38,8 @@ class PrefillMeter:
         self._clock = clock
         self._running: deque[tuple[int, float, float]] = deque(maxlen=_RUNNING_MAX)
         self._ended_s = 0.0
+        self.step_s = 0.0
+        """Seconds of a step of any kind, on average: about the last twenty matter."""
         self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS_MAX)
         """For each step, how many tokens are before one of its tokens, on average, and the seconds of a token."""
 
@@ -53,9 +56,11 @@ class PrefillMeter:
             return None
         tokens, before, began_s = self._running.popleft()
         last_s, self._ended_s = self._ended_s, self._clock()
+        duration_s = self._ended_s - max(began_s, last_s)
+        self.step_s = duration_s if not self.step_s else _FORGET * self.step_s + (1 - _FORGET) * duration_s
         if tokens < PREFILL_TOKENS_MIN:
             return None
-        self._steps.append((before, max(self._ended_s - max(began_s, last_s), 1e-9) / tokens))
+        self._steps.append((before, max(duration_s, 1e-9) / tokens))
         # The median of the slopes between all pairs, after Theil and Sen.
         slopes = [
             (cost - other_cost) / (at - other_at)

@@ -19,7 +19,7 @@ from tiered_kv.tiering.answers import WrongValueError, checked_flag, checked_res
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.breaker import Breaker, BreakerState
 from tiered_kv.tiering.isolation import IsolatedTier
-from tiered_kv.tiering.pace import Pace
+from tiered_kv.tiering.pace import EngineCost, Pace
 from tiered_kv.tiering.tier_observer import TierObserver, direction_of
 from tiered_kv.tiering.write_budget import admission_of
 from tiered_kv.toolkit.status import UNUSABLE_REASONS
@@ -44,7 +44,7 @@ class SubmittedJob:
     metadata: JobMetadata
     blocks: Sequence[CPUBlock]
     blocks_in_flight: int
-    """Blocks in flight in the job's direction after its submission, including its own."""
+    """Blocks that the tier moves until it has done this job, if it serves jobs in their order."""
     is_expired: bool = False
 
 
@@ -81,6 +81,7 @@ class GuardedTier:
         block_bytes: Bytes of one block.
         budget_bytes: Default of `load_budget` and of `store_budget`.
         clock: Seconds of a monotonic clock.
+        cost: What computing costs the engine; by default it is unknown.
         number: The tier's position in the search order; the primary tier's is 0.
         notices: Receives changes of the tier's state.
         history: Receives what happens to blocks; optional.
@@ -96,6 +97,7 @@ class GuardedTier:
         budget_bytes: int,
         clock: Callable[[], float],
         *,
+        cost: EngineCost | None = None,
         number: int = 1,
         notices: Notices | None = None,
         history: BlockHistory | None = None,
@@ -109,7 +111,7 @@ class GuardedTier:
         self.settings = settings
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_cooldown)
         self.admission = admission_of(settings, block_bytes, wear_clock or clock, self._moved_blocks)
-        self.pace = Pace()
+        self.pace = Pace(cost or EngineCost())
         event_source = self.tier if reports_events else None
         self.observer = TierObserver(self.name, number, block_bytes, notices or Notices(), history, event_source)
         if isinstance(self.tier, IsolatedTier):
@@ -157,6 +159,11 @@ class GuardedTier:
         """Return how many blocks may be loaded now."""
         return 0 if self.refusal() else self.loads.room
 
+    def blocks_before_load(self, blocks: int) -> int:
+        """Return how many other blocks the tier moves before it has loaded `blocks`: loads, and as many of stores."""
+        loads = self.loads.blocks + blocks
+        return self.loads.blocks + min(self.stores.blocks, loads)
+
     def refusal(self) -> str:
         """Return why no job may be submitted: "disabled" or "breaker"; "" if jobs may be submitted."""
         if self.is_disabled:
@@ -191,7 +198,7 @@ class GuardedTier:
         deadline = self._clock() + self.settings.job_timeout
         job_id = next(_job_ids) if job_id is None else job_id
         budget = self.loads if is_promotion else self.stores
-        in_flight = budget.blocks + len(blocks)
+        in_flight = self.blocks_before_load(len(blocks)) + len(blocks) if is_promotion else 0
         job = SubmittedJob(JobMetadata(job_id, keys, block_ids, is_promotion, req_context, deadline), blocks, in_flight)
         try:
             (self.tier.submit_load if is_promotion else self.tier.submit_store)(job.metadata)
@@ -205,7 +212,7 @@ class GuardedTier:
         elif self.observer.keys_before_reset:
             self.observer.keys_before_reset.difference_update(keys)
         self.jobs[job_id] = self._unexpired[job_id] = job
-        budget.blocks = in_flight
+        budget.blocks += len(blocks)
         self.counters.add("submitted_jobs_total", direction_of(job.metadata))
         return job
 

@@ -28,6 +28,7 @@ from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.observer import EventSink, Observer
+from tiered_kv.tiering.pace import EngineCost
 from tiered_kv.tiering.prefetch import Prefetches
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import ManagerLimits, RequestState, RequestTable
@@ -58,6 +59,7 @@ class TieringOffloadingManager(OffloadingManager):
         wear_clock: Clock of write budgets; default `clock`. A simulation passes the time of its requests.
 
     Attributes:
+        cost: What computing costs the engine, which an engine that measures it keeps up to date.
         notices: The last changes of state of all tiers.
     """
 
@@ -80,6 +82,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.secondary_tiers = list(secondary_tiers)
         self.limits = limits or ManagerLimits()
         self._clock = clock
+        self.cost = EngineCost(compute_block_s)
         self.notices = Notices()
         block_bytes, num_blocks = primary.backend.block_size, primary.backend.num_blocks
         settings = settings or [TierSettings(type=tier.tier_type) for tier in self.secondary_tiers]
@@ -90,6 +93,7 @@ class TieringOffloadingManager(OffloadingManager):
                 block_bytes,
                 block_bytes * num_blocks // 4,
                 clock,
+                cost=self.cost,
                 number=number,
                 notices=self.notices,
                 history=history,
@@ -98,10 +102,9 @@ class TieringOffloadingManager(OffloadingManager):
             )
             for number, (tier, tier_settings) in enumerate(zip(self.secondary_tiers, settings, strict=True), 1)
         )
-        self.set_compute_block_s(compute_block_s)
         self._cascade = Cascade(primary)
         blocks_max = self.limits.promotion_blocks_max or max(num_blocks // 2, 1)
-        self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock)
+        self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock, self.cost)
         self._requests = RequestTable(self.limits.requests_max, self.limits.wait_max_s, self._end_request, clock)
         self._state_to_load_for = self._requests.get if history is None else self._requests.state_of
         self._search = Search(self._tiers, self._promotions, self._requests, self.limits.wait_max_s, clock, history)
@@ -181,6 +184,11 @@ class TieringOffloadingManager(OffloadingManager):
         Tiers that would deliver the blocks later than the engine computes them are then not asked.
         """
         self._search.expect(blocks, before, self._requests.state_of(req_context))
+
+    def promoting(self, req_context: ReqContext) -> int:
+        """Return how many blocks are being promoted for a request. While it waits for them, lookups find no more."""
+        state = self._requests.get(req_context)
+        return 0 if state is None else len(state.promoting)
 
     def hit_tier(self, key: OffloadKey, req_context: ReqContext) -> str:
         """Return the tier that a block was promoted from for this request, or "cpu"."""
@@ -311,7 +319,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.poll()
         self.primary.on_schedule_end()
         self._observer.publish()
-        STEP.pauses_left = 0
+        STEP.end()
         self._timer.count_step()
         if self._audit is not None and self._audit.stopped:
             self._stop_audited_tiers(self._audit.stopped)
@@ -449,11 +457,6 @@ class TieringOffloadingManager(OffloadingManager):
         self._search.stop()
         self._observer.close()
         self.primary.shutdown(unmap=not self.jobs_in_flight)
-
-    def set_compute_block_s(self, seconds: float, growth_s: float = 0.0) -> None:
-        """Set the seconds in which the engine computes a block, and the seconds that each block before it adds."""
-        for guarded in self._tiers:
-            guarded.pace.compute_block_s, guarded.pace.compute_growth_s = seconds, growth_s
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return all counts by tier, a secondary tier's own `stats` under "tier". Any thread may call."""

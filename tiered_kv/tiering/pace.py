@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Final
 
 from tiered_kv.base import OffloadKey, get_offload_group_idx
@@ -13,8 +14,12 @@ TOO_SLOW: Final = "too_slow"
 """The reason in counters for blocks that are not promoted because the engine computes them sooner."""
 FORGET: Final = 0.9
 """Factor for the weight of earlier loads at each new load: about the last ten matter."""
-LOADS_MIN: Final = 3
-"""Loads before the first estimate."""
+FIRST_LOADS: Final = (8, 16, 32)
+"""Blocks of the first loads, at most, one load at a time: their different sizes separate the two times."""
+STALL_SHARE: Final = 0.2
+"""The part of the time to compute that a request waits longer for each other request that computing would stall."""
+CUT_BLOCKS_MIN: Final = 8
+"""Blocks from which a part of a prefix is loaded, and the rest computed."""
 RETRY_S: Final = 10.0
 """After this time without a load, one load is tried although it is too slow. Its request computes the blocks."""
 RETRY_MAX_S: Final = 600.0
@@ -30,28 +35,53 @@ def computed_blocks(keys: Iterable[OffloadKey]) -> int:
     return max(Counter(map(get_offload_group_idx, keys)).values(), default=0)
 
 
+@dataclass(slots=True)
+class EngineCost:
+    """What computing costs the engine, in seconds. The manager's thread writes it, and all tiers' paces read it."""
+
+    block_s: float = math.inf
+    """Of a block; infinite if every load is worth its wait."""
+    growth_s: float = 0.0
+    """What each block before it adds to `block_s`."""
+    backlog_s: float = 0.0
+    """Of the prompts that it computes before a new one. Meanwhile a request waits for a load at no cost."""
+    notice_s: float = 0.0
+    """From the end of a load until its request runs, on average."""
+    stalled: int = 0
+    """Other requests that run now: computing stalls each of them, and a load does not."""
+
+    @property
+    def is_known(self) -> bool:
+        return self.block_s < math.inf
+
+    def of(self, blocks: int, before: int = 0) -> float:
+        """Return how long the engine takes to compute `blocks` blocks after `before` others."""
+        return blocks * (self.block_s + self.growth_s * (before + blocks / 2))
+
+    def saved_by(self, blocks: int, before: int = 0) -> float:
+        """Return how long a request may wait for `blocks` blocks instead, beyond the backlog.
+
+        It is the time to compute them, and for each request that this would stall a part of it, up to twice the time.
+        """
+        return (1.0 + min(STALL_SHARE * self.stalled, 1.0)) * self.of(blocks, before)
+
+
 class Pace:
     """Estimates a tier's time for each load, and for each block of it. Owned by the manager's thread.
 
     Both are a least-squares fit over the last loads. The size of a load is the number of blocks in flight at its
-    submission, including its own: it waits for the loads before it. The time of the tier's answers to lookups is
-    estimated too.
+    submission, including its own: it waits for the loads before it. Stores share the device, so as many of their blocks
+    count too. The time of the tier's answers to lookups is estimated too.
 
     Args:
-        compute_block_s: Seconds in which the engine computes a block; infinite if every load is worth its wait.
-
-    Attributes:
-        compute_growth_s: Seconds that each block before it adds to `compute_block_s`.
+        cost: What computing costs.
     """
 
-    def __init__(self, compute_block_s: float = math.inf) -> None:
-        self.compute_block_s = compute_block_s
-        self.compute_growth_s = 0.0
+    def __init__(self, cost: EngineCost) -> None:
+        self.cost = cost
         self._loads = self._blocks = self._seconds = self._blocks_squared = self._products = 0.0
         self._seen = 0
         self._load_s = self._block_s = 0.0
-        self._blocks_known = math.inf
-        """The largest size for which `_block_s` is known; larger loads are assumed to take no longer."""
         self._added_s = -math.inf
         self._retry_s = RETRY_S
         self._due_s = -math.inf
@@ -59,13 +89,9 @@ class Pace:
         self._lookup_s = 0.0
         self._answered_s = -math.inf
 
-    def compute_s(self, blocks: int, before: int = 0) -> float:
-        """Return how long the engine takes to compute `blocks` blocks after `before` others."""
-        return blocks * (self.compute_block_s + self.compute_growth_s * (before + blocks / 2))
-
     def add(self, blocks: int, seconds: float, now_s: float) -> None:
         """Note that a load took `seconds`, with `blocks` in flight, at least one of them its own."""
-        is_old = self._seen >= LOADS_MIN and now_s - seconds - self._added_s >= RETRY_S
+        is_old = self.is_known and now_s - seconds - self._added_s >= RETRY_S
         expected_s = self._load_of(blocks)
         is_as_before = expected_s / 2 <= seconds <= 2 * expected_s
         forget = FORGET if is_as_before or not is_old else 0.0
@@ -77,18 +103,48 @@ class Pace:
         self._loads, self._blocks, self._seconds, self._blocks_squared, self._products = weight, x, y, xx, xy
         self._seen += 1
         mean, variance = x / weight, xx / weight - (x / weight) ** 2
-        slope, self._blocks_known = y / x, mean  # loads of one size cannot separate the two times
+        slope = y / x  # loads of one size cannot separate the two times: larger ones are assumed to take longer
         if variance > (_SPREAD_MIN * mean) ** 2:
-            slope, self._blocks_known = min(slope, max(0.0, (xy / weight - mean * y / weight) / variance)), math.inf
+            slope = min(slope, max(0.0, (xy / weight - mean * y / weight) / variance))
         self._block_s, self._load_s = slope, y / weight - slope * mean
 
-    def is_worth(self, blocks: int, compute_s: float) -> bool:
-        """Return whether a load is estimated to arrive within `compute_s`; `blocks` as in `add`."""
-        return self._load_of(blocks) <= compute_s
+    @property
+    def is_known(self) -> bool:
+        """Whether enough loads have ended for an estimate."""
+        return self._seen >= len(FIRST_LOADS)
+
+    def worth(
+        self, blocks: int, in_flight: int, saved: Callable[[int], float], backlog_s: float, *, is_whole: bool = False
+    ) -> int:
+        """Return how many of `blocks` blocks, from the first one on, arrive before the engine would have computed them.
+
+        Args:
+            blocks: Blocks to load.
+            in_flight: Blocks in flight before them, as in `add`.
+            saved: Returns how many seconds the engine saves by so many of them.
+            backlog_s: How long the engine is busy before it would compute them.
+            is_whole: Whether a part of them is of no use.
+        """
+        if not self.is_known:
+            return blocks if is_whole else min(blocks, FIRST_LOADS[self._seen])
+        wait_s = backlog_s - self.cost.notice_s
+
+        def is_worth(part: int) -> bool:
+            return self._load_of(in_flight + part) <= wait_s + saved(part)
+
+        if is_worth(blocks):
+            return blocks
+        # A block saves more the further behind it is. So where all are not worth their wait, only those are that arrive
+        # while the engine is busy.
+        first, end = 0, 0 if is_whole else blocks
+        while end - first > 1:
+            middle = (first + end) // 2
+            first, end = (middle, end) if is_worth(middle) else (first, middle)
+        return first if first >= CUT_BLOCKS_MIN else 0
 
     def tries(self, now_s: float) -> bool:
         """Return whether a try is due: a load that is too slow, to measure the tier again. No request waits for it."""
-        if now_s < self._due_s:
+        if now_s < self._due_s or not self.is_known:
             return False
         self._due_s = now_s + self._retry_s
         return True
@@ -99,17 +155,23 @@ class Pace:
         self._lookup_s = seconds if is_old else FORGET * self._lookup_s + (1 - FORGET) * seconds
         self._answered_s = now_s
 
-    def is_answer_worth(self, blocks: int, compute_s: float, waited_s: float, now_s: float) -> bool:
-        """Return whether to wait for an answer: its blocks would arrive within `compute_s`, or a try is due.
+    def is_answer_worth(self, blocks: int, in_flight: int, compute_s: float, waited_s: float, now_s: float) -> bool:
+        """Return whether to wait for an answer: its blocks, or the first of them, would come in time, or a try is due.
 
         Args:
-            blocks: Blocks to load, and those in flight before them.
-            compute_s: How long the engine takes to compute the blocks.
+            blocks: Blocks to load.
+            in_flight: Blocks in flight before them, as in `add`.
+            compute_s: How long the engine takes to compute the blocks, beyond its backlog.
             waited_s: How long the request has waited for the answer.
             now_s: The time.
         """
-        if max(self._lookup_s, waited_s) + self._load_of(blocks) <= compute_s:
+        answer_s, backlog_s = max(self._lookup_s, waited_s), self.cost.backlog_s
+        first = in_flight + min(blocks, CUT_BLOCKS_MIN)
+        if answer_s + self._load_of(in_flight + blocks) <= backlog_s + compute_s:
             return True
+        if answer_s + self._load_of(first) <= backlog_s:
+            return True
+        compute_s += backlog_s
         due_s = max(self._due_s, self._answered_s + RETRY_S)
         if self._lookup_s > TRY_SHARE * compute_s:
             due_s += RETRY_MAX_S
@@ -120,6 +182,4 @@ class Pace:
         return False
 
     def _load_of(self, blocks: int) -> float:
-        if self._seen < LOADS_MIN:
-            return 0.0
-        return self._load_s + self._block_s * min(blocks, self._blocks_known)
+        return self._load_s + self._block_s * blocks if self.is_known else 0.0

@@ -12,7 +12,7 @@ from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
-from tiered_kv.tiering.pace import TOO_SLOW, computed_blocks
+from tiered_kv.tiering.pace import TOO_SLOW, EngineCost, computed_blocks
 from tiered_kv.tiering.requests import RequestState
 
 
@@ -38,9 +38,15 @@ class Promotions:
     """
 
     def __init__(
-        self, primary: CPUOffloadingManager, blocks_max: int, hold_s: float, clock: Callable[[], float]
+        self,
+        primary: CPUOffloadingManager,
+        blocks_max: int,
+        hold_s: float,
+        clock: Callable[[], float],
+        cost: EngineCost,
     ) -> None:
         self._primary = primary
+        self._cost = cost
         self.blocks_max = blocks_max
         self.released_holds = 0
         self._hold_s = hold_s
@@ -104,22 +110,36 @@ class Promotions:
     def submit(self) -> None:
         """Submit the loads begun since the last call: one job for each tier and request."""
         batches, self._batches = self._batches, {}
-        now_s = self._clock()
+        now_s, backlog_s = self._clock(), self._cost.backlog_s
         for (guarded, state), promotions in batches.items():
             guarded.loads.reserved_blocks -= len(promotions)
             blocks = [promotion.block for promotion in promotions]
             chain = blocks[0].chain
             if chain is not None:
                 blocks = chain.in_order(blocks)  # as for stores: tiers that evict by use know prefixes by it
-            keys = [block.key for block in blocks]
             # A half-open breaker admits one job, which may be another one of this step.
             refusal = guarded.refusal()
-            if not refusal and not self._is_worth(keys, guarded, state):
-                refusal = self._try_or_refuse(promotions, guarded, now_s)
-            if refusal or not guarded.submit(keys, blocks, state.req_context, is_promotion=True):
-                for block in blocks:
-                    self._drop(block, refusal)
-                self._primary.abandon(blocks)
+            if not refusal and self._cost.is_known:
+                keys = [block.key for block in blocks]
+                worth = self._worth(keys, guarded, state, backlog_s)
+                if worth < len(keys):
+                    backlog_s += self._cost.of(computed_blocks(keys[worth:]), (state.blocks_before or 0) + worth)
+                    if worth or not self._is_tried(promotions, guarded, now_s):
+                        self._refuse(blocks[worth:], guarded, TOO_SLOW)
+                        del blocks[worth:]
+            keys = [block.key for block in blocks]
+            if refusal or (keys and not guarded.submit(keys, blocks, state.req_context, is_promotion=True)):
+                self._refuse(blocks, guarded, refusal)
+
+    def _refuse(self, blocks: Sequence[CPUBlock], guarded: GuardedTier, reason: str) -> None:
+        """Give back blocks that are not loaded."""
+        if reason == TOO_SLOW:
+            promotions = (self._table[block.key] for block in blocks)
+            if asked_for := sum(not promotion.is_ahead for promotion in promotions):
+                guarded.counters.add("too_slow_blocks_total", count=asked_for)
+        for block in blocks:
+            self._drop(block, reason)
+        self._primary.abandon(blocks)
 
     def finish(self, job: SubmittedJob, result: JobResult) -> list[CPUBlock]:
         """Process a load that was reported; return the blocks that are now ready."""
@@ -203,32 +223,39 @@ class Promotions:
             guarded.loads.reserved_blocks -= len(promotions)
             self._primary.abandon([promotion.block for promotion in promotions])
 
-    def _is_worth(self, keys: Sequence[OffloadKey], guarded: GuardedTier, state: RequestState) -> bool:
-        """Return whether a tier delivers a batch sooner than the engine would compute what the batch saves.
+    def _worth(self, keys: Sequence[OffloadKey], guarded: GuardedTier, state: RequestState, backlog_s: float) -> int:
+        """Return how many blocks of a batch a tier delivers sooner than the engine would compute what they save.
 
         Without the batch, the engine computes all blocks from the batch's first one on. Blocks of the tier's earlier
         loads count too: the request waits for them in any case.
         """
-        if guarded.pace.compute_block_s == math.inf:
-            return True
+        if guarded.loads.blocks > guarded.loads.expired_blocks and not guarded.pace.is_known:
+            return 0  # one load at a time
         batch = set(keys)
         behind = itertools.dropwhile(lambda key: key not in batch, state.promoting)
         of_tier = [key for key in state.promoting if self._table[key].guarded is guarded]
-        computed = computed_blocks(dict.fromkeys([*of_tier, *behind]) or keys)
-        compute_s = guarded.pace.compute_s(computed, state.blocks_before or 0)
-        return guarded.pace.is_worth(guarded.loads.blocks + len(keys), compute_s)
+        saved = dict.fromkeys([*of_tier, *behind]) or dict.fromkeys(keys)
+        computed, before = computed_blocks(saved), state.blocks_before or 0
+        # A part of the batch is the end of what the request gets, or it has blocks of groups that depend on each other.
+        is_whole = computed != len(set(of_tier) | batch)
+        rest = computed - len(keys)
+        return guarded.pace.worth(
+            len(keys),
+            guarded.blocks_before_load(len(keys)),
+            lambda part: self._cost.saved_by(rest + part, before),
+            backlog_s,
+            is_whole=is_whole,
+        )
 
-    def _try_or_refuse(self, promotions: list[Promotion], guarded: GuardedTier, now_s: float) -> str:
-        """Count a batch that is too slow. Return "" if it is loaded as a try, else the reason to refuse it."""
-        asked_for = sum(not promotion.is_ahead for promotion in promotions)
-        if asked_for:
-            guarded.counters.add("too_slow_blocks_total", count=asked_for)
-        if asked_for < len(promotions) or not guarded.pace.tries(now_s):
-            return TOO_SLOW
+    def _is_tried(self, promotions: list[Promotion], guarded: GuardedTier, now_s: float) -> bool:
+        """Return whether a batch that is too slow is loaded as a try, which no request waits for; count it then."""
+        if any(promotion.is_ahead for promotion in promotions) or not guarded.pace.tries(now_s):
+            return False
+        guarded.counters.add("too_slow_blocks_total", count=len(promotions))
         for promotion in promotions:
             promotion.is_try = True
             self._fail(promotion, TOO_SLOW)
-        return ""
+        return True
 
     def _arrive(self, key: OffloadKey, block: CPUBlock) -> bool:
         promotion = self._table.get(key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 
@@ -329,15 +328,16 @@ class Search:
 
     def _compared(self) -> list[GuardedTier]:
         """Return the tiers in use, if the time to compute a block is known."""
-        return [guarded for guarded, _ in self._searched if guarded.pace.compute_block_s < math.inf]
+        return [guarded for guarded, _ in self._searched if guarded.pace.cost.is_known]
 
     def _leave_if_late(
         self, guarded: GuardedTier, state: RequestState, blocks: int, computed: int, since_s: float
     ) -> bool:
         """Stop asking a tier for this request if its blocks would arrive later than `computed` ones are computed."""
-        compute_s = guarded.pace.compute_s(computed, state.blocks_before or 0)
-        in_flight = guarded.loads.blocks + guarded.loads.reserved_blocks + blocks
-        if guarded.pace.is_answer_worth(in_flight, compute_s, self._now_s - since_s, self._now_s):
+        reserved = guarded.loads.reserved_blocks
+        in_flight = guarded.blocks_before_load(reserved + blocks) + reserved
+        compute_s = guarded.pace.cost.saved_by(computed, state.blocks_before or 0)
+        if guarded.pace.is_answer_worth(blocks, in_flight, compute_s, self._now_s - since_s, self._now_s):
             return False
         state.timed_out[guarded] = Fate.TOO_SLOW
         guarded.counters.add("too_slow_blocks_total", count=blocks)

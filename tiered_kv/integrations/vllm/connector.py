@@ -68,9 +68,14 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
         return answer
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._tiered_kv is not None:
-            self._tiered_kv.was_scheduled(request.request_id, request.num_tokens, num_computed_tokens)
+        ours = self._tiered_kv
+        if ours is not None and not ours.was_scheduled(request.request_id, request.num_tokens, num_computed_tokens):
+            return None, False
         answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if ours is not None:
+            found = answer[0]
+            left = None if found is None else request.num_tokens - num_computed_tokens - found
+            ours.was_looked_up(request.request_id, left)
         return answer
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ from tiered_kv.integrations.prefill_meter import PrefillMeter
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, vllm_events
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.stack import Stack
+
+LOOKUP_S_MAX = 0.5
+"""A request that waits is looked up after this time, although nothing has changed: waiting has limits."""
 
 
 class _Transfer(NamedTuple):
@@ -56,6 +60,14 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._flush_steps = flush_steps
         self._steps_to_flush: int | None = None
         self._meter = PrefillMeter() if stack.config.is_prefill_measured else None
+        if self._meter is not None:
+            self._manager.cost.block_s = 0.0  # until the first prompt has been computed, only to learn tiers' paces
+        self._is_polled = False
+        """Whether the jobs that have finished were collected since the last step."""
+        self._waiting: dict[str, tuple[int, float]] = {}
+        """For each request that waits for promotions: how many, and when vLLM last looked up."""
+        self._uncomputed: dict[str, int] = {}
+        """Tokens of the prompts that vLLM has begun, or will begin in this step, and has not scheduled yet."""
 
     # Lookups and transfers.
 
@@ -127,25 +139,61 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         """Let a request store and load nothing: it may get blocks of the GPU from before a reset."""
         self._manager.outdate(ReqContext(req_id))
 
-    def was_scheduled(self, req_id: str, tokens: int, computed_tokens: int) -> None:
-        """End the promotions of a waiting request: vLLM looks up its blocks now, behind `computed_tokens`."""
+    def was_scheduled(self, req_id: str, tokens: int, computed_tokens: int) -> bool:
+        """End the promotions of a waiting request: vLLM looks up its blocks now, behind `computed_tokens`.
+
+        Returns:
+            Whether a lookup can find more than the last one, for which the request waits.
+        """
+        if not self._is_polled:  # what ended during the last step is found in this one
+            self._is_polled = True
+            self._manager.poll()
         context, size = ReqContext(req_id), self._stack.config.block.tokens
+        promoting, asked_s = self._waiting.get(req_id, (0, 0.0))
+        if promoting and promoting == self._manager.promoting(context) and time.monotonic() - asked_s < LOOKUP_S_MAX:
+            return False
         self._manager.end_prefetch(context)
         self._manager.expect((tokens - computed_tokens) // size, context, before=computed_tokens // size)
+        return True
+
+    def was_looked_up(self, req_id: str, uncomputed_tokens: int | None) -> None:
+        """Note what vLLM will compute of a request whose blocks it has looked up; None if the request waits."""
+        if uncomputed_tokens is None:
+            self._waiting[req_id] = self._manager.promoting(ReqContext(req_id)), time.monotonic()
+            return
+        self._waiting.pop(req_id, None)
+        self._uncomputed[req_id] = uncomputed_tokens
+        self._set_backlog()
+
+    def _set_backlog(self) -> None:
+        cost = self._manager.cost
+        if cost.is_known:
+            token_s = cost.block_s / self._stack.config.block.tokens
+            cost.backlog_s = token_s * sum(self._uncomputed.values())
 
     def step_began(self, output: Any) -> None:
         """Note the tokens of a scheduled step. vLLM calls `get_stats` at the end of each, in the same order."""
-        if self._meter is not None:
-            running = output.scheduled_cached_reqs
-            before = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
-            before |= {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
-            self._meter.begin((tokens, before.get(name, 0)) for name, tokens in output.num_scheduled_tokens.items())
+        if self._meter is None:
+            return
+        running, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
+        before = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
+        before |= {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
+        self._meter.begin((tokens, before.get(name, 0)) for name, tokens in scheduled.items())
+        self._manager.cost.stalled = len(scheduled)
+        left = ((name, tokens - scheduled.get(name, 0)) for name, tokens in self._uncomputed.items())
+        self._uncomputed = {name: tokens for name, tokens in left if tokens > 0}
+        self._set_backlog()
 
     def on_request_finished(self, req_context: Any) -> None:
+        self._waiting.pop(req_context.req_id, None)
+        self._uncomputed.pop(req_context.req_id, None)
         self._manager.on_request_finished(req_context)
 
     def on_schedule_end(self, context: Any) -> None:
+        for req_id in context.preempted_req_ids:
+            self._uncomputed.pop(req_id, None)
         self._manager.on_schedule_end()
+        self._is_polled = False
         if self._steps_to_flush is not None:
             self._steps_to_flush -= 1
             if not self._steps_to_flush:
@@ -182,10 +230,11 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         return vllm_events(self._manager.take_events(), self._reporting) if self._has_events else ()
 
     def get_stats(self) -> Any:
-        cost = None if self._meter is None else self._meter.end()
-        if cost is not None:
+        if self._meter is not None and (cost := self._meter.end()) is not None:
             tokens = self._stack.config.block.tokens
-            self._manager.set_compute_block_s(tokens * cost.token_s, tokens**2 * cost.growth_s)
+            engine = self._manager.cost
+            engine.block_s, engine.growth_s = tokens * cost.token_s, tokens**2 * cost.growth_s
+            engine.notice_s = self._meter.step_s
         return self._report.take(self._manager.counters)
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
