@@ -134,14 +134,23 @@ def _swift(program: str, port: int, directory: Path) -> list[str]:
     return [python, "-W", "ignore", "-c", _SWIFT_PROGRAM, str(port), str(directory), ACCESS_KEY_ID, SECRET_ACCESS_KEY]
 
 
+def _radosgw(program: str, port: int, directory: Path) -> list[str]:
+    arguments = [str(port), str(free_port()), str(directory), ACCESS_KEY_ID, SECRET_ACCESS_KEY]
+    return ["sh", "-e", "-c", _CEPH_PROGRAM, program, *arguments]
+
+
 PROGRAMS: Final[Mapping[str, Callable[[str, int, Path], list[str]]]] = {
     "weed": _seaweedfs,
     "rclone": _rclone,
     "nanio": _nanio,
     "localbucket": _localbucket,
     "swift-proxy-server": _swift,
+    "radosgw": _radosgw,
 }
-"""Programs of servers that speak S3's protocol, which are found on the path; the command has a port and a directory."""
+"""Programs that speak S3's protocol, found on the path; the command has a port and a directory."""
+
+_NEEDS: Final[Mapping[str, tuple[str, ...]]] = {"radosgw": ("ceph-mon", "ceph-osd")}
+"""The other programs that a server of `PROGRAMS` is made of."""
 
 
 def start_program(name: str, directory: Path) -> S3Server:
@@ -169,8 +178,8 @@ def start_program(name: str, directory: Path) -> S3Server:
 def installed_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """Each server of `PROGRAMS`, for the session."""
     name: str = request.param
-    if shutil.which(name) is None:
-        pytest.skip(f"{name} is not installed")
+    if missing := [each for each in (name, *_NEEDS.get(name, ())) if shutil.which(each) is None]:
+        pytest.skip(f"not installed: {', '.join(missing)}")
     server = start_program(name, tmp_path_factory.mktemp(name))
     yield server
     server.kill()  # one of them needs half a minute to stop
@@ -291,4 +300,47 @@ def serve(environ, start):
 
 
 wsgi.server(eventlet.listen(("127.0.0.1", port), backlog=128), serve, quiet, protocol=SwiftHttpProtocol)
+"""
+
+_CEPH_PROGRAM = """
+# A Ceph cluster of one monitor and one OSD, which keeps its objects in memory. Both are killed when the gateway ends.
+cd "$3"
+export CEPH_CONF=ceph.conf
+child="setpriv --pdeathsig KILL" monitor="[v2:127.0.0.1:$2/0]"
+cat >ceph.conf <<END
+[global]
+chdir =
+mon_host = $monitor
+mon_data = mon
+osd_data = osd
+rgw_data = .
+run_dir = .
+admin_socket =
+log_to_file = false
+mon_cluster_log_to_file = false
+public_addr = 127.0.0.1
+cluster_addr = 127.0.0.1
+ms_bind_msgr1 = false
+ms_mon_client_mode = crc
+auth_cluster_required = none
+auth_service_required = none
+auth_client_required = none
+paxos_propose_interval = 0.05
+mon_allow_pool_size_one = true
+osd_objectstore = memstore
+osd_crush_chooseleaf_type = 0
+osd_pool_default_size = 1
+osd_pool_default_pg_num = 1
+osd_pool_default_pg_autoscale_mode = off
+rgw_frontends = beast endpoint=127.0.0.1:$1
+END
+monmaptool --create --addv a "$monitor" monmap
+ceph-mon -i a --mkfs --monmap monmap
+$child ceph-mon -i a -f &
+$child ceph osd create
+mkdir osd
+ceph-osd -i 0 --mkfs
+$child ceph-osd -i 0 -f &
+$child radosgw-admin user create --uid=tests --display-name=tests --access-key="$4" --secret-key="$5"
+exec "$0" -f -n client.admin
 """
