@@ -111,7 +111,7 @@ def _seaweedfs(program: str, port: int, directory: Path) -> list[str]:
     ports = [f"-{role}.port={free_port()}" for role in ("master", "volume", "filer")]
     data = [f"-dir={directory}", "-volume.max=1000", "-master.volumeSizeLimitMB=64", "-volume.minFreeSpace=1"]
     s3 = ["-s3", f"-s3.port={port}", f"-s3.config={directory}/s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0"]
-    return [program, "server", "-ip=127.0.0.1", *ports, *data, *s3]
+    return [program, "-logtostderr", "server", "-ip=127.0.0.1", *ports, *data, *s3]
 
 
 def _rclone(program: str, port: int, directory: Path) -> list[str]:
@@ -147,15 +147,20 @@ PROGRAMS: Final[Mapping[str, Callable[[str, int, Path], list[str]]]] = {
     "swift-proxy-server": _swift,
     "radosgw": _radosgw,
 }
-"""Programs that speak S3's protocol, found on the path; the command has a port and a directory."""
+"""Programs that speak S3's protocol, found on the path or beside Python; the command has a port and a directory."""
 
 _NEEDS: Final[Mapping[str, tuple[str, ...]]] = {"radosgw": ("ceph-mon", "ceph-osd")}
 """The other programs that a server of `PROGRAMS` is made of."""
 
 
+def _found(program: str) -> str | None:
+    path = os.pathsep.join((os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)))
+    return shutil.which(program, path=path)
+
+
 def start_program(name: str, directory: Path) -> S3Server:
     """Start a server of `PROGRAMS`; return once it stores an object."""
-    program = shutil.which(name)
+    program = _found(name)
     assert program is not None, f"{name} is not installed"
     server = S3Server(lambda port: PROGRAMS[name](program, port, directory))
     server.start()
@@ -178,7 +183,7 @@ def start_program(name: str, directory: Path) -> S3Server:
 def installed_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """Each server of `PROGRAMS`, for the session."""
     name: str = request.param
-    if missing := [each for each in (name, *_NEEDS.get(name, ())) if shutil.which(each) is None]:
+    if missing := [each for each in (name, *_NEEDS.get(name, ())) if _found(each) is None]:
         pytest.skip(f"not installed: {', '.join(missing)}")
     server = start_program(name, tmp_path_factory.mktemp(name))
     yield server
