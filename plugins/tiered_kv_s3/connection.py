@@ -92,10 +92,12 @@ class Connection:
                 for at in range(0, len(piece), _TLS_SEND_BYTES):
                     self._socket.settimeout(self.patience.next_timeout_s())
                     self._socket.sendall(piece[at : at + _TLS_SEND_BYTES])
-            return
+            waiting = []
         while waiting:
             self._socket.settimeout(self.patience.next_timeout_s())
             waiting = rest_of(waiting, self._socket.sendmsg(waiting))
+        # Some servers send the body once the head is acknowledged. By default the kernel delays that by 40 ms.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def receive_head(self, *, has_body: bool = True) -> Answer:
         """Receive the head of the answer to the request that was sent; `has_body` is False for HEAD."""

@@ -57,6 +57,24 @@ def test_an_answer_may_come_in_any_pieces(answers: tuple[Connection, socket.sock
     wait_until(lambda: not connection.is_usable(), STALL_S)
 
 
+def test_a_body_that_is_sent_once_the_head_is_acknowledged_comes_at_once(
+    answers: tuple[Connection, socket.socket],
+) -> None:
+    """As Ceph's gateway sends it: with Nagle's algorithm, which waits for acknowledgements."""
+    connection, server = answers
+    times = []
+    for _ in range(20):
+        connection.send([b"GET"])
+        assert server.recv(3, socket.MSG_WAITALL) == b"GET"
+        begin = time.monotonic()
+        server.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n")
+        server.sendall(b"body")
+        connection.receive_head()
+        connection.receive_body([memoryview(bytearray(4))])
+        times.append(time.monotonic() - begin)
+    assert sorted(times)[10] < 0.02  # Linux delays an acknowledgement by 40 ms
+
+
 def test_an_unexpected_body_is_not_read_as_the_next_answer(answers: tuple[Connection, socket.socket]) -> None:
     connection, server = answers
     server.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 9\r\n\r\nNoSuchKey")
