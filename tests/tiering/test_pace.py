@@ -119,6 +119,28 @@ def test_a_prefix_is_cut_where_waiting_stops_paying(bench: Bench) -> None:
     assert ask(bench, 40, load_s=0.0) == [False] * 40, "too few to wait for"
 
 
+def test_no_row_is_taken_for_blocks_that_would_come_too_late(bench: Bench) -> None:
+    for size in (4, 8, 4):
+        ask(bench, size, load_s=0.2 * size)
+    bench.manager.cost.backlog_s = 1.25
+    wanted, context = new_keys(40), bench.request("cut")
+    bench.tier.present = dict.fromkeys(wanted, True)
+    bench.manager.expect(40, context)
+    assert bench.lookup(wanted, context) == [None] * 12 + [False] * 28, "at once, without a step"
+    assert bench.counter("too_slow_blocks_total") == 28
+    bench.step()
+    assert [len(job) for job in bench.jobs] == [12]
+    assert bench.lookup(wanted, context) == [None] * 12 + [False] * 28
+    bench.clock.advance(2.4)
+    bench.end()
+    assert bench.lookup(wanted, context) == [True] * 12 + [False] * 28
+    assert bench.counter("too_slow_blocks_total") == 28
+    bench.manager.expect(40, whole := bench.request("whole"), is_whole=True)
+    wanted = new_keys(40)
+    bench.tier.present = dict.fromkeys(wanted, True)
+    assert bench.lookup(wanted, whole) == [False] * 40, "all of them would come too late"
+
+
 def test_requests_that_compute_let_others_wait_for_their_loads(bench: Bench) -> None:
     for size in (4, 8, 4):
         ask(bench, size, load_s=0.15 * size)

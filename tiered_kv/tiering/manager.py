@@ -178,12 +178,13 @@ class TieringOffloadingManager(OffloadingManager):
         if state is not None:
             self._prefetches.leave(state)
 
-    def expect(self, blocks: int, req_context: ReqContext, *, before: int = 0) -> None:
+    def expect(self, blocks: int, req_context: ReqContext, *, before: int = 0, is_whole: bool = False) -> None:
         """Announce that a request will look up at most `blocks` blocks, after `before` blocks that the engine has.
 
-        Tiers that would deliver the blocks later than the engine computes them are then not asked.
+        Tiers that would deliver the blocks later than the engine computes them are then not asked. If only the first of
+        them come in time, only these are loaded; not with `is_whole`, for an engine with several KV cache groups.
         """
-        self._search.expect(blocks, before, self._requests.state_of(req_context))
+        self._search.expect(blocks, before, self._requests.state_of(req_context), is_whole=is_whole)
 
     def promoting(self, req_context: ReqContext) -> int:
         """Return how many blocks are being promoted for a request. While it waits for them, lookups find no more."""

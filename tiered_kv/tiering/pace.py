@@ -155,31 +155,36 @@ class Pace:
         self._lookup_s = seconds if is_old else FORGET * self._lookup_s + (1 - FORGET) * seconds
         self._answered_s = now_s
 
-    def is_answer_worth(self, blocks: int, in_flight: int, compute_s: float, waited_s: float, now_s: float) -> bool:
-        """Return whether to wait for an answer: its blocks, or the first of them, would come in time, or a try is due.
+    def worth_asking(
+        self,
+        blocks: int,
+        in_flight: int,
+        saved: Callable[[int], float],
+        waited_s: float,
+        now_s: float,
+        *,
+        is_whole: bool = False,
+    ) -> int:
+        """Return how many blocks come in time if the tier has all, after its answer; all of them if a try is due.
 
         Args:
-            blocks: Blocks to load.
-            in_flight: Blocks in flight before them, as in `add`.
-            compute_s: How long the engine takes to compute the blocks, beyond its backlog.
+            blocks, in_flight, saved, is_whole: As in `worth`.
             waited_s: How long the request has waited for the answer.
             now_s: The time.
         """
-        answer_s, backlog_s = max(self._lookup_s, waited_s), self.cost.backlog_s
-        first = in_flight + min(blocks, CUT_BLOCKS_MIN)
-        if answer_s + self._load_of(in_flight + blocks) <= backlog_s + compute_s:
-            return True
-        if answer_s + self._load_of(first) <= backlog_s:
-            return True
-        compute_s += backlog_s
+        answer_s, compute_s = max(self._lookup_s, waited_s), self.cost.backlog_s + saved(blocks)
+        if self.is_known or answer_s <= compute_s:
+            worth = self.worth(blocks, in_flight, saved, self.cost.backlog_s - answer_s, is_whole=is_whole)
+            if worth:
+                return worth
         due_s = max(self._due_s, self._answered_s + RETRY_S)
         if self._lookup_s > TRY_SHARE * compute_s:
             due_s += RETRY_MAX_S
         if waited_s <= compute_s and now_s >= due_s:
-            return True
+            return blocks
         if waited_s > self._lookup_s:  # the answer takes at least that long
             self._lookup_s, self._answered_s = waited_s, now_s
-        return False
+        return 0
 
     def _load_of(self, blocks: int) -> float:
         return self._load_s + self._block_s * blocks if self.is_known else 0.0

@@ -73,6 +73,9 @@ class RequestState:
     timed_out: dict[GuardedTier, Fate] = field(default_factory=dict)
     """Tiers whose answer did not come, or would not come, in time; and why."""
 
+    load_room: dict[GuardedTier, int] = field(default_factory=dict)
+    """How many more blocks of a tier arrive before the engine would have computed them, if not all do."""
+
     # Its promotions.
     promoting: dict[OffloadKey, None] = field(default_factory=dict)
     """Blocks that are being promoted for it, in the order of its prefix."""

@@ -12,7 +12,7 @@ from tiered_kv.observe.history import BlockHistory, Page, next_page
 from tiered_kv.observe.ledger import RequestLog
 from tiered_kv.tiering.answers import WrongValueError, checked_answer, checked_answers, tier_exceptions
 from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.pace import computed_blocks
+from tiered_kv.tiering.pace import TOO_SLOW, computed_blocks
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import PAUSE_S_MAX, RequestState, RequestTable
 
@@ -226,6 +226,8 @@ class Search:
             if asked_s is not None and not state.req_context.req_id:
                 state.denied[key] = guarded.number
             return _Verdict.ASK_NEXT_TIER
+        if state.load_room and state.is_asking and not self._take_room(key, guarded, state):
+            return _Verdict.ASK_NEXT_TIER
         if self._promotions.begin(key, guarded, state):
             if key in state.promoting and self._history is not None:  # not if it waits for room
                 state.found.append(key)
@@ -309,20 +311,40 @@ class Search:
             state.has_waited = True
             state.unanswered.clear()
 
-    def expect(self, blocks: int, before: int, state: RequestState) -> None:
+    def expect(self, blocks: int, before: int, state: RequestState, *, is_whole: bool) -> None:
         """See `TieringOffloadingManager.expect`. Only the first call for a request counts."""
         if blocks <= 0 or state.blocks_before is not None or state.load_skip is not None:
             return
         state.blocks_before = before
-        if not (state.promoting or state.held):
-            for guarded in self._compared():
-                self._leave_if_late(guarded, state, blocks, blocks, self._now_s)
+        if state.promoting or state.held:
+            return
+        for guarded in self._compared():
+            worth = self._leave_if_late(guarded, state, blocks, blocks, self._now_s, is_whole=is_whole)
+            if 0 < worth < blocks:
+                state.load_room[guarded] = worth
+
+    def _take_room(self, key: OffloadKey, guarded: GuardedTier, state: RequestState) -> bool:
+        """Return whether a block comes before the engine has computed it, which further ones of the prefix may not.
+
+        So no row is taken for a block that would not be loaded.
+        """
+        room = state.load_room.get(guarded)
+        if room is None or key in state.promoting:
+            return True
+        if room > 0:
+            state.load_room[guarded] = room - 1
+            return True
+        guarded.counters.add("too_slow_blocks_total")
+        state.failed.setdefault(key, set()).add(guarded)
+        state.failure_reasons.setdefault(key, {})[guarded.number] = TOO_SLOW
+        return False
 
     def _leave_late_tiers(self, state: RequestState) -> None:
         """Stop asking tiers whose answer and blocks would arrive later than the blocks are computed."""
         for guarded in self._compared():
             asked = {key: since_s for (key, tier), since_s in state.unanswered.items() if tier is guarded}
-            if asked and self._leave_if_late(guarded, state, len(asked), computed_blocks(asked), min(asked.values())):
+            computed = computed_blocks(asked)
+            if asked and not self._leave_if_late(guarded, state, len(asked), computed, min(asked.values())):
                 for key in asked:
                     del state.unanswered[key, guarded]
 
@@ -331,17 +353,29 @@ class Search:
         return [guarded for guarded, _ in self._searched if guarded.pace.cost.is_known]
 
     def _leave_if_late(
-        self, guarded: GuardedTier, state: RequestState, blocks: int, computed: int, since_s: float
-    ) -> bool:
-        """Stop asking a tier for this request if its blocks would arrive later than `computed` ones are computed."""
-        reserved = guarded.loads.reserved_blocks
-        in_flight = guarded.blocks_before_load(reserved + blocks) + reserved
-        compute_s = guarded.pace.cost.saved_by(computed, state.blocks_before or 0)
-        if guarded.pace.is_answer_worth(blocks, in_flight, compute_s, self._now_s - since_s, self._now_s):
-            return False
-        state.timed_out[guarded] = Fate.TOO_SLOW
-        guarded.counters.add("too_slow_blocks_total", count=blocks)
-        return True
+        self,
+        guarded: GuardedTier,
+        state: RequestState,
+        blocks: int,
+        computed: int,
+        since_s: float,
+        *,
+        is_whole: bool = False,
+    ) -> int:
+        """Return how many blocks would come sooner than computed; if none, stop asking the tier for this request."""
+        reserved, before, cost = guarded.loads.reserved_blocks, state.blocks_before or 0, guarded.pace.cost
+        worth = guarded.pace.worth_asking(
+            blocks,
+            guarded.blocks_before_load(reserved + blocks) + reserved,
+            lambda part: cost.saved_by(computed - blocks + part, before),
+            self._now_s - since_s,
+            self._now_s,
+            is_whole=is_whole or computed < blocks,
+        )
+        if not worth:
+            state.timed_out[guarded] = Fate.TOO_SLOW
+            guarded.counters.add("too_slow_blocks_total", count=blocks)
+        return worth
 
     def _fail(self, guarded: GuardedTier, state: RequestState, raised_in: str = "") -> None:
         """Stop asking a tier for this request. The breaker counts one failure, however many keys were asked for."""

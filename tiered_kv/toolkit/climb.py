@@ -7,7 +7,7 @@ from typing import Final
 
 VERDICT_PARTS: Final = 8
 """Parts at one limit, after which its rate is known."""
-GAIN_MIN: Final = 1.2
+GAIN_MIN: Final = 1.4
 """The rate at twice as many parts at once, over the rate before, from which they stay."""
 PAUSE_MAX: Final = 64
 """Verdicts between two trials, at most; each trial that gains nothing doubles their number."""

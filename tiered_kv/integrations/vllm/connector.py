@@ -68,14 +68,16 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
         return answer
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        ours = self._tiered_kv
-        if ours is not None and not ours.was_scheduled(request.request_id, request.num_tokens, num_computed_tokens):
-            return None, False
+        ours, name = self._tiered_kv, request.request_id
+        if ours is not None:
+            groups = len(self.connector_scheduler.config.kv_group_configs)
+            if not ours.was_scheduled(name, request.num_tokens, num_computed_tokens, groups):
+                return None, False
         answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if ours is not None:
             found = answer[0]
             left = None if found is None else request.num_tokens - num_computed_tokens - found
-            ours.was_looked_up(request.request_id, left)
+            ours.was_looked_up(name, left)
         return answer
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:

@@ -139,8 +139,10 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         """Let a request store and load nothing: it may get blocks of the GPU from before a reset."""
         self._manager.outdate(ReqContext(req_id))
 
-    def was_scheduled(self, req_id: str, tokens: int, computed_tokens: int) -> bool:
+    def was_scheduled(self, req_id: str, tokens: int, computed_tokens: int, groups: int = 1) -> bool:
         """End the promotions of a waiting request: vLLM looks up its blocks now, behind `computed_tokens`.
+
+        `groups` is the number of its KV cache groups.
 
         Returns:
             Whether a lookup can find more than the last one, for which the request waits.
@@ -153,7 +155,8 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         if promoting and promoting == self._manager.promoting(context) and time.monotonic() - asked_s < LOOKUP_S_MAX:
             return False
         self._manager.end_prefetch(context)
-        self._manager.expect((tokens - computed_tokens) // size, context, before=computed_tokens // size)
+        blocks, before = (tokens - computed_tokens) // size, computed_tokens // size
+        self._manager.expect(blocks, context, before=before, is_whole=groups > 1)
         return True
 
     def was_looked_up(self, req_id: str, uncomputed_tokens: int | None) -> None:
