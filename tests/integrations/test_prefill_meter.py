@@ -43,8 +43,19 @@ def test_tokens_that_are_generated_are_none_of_prompts() -> None:
     clock.advance(10.0)
     assert meter.end() is None, "many requests that generate, and no prompt"
     meter.begin([*[(5, 50)] * 500, (1000, 0)])
-    clock.advance(0.5)
-    assert meter.end() == (0.0005, 0.0), "of the one prompt among them"
+    clock.advance(10.5)
+    assert meter.end() == (0.0005, 0.0), "of the one prompt among them, which took half a second more"
+
+
+def test_the_few_tokens_of_a_next_turn_do_not_seem_dear() -> None:
+    clock = ManualClock()
+    meter = PrefillMeter(clock)
+    for _ in range(STEPS_MAX):
+        assert step(meter, clock, 1, 0.012) is None
+        assert step(meter, clock, 0, 0.0001) is None, "nothing to do"
+        step(meter, clock, 4096, 0.012 + 4096e-6)
+        cost = step(meter, clock, 512, 0.012 + 512e-6, before=4096)
+    assert cost == pytest.approx((1e-6, 0.0), abs=1e-12)
 
 
 @pytest.mark.parametrize("is_in_parts", [False, True])

@@ -108,6 +108,15 @@ def test_a_load_may_take_as_long_as_the_engine_is_busy(bench: Bench) -> None:
     assert ask(bench, 20, load_s=4.0)[-1] is False, "4 s, 0.2 s more until it runs, and computed after 4.1"
 
 
+def test_a_load_may_take_longer_if_computing_would_stall_others(bench: Bench) -> None:
+    for size in (4, 8, 4):
+        ask(bench, size, load_s=0.19 * size)
+    for stalled, worth in ((0, False), (4, False), (5, True), (50, True)):
+        bench.manager.cost.stalled = stalled
+        assert ask(bench, 20, load_s=3.8) == [worth] * 20, "3.8 s, and computed in 2"
+    assert [EngineCost(0.5, stalled=stalled).saved_by(10) for stalled in (0, 1, 5, 50)] == [5.0, 6.0, 10.0, 10.0]
+
+
 def test_a_prefix_is_cut_where_waiting_stops_paying(bench: Bench) -> None:
     for size in (4, 8, 4):
         ask(bench, size, load_s=0.2 * size)

@@ -31,12 +31,16 @@ class TokenCost(NamedTuple):
 class PrefillMeter:
     """Times steps from their schedule to their output, in the same order. Owned by the scheduler's thread.
 
-    With several steps in flight, a step begins at the end of the step before it.
+    With several steps in flight, a step begins at the end of the step before it. What a step without prompts takes, the
+    engine spends in any case, so it is no part of a prompt's cost. Otherwise the few tokens of a long chat's next turn
+    would seem dear, and with them the tokens before them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._running: deque[tuple[int, float, float]] = deque(maxlen=_RUNNING_MAX)
+        self._running: deque[tuple[int | None, float, float]] = deque(maxlen=_RUNNING_MAX)
+        self._base: deque[float] = deque(maxlen=STEPS_MAX)
+        """Seconds of the last steps that only generated."""
         self._ended_s = 0.0
         self.step_s = 0.0
         """Seconds of a step of any kind, on average: about the last twenty matter."""
@@ -45,10 +49,12 @@ class PrefillMeter:
 
     def begin(self, parts: Iterable[tuple[int, int]]) -> None:
         """Note a scheduled step: for each request, its tokens in the step, and how many are before them."""
+        parts = list(parts)
         prompts = [(tokens, before) for tokens, before in parts if tokens >= PROMPT_TOKENS_MIN]
         total = sum(tokens for tokens, _ in prompts)
         pairs = sum(tokens * (before + tokens / 2) for tokens, before in prompts)
-        self._running.append((total, pairs / max(total, 1), self._clock()))
+        generates = any(tokens for tokens, _ in parts) and not prompts
+        self._running.append((None if generates else total, pairs / max(total, 1), self._clock()))
 
     def end(self) -> TokenCost | None:
         """Note the output of the oldest step, and return the new cost of a token if that step counts."""
@@ -58,9 +64,13 @@ class PrefillMeter:
         last_s, self._ended_s = self._ended_s, self._clock()
         duration_s = self._ended_s - max(began_s, last_s)
         self.step_s = duration_s if not self.step_s else _FORGET * self.step_s + (1 - _FORGET) * duration_s
+        if tokens is None:
+            self._base.append(duration_s)
+            return None
         if tokens < PREFILL_TOKENS_MIN:
             return None
-        self._steps.append((before, max(duration_s, 1e-9) / tokens))
+        base_s = statistics.median(self._base) if self._base else 0.0
+        self._steps.append((before, max(duration_s - base_s, 1e-9) / tokens))
         # The median of the slopes between all pairs, after Theil and Sen.
         slopes = [
             (cost - other_cost) / (at - other_at)

@@ -48,7 +48,7 @@ class EngineCost:
     notice_s: float = 0.0
     """From the end of a load until its request runs, on average."""
     stalled: int = 0
-    """Other requests that run now: computing stalls each of them, and a load does not."""
+    """Other requests that the engine has: computing stalls those that run, or will run meanwhile; a load does not."""
 
     @property
     def is_known(self) -> bool:

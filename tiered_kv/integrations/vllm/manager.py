@@ -66,6 +66,8 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         """Whether the jobs that have finished were collected since the last step."""
         self._waiting: dict[str, tuple[int, float]] = {}
         """For each request that waits for promotions: how many, and when vLLM last looked up."""
+        self._requests: set[str] = set()
+        """Those that vLLM has."""
         self._uncomputed: dict[str, int] = {}
         """Tokens of the prompts that vLLM has begun, or will begin in this step, and has not scheduled yet."""
 
@@ -128,6 +130,8 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         answer = self._manager.on_new_request(req_context)
+        self._requests.add(req_context.req_id)
+        self._manager.cost.stalled = len(self._requests) - 1
         is_whole = answer.policy is OurPolicy.REQUEST_LEVEL
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL if is_whole else OffloadPolicy.CHUNK_LEVEL)
 
@@ -182,12 +186,13 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         before = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
         before |= {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
         self._meter.begin((tokens, before.get(name, 0)) for name, tokens in scheduled.items())
-        self._manager.cost.stalled = len(scheduled)
         left = ((name, tokens - scheduled.get(name, 0)) for name, tokens in self._uncomputed.items())
         self._uncomputed = {name: tokens for name, tokens in left if tokens > 0}
         self._set_backlog()
 
     def on_request_finished(self, req_context: Any) -> None:
+        self._requests.discard(req_context.req_id)
+        self._manager.cost.stalled = max(0, len(self._requests) - 1)
         self._waiting.pop(req_context.req_id, None)
         self._uncomputed.pop(req_context.req_id, None)
         self._manager.on_request_finished(req_context)
