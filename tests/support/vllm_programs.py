@@ -144,8 +144,8 @@ def passed_checks(version: str, path: Path, directory: Path, *arguments: str) ->
 
 
 def our_spec(primary_bytes: int, tiers: Sequence[Mapping[str, object]]) -> Message:
-    """Return vLLM's configuration of our connector with these secondary tiers."""
-    stack = {"primary": {"capacity": primary_bytes}, "secondary": list(tiers)}
+    """Return vLLM's configuration of our connector with these secondary tiers, whose blocks are all loaded."""
+    stack = {"primary": {"capacity": primary_bytes}, "secondary": list(tiers), "prefill": "off"}
     return {
         "kv_connector": "TieredKVConnector",
         "kv_connector_module_path": "tiered_kv.integrations.vllm",

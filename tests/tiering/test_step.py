@@ -75,12 +75,12 @@ def test_stores_wait_while_the_engine_computes_for_a_limited_time(
     )
     monkeypatch.setattr(step_module, "time", clock)
     monkeypatch.setattr(step_module, "STEP", step := Step())
-    wait_for_idle()
+    wait_for_idle(IDLE_WAIT_S_MAX)
     assert slept_s == [0.0], "no scheduler is known"
     step.end()
     step.is_busy()  # the first sample
     now_s[0] += 0.001
-    wait_for_idle()
+    wait_for_idle(IDLE_WAIT_S_MAX)
     assert waited_s <= slept_s[0] <= 2 * waited_s
 
 
@@ -88,7 +88,7 @@ def test_the_thread_of_an_engine_may_end(stack: Stack) -> None:
     engine = threading.Thread(target=stack.manager.on_schedule_end)
     engine.start()
     engine.join()
-    wait_for_idle()
+    wait_for_idle(IDLE_WAIT_S_MAX)
     stack.manager.on_schedule_end()
 
 

@@ -11,7 +11,7 @@ The engine's thread computes outside of the manager's step too: it launches the 
 before work that no request waits for, as a store, a worker waits until that thread waits itself, which its CPU clock
 shows:
 
-    worker:    wait_for_idle(), give_way(), store a block, ...
+    worker:    wait_for_idle(...), give_way(), store a block, ...
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def give_way(pause_s: float = PAUSE_S) -> None:
         time.sleep(pause_s)
 
 
-def wait_for_idle(limit_s: float = IDLE_WAIT_S_MAX) -> None:
+def wait_for_idle(limit_s: float) -> None:
     """Wait while the scheduler's thread computes, for `limit_s` at most. Workers call this before they store blocks."""
     end_s = time.monotonic() + limit_s
     pause_s = _IDLE_PAUSE_S

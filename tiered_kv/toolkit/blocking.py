@@ -11,7 +11,7 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ResourceError
-from tiered_kv.tiering.step import give_way, wait_for_idle
+from tiered_kv.tiering.step import IDLE_WAIT_S_MAX, give_way, wait_for_idle
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part, checked_outcome, checked_presence
 from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
 from tiered_kv.toolkit.threads import start_thread
@@ -160,8 +160,8 @@ class BlockingTier(QueuedTier):
         if self._part_queue.take_lookups():
             self._run_probes()
         elif not is_for_lookups and (part := self._part_queue.take()) is not None:
-            if not part.job.metadata.is_promotion:
-                wait_for_idle()
+            if not part.job.metadata.is_promotion:  # the more stores wait, the less they give way
+                wait_for_idle(IDLE_WAIT_S_MAX / (1 + self._part_queue.stores_waiting))
             self._run_parts([part, *self._part_queue.take_small_jobs(part)])
 
     def _run_parts(self, parts: Sequence[Part]) -> None:

@@ -244,6 +244,11 @@ class PartQueue:
                 self._wake()
 
     @property
+    def stores_waiting(self) -> int:
+        """How many jobs of stores have a part that has not begun."""
+        return len(self._stores)
+
+    @property
     def _stores_limit(self) -> int:
         return self._stores_running_max if self._climb is None else self._climb.limit
 
