@@ -198,7 +198,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._manager.on_request_finished(req_context)
 
     def on_schedule_end(self, context: Any) -> None:
-        for req_id in context.preempted_req_ids:
+        for req_id in getattr(context, "preempted_req_ids", None) or ():
             self._uncomputed.pop(req_id, None)
         self._manager.on_schedule_end()
         self._is_polled = False
