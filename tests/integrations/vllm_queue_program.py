@@ -251,6 +251,12 @@ class Checks:
             queue.step(scheduled={"a": tokens[0], "b": TOKENS})
             assert cost.backlog_s == (tokens[1] - TOKENS) / TOKENS * cost.block_s, "b has a step to go"
             assert cost.stalled == 1, "the other one"
+        with queue_of(self.directory / "written", prefill={"tokens_per_s": 1000}) as queue:
+            tokens = [self._computes(queue, name, 4) for name in "ab"]
+            queue.step(scheduled={"a": tokens[0], "b": TOKENS})
+            assert queue.stack.manager.cost.backlog_s == (tokens[1] - TOKENS) / 1000, "as if it were measured"
+            queue.step(scheduled={"b": tokens[1] - TOKENS})
+            assert queue.stack.manager.cost.backlog_s == 0, "although both still generate"
         with queue_of(self.directory / "off", prefill="off") as queue:
             queue.step(tokens=4096)
             assert queue.stack.manager.cost.block_s == float("inf")

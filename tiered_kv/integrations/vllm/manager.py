@@ -180,12 +180,11 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
 
     def step_began(self, output: Any) -> None:
         """Note the tokens of a scheduled step. vLLM calls `get_stats` at the end of each, in the same order."""
-        if self._meter is None:
-            return
         running, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
-        before = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
-        before |= {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
-        self._meter.begin((tokens, before.get(name, 0)) for name, tokens in scheduled.items())
+        if self._meter is not None:
+            before = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
+            before |= {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
+            self._meter.begin((tokens, before.get(name, 0)) for name, tokens in scheduled.items())
         left = ((name, tokens - scheduled.get(name, 0)) for name, tokens in self._uncomputed.items())
         self._uncomputed = {name: tokens for name, tokens in left if tokens > 0}
         self._set_backlog()
