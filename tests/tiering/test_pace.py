@@ -150,6 +150,29 @@ def test_no_row_is_taken_for_blocks_that_would_come_too_late(bench: Bench) -> No
     assert bench.lookup(wanted, whole) == [False] * 40, "all of them would come too late"
 
 
+def test_a_cut_prefix_that_waits_for_room_loads_as_many_blocks(make_bench: MakeBench) -> None:
+    limits = ManagerLimits(promotion_blocks_max=20, wait_max_s=3600, hold_s=3600)
+    bench = make_bench(PATIENT, num_blocks=128, limits=limits, compute_block_s=0.1)
+    for size in (4, 8, 4):
+        ask(bench, size, load_s=0.2 * size)
+    bench.manager.cost.backlog_s = 4.0
+    _, other = begin(bench, 20)
+    assert len(bench.jobs) == 1
+    wanted, context = new_keys(80), bench.request("cut")
+    bench.tier.present = dict.fromkeys(wanted, True)
+    bench.manager.cost.backlog_s = 4.0 + 1.25
+    bench.manager.expect(80, context)
+    for _ in range(3):
+        assert bench.lookup(wanted, context)[0] is None, "the promotion budget is used up"
+        bench.step()
+    bench.clock.advance(4.0)
+    bench.end()
+    bench.manager.on_request_finished(other)
+    assert bench.lookup(wanted, context)[:13] == [None] * 12 + [False]
+    bench.step()
+    assert [len(job) for job in bench.jobs] == [12]
+
+
 def test_requests_that_compute_let_others_wait_for_their_loads(bench: Bench) -> None:
     for size in (4, 8, 4):
         ask(bench, size, load_s=0.15 * size)

@@ -226,9 +226,11 @@ class Search:
             if asked_s is not None and not state.req_context.req_id:
                 state.denied[key] = guarded.number
             return _Verdict.ASK_NEXT_TIER
-        if state.load_room and state.is_asking and not self._take_room(key, guarded, state):
+        if state.load_room and state.is_asking and not self._has_room(key, guarded, state):
             return _Verdict.ASK_NEXT_TIER
         if self._promotions.begin(key, guarded, state):
+            if key in state.promoting and guarded in state.load_room:  # a block that waits for a row may ask again
+                state.load_room[guarded] -= 1
             if key in state.promoting and self._history is not None:  # not if it waits for room
                 state.found.append(key)
             state.asked_s, state.waiting_turn = self._now_s, self._turn
@@ -323,16 +325,12 @@ class Search:
             if 0 < worth < blocks:
                 state.load_room[guarded] = worth
 
-    def _take_room(self, key: OffloadKey, guarded: GuardedTier, state: RequestState) -> bool:
+    def _has_room(self, key: OffloadKey, guarded: GuardedTier, state: RequestState) -> bool:
         """Return whether a block comes before the engine has computed it, which further ones of the prefix may not.
 
         So no row is taken for a block that would not be loaded.
         """
-        room = state.load_room.get(guarded)
-        if room is None or key in state.promoting:
-            return True
-        if room > 0:
-            state.load_room[guarded] = room - 1
+        if state.load_room.get(guarded, 1) > 0:
             return True
         guarded.counters.add("too_slow_blocks_total")
         state.failed.setdefault(key, set()).add(guarded)
