@@ -207,6 +207,18 @@ class Checks:
             wait_for(queue.settled)
             assert queue.ready(keys) == [True, False, True] * 2 + [True, False, False]
 
+    def a_window_is_loaded_whole(self) -> None:
+        hashes = hashes_of("window", 14)
+        keys = [make_offload_key(each, 0) for each in hashes]
+        window = (SlidingWindowSpec(**SHAPE, sliding_window=12 * TOKENS),)
+        with restarted_queue_of(self.directory / "window", keys, window) as queue:
+            request = queue.come("a", hashes)
+            assert queue.connector.get_num_new_matched_tokens(request, 0) == (None, False)
+            wait_for(queue.settled)
+            found, _ = queue.connector.get_num_new_matched_tokens(request, 0)
+            assert found == 14 * TOKENS - 1, "all of them, but one token is always computed"
+            assert queue.ready(keys) == [False] * 2 + [True] * 12
+
     def a_load_that_ended_during_a_step_is_found_before_the_end_of_the_next(self) -> None:
         hashes = hashes_of("during", 4)
         with restarted_queue_of(self.directory / "during", [make_offload_key(each, 0) for each in hashes]) as queue:

@@ -173,6 +173,18 @@ def test_a_cut_prefix_that_waits_for_room_loads_as_many_blocks(make_bench: MakeB
     assert [len(job) for job in bench.jobs] == [12]
 
 
+def test_a_window_of_one_group_is_loaded_whole_or_not_at_all(bench: Bench) -> None:
+    for size in (4, 8, 4):
+        ask(bench, size, load_s=0.2 * size)
+    bench.manager.cost.backlog_s = 2.0
+    wanted, context = new_keys(40), bench.request("window")
+    bench.tier.present = dict.fromkeys(wanted, True)
+    bench.manager.expect(20, context, is_whole=True)
+    assert bench.lookup(wanted, context) == [None] * 40, "20 come in time, and twice as many are asked for"
+    bench.step()
+    assert not bench.jobs, "a part of them is of no use"
+
+
 def test_requests_that_compute_let_others_wait_for_their_loads(bench: Bench) -> None:
     for size in (4, 8, 4):
         ask(bench, size, load_s=0.15 * size)

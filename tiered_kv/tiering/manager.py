@@ -182,7 +182,8 @@ class TieringOffloadingManager(OffloadingManager):
         """Announce that a request will look up at most `blocks` blocks, after `before` blocks that the engine has.
 
         Tiers that would deliver the blocks later than the engine computes them are then not asked. If only the first of
-        them come in time, only these are loaded; not with `is_whole`, for an engine with several KV cache groups.
+        them come in time, only these are loaded; not with `is_whole`, for an engine with several KV cache groups, or
+        with a sliding window only.
         """
         self._search.expect(blocks, before, self._requests.state_of(req_context), is_whole=is_whole)
 

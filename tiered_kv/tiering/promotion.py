@@ -237,7 +237,7 @@ class Promotions:
         saved = dict.fromkeys([*of_tier, *behind]) or dict.fromkeys(keys)
         computed, before = computed_blocks(saved), state.blocks_before or 0
         # A part of the batch is the end of what the request gets, or it has blocks of groups that depend on each other.
-        is_whole = computed != len(set(of_tier) | batch)
+        is_whole = state.is_whole or computed != len(set(of_tier) | batch)
         rest = computed - len(keys)
         return guarded.pace.worth(
             len(keys),

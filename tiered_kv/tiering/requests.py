@@ -66,6 +66,8 @@ class RequestState:
     """The turn of the search in which it was last answered None."""
     blocks_before: int | None = None
     """Blocks of its prefix that the engine has; None if unknown."""
+    is_whole: bool = False
+    """Whether a part of a load is of no use."""
 
     # Tiers that it does not ask any more.
     failed: dict[OffloadKey, set[GuardedTier]] = field(default_factory=dict)

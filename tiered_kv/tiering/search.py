@@ -317,7 +317,7 @@ class Search:
         """See `TieringOffloadingManager.expect`. Only the first call for a request counts."""
         if blocks <= 0 or state.blocks_before is not None or state.load_skip is not None:
             return
-        state.blocks_before = before
+        state.blocks_before, state.is_whole = before, is_whole
         if state.promoting or state.held:
             return
         for guarded in self._compared():

@@ -70,8 +70,9 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         ours, name = self._tiered_kv, request.request_id
         if ours is not None:
-            groups = len(self.connector_scheduler.config.kv_group_configs)
-            if not ours.was_scheduled(name, request.num_tokens, num_computed_tokens, groups):
+            groups = self.connector_scheduler.config.kv_group_configs
+            is_whole = len(groups) > 1 or groups[0].sliding_window_size_in_chunks is not None
+            if not ours.was_scheduled(name, request.num_tokens, num_computed_tokens, is_whole=is_whole):
                 return None, False
         answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if ours is not None:

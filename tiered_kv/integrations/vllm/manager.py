@@ -143,10 +143,10 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         """Let a request store and load nothing: it may get blocks of the GPU from before a reset."""
         self._manager.outdate(ReqContext(req_id))
 
-    def was_scheduled(self, req_id: str, tokens: int, computed_tokens: int, groups: int = 1) -> bool:
+    def was_scheduled(self, req_id: str, tokens: int, computed_tokens: int, *, is_whole: bool = False) -> bool:
         """End the promotions of a waiting request: vLLM looks up its blocks now, behind `computed_tokens`.
 
-        `groups` is the number of its KV cache groups.
+        `is_whole` says that a part of the blocks is of no use: vLLM has several KV cache groups, or only a window.
 
         Returns:
             Whether a lookup can find more than the last one, for which the request waits.
@@ -160,7 +160,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
             return False
         self._manager.end_prefetch(context)
         blocks, before = (tokens - computed_tokens) // size, computed_tokens // size
-        self._manager.expect(blocks, context, before=before, is_whole=groups > 1)
+        self._manager.expect(blocks, context, before=before, is_whole=is_whole)
         return True
 
     def was_looked_up(self, req_id: str, uncomputed_tokens: int | None) -> None:
