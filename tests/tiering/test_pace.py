@@ -185,6 +185,27 @@ def test_a_window_of_one_group_is_loaded_whole_or_not_at_all(bench: Bench) -> No
     assert not bench.jobs, "a part of them is of no use"
 
 
+def test_no_block_behind_a_cut_is_loaded_ahead(bench: Bench) -> None:
+    for size in (4, 8, 4):
+        ask(bench, size, load_s=0.2 * size)
+    bench.manager.cost.backlog_s = 1.25
+    wanted, context = new_keys(60), bench.request("ahead")
+    bench.tier.present = dict.fromkeys(wanted, True)
+    bench.manager.prefetch(wanted[:24], context)
+    bench.step()
+    assert [len(job) for job in bench.jobs] == [12]
+    bench.manager.cost.backlog_s = 100.0
+    bench.manager.prefetch(wanted[24:], context)
+    bench.step()
+    assert [len(job) for job in bench.jobs] == [12], "the request would lack the blocks between"
+    bench.clock.advance(2.4)
+    bench.end()
+    bench.manager.end_prefetch(context)
+    assert bench.lookup(wanted, context) == [True] * 12 + [None] * 48, "it asks itself"
+    bench.step()
+    assert [len(job) for job in bench.jobs] == [48]
+
+
 def test_requests_that_compute_let_others_wait_for_their_loads(bench: Bench) -> None:
     for size in (4, 8, 4):
         ask(bench, size, load_s=0.15 * size)

@@ -32,8 +32,9 @@ class _Prefetch:
 class Prefetches:
     """Looks up the prefixes that requests will need, in the order of the requests. Owned by the manager's thread.
 
-    A prefix is looked up to its first miss. Its blocks are held for `hold_s` at most. A request that is queued for
-    longer still uses its part of the room. So requests far behind do not replace blocks that are needed sooner.
+    A prefix is looked up to its first miss, or to a block that would come too late. Its blocks are held for `hold_s` at
+    most. A request that is queued for longer still uses its part of the room. So requests far behind do not replace
+    blocks that are needed sooner.
     """
 
     def __init__(
@@ -61,6 +62,9 @@ class Prefetches:
         left = PREFETCH_KEYS
         ended = []
         for state, prefetch in tuple(itertools.islice(self._running.items(), PREFETCH_KEYS)):
+            if state.is_cut:
+                ended.append(state)
+                continue
             keys, prefetch.wanted = prefetch.wanted[:left], prefetch.wanted[left:]
             new_max = min(left - len(keys), self._room)
             if not keys and new_max <= 0:

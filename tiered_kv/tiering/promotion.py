@@ -292,7 +292,9 @@ class Promotions:
         key, is_undecided = promotion.block.key, promotion.is_ahead and reason == TOO_SLOW
         for state in promotion.waiters:
             state.promoting.pop(key, None)
-            if not is_undecided:
+            if is_undecided:
+                state.is_cut = True
+            else:
                 state.failed.setdefault(key, set()).add(promotion.guarded)
                 state.failure_reasons.setdefault(key, {})[promotion.guarded.number] = reason
         promotion.waiters.clear()

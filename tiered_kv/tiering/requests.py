@@ -78,6 +78,9 @@ class RequestState:
     load_room: dict[GuardedTier, int] = field(default_factory=dict)
     """How many more blocks of a tier arrive before the engine would have computed them, if not all do."""
 
+    is_cut: bool = False
+    """Whether blocks of its prefetch would have come too late: those behind them are not looked up ahead."""
+
     # Its promotions.
     promoting: dict[OffloadKey, None] = field(default_factory=dict)
     """Blocks that are being promoted for it, in the order of its prefix."""
