@@ -250,6 +250,19 @@ class Checks:
             assert queue.connector.get_num_new_matched_tokens(request, 0) == (4 * TOKENS, True)
             assert len(looked_up) == 2 * len(keys)
 
+    def a_request_that_waits_for_an_answer_is_looked_up_in_each_step(self) -> None:
+        hashes = hashes_of("answer", 4)
+        keys = [make_offload_key(each, 0) for each in hashes]
+        with restarted_queue_of(self.directory / "answer", keys) as queue:
+            (tier,) = queue.stack.secondary_tiers
+            lookup, late = tier.lookup, {keys[3]}
+            tier.lookup = lambda key, context: None if key in late else lookup(key, context)
+            request = queue.come("a", hashes)
+            for promoting in (3, 4):
+                assert queue.connector.get_num_new_matched_tokens(request, 0) == (None, False)
+                assert queue.stack.manager.promoting(ReqContext("a")) == promoting
+                late.clear()
+
     def steps_tell_what_computing_costs(self) -> None:
         with queue_of(self.directory / "measured") as queue:
             cost = queue.stack.manager.cost

@@ -188,7 +188,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._search.expect(blocks, before, self._requests.state_of(req_context), is_whole=is_whole)
 
     def promoting(self, req_context: ReqContext) -> int:
-        """Return how many blocks are being promoted for a request. While it waits for them, lookups find no more."""
+        """Return how many blocks are being promoted for a request. If it waits only for them, lookups find no more."""
         state = self._requests.get(req_context)
         return 0 if state is None else len(state.promoting)
 

@@ -64,8 +64,10 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
             self._manager.cost.block_s = 0.0  # until the first prompt has been computed, only to learn tiers' paces
         self._is_polled = False
         """Whether the jobs that have finished were collected since the last step."""
+        self._lacks_answer = False
+        """Whether the request that is looked up waits for a tier's answer or for room, besides promotions."""
         self._waiting: dict[str, tuple[int, float]] = {}
-        """For each request that waits for promotions: how many, and when vLLM last looked up."""
+        """For each request that waits: for how many promotions (0 if for more than them), and since its last lookup."""
         self._requests: set[str] = set()
         """Those that vLLM has."""
         self._uncomputed: dict[str, int] = {}
@@ -81,7 +83,10 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         if answer:
             return LookupResult.HIT
         if answer is None:
-            return LookupResult.HIT_PENDING if key in self._blocks else LookupResult.RETRY
+            if key in self._blocks:
+                return LookupResult.HIT_PENDING
+            self._lacks_answer = True
+            return LookupResult.RETRY
         return LookupResult.MISS
 
     def get_load_source(self, key: OffloadKey, req_context: Any) -> CacheHitSource:
@@ -158,6 +163,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         promoting, asked_s = self._waiting.get(req_id, (0, 0.0))
         if promoting and promoting == self._manager.promoting(context) and time.monotonic() - asked_s < LOOKUP_S_MAX:
             return False
+        self._lacks_answer = False
         self._manager.end_prefetch(context)
         blocks, before = (tokens - computed_tokens) // size, computed_tokens // size
         self._manager.expect(blocks, context, before=before, is_whole=is_whole)
@@ -166,7 +172,8 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
     def was_looked_up(self, req_id: str, uncomputed_tokens: int | None) -> None:
         """Note what vLLM will compute of a request whose blocks it has looked up; None if the request waits."""
         if uncomputed_tokens is None:
-            self._waiting[req_id] = self._manager.promoting(ReqContext(req_id)), time.monotonic()
+            promoting = 0 if self._lacks_answer else self._manager.promoting(ReqContext(req_id))
+            self._waiting[req_id] = promoting, time.monotonic()
             return
         self._waiting.pop(req_id, None)
         self._uncomputed[req_id] = uncomputed_tokens
