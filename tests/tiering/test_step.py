@@ -81,7 +81,28 @@ def test_stores_wait_while_the_engine_computes_for_a_limited_time(
     step.is_busy()  # the first sample
     now_s[0] += 0.001
     wait_for_idle(IDLE_WAIT_S_MAX)
-    assert waited_s <= slept_s[0] <= 2 * waited_s
+    assert waited_s - 1e-9 <= slept_s[0] <= min(2 * waited_s, IDLE_WAIT_S_MAX) + 1e-9
+
+
+def test_the_next_thread_of_an_engine_may_have_the_identity_of_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks, now_s = iter((1, 2)), [100.0]
+
+    def clock_gettime(clock_id: int) -> float:
+        if clock_id == 1:
+            raise OSError
+        return now_s[0] - 100.0  # it computes
+
+    clock = SimpleNamespace(
+        monotonic=lambda: now_s[0], pthread_getcpuclockid=lambda thread: next(clocks), clock_gettime=clock_gettime
+    )
+    monkeypatch.setattr(step_module, "time", clock)
+    step = Step()
+    step.end()
+    assert not step.is_busy(), "its thread has ended"
+    step.end()
+    step.is_busy()  # the first sample
+    now_s[0] += 1.0
+    assert step.is_busy()
 
 
 def test_the_thread_of_an_engine_may_end(stack: Stack) -> None:

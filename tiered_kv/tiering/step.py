@@ -46,7 +46,7 @@ class Step:
     def end(self) -> None:
         """Note the end of a step. The scheduler's thread calls this."""
         self.pauses_left = 0
-        if (thread := threading.get_ident()) != self._thread:
+        if (thread := threading.get_ident()) != self._thread or self._clock_id is None:
             self._clock_id, self._thread = time.pthread_getcpuclockid(thread), thread
 
     def is_busy(self) -> bool:
@@ -58,7 +58,7 @@ class Step:
         if passed_s >= _SAMPLE_S_MIN:
             try:
                 used_s = time.clock_gettime(self._clock_id)
-            except OSError:  # the thread has ended
+            except OSError:  # the thread has ended, or is the parent process's; the next may have its identity
                 self._clock_id = None
                 return False
             self._is_busy = used_s - self._used_s > _BUSY_SHARE * passed_s
@@ -84,6 +84,6 @@ def wait_for_idle(limit_s: float) -> None:
     """Wait while the scheduler's thread computes, for `limit_s` at most. Workers call this before they store blocks."""
     end_s = time.monotonic() + limit_s
     pause_s = _IDLE_PAUSE_S
-    while STEP.is_busy() and time.monotonic() < end_s:
-        time.sleep(pause_s)
+    while STEP.is_busy() and (left_s := end_s - time.monotonic()) > 0:
+        time.sleep(min(pause_s, left_s))
         pause_s *= 2
