@@ -12,6 +12,9 @@ GAIN_MIN: Final = 1.4
 PAUSE_MAX: Final = 64
 """Verdicts between two trials, at most; each trial that gains nothing doubles their number."""
 
+STALL_S = 1.0
+"""After this time in which no part begins or ends, those that run hang, perhaps for ever: one more may run."""
+
 
 class Climb:
     """Finds the limit by trials: twice as many parts at once, if that stores faster. Under its caller's lock.
@@ -49,10 +52,11 @@ class Climb:
         """
         self._tick()
         self._running -= 1
-        if not is_behind:  # one suffices again
+        if not is_behind:  # one suffices again, beside those that may hang
             self._parts = self._blocks = 0
             self._busy_s = 0.0
-            self.limit, self._before, self._pause_left = 1, None, self._pause
+            self.limit = min(self._running + 1, self._limit_max)
+            self._before, self._pause_left = None, self._pause
             return False
         self._parts += 1
         self._blocks += blocks
@@ -62,6 +66,11 @@ class Climb:
         self._parts = self._blocks = 0
         self._busy_s = 0.0
         return self._judge(rate)
+
+    def rise_if_stalled(self) -> None:
+        """Raise the limit if all parts hang."""
+        if self._running >= self.limit and self._clock() - self._since_s > STALL_S:
+            self.limit = min(self._running + 1, self._limit_max)
 
     def _judge(self, rate: float) -> bool:
         before, self._before = self._before, None

@@ -178,6 +178,8 @@ class PartQueue:
                 return None
             job = queue[0]
             if queue is self._stores:
+                if self._climb is not None:
+                    self._climb.rise_if_stalled()
                 if self._stores_running >= self._stores_limit:
                     return None
                 self._stores_running += 1
