@@ -16,7 +16,7 @@ from tests.toolkit.conftest import PATIENCE_S, DictTier, MakeStage
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv.toolkit import Outcome, climb
+from tiered_kv.toolkit import Outcome, blocking, climb
 
 
 def test_a_large_job_is_served_in_parts_by_several_threads_and_reported_once(make_stage: MakeStage) -> None:
@@ -129,6 +129,19 @@ def test_a_store_that_hangs_does_not_stop_the_others(make_stage: MakeStage, monk
         assert stage.rig.store(make_keys(8, name)).success
     stage.gate.set()
     assert stage.rig.wait([job])[0].success
+
+
+def test_the_only_thread_of_a_tier_waits_for_no_idle_engine(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_idle = threading.Event()
+    monkeypatch.setattr(blocking, "wait_for_idle", lambda limit_s: is_idle.wait(PATIENCE_S))
+    stage = make_stage(DictTier, threads=1)
+    jobs = [stage.rig.submit_store(make_keys(1)), stage.rig.submit_load(make_keys(1))]
+    try:
+        stage.rig.wait(jobs)  # loads and lookups would wait behind the store
+    finally:
+        is_idle.set()
 
 
 def test_a_store_cannot_write_into_the_primary_blocks(make_stage: MakeStage) -> None:

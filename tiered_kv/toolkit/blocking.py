@@ -24,8 +24,8 @@ class BlockingTier(QueuedTier):
     """A tier whose author writes blocking methods. Worker threads call them, several at a time.
 
     Jobs are cut into parts, so that all threads serve one large job. If many small jobs wait, one call gets the blocks
-    of several. Lookups go before loads and loads before stores. Stores leave one of several threads free, wait while
-    the engine computes, and run on as few threads as the storage needs. An exception fails all blocks of the call.
+    of several. Lookups go before loads and loads before stores. With several threads, stores leave one of them free,
+    wait while the engine computes, and run on as few as the storage needs. An exception fails all blocks of the call.
 
     Parts that have not started by the deadline of their job never start. Nothing can end a running call from outside,
     so give each call to a client or server a timeout. Threads are daemons: one that hangs does not keep the process.
@@ -160,7 +160,8 @@ class BlockingTier(QueuedTier):
         if self._part_queue.take_lookups():
             self._run_probes()
         elif not is_for_lookups and (part := self._part_queue.take()) is not None:
-            if not part.job.metadata.is_promotion:  # the more stores wait, the less they give way
+            # The only thread has to serve loads too. The more stores wait, the less they give way.
+            if not part.job.metadata.is_promotion and self._threads_max > 1:
                 wait_for_idle(IDLE_WAIT_S_MAX / (1 + self._part_queue.stores_waiting))
             self._run_parts([part, *self._part_queue.take_small_jobs(part)])
 
