@@ -282,6 +282,20 @@ class Checks:
             assert queue.stack.manager.cost.backlog_s == (tokens[1] - TOKENS) / 1000, "as if it were measured"
             queue.step(scheduled={"b": tokens[1] - TOKENS})
             assert queue.stack.manager.cost.backlog_s == 0, "although both still generate"
+        with queue_of(self.directory / "again", prefill={"tokens_per_s": 1000}) as queue:
+            request, backlogs = queue.come("a", hashes_of("a", 4)), []
+            manager = queue.stack.manager
+            lookup = manager.lookup
+
+            def lookup_beside(*arguments: Any) -> Any:
+                backlogs.append(manager.cost.backlog_s)
+                return lookup(*arguments)
+
+            manager.lookup = lookup_beside
+            for _ in range(2):  # it got no blocks of the GPU
+                queue.connector.get_num_new_matched_tokens(request, 0)
+            assert backlogs == [0, 0], "a request does not wait for itself"
+            assert manager.cost.backlog_s == 4 * TOKENS / 1000
         with queue_of(self.directory / "off", prefill="off") as queue:
             queue.step(tokens=4096)
             assert queue.stack.manager.cost.block_s == float("inf")

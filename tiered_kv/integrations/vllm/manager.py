@@ -67,7 +67,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._lacks_answer = False
         """Whether the request that is looked up waits for a tier's answer or for room, besides promotions."""
         self._waiting: dict[str, tuple[int, float]] = {}
-        """For each request that waits: for how many promotions (0 if for more than them), and since its last lookup."""
+        """For each request that waits: for how many promotions (0 if for more than them), and since when."""
         self._requests: set[str] = set()
         """Those that vLLM has."""
         self._uncomputed: dict[str, int] = {}
@@ -163,6 +163,8 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         promoting, asked_s = self._waiting.get(req_id, (0, 0.0))
         if promoting and promoting == self._manager.promoting(context) and time.monotonic() - asked_s < LOOKUP_S_MAX:
             return False
+        if self._uncomputed.pop(req_id, None) is not None:  # it was looked up before, and got no blocks of the GPU
+            self._set_backlog()
         self._lacks_answer = False
         self._manager.end_prefetch(context)
         blocks, before = (tokens - computed_tokens) // size, computed_tokens // size
