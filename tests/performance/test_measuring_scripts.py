@@ -93,6 +93,7 @@ def test_gpu_copies() -> None:
     assert all(rate > 0 for ways in copies.values() for rate in ways["chosen"].values())
 
 
+@pytest.mark.full
 def test_the_cost_of_observing_whole_steps() -> None:
     sides = run("observing_cost.py", "--rounds", "2", "--steps", "8")["step"]
     assert sides.keys() == {"plain", "history", "events", "both", "unmeasured", "scraped"}

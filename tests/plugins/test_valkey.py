@@ -13,11 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SUITES = [
+    "tests/plugins/test_redis_stores.py",
     "tests/plugins/test_redis_cluster.py",
     "tests/plugins/test_redis_faults.py",
     "tests/plugins/test_redis_nodes.py",
     "tests/plugins/test_redis_settings.py",
-    "tests/plugins/test_redis_stores.py",
     "tests/plugins/test_shared_records.py",
     "tests/plugins/test_shared_resets.py",
     pytest.param("tests/tiering/test_conformance_redis.py", marks=pytest.mark.full),

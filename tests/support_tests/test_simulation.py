@@ -77,6 +77,7 @@ def test_a_seed_replays_its_run_exactly() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_runs_reach_what_they_are_there_to_reach() -> None:
     """Over some seeds every kind of event that the promises are about has really happened."""
     seen: set[tuple[str, ...]] = set()

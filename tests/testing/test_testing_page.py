@@ -14,6 +14,7 @@ from tests.support.pages import write_shown
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_tests_on_the_page_pass(tmp_path: Path) -> None:
     names = write_shown("how-to/testing.md", tmp_path)
     assert names == ["test_my_tier.py", "test_my_network_tier.py", "test_my_stack.py"]

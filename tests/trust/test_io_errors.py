@@ -41,7 +41,7 @@ def test_whichever_call_fails_the_engine_goes_on(
     assert sum(outcome.loaded for outcome in hit) > len(hit), NO_BLOCKS
 
 
-@TIERS
+@pytest.mark.parametrize("scenario", [NVME, pytest.param(FS, marks=pytest.mark.full)], ids=["nvme", "fs"])
 def test_a_disk_that_never_recovers_and_one_that_lies_cost_blocks_only(
     cases: CrashCases, scenario: CrashScenario, profile: Profile, figures: Figures
 ) -> None:
