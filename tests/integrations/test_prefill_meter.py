@@ -18,12 +18,20 @@ def test_it_follows_steps_with_many_tokens_and_no_others() -> None:
     clock = ManualClock()
     meter = PrefillMeter(clock)
     assert meter.end() is None, "a step that began before"
-    assert step(meter, clock, PREFILL_TOKENS_MIN - 1, 0.001) is None
     assert step(meter, clock, 1000, 10.0) == (0.01, 0.0), "the first one, which compiles"
+    assert step(meter, clock, PREFILL_TOKENS_MIN - 1, 0.001) is None
     for _ in range(STEPS_MAX):
         clock.advance(60.0)  # nothing to do
         cost = step(meter, clock, 1000, 0.5)
     assert cost == (0.0005, 0.0)
+
+
+def test_an_engine_may_allow_few_tokens_in_a_step() -> None:
+    clock = ManualClock()
+    meter = PrefillMeter(clock)
+    for _ in range(STEPS_MAX):
+        assert step(meter, clock, 128, 0.064) == pytest.approx((0.0005, 0.0))
+        assert step(meter, clock, 40, 10.0) is None, "the end of a prompt"
 
 
 def test_a_step_begins_when_the_one_before_it_has_ended() -> None:

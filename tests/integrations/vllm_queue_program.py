@@ -266,7 +266,7 @@ class Checks:
     def steps_tell_what_computing_costs(self) -> None:
         with queue_of(self.directory / "measured") as queue:
             cost = queue.stack.manager.cost
-            queue.step(tokens=64)
+            queue.step(tokens=16)
             assert cost.block_s == 0, "only the loads from which a tier's times are learned are worth their wait"
             queue.step(tokens=4096)
             assert 0 < cost.block_s < 1, "of one step, which took no time"

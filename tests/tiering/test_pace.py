@@ -97,6 +97,15 @@ def test_the_first_loads_of_a_tier_are_short_and_one_at_a_time(bench: Bench) -> 
     assert ask(bench, 60, load_s=0.6) == [True] * 60
 
 
+def test_loads_that_lack_a_few_blocks_teach_too(bench: Bench) -> None:
+    for lacking in (5, 1, 1, 1):
+        wanted, context = begin(bench, 8)
+        bench.clock.advance(0.1)
+        bench.end(success=False, only=wanted[lacking:], reason="absent")
+        bench.manager.on_request_finished(context)
+    assert ask(bench, 40, load_s=0.5) == [True] * 40, "after three loads that had most"
+
+
 def test_a_load_may_take_as_long_as_the_engine_is_busy(bench: Bench) -> None:
     for size in (4, 8, 4):
         ask(bench, size, load_s=0.2 * size)

@@ -249,7 +249,9 @@ class GuardedTier:
                 ended_s = now_s
             seconds = max(0.0, ended_s - begun_s)
             self.measures.add_job(direction_of(job.metadata), seconds, len(job.blocks) * self._block_bytes)
-            if job.metadata.is_promotion and job.blocks and result.success and not job.is_expired:
+            loaded = len(job.blocks) if result.success else len(result.successful_keys or ())
+            # Blocks that are absent come sooner than others: too many of them say nothing.
+            if job.metadata.is_promotion and 0 < len(job.blocks) <= 2 * loaded and not job.is_expired:
                 self.pace.add(job.blocks_in_flight, seconds, now_s)
             if job.is_expired:
                 self.counters.add("late_jobs_total")
