@@ -17,8 +17,10 @@ from tiered_kv_nvme.sizing import Sizing, descriptors_left, room_bytes_of
 from tiered_kv_nvme.store import SegmentStore, StoreOptions, open_segments_max
 
 PART_BYTES = 2 << 20
-"""Bytes of one part of a job, and the least number of its blocks: each part costs the interpreter some handoffs."""
+"""Bytes of one part of a job."""
 PART_BLOCKS_MIN = 16
+"""Blocks of a part at least, however large: each part costs the interpreter some handoffs. Not of blocks that are
+compressed or encrypted, since each thread has a buffer for a part of these."""
 _ROOM_TIMEOUT_MAX_S: Final = 5.0
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
 
@@ -51,7 +53,7 @@ class NvmeTier(BlockingTier):
                 tier_type,
                 threads=settings.threads,
                 part_bytes=PART_BYTES,
-                part_blocks_min=PART_BLOCKS_MIN,
+                part_blocks_min=PART_BLOCKS_MIN if settings.codec == "raw" else 1,
                 lookup_timeout_s=settings.lookup_timeout,
                 shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
             )

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.patient_nvme import patient_nvme
+from tiered_kv.base import ReqContext
 from tiered_kv.errors import ConfigError
+from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.waiting import wait_until
+from tiered_kv.tiering.base import JobMetadata
+from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.tier import NvmeTier
@@ -24,6 +31,33 @@ def test_an_engine_that_passes_no_spec_is_served(tmp_path: Path) -> None:
     tier = NvmeTier(None, view, "nvme", settings)
     assert tier.describe()["path"] == str(tmp_path / "kv")
     tier.shutdown()
+
+
+@pytest.mark.parametrize(("codec", "has_many"), [("raw", True), ("zstd", False)])
+def test_a_part_has_many_blocks_only_if_they_need_no_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, has_many: bool
+) -> None:
+    pytest.importorskip("zstandard")
+    block_bytes = 1 << 20
+    memory = mmap.mmap(-1, 16 * block_bytes)
+    memory.write(np.random.default_rng(0).bytes(16 * block_bytes))  # which does not get shorter
+    settings = NvmeSettings.model_validate({"path": str(tmp_path), "capacity": 64 << 20, "codec": codec})
+    written: list[int] = []
+    pwritev = Disk.pwritev
+
+    def noted(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        written.append(sum(map(len, buffers)) // block_bytes)
+        return pwritev(disk, fd, buffers, offset)
+
+    monkeypatch.setattr(Disk, "pwritev", noted)
+    tier = NvmeTier(None, memoryview(memory).cast("B", (16, block_bytes)), "nvme", settings)
+    try:
+        tier.submit_store(JobMetadata(1, make_keys(16), np.arange(16), False, ReqContext()))
+        wait_until(lambda: [result.success for result in tier.get_finished()] == [True])
+    finally:
+        tier.shutdown()
+    assert sum(written) == 16
+    assert (max(written) > 2) is has_many, "a segment ends after seven"
 
 
 @pytest.mark.parametrize("block_bytes", [1, 512, 4096, 65536, 1 << 20, 2 << 20, 24 << 20])

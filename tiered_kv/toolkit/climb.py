@@ -11,8 +11,7 @@ GAIN_MIN: Final = 1.4
 """The rate at twice as many parts at once, over the rate before, from which they stay."""
 PAUSE_MAX: Final = 64
 """Verdicts between two trials, at most; each trial that gains nothing doubles their number."""
-
-STALL_S = 1.0
+STALL_S: Final = 1.0
 """After this time in which no part begins or ends, those that run hang, perhaps for ever: one more may run."""
 
 
