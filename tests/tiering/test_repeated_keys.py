@@ -39,6 +39,7 @@ def serve(stack: Stack, prompt: list[OffloadKey], req_id: str, times: int) -> li
     manager.on_new_request(context)
     manager.prefetch(each(prompt), context)
     manager.on_schedule_end()
+    assert manager.drain_jobs(60.0)  # whether a load has ended by now must not depend on its thread
     answers = manager.lookup_many(each(prompt), context)
     while None in answers:
         assert manager.drain_jobs(60.0)
