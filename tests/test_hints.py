@@ -8,9 +8,9 @@ import math
 import pytest
 
 from tests.support.stacks import stack_of
-from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import HINTS_KEY, SECONDS_MAX, HintReader, Hints
+from tiered_kv.stack_config import load_config
 
 STACK = stack_of()
 

@@ -182,11 +182,11 @@ def test_a_class_and_a_tier_type_are_found_by_their_names() -> None:
     tier_type = TierPlugins().resolve("tiered_kv.testing.four_methods:FourMethodTier")
     assert tier_type.load() is FourMethodTier
     assert tier_type.settings is ClassArguments
-    assert TierPlugins().resolve("tests.observe.rig:OBEDIENT_TYPE").name == "obedient"
+    assert TierPlugins().resolve("tests.support.obedient:OBEDIENT_TYPE").name == "obedient"
 
 
 @pytest.mark.parametrize(
-    "name", ["tests.observe.rig:WAIT_S", "tests.observe.rig:missing", "no_such_program:Tier", ":", "a:"]
+    "name", ["tests.support.obedient:WAIT_S", "tests.support.obedient:missing", "no_such_program:Tier", ":", "a:"]
 )
 def test_what_is_no_tier_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot be loaded|expected a tier's class"):

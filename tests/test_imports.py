@@ -41,33 +41,26 @@ EXTRAS = frozenset(
 IMPORT_LIMIT_S = 0.150
 PLUGINS = sorted(path.name for path in (ROOT / "plugins").glob("tiered_kv_*"))
 
+GROUND = "base mediums abstract backend errors hints hit_density permissions threads pauses reasons"
+"""The interfaces and words that every room uses."""
 ROOMS: list[tuple[str, ...]] = [
-    ("tiered_kv.base", "tiered_kv.mediums", "tiered_kv.backend", "tiered_kv.errors", "tiered_kv.hints"),
-    ("tiered_kv.observe.histogram", "tiered_kv.observe.notices"),
-    ("tiered_kv.counters", "tiered_kv.observe.step_timer"),
-    ("tiered_kv.config.units", "tiered_kv.config.redaction", "tiered_kv.config.secret_keys", "tiered_kv.permissions"),
-    ("tiered_kv.limits",),
-    ("tiered_kv.config.validation", "tiered_kv.config.settings", "tiered_kv.config.namespace"),
-    ("tiered_kv.config", "tiered_kv.hooks"),
-    ("tiered_kv.hit_density",),
-    ("tiered_kv.cpu", "tiered_kv.tiering.base"),
-    (
-        "tiered_kv.tiering",
-        "tiered_kv.toolkit",
-        "tiered_kv.observe.fates",
-        "tiered_kv.observe.ghosts",
-        "tiered_kv.observe.ledger",
-        "tiered_kv.observe.history",
-    ),
-    ("tiered_kv.abstract",),
-    ("tiered_kv.observe",),
+    tuple(f"tiered_kv.{name}" for name in GROUND.split()),
+    ("tiered_kv.config", "tiered_kv.limits"),
+    ("tiered_kv.metrics",),
+    ("tiered_kv.history",),
+    ("tiered_kv.cpu",),
+    ("tiered_kv.hooks", "tiered_kv.stack_config"),
+    ("tiered_kv.tiering",),
+    ("tiered_kv.toolkit",),
     ("tiered_kv_",),  # the plugins
-    ("tiered_kv.observe",),
-    ("tiered_kv.interrupts", "tiered_kv.facade", "tiered_kv.stack", "tiered_kv.direct"),
-    ("tiered_kv.workload", "tiered_kv.worker"),
-    ("tiered_kv.observe.report",),
+    ("tiered_kv.exporters",),
+    ("tiered_kv.interrupts", "tiered_kv.facade", "tiered_kv.stack"),
+    ("tiered_kv.direct",),
+    ("tiered_kv.worker",),
+    ("tiered_kv.workload",),
+    ("tiered_kv.testing",),
+    ("tiered_kv.integrations",),
     ("tiered_kv._cli", "tiered_kv.cli"),
-    ("tiered_kv.testing", "tiered_kv.integrations"),
 ]
 """Who may import whom: each room those above it, and itself."""
 

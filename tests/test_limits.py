@@ -19,12 +19,12 @@ import pytest
 from tests.support.stacks import PATIENT, stack_of
 from tiered_kv.cli import main
 from tiered_kv.config.namespace import Namespace
-from tiered_kv.config.stack_config import load_config
 from tiered_kv.config.units import parse_bytes
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
 from tiered_kv.limits import Limits, Need, Take, compare, require
 from tiered_kv.stack import needs_of, open_stack
+from tiered_kv.stack_config import load_config
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.claimed import walk
 from tiered_kv.worker.shared import SharedStack

@@ -16,12 +16,12 @@ import tiered_kv
 from tests.support.shortages import DescriptorsLeft, Resource, Shortage, outage
 from tests.support.stacks import PATIENT, Register, stack_of
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.config.stack_config import load_config
-from tiered_kv.counters import count_of
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.errors import ConfigError, ResourceError, ShutdownError, TierError
 from tiered_kv.facade import Blocks
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack import Stack, open_region, open_stack
+from tiered_kv.stack_config import load_config
 from tiered_kv.testing.faults import HeldJobsTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate

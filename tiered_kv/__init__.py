@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     )
     from tiered_kv.config.namespace import Namespace
     from tiered_kv.config.settings import TierSettings
-    from tiered_kv.config.stack_config import StackConfig, load_config, stack_schema
     from tiered_kv.direct.tiers import DirectTiers
     from tiered_kv.errors import (
         ConfigError,
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     )
     from tiered_kv.hooks import TierType, hookimpl, tier_plugins
     from tiered_kv.stack import Stack, open_stack
+    from tiered_kv.stack_config import StackConfig, load_config, stack_schema
     from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
     from tiered_kv.tiering.factory import SecondaryTierFactory
     from tiered_kv.tiering.wrapper import WrapperTier
@@ -86,7 +86,7 @@ _MODULES = {
     "make_offload_key",
     "tiered_kv.config.namespace": "Namespace",
     "tiered_kv.config.settings": "TierSettings",
-    "tiered_kv.config.stack_config": "StackConfig load_config stack_schema",
+    "tiered_kv.stack_config": "StackConfig load_config stack_schema",
     "tiered_kv.direct.tiers": "DirectTiers",
     "tiered_kv.errors": "ConfigError FormatError MissingExtraError ResourceError ShutdownError TierBusyError "
     "TierError TierUnavailableError TieredKVError",

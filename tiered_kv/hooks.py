@@ -29,8 +29,8 @@ from tiered_kv.config.validation import suggestion
 from tiered_kv.errors import ConfigError, MissingExtraError, ResourceError, remedy_of
 
 if TYPE_CHECKING:
-    from tiered_kv.tiering.administration import TierAdministration
     from tiered_kv.tiering.base import SecondaryTierManager
+    from tiered_kv.toolkit.administration import TierAdministration
     from tiered_kv.toolkit.keys_only import KeyStore
 
 PROJECT = "tiered_kv"

@@ -12,18 +12,18 @@ from dataclasses import replace
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.redaction import error_text
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError, needing_resources
+from tiered_kv.exporters.events import EventPublisher, medium_of
+from tiered_kv.exporters.explain import Explanation, explain
+from tiered_kv.exporters.server import StatusServer, routes_of
 from tiered_kv.facade import BlockFacade
+from tiered_kv.history.history import BlockHistory
 from tiered_kv.interrupts import CallThread
 from tiered_kv.limits import Need, Take, compare, require
-from tiered_kv.observe.events import EventPublisher, medium_of
-from tiered_kv.observe.explain import Explanation, explain
-from tiered_kv.observe.history import BlockHistory
-from tiered_kv.observe.server import StatusServer, routes_of
+from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory

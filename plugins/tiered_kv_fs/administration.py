@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Final
 
-from tiered_kv.tiering.administration import (
+from tiered_kv.toolkit.administration import (
     DESCRIPTION_BYTES_MAX,
     Purged,
     Survey,

@@ -12,16 +12,16 @@ from typing import Any, Final, NamedTuple, TypeVar
 from aiofiles.os import wrap
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.counters import Counters
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.limits import disk_need
+from tiered_kv.metrics.counters import Counters
+from tiered_kv.threads import DaemonThreads
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
-from tiered_kv.toolkit.threads import DaemonThreads
 from tiered_kv_fs.blocks import BlockFiles, Moved, room_bytes_of
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.keeper import GRANTS_MIN, OPENING_BYTES, Keeper

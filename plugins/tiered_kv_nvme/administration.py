@@ -14,7 +14,7 @@ from contextlib import closing, nullcontext, suppress
 from typing import Final
 
 from tiered_kv.errors import TierBusyError
-from tiered_kv.tiering.administration import (
+from tiered_kv.toolkit.administration import (
     DIGEST_HEX,
     Purged,
     Survey,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from tiered_kv.counters import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.toolkit.first_failures import FirstFailures
 
 _log = logging.getLogger("tiered_kv.nvme")
@@ -26,7 +26,7 @@ COUNTERS: Final = (
     "damaged_segments_total",
     "lost_segments_total",
 )
-"""`observe/vocabulary.py` explains them."""
+"""`metrics/vocabulary.py` explains them."""
 COUNTERS_BY_LABEL: Final = ("corrupt_blocks_total", "unreadable_blocks_total")
 
 

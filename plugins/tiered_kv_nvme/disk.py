@@ -12,7 +12,7 @@ from contextlib import suppress
 import numpy as np
 
 from tiered_kv.errors import remedy_of
-from tiered_kv.tiering.step import give_way
+from tiered_kv.pauses import give_way
 from tiered_kv.toolkit.small_files import opened, remove, rest_of
 from tiered_kv_nvme.layout import PAGE_BYTES
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.tiering.step import give_way
+from tiered_kv.pauses import give_way
+from tiered_kv.reasons import REFUSED, UNREADABLE, RecordStatus
 from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
-from tiered_kv.toolkit.status import REFUSED, UNREADABLE, RecordStatus
 from tiered_kv_nvme.counters import StoreCounters
 from tiered_kv_nvme.disk import Disk, Scratch, is_alignment_error, read_fully
 from tiered_kv_nvme.index import ordinal_of, place_of, slot_of

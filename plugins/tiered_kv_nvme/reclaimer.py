@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tiered_kv.errors import TieredKVError
-from tiered_kv.tiering.step import give_way
+from tiered_kv.pauses import give_way
+from tiered_kv.threads import start_thread
 from tiered_kv.toolkit.codecs import Draft
-from tiered_kv.toolkit.threads import start_thread
 from tiered_kv_nvme.counters import StoreCounters
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.index import CHUNK_KEYS, PAUSE_S, place_of

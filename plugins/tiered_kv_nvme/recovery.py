@@ -10,9 +10,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tiered_kv.threads import run_all
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
-from tiered_kv.toolkit.threads import run_all
 from tiered_kv_nvme.counters import StoreCounters
 from tiered_kv_nvme.disk import Disk, Scratch, read_fully
 from tiered_kv_nvme.files import SegmentFiles

@@ -20,7 +20,8 @@ from redis.exceptions import RedisError, ResponseError
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.tiering.administration import (
+from tiered_kv.reasons import RecordStatus
+from tiered_kv.toolkit.administration import (
     DESCRIPTION_BYTES_MAX,
     Purged,
     Survey,
@@ -32,7 +33,6 @@ from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.inspection import Census
 from tiered_kv.toolkit.record import HEADER_BYTES, decode_record, record_bytes_max
 from tiered_kv.toolkit.small_files import fields_of
-from tiered_kv.toolkit.status import RecordStatus
 from tiered_kv_redis.endpoint import check_tls_files
 from tiered_kv_redis.keyspace import KEY_PREFIX
 from tiered_kv_redis.reasons import (

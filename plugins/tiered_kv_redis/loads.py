@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tiered_kv.reasons import UNREADABLE
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, record_bytes_max
-from tiered_kv.toolkit.status import UNREADABLE
 from tiered_kv_redis.connection import Link
 from tiered_kv_redis.exchange import Batch, Exchange, Failures, Transfer
 from tiered_kv_redis.node import Node

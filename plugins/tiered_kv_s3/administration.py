@@ -13,9 +13,11 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from tiered_kv.counters import Counters
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.tiering.administration import (
+from tiered_kv.metrics.counters import Counters
+from tiered_kv.reasons import RecordStatus
+from tiered_kv.threads import run_all
+from tiered_kv.toolkit.administration import (
     DESCRIPTION_BYTES_MAX,
     DIGEST_HEX,
     Purged,
@@ -28,8 +30,6 @@ from tiered_kv.toolkit.epoch import Epoch, EpochMark
 from tiered_kv.toolkit.inspection import Census, RecordCheck
 from tiered_kv.toolkit.record import DIGEST_BYTES
 from tiered_kv.toolkit.small_files import fields_of
-from tiered_kv.toolkit.status import RecordStatus
-from tiered_kv.toolkit.threads import run_all
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import DELETED_AT_ONCE, Control, Listed, age_s

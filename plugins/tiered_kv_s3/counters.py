@@ -1,4 +1,4 @@
-"""The names of the tier's counters; `observe/vocabulary.py` explains them."""
+"""The names of the tier's counters; `metrics/vocabulary.py` explains them."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ from contextlib import suppress
 from typing import Any
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.counters import Counters
 from tiered_kv.errors import ConfigError, TierError
+from tiered_kv.metrics.counters import Counters
+from tiered_kv.reasons import REFUSED, UNREADABLE
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.codecs import ThreadBuffer
@@ -19,7 +20,6 @@ from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
-from tiered_kv.toolkit.status import REFUSED, UNREADABLE
 from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket

@@ -14,10 +14,8 @@ from pydantic import Field, SecretStr
 
 from tests.support.stacks import plugged
 from tiered_kv.config.namespace import Namespace
-from tiered_kv.config.policies import BUILT_IN_POLICIES
 from tiered_kv.config.reading import parse_stack_text
 from tiered_kv.config.settings import StrictModel, TierSettings
-from tiered_kv.config.stack_config import StackConfig, load_config, stack_schema
 from tiered_kv.config.units import (
     BYTES_MAX,
     Bytes,
@@ -32,8 +30,10 @@ from tiered_kv.config.units import (
     rounded_seconds,
 )
 from tiered_kv.cpu.policies import make_policy
+from tiered_kv.cpu.policies.names import BUILT_IN_POLICIES
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import TierType
+from tiered_kv.stack_config import StackConfig, load_config, stack_schema
 from tiered_kv.testing.four_methods import FourMethodTier
 
 MINIMAL: dict[str, object] = {

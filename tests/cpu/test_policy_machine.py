@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.config.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, density, make_policy
+from tiered_kv.cpu.policies.names import BUILT_IN_POLICIES
 
 NUM_BLOCKS = 40
 

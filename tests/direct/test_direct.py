@@ -23,9 +23,9 @@ from tests.support.s3_entries import s3_entry
 from tests.support.stacks import PATIENT
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
-from tiered_kv.counters import count_of
 from tiered_kv.direct import DirectTiers, thread
 from tiered_kv.errors import ConfigError, ShutdownError
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.faults import FailingTier, HangingTier, HeldJobsTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate

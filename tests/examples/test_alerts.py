@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.support.prometheus import MONITORING, missing_prometheus
-from tiered_kv.observe.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
+from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
 
 RULES = [rule for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
 PAGE = MONITORING.parents[1] / "docs" / "how-to" / "monitoring.md"

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.prometheus import MONITORING, OF_THE_MACHINE, Prometheus, missing_prometheus, panels, wait_for
 from tests.support.stacks import Register, stack_of
-from tiered_kv.observe.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
+from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.damage import Kind, record_damages
 from tiered_kv.testing.faults import HeldJobsTier, RaisingTier

@@ -17,11 +17,11 @@ import pytest
 from tests.support.prometheus import Labels, Prometheus, missing_prometheus, panels, wait_for
 from tests.support.redis_servers import RedisServer, redis_server
 from tiered_kv._cli.output import Status
+from tiered_kv._cli.report.page import Run
+from tiered_kv._cli.report.replay_page import replay_page
+from tiered_kv._cli.report.samples import Sampler
 from tiered_kv.cli import main
-from tiered_kv.counters import count_of
-from tiered_kv.observe.report.page import Run
-from tiered_kv.observe.report.replay_page import replay_page
-from tiered_kv.observe.report.samples import Sampler
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.server_process import free_port
 from tiered_kv.workload.generator import ChatWorkload

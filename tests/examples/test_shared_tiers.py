@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from tests.support.redis_servers import PATIENT, RedisServer, redis_server
-from tiered_kv.config.stack_config import load_config
 from tiered_kv.stack import open_stack
+from tiered_kv.stack_config import load_config
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.s3_servers import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server, moto_bucket, moto_server
 

@@ -43,10 +43,10 @@ from tests.integrations.sglang_program_parts import (
     slots,
     storage_config,
 )
-from tiered_kv.counters import count_of
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.sglang.backend import TieredKVHiCache
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.waiting import wait_until
 
 DIRECTORY = Path(sys.argv[1])

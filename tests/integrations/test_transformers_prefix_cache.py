@@ -17,9 +17,9 @@ transformers = pytest.importorskip("transformers", reason="the extra 'transforme
 
 from tests.integrations.program_checks import damage  # noqa: E402 - after what it needs
 from tests.support.shortages import Resource, outage  # noqa: E402
-from tiered_kv.counters import count_of  # noqa: E402
 from tiered_kv.errors import ConfigError, ShutdownError  # noqa: E402
 from tiered_kv.integrations.transformers import PrefixCache, PrefixCacheStats, prefix_cache  # noqa: E402
+from tiered_kv.metrics.counters import count_of  # noqa: E402
 from tiered_kv.testing.gate import Gate  # noqa: E402
 from tiered_kv.testing.waiting import wait_until  # noqa: E402
 

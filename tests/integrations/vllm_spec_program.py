@@ -50,11 +50,11 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
 )
 
 from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.exporters.prometheus import StackCollector
 from tiered_kv.integrations.vllm.connector import TieredKVConnector
 from tiered_kv.integrations.vllm.spec import stack_config
 from tiered_kv.integrations.vllm.tier import TieredKVTier
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.observe.prometheus import StackCollector
 
 WORKERS = 2
 LAYERS = 2

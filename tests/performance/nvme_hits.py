@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 
 from tests.performance.policy_hits import TRACE, chosen, workload_line
-from tiered_kv.config.stack_config import load_config
+from tiered_kv.stack_config import load_config
 from tiered_kv.workload.request import Request
 from tiered_kv.workload.simulation import Simulated, simulate
 

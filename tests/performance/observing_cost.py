@@ -35,14 +35,14 @@ from unittest import mock
 
 from tests.performance.bench import Act, InstantTier, block_key, command_line, handle, load, ratios, store
 from tiered_kv.base import OffloadingManager, OffloadKey, ReqContext
-from tiered_kv.config.stack_config import EventSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.observe.events import EventPublisher
-from tiered_kv.observe.history import BlockHistory
-from tiered_kv.observe.prometheus import StackCollector, exposition
-from tiered_kv.observe.step_timer import StepTimer
+from tiered_kv.exporters.events import EventPublisher
+from tiered_kv.exporters.prometheus import StackCollector, exposition
+from tiered_kv.history.history import BlockHistory
+from tiered_kv.metrics.step_timer import StepTimer
+from tiered_kv.stack_config import EventSettings
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.tier_observer import TierMeasures
 

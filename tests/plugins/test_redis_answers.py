@@ -13,8 +13,8 @@ from tests.plugins.conftest import OpenRedis
 from tests.support.loopback import LoopbackServer
 from tests.support.lying_redis import LyingRedis, Storage
 from tiered_kv.base import OffloadKey
-from tiered_kv.counters import count_of
 from tiered_kv.errors import TierUnavailableError
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
 

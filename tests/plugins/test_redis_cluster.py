@@ -14,8 +14,8 @@ import pytest
 from tests.plugins.conftest import OpenRedis
 from tests.support.redis_groups import SERVICE, RedisClusterServers, RedisSentinelServers, redis_cluster, redis_sentinel
 from tests.support.redis_servers import RedisServer, redis_server
-from tiered_kv.counters import count_of
 from tiered_kv.errors import TierUnavailableError
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
 

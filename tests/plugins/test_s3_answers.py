@@ -28,8 +28,8 @@ from tests.support.fake_s3 import (
     open_rig,
     server,
 )
-from tiered_kv.counters import count_of
 from tiered_kv.errors import TierUnavailableError
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv.testing.waiting import wait_until

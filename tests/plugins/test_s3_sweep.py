@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 
-from tiered_kv.counters import Counters
 from tiered_kv.errors import TierError, TierUnavailableError
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv_s3.bucket import Bucket

@@ -19,10 +19,10 @@ from tests.support.interrupts import Call, Interrupt, interrupt, interrupts, sig
 from tests.support.stacks import stack_of
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
-from tiered_kv.config.stack_config import load_config
-from tiered_kv.counters import count_of
 from tiered_kv.direct import DirectTiers
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack_config import load_config
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
 

@@ -22,8 +22,8 @@ from tests.support.figures import Figures
 from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
 from tests.support.threads import meanwhile
-from tiered_kv.counters import count_of
 from tiered_kv.errors import TierBusyError
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys

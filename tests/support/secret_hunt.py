@@ -24,12 +24,12 @@ from pydantic import BaseModel, SecretBytes, SecretStr
 from tiered_kv.base import make_offload_key
 from tiered_kv.config.secret_keys import KEY_BYTES
 from tiered_kv.config.settings import StrictModel, TierSettings
-from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.exporters.prometheus import StackCollector, exposition
+from tiered_kv.exporters.status import status
 from tiered_kv.hooks import tier_plugins
-from tiered_kv.observe.prometheus import StackCollector, exposition
-from tiered_kv.observe.status import status
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.keyed_names import KeyedNames
 

@@ -6,10 +6,10 @@ import pytest
 
 from tests.tiering.conftest import LARGE_BUDGETS, MakeBench
 from tiered_kv.base import make_offload_key
+from tiered_kv.reasons import RecordStatus
 from tiered_kv.tiering import admission as admission_module
 from tiered_kv.tiering.admission import Admission
 from tiered_kv.tiering.breaker import Breaker
-from tiered_kv.toolkit.status import RecordStatus
 
 
 def state_of(breaker: Breaker) -> str:

@@ -13,9 +13,9 @@ from hypothesis import strategies
 
 from tests.support.stacks import stack_of
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, make_offload_key
-from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
+from tiered_kv.stack_config import load_config
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.rig import OpenTier, make_keys

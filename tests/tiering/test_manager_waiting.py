@@ -8,8 +8,8 @@ import pytest
 
 from tests.tiering.conftest import LARGE_BUDGETS, LOOKUP_TIMEOUT_S, Bench, MakeBench, ManualTier, keys
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.tiering.lookups import BatchedLookups, Probe, Question
 from tiered_kv.tiering.requests import ManagerLimits
-from tiered_kv.toolkit.lookups import BatchedLookups, Probe, Question
 
 
 def answers_nothing(bench: Bench) -> None:

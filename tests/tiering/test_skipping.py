@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.observe.rig import BLOCK_BYTES, WAIT_S, misses, put, stack_of
+from tests.support.obedient import BLOCK_BYTES, WAIT_S, misses, put, stack_of
 from tests.tiering.conftest import Bench, MakeBench, keys
 from tiered_kv.base import OffloadPolicy, ReqContext
 from tiered_kv.hints import HINTS_KEY

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, PATIENT, stack_of
+from tiered_kv import pauses
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.pauses import IDLE_WAIT_S_MAX, PAUSES_MAX, STEP, Step, give_way, wait_for_idle
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv.tiering import step as step_module
 from tiered_kv.tiering.manager import TieringOffloadingManager
-from tiered_kv.tiering.step import IDLE_WAIT_S_MAX, PAUSES_MAX, STEP, Step, give_way, wait_for_idle
 
 CONTEXT = ReqContext("r")
 KEYS = make_keys(2)
@@ -73,8 +73,8 @@ def test_stores_wait_while_the_engine_computes_for_a_limited_time(
         pthread_getcpuclockid=lambda thread: 7,
         clock_gettime=lambda clock_id: min(now_s[0] - 100.0, used_s),
     )
-    monkeypatch.setattr(step_module, "time", clock)
-    monkeypatch.setattr(step_module, "STEP", step := Step())
+    monkeypatch.setattr(pauses, "time", clock)
+    monkeypatch.setattr(pauses, "STEP", step := Step())
     wait_for_idle(IDLE_WAIT_S_MAX)
     assert slept_s == [0.0], "no scheduler is known"
     step.end()
@@ -95,7 +95,7 @@ def test_the_next_thread_of_an_engine_may_have_the_identity_of_one_that_ended(mo
     clock = SimpleNamespace(
         monotonic=lambda: now_s[0], pthread_getcpuclockid=lambda thread: next(clocks), clock_gettime=clock_gettime
     )
-    monkeypatch.setattr(step_module, "time", clock)
+    monkeypatch.setattr(pauses, "time", clock)
     step = Step()
     step.end()
     assert not step.is_busy(), "its thread has ended"

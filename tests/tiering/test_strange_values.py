@@ -14,7 +14,7 @@ import pytest
 from tests.tiering.conftest import MakeBench, ManualTier
 from tests.tiering.test_wedged_tiers import Engine
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
-from tiered_kv.observe.series import series_of
+from tiered_kv.exporters.series import series_of
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys

@@ -14,10 +14,10 @@ import pytest
 from tests.support.detectable_lies import DETECTABLE
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.counters import count_of
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.faults import HangingTier, HeldJobsTier
 from tiered_kv.testing.four_methods import FourMethodTier

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.support.stacks import ReplaceModule
 from tiered_kv.errors import MissingExtraError
+from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit.codecs import AES_ID, PLAIN, RAW_ID, ZSTD_AES_ID, ZSTD_ID, CodecSet, Zstd, payload_bytes_range
 from tiered_kv.toolkit.encryption import Cipher
-from tiered_kv.toolkit.status import RecordStatus
 
 OK, BAD_PAYLOAD = RecordStatus.OK, RecordStatus.BAD_PAYLOAD
 

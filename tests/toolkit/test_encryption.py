@@ -15,10 +15,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from tests.support.stacks import ReplaceModule
 from tiered_kv.errors import MissingExtraError
+from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit import encryption
 from tiered_kv.toolkit.codecs import AES_ID, OVERHEAD_BYTES_MAX, ZSTD_AES_ID, CodecSet, binding_of
 from tiered_kv.toolkit.encryption import Cipher
-from tiered_kv.toolkit.status import RecordStatus
 
 SECRET = bytes(range(32))
 BLOCK = b"".join(value.to_bytes(2, "little") for value in range(256))

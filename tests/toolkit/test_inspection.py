@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tiered_kv.reasons import RecordStatus
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.tiering.administration import Verification
+from tiered_kv.toolkit.administration import Verification
 from tiered_kv.toolkit.codecs import PLAIN
 from tiered_kv.toolkit.inspection import NAMESPACES_MAX, REUSE_AFTER_S, Census, RecordCheck, block_bytes_in
 from tiered_kv.toolkit.record import digest_of, encode_record
-from tiered_kv.toolkit.status import RecordStatus
 
 DIGEST = bytes(range(16))
 

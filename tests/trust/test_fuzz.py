@@ -103,7 +103,7 @@ _READ_BOUNDED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-from tiered_kv.config.stack_config import load_config
+from tiered_kv.stack_config import load_config
 from tiered_kv.errors import ConfigError
 try:
     load_config(sys.argv[1], environ={})

@@ -13,8 +13,8 @@ from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.damage import Damage, Kind, record_damages
 from tiered_kv.testing.rig import block_content, make_keys
-from tiered_kv.tiering.administration import Verification
 from tiered_kv.tiering.base import TierSpec
+from tiered_kv.toolkit.administration import Verification
 
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
 

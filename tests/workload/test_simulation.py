@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tests.support import stacks
 from tests.support.redis_servers import PATIENT, RedisServer, redis_server
 from tests.support.s3_entries import s3_entry
-from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
+from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.toolkit.keys_only import KeyStore

@@ -9,15 +9,15 @@ from dataclasses import asdict
 
 from tiered_kv._cli.arguments import describe_use, positive_int
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
+from tiered_kv._cli.report.bench_page import BENCH_COLUMNS, bench_page, bench_remarks, bench_rows
+from tiered_kv._cli.report.page import Run, quantity
 from tiered_kv._cli.reporting import add_report_argument, start_report, write_report
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
-from tiered_kv.observe.report.bench_page import BENCH_COLUMNS, bench_page, bench_remarks, bench_rows
-from tiered_kv.observe.report.page import Run, quantity
 from tiered_kv.stack import open_tier, shut_down
+from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.workload.bench import BenchSettings, TierBench, bench_tier
 
 _ROUND_BYTES = 256 << 20

@@ -10,12 +10,12 @@ from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv.config.redaction import error_text, scrub
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.limits import Need, refuse, shared_memory_need
 from tiered_kv.stack import needs_of, open_region, open_tier, shut_down
+from tiered_kv.stack_config import StackConfig, load_config
 
 _PROBE_BLOCKS = 2
 """Size of a region for the secondary tiers, if the primary tier cannot be opened."""

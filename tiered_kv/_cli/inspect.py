@@ -13,11 +13,11 @@ from tiered_kv._cli.output import Status, one_line, print_json, print_table, pri
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.redaction import error_text
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
-from tiered_kv.tiering.administration import Ages, StoredNamespace, Survey, TierAdministration, Verification
+from tiered_kv.stack_config import StackConfig, load_config
+from tiered_kv.toolkit.administration import Ages, StoredNamespace, Survey, TierAdministration, Verification
 from tiered_kv.toolkit.inspection import block_bytes_in
 
 _TIMEOUT_S = 600.0

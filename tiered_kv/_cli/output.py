@@ -14,7 +14,7 @@ from enum import IntEnum
 from types import FrameType
 from typing import Protocol
 
-from tiered_kv.observe.answer import printable
+from tiered_kv._cli.answer import printable
 
 
 class Status(IntEnum):

@@ -13,11 +13,11 @@ from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv.config.redaction import error_text
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.config.stack_config import load_config
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
-from tiered_kv.tiering.administration import DIGEST_HEX, TierAdministration
+from tiered_kv.stack_config import load_config
+from tiered_kv.toolkit.administration import DIGEST_HEX, TierAdministration
 
 _TIMEOUT_S = 600.0
 

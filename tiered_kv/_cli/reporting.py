@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 
 from tiered_kv._cli.arguments import file_path
 from tiered_kv._cli.output import print_text, progress
-from tiered_kv.config.stack_config import StackConfig
+from tiered_kv._cli.report.figures import require_matplotlib
+from tiered_kv._cli.report.page import Run
 from tiered_kv.errors import ConfigError
-from tiered_kv.observe.report.figures import require_matplotlib
-from tiered_kv.observe.report.page import Run
+from tiered_kv.stack_config import StackConfig
 
 
 def add_report_argument(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 
 from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json
-from tiered_kv.config.stack_config import stack_schema
+from tiered_kv.stack_config import stack_schema
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

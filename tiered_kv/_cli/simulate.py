@@ -10,14 +10,14 @@ from itertools import product
 
 from tiered_kv._cli.arguments import describe_use, file_path, positive_int
 from tiered_kv._cli.output import Status, print_json, print_table, progress
+from tiered_kv._cli.report import simulation_page as pages
+from tiered_kv._cli.report.page import Run
 from tiered_kv._cli.reporting import add_report_argument, start_report, write_report
 from tiered_kv._cli.workload import add_workload_arguments, chosen_workload
-from tiered_kv.config.stack_config import PRIMARY_BLOCKS_MIN, PRIMARY_TIER_NAME, StackConfig, load_config
 from tiered_kv.config.units import parse_bytes, rounded_bytes
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.errors import ConfigError
-from tiered_kv.observe.report import simulation_page as pages
-from tiered_kv.observe.report.page import Run
+from tiered_kv.stack_config import PRIMARY_BLOCKS_MIN, PRIMARY_TIER_NAME, StackConfig, load_config
 from tiered_kv.workload.hit_rates import default_sizes, hit_rate
 from tiered_kv.workload.prices import Prices, costs, load_prices, times_a_month
 from tiered_kv.workload.request import Request

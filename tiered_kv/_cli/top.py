@@ -12,13 +12,13 @@ from dataclasses import asdict
 from types import FrameType
 from typing import Final
 
+from tiered_kv._cli.answer import StatusAnswer, read_status
 from tiered_kv._cli.arguments import describe_use, interval
+from tiered_kv._cli.ask import DEFAULT_ADDRESS, Address, address_of, fetch
+from tiered_kv._cli.live import Sight, Watcher
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.observe.answer import StatusAnswer, read_status
-from tiered_kv.observe.ask import DEFAULT_ADDRESS, Address, address_of, fetch
-from tiered_kv.observe.live import Sight, Watcher
 
 _INTERVAL_S: Final = 2.0
 

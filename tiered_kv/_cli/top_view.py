@@ -10,8 +10,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tiered_kv._cli.live import NoticeView, ReasonView, Sight, TierView, View
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
-from tiered_kv.observe.live import NoticeView, ReasonView, Sight, TierView, View
 
 _STATES: Final = {
     "closed": ("closed", ""),

@@ -11,13 +11,13 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from tiered_kv._cli.arguments import describe_use, seconds
+from tiered_kv._cli.ask import Address, address_of, fetch, is_address
+from tiered_kv._cli.namespaces import TierNamespaces, tier_namespaces
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
-from tiered_kv.config.stack_config import load_config
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
-from tiered_kv.observe.ask import Address, address_of, fetch, is_address
-from tiered_kv.observe.fates import SENTENCES
-from tiered_kv.observe.namespaces import TierNamespaces, tier_namespaces
+from tiered_kv.history.fates import SENTENCES
+from tiered_kv.stack_config import load_config
 
 _TIMEOUT_S: Final = 10.0
 _NO_STACK: Final = "what answers at {} is no stack of this kind"

@@ -1,9 +1,7 @@
-"""From a stack's YAML file to a checked `StackConfig`.
+"""The values of a stack's YAML file; `stack_config.py` beside this folder makes a checked `StackConfig` of them.
 
 reading          the file, and the variables in it
-stack_config     `load_config`, the model of the whole file, and its JSON schema
 settings         the base of all models; `TierSettings`, which a tier's author subclasses
-policies         the names of the built-in eviction policies
 units            sizes, durations and paths: the types of such settings
 namespace        which blocks are interchangeable
 validation       what pydantic finds wrong, as a `ConfigError`

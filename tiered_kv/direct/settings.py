@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from pydantic import Field, SerializeAsAny, field_validator
 
 from tiered_kv.config.settings import StrictModel, TierSettings
-from tiered_kv.config.stack_config import tier_settings
 from tiered_kv.errors import ConfigError
+from tiered_kv.stack_config import tier_settings
 
 OWN_STORAGE = ("nvme", "memory")
 """Tier types whose storage belongs to one process and one namespace. Storage of other types is shared."""

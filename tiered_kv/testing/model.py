@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.counters import count_of, flat_counts
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.metrics.counters import count_of, flat_counts
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.rig import block_content
 from tiered_kv.testing.watch import RowLedger

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from tiered_kv.config.redaction import scrub
 from tiered_kv.config.secret_keys import parse_key, read_key_file
 from tiered_kv.config.settings import ClassArguments, TierSettings
-from tiered_kv.config.stack_config import tier_settings
 from tiered_kv.config.validation import suggestion
 from tiered_kv.errors import ConfigError, ResourceError, TieredKVError, TierError, remedy_of
 from tiered_kv.hooks import TierType, hookimpl, tier_plugins, tier_type_of_class
+from tiered_kv.stack_config import tier_settings
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.keyed_names import KeyedNames
 

@@ -13,8 +13,9 @@ import numpy as np
 from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.observe.history import BlockHistory
-from tiered_kv.observe.notices import Notices
+from tiered_kv.history.history import BlockHistory
+from tiered_kv.metrics.notices import Notices
+from tiered_kv.reasons import UNUSABLE_REASONS
 from tiered_kv.tiering.answers import WrongValueError, checked_flag, checked_result, checked_stats, tier_exceptions
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.breaker import Breaker, BreakerState
@@ -22,7 +23,6 @@ from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.pace import EngineCost, Pace
 from tiered_kv.tiering.tier_observer import TierObserver, direction_of
 from tiered_kv.tiering.write_budget import admission_of
-from tiered_kv.toolkit.status import UNUSABLE_REASONS
 
 HARMLESS_REASONS: Final = UNUSABLE_REASONS | {"absent", "missing", "no_row", "no_space", "reset", "unanswered"}
 """Reasons for which a healthy tier may fail a whole job. The breaker ignores them.

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
 from tiered_kv.errors import ResourceError
+from tiered_kv.threads import start_thread
 from tiered_kv.tiering.answers import (
     WrongValueError,
     checked_answer,
@@ -26,9 +27,8 @@ from tiered_kv.tiering.answers import (
     checked_stats,
 )
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.tiering.lookups import BatchedLookups, Probe, Question
 from tiered_kv.tiering.wrapper import WrapperTier
-from tiered_kv.toolkit.lookups import BatchedLookups, Probe, Question
-from tiered_kv.toolkit.threads import start_thread
 
 POLL_INTERVAL_S = 0.001
 """How often the tier is polled while it has jobs."""

@@ -18,11 +18,12 @@ from tiered_kv.base import (
 )
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
+from tiered_kv.history.fates import Fate
+from tiered_kv.history.history import BlockHistory
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.observe.fates import Fate
-from tiered_kv.observe.history import BlockHistory
-from tiered_kv.observe.notices import Notices
-from tiered_kv.observe.step_timer import StepTimer
+from tiered_kv.metrics.notices import Notices
+from tiered_kv.metrics.step_timer import StepTimer
+from tiered_kv.pauses import PAUSES_MAX, STEP
 from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
@@ -33,7 +34,6 @@ from tiered_kv.tiering.prefetch import Prefetches
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import ManagerLimits, RequestState, RequestTable
 from tiered_kv.tiering.search import Search
-from tiered_kv.tiering.step import PAUSES_MAX, STEP
 
 _DRAIN_POLL_S = 0.0005
 

@@ -14,9 +14,9 @@ from tiered_kv.base import OffloadKey, ReqContext, get_offload_group_idx
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.errors import ResourceError
+from tiered_kv.threads import DaemonThreads
 from tiered_kv.tiering.comparison import difference_of
 from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.toolkit.threads import DaemonThreads
 
 BLOCKS_MAX: Final = 64
 """Spare rows at one time, and blocks of one request that are compared."""

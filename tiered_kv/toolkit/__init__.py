@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+from tiered_kv.tiering.lookups import BatchedLookups
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.jobs import Outcome
-from tiered_kv.toolkit.lookups import BatchedLookups
 
 __all__ = ["BatchedLookups", "BlockingTier", "Outcome"]

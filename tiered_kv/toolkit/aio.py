@@ -15,10 +15,10 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ResourceError
-from tiered_kv.tiering.step import give_way
+from tiered_kv.pauses import give_way
+from tiered_kv.threads import DaemonThreads, start_thread
 from tiered_kv.toolkit.jobs import Outcome, Part, checked_outcome, checked_presence
 from tiered_kv.toolkit.queued import QueuedTier, block_bytes_of
-from tiered_kv.toolkit.threads import DaemonThreads, start_thread
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from tiered_kv.errors import ResourceError
-from tiered_kv.toolkit.threads import start_thread
+from tiered_kv.threads import start_thread
 
 logger = logging.getLogger(__name__)
 

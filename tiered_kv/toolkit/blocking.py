@@ -11,10 +11,10 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ResourceError
-from tiered_kv.tiering.step import IDLE_WAIT_S_MAX, give_way, wait_for_idle
+from tiered_kv.pauses import IDLE_WAIT_S_MAX, give_way, wait_for_idle
+from tiered_kv.threads import start_thread
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part, checked_outcome, checked_presence
 from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
-from tiered_kv.toolkit.threads import start_thread
 
 _WORK = True
 _STOP = False

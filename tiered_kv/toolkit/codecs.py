@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from tiered_kv.errors import MissingExtraError
+from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit.encryption import ENVELOPE_BYTES, Cipher
-from tiered_kv.toolkit.status import RecordStatus
 
 _LEVEL: Final = 1
 """Higher levels gain nothing on KV blocks, whose mantissas are noise, and take up to three times as long."""

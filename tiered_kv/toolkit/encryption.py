@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from tiered_kv.config.secret_keys import KEY_BYTES
 from tiered_kv.errors import MissingExtraError
-from tiered_kv.toolkit.status import RecordStatus
+from tiered_kv.reasons import RecordStatus
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from tiered_kv.tiering.administration import (
+from tiered_kv.reasons import RecordStatus
+from tiered_kv.toolkit.administration import (
     Ages,
     StoredNamespace,
     Survey,
@@ -17,7 +18,6 @@ from tiered_kv.tiering.administration import (
 )
 from tiered_kv.toolkit.codecs import CodecSet, ThreadBuffer
 from tiered_kv.toolkit.record import record_bytes_max, verify_record
-from tiered_kv.toolkit.status import RecordStatus
 
 NAMESPACES_MAX: Final = 1024
 """Namespaces in one survey; blocks of further namespaces count as foreign."""

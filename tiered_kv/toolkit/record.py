@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import xxhash
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.tiering.step import give_way
+from tiered_kv.pauses import give_way
+from tiered_kv.reasons import RecordStatus as RecordStatus  # authors import it from here
 from tiered_kv.toolkit.codecs import (
     ENCRYPTED_IDS,
     OVERHEAD_BYTES_MAX,
@@ -25,7 +26,6 @@ from tiered_kv.toolkit.codecs import (
     payload_bytes_range,
 )
 from tiered_kv.toolkit.encryption import key_id_of
-from tiered_kv.toolkit.status import RecordStatus as RecordStatus  # authors import it from here
 
 MAGIC = b"\x89TKVREC\n"  # detects programs that strip the eighth bit or translate line ends
 FORMAT_VERSION = 1

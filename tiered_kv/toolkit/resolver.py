@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from tiered_kv.errors import ResourceError
-from tiered_kv.toolkit.threads import start_thread
+from tiered_kv.threads import start_thread
 
 _log = logging.getLogger("tiered_kv.toolkit")
 _warn_once = functools.cache(_log.warning)

@@ -25,7 +25,7 @@ from tiered_kv.base import (
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ResourceError, ShutdownError
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.toolkit.threads import DaemonThreads
+from tiered_kv.threads import DaemonThreads
 from tiered_kv.worker.cuda import CudaCopier, Kernel
 from tiered_kv.worker.layout import BlockLayout, device_of, lay_out
 from tiered_kv.worker.plan import LOAD, STORE, Copier, Copy, CopyPlan, plan_transfer

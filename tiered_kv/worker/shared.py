@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from tiered_kv.base import CanonicalKVCaches, LoadStoreSpec, OffloadingHandler, OffloadingManager, OffloadingSpec
-from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.geometry import ROWS_OFFSET, Geometry, check_header, has_header, write_header
@@ -17,6 +16,7 @@ from tiered_kv.cpu.region import PrimaryRegion, size_shared
 from tiered_kv.errors import ConfigError, TieredKVError, needing_resources
 from tiered_kv.limits import refuse
 from tiered_kv.stack import Stack, needs_of
+from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
 from tiered_kv.worker.shared_file import SharedFile
 

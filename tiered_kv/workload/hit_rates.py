@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tiered_kv.config.stack_config import PRIMARY_TIER_NAME, load_config
+from tiered_kv.stack_config import PRIMARY_TIER_NAME, load_config
 from tiered_kv.workload.request import Request
 from tiered_kv.workload.sampling import Sample
 from tiered_kv.workload.simulation import Fleet, run_servers, with_tier

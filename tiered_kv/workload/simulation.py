@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from itertools import cycle
 
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.config.stack_config import PRIMARY_TIER_NAME, StackConfig
-from tiered_kv.counters import count_of
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack import limits_of, located
+from tiered_kv.stack_config import PRIMARY_TIER_NAME, StackConfig
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.keys_only import KeysOnlyTier, KeyStore
 from tiered_kv.workload.replay import Replay, ReplaySettings

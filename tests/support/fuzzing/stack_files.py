@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 
 from tests.support.fuzzing import Target
-from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError
+from tiered_kv.stack_config import StackConfig, load_config
 
 SECRET = "hunter2-the-value-of-a-variable"
 _ENVIRON = {"PASSWORD": SECRET, "SIZE": "1GiB", "KEY_ID": f"AKIA{SECRET}", "EMPTY": ""}

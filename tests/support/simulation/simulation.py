@@ -11,10 +11,10 @@ from tests.support.simulation.scenario import Action
 from tests.support.simulation.storage import Mood, World
 from tests.support.simulation.tiers import SimulatedTier, SimulatedToolkitTier
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.config.policies import BUILT_IN_POLICIES
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.policies.names import BUILT_IN_POLICIES
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.testing.model import StackModel, StackUnderTest
 from tiered_kv.testing.rig import make_keys

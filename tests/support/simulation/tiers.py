@@ -11,8 +11,8 @@ from typing import ClassVar
 from tests.support.simulation.storage import WEDGED_POLL_S, SimulatedStorage, World
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager, TierSpec
+from tiered_kv.tiering.lookups import Probe
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part
-from tiered_kv.toolkit.lookups import Probe
 from tiered_kv.toolkit.queued import QueuedTier
 
 _REPORTED_KEPT = 8

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from inspect import isabstract
 
-from tiered_kv.config.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.backend import RequestChain
 from tiered_kv.cpu.policies.base import CachePolicy
+from tiered_kv.cpu.policies.names import BUILT_IN_POLICIES
 from tiered_kv.errors import ConfigError, remedy_of
 
 __all__ = ["CachePolicy", "RequestChain", "make_policy"]

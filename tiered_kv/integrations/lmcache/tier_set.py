@@ -24,7 +24,7 @@ from tiered_kv.direct import DirectTiers
 from tiered_kv.direct.settings import OWN_STORAGE, part_of
 from tiered_kv.errors import ConfigError, ResourceError, ShutdownError, TieredKVError, TierError
 from tiered_kv.integrations.lmcache.settings import LOCATION, QUEUE_S_MAX, AdapterSettings
-from tiered_kv.toolkit.threads import start_thread
+from tiered_kv.threads import start_thread
 
 _log = logging.getLogger(__name__)
 

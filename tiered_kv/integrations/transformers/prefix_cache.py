@@ -16,7 +16,6 @@ import numpy as np
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import from_source
-from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.facade import Blocks
 from tiered_kv.integrations.transformers.identity import Weights, namespace_fields
@@ -24,6 +23,7 @@ from tiered_kv.integrations.transformers.layout import BlockLayout, States, bloc
 from tiered_kv.integrations.transformers.saver import Saver
 from tiered_kv.integrations.transformers.support import layout_of, states_of, token_count
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack_config import StackConfig, load_config
 
 if TYPE_CHECKING:
     import torch

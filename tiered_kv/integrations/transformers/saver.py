@@ -16,7 +16,7 @@ from tiered_kv.errors import ResourceError, ShutdownError
 from tiered_kv.facade import Blocks
 from tiered_kv.interrupts import CallThread
 from tiered_kv.stack import Stack
-from tiered_kv.toolkit.threads import DaemonThreads
+from tiered_kv.threads import DaemonThreads
 
 _log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.base import OffloadingEvent
 from tiered_kv.config.settings import TierSettings
+from tiered_kv.exporters.series import DROPPED, DROPPED_METRIC, THIRD_PARTY, Counters, Series, series_of
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.observe.series import DROPPED, DROPPED_METRIC, THIRD_PARTY, Counters, Series, series_of
-from tiered_kv.observe.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX, TOTAL, Metric
+from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX, TOTAL, Metric
 
 THIRD_PARTY_METRIC = f"{TIER_PREFIX}number"
 """A number that a third-party tier counts itself: vLLM has only metrics that were declared."""

@@ -12,7 +12,6 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec
 
 from tiered_kv.config.reading import fill_variables, from_source
-from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.validation import suggestion
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.vllm.identity import (
@@ -27,6 +26,7 @@ from tiered_kv.integrations.vllm.identity import (
 from tiered_kv.integrations.vllm.manager import INFO_KEYS, TieredKVManager
 from tiered_kv.integrations.vllm.metrics import metric_definitions
 from tiered_kv.integrations.vllm.worker import HandlerWorker, our_caches
+from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.worker.shared import SCHEDULER, SharedStack, parties_of, worker_party
 from tiered_kv.worker.shared_file import SharedFile
 

@@ -19,7 +19,6 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.reading import fill_variables
-from tiered_kv.config.stack_config import tier_settings
 from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import ConfigError
@@ -34,6 +33,7 @@ from tiered_kv.integrations.vllm.identity import (
 )
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, metric_definitions, vllm_events
 from tiered_kv.limits import compare, require
+from tiered_kv.stack_config import tier_settings
 from tiered_kv.tiering.answers import checked_answer, tier_exceptions
 from tiered_kv.tiering.base import JobMetadata, TierSpec
 from tiered_kv.tiering.base import JobResult as OurResult

@@ -1,0 +1,241 @@
+"""What counts as a block that a request asked for: each once a request, whatever was called how often."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.obedient import (
+    BLOCK_BYTES,
+    OTHERS,
+    WAIT_S,
+    Engine,
+    blocks,
+    get,
+    misses,
+    obedient,
+    put,
+    put_below,
+    stack_of,
+)
+from tiered_kv.base import ReqContext
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.history.history import PAGE_KEYS, BlockHistory
+from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.rig import make_keys
+from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.tiering.requests import ManagerLimits
+from tiered_kv.workload.generator import ChatWorkload
+from tiered_kv.workload.replay import replay
+
+KEYS = make_keys(6)
+OBEDIENT: dict[str, object] = {"type": "obedient", "name": "disk"}
+
+
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    """A stack over one obedient tier."""
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        yield stack
+
+
+def test_an_engine_that_asks_key_by_key_asks_for_no_block_behind_the_first_miss(stack: Stack) -> None:
+    put(stack, KEYS[:2])
+    assert Engine(stack.manager).request(KEYS, "r") == 2
+    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 1), (0, 1))
+
+
+def test_lookup_many_asks_for_all_of_its_keys(stack: Stack) -> None:
+    put(stack, KEYS[:2])
+    engine = Engine(stack.manager)
+    context = engine.begin("r")
+    assert stack.manager.lookup_many(KEYS, context) == [True, True, False, False, False, False]
+    engine.load(KEYS[:2], context)
+    engine.end(context)
+    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 4), (0, 4))
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_request_that_asks_again_and_again_counts_once(stack: Stack, many: bool) -> None:
+    engine = Engine(stack.manager)
+    context = engine.begin("r")
+    for _ in range(5):
+        if many:
+            stack.manager.lookup_many(KEYS, context)
+        for key in KEYS:
+            assert stack.manager.lookup(key, context) is False
+        stack.manager.on_schedule_end()
+    engine.end(context)
+    assert blocks(stack, "cpu") == blocks(stack, "disk") == (0, 6)
+    assert Engine(stack.manager).request(KEYS, "another") == 0
+    assert blocks(stack, "cpu") == (0, 7)
+
+
+def test_a_block_that_was_missed_first_and_loaded_then_is_a_hit(stack: Stack) -> None:
+    engine = Engine(stack.manager)
+    context = engine.begin("r")
+    assert engine.look_up(KEYS, context) == 0
+    stack.manager.on_schedule_end()
+    engine.store(KEYS, "another")
+    assert engine.look_up(KEYS, context) == 6
+    engine.load(KEYS, context)
+    engine.load(KEYS, context)  # once more, after a preemption
+    engine.end(context)
+    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((6, 0), (0, 0))
+
+
+@pytest.mark.parametrize(("admit_after", "fate"), [(1, "stored"), (2, "admission")])
+def test_the_reason_is_that_of_the_miss_although_the_block_is_stored_in_the_same_step(
+    admit_after: int, fate: str
+) -> None:
+    with open_stack(stack_of({**OBEDIENT, "admit_after": admit_after})) as stack:
+        engine = Engine(stack.manager)
+        context = engine.begin("r")
+        assert stack.manager.lookup_many(KEYS, context) == [False] * 6
+        engine.store(KEYS, "another")  # and ends the step
+        engine.end(context)
+        assert misses(stack, "disk") == {"absent": 6}
+        assert [each.fate for each in stack.explain(KEYS)[0].tiers] == ["present", fate]
+
+
+def test_a_request_that_asks_again_and_misses_another_block_between_two_counts_it(stack: Stack) -> None:
+    tier, manager, engine = obedient(stack), stack.manager, Engine(stack.manager)
+    tier.present.add(KEYS[1])
+    tier.holds_jobs = True
+    context = engine.begin("r")
+    for _ in range(3):
+        assert manager.lookup_many(KEYS[:4], context) == [False, None, False, False]
+        manager.on_schedule_end()
+    engine.store([KEYS[2]], "another")
+    tier.let_go()
+    manager.on_schedule_end()
+    assert manager.lookup_many(KEYS[:4], context) == [False, False, True, False]
+    engine.load([KEYS[2]], context)
+    engine.end(context)
+    assert blocks(stack, "cpu") == (1, 3)
+    assert misses(stack, "disk") == {"absent": 2, "failed": 1}
+
+
+def test_a_block_that_was_found_and_not_loaded_is_neither_hit_nor_miss(stack: Stack) -> None:
+    put(stack, KEYS)
+    engine = Engine(stack.manager)
+    context = engine.begin("r")
+    assert engine.look_up(KEYS, context) == 6
+    engine.end(context)
+    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 0), (0, 0))
+
+
+def test_prefetch_asks_for_nothing(stack: Stack) -> None:
+    put_below(stack, KEYS[:2])
+    engine = Engine(stack.manager)
+    context = engine.begin("r")
+    stack.manager.prefetch(KEYS, context)
+    for _ in range(3):
+        stack.manager.on_schedule_end()
+    engine.end(context)
+    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 0), (0, 0))
+
+
+def test_keys_that_were_noted_are_not_kept_for_ever(stack: Stack) -> None:
+    manager, engine, asked = stack.manager, Engine(stack.manager), make_keys(3 * PAGE_KEYS)
+    for first in range(0, len(asked), 512):
+        context = engine.begin(f"r-{first}")
+        assert not any(manager.lookup_many(asked[first : first + 512], context))
+        engine.end(context)
+        put(stack, asked[first : first + 16])
+    assert stack.history is not None
+    missed, noted = manager._search._missed, stack.history._page
+    assert missed is not None
+    assert max(len(missed), len(noted)) <= PAGE_KEYS + 512
+
+
+def test_calls_without_an_id_are_one_request(stack: Stack) -> None:
+    nameless = ReqContext()
+    for _ in range(3):
+        assert stack.manager.lookup_many(KEYS, nameless) == [False] * 6
+        stack.manager.on_schedule_end()
+    stack.close()
+    assert stack.manager.counters()["disk"]["blocks_total"] == {"miss": 6}
+
+
+def test_a_request_that_is_forgotten_counts_too() -> None:
+    primary = CPUOffloadingManager(CPUBackend(PrimaryRegion(4, BLOCK_BYTES)), "lru")
+    history = BlockHistory(64, ["cpu"], [None])
+    manager = TieringOffloadingManager(primary, [], limits=ManagerLimits(requests_max=2), history=history)
+    engine = Engine(manager)
+    for number in range(4):
+        assert engine.look_up(KEYS, engine.begin(f"never-finished-{number}")) == 0
+        manager.on_schedule_end()
+    history.settle()
+    assert manager.counters()["cpu"]["blocks_total"] == {"miss": 2}
+    manager.shutdown()
+    history.settle()
+    assert manager.counters()["cpu"]["blocks_total"] == {"miss": 4}
+    history.close()
+
+
+def test_the_facade_asks_once_however_long_it_waits(stack: Stack) -> None:
+    put_below(stack, KEYS[:4])
+    assert get(stack, KEYS) == 4
+    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 6), (4, 2))
+    assert get(stack, KEYS) == 4
+    assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((4, 8), (4, 4))
+
+
+def test_a_replay_counts_the_same_hits_as_the_counters_and_misses_add_up_with_reasons(tmp_path: Path) -> None:
+    nvme = {"type": "nvme", "path": str(tmp_path), "capacity": "16MiB"}
+    with open_stack(stack_of({"type": "memory", "capacity": "256KiB"}, nvme, blocks=48)) as stack:
+        chats, hits = ChatWorkload(chats=20, turns=4, active_chats=8, turn_blocks=3), Counter[str]()
+        for _ in range(2):  # however late stores are on a busy machine, the second replay finds some of the first
+            report = replay(stack.manager, stack.kv_view, chats.requests())
+            hits.update({tier: traffic.hits for tier, traffic in report.tiers.items()})
+            assert stack.manager.drain_jobs(WAIT_S)
+        assert stack.history is not None
+        stack.history.settle()
+        assert hits["cpu"] > 0
+        assert hits["nvme"] > 0
+        for tier in ("cpu", "memory", "nvme"):
+            assert hits[tier] == blocks(stack, tier)[0]
+            assert sum(misses(stack, tier).values()) == blocks(stack, tier)[1]
+        assert blocks(stack, "cpu")[1] == sum(blocks(stack, "memory"))
+        # A miss in one tier is a lookup in the next, unless a tier that has the block cannot promote it. A request may
+        # ask a second time, if that tier has evicted the block since.
+        missed, refused = blocks(stack, "memory")[1], misses(stack, "memory").get("refused", 0)
+        assert missed - refused <= sum(blocks(stack, "nvme")) <= missed
+        assert stack.counters()["cpu"]["unexplained_blocks_total"] == 0
+
+
+def test_without_a_history_nothing_is_counted_or_kept() -> None:
+    with open_stack(stack_of(OBEDIENT, history=0)) as stack:
+        get(stack, KEYS)
+        assert stack.history is None
+        assert "misses_total" not in stack.counters()["disk"]
+        assert "unexplained_blocks_total" not in stack.counters()["cpu"]
+        context = ReqContext("r")
+        for _ in range(100):
+            stack.manager.lookup_many(KEYS, context)
+            stack.manager.on_schedule_end()
+        state = stack.manager._requests.get(context)
+        assert state is not None
+        assert stack.manager._search._missed is None
+        assert not state.found
+
+
+def test_a_block_that_is_evicted_and_missed_in_one_step_was_evicted() -> None:
+    with open_stack(stack_of()) as stack:
+        put(stack, KEYS)
+        engine, manager = Engine(stack.manager), stack.manager
+        output = manager.prepare_store(OTHERS[: stack.region.num_blocks], engine.begin("evicts"))
+        assert output is not None
+        assert set(KEYS) <= set(output.evicted_keys)
+        for name in ("r", "s"):
+            assert manager.lookup(KEYS[0], engine.begin(name)) is False
+        manager.on_schedule_end()
+        for name in ("r", "s"):
+            engine.end(ReqContext(name))
+        assert misses(stack, "cpu") == {"evicted": 2}

@@ -1,0 +1,273 @@
+"""Every miss has its reason, in the counters and in what the stack explains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from tests.support.obedient import (
+    BLOCK_BYTES,
+    OTHERS,
+    WAIT_S,
+    Engine,
+    blocks,
+    evict_all,
+    get,
+    misses,
+    obedient,
+    put,
+    put_below,
+    stack_of,
+)
+from tests.support.stacks import Register
+from tiered_kv import stack as stack_module
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.history.history import PENDING_KEYS_MAX
+from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.rig import make_keys
+from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.tiering.pace import FIRST_LOADS
+
+KEYS = make_keys(4)
+OBEDIENT: dict[str, object] = {"type": "obedient", "name": "disk", "breaker_failures": 1000}
+
+
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    """A stack over one obedient tier."""
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        yield stack
+
+
+@pytest.fixture
+def clock(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> ManualClock:
+    """The clock of the stacks' timeouts: they pass when the test says so, however slow the machine is."""
+    monkeypatch.setattr(stack_module, "TieringOffloadingManager", partial(TieringOffloadingManager, clock=clock))
+    return clock
+
+
+def fates(stack: Stack, index: int = 0) -> list[str]:
+    """Return the fate of one of KEYS in each tier."""
+    return [each.fate for each in stack.explain([KEYS[index]])[0].tiers]
+
+
+def test_what_a_full_tier_evicted() -> None:
+    small = {"type": "memory", "capacity": 8 * BLOCK_BYTES}
+    with open_stack(stack_of(small)) as stack:
+        put_below(stack, KEYS)
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "cpu") == misses(stack, "memory") == {"evicted": 4}
+        assert fates(stack) == ["evicted", "evicted"]
+        ages = [each.age_s for each in stack.explain(KEYS)[0].tiers]
+        assert all(age is not None and 0 <= age < 3600 for age in ages)
+
+
+def test_a_block_that_came_from_below_is_a_miss_above() -> None:
+    with open_stack(stack_of({"type": "memory", "capacity": 8 * BLOCK_BYTES}, OBEDIENT)) as stack:
+        put_below(stack, KEYS)
+        assert get(stack, KEYS) == 4
+        assert (blocks(stack, "cpu"), blocks(stack, "memory"), blocks(stack, "disk")) == ((0, 4), (0, 4), (4, 0))
+        assert misses(stack, "cpu") == misses(stack, "memory") == {"evicted": 4}
+        assert misses(stack, "disk") == {}
+
+
+def test_what_found_the_store_budget_used_up() -> None:
+    with open_stack(stack_of({**OBEDIENT, "store_budget": BLOCK_BYTES})) as stack:
+        Engine(stack.manager).store(KEYS, "writer")
+        for index, key in enumerate(OTHERS[:16]):
+            Engine(stack.manager).store([key], f"writer-{index}")
+        obedient(stack).present.clear()
+        context = Engine(stack.manager).begin("reader")
+        assert stack.manager.lookup_many(KEYS, context) == [False] * 4
+        Engine(stack.manager).end(context)
+        assert misses(stack, "disk") == {"evicted": 1, "budget": 3}
+
+
+def answers_after(stack: Stack, keys: list[OffloadKey], clock: ManualClock, seconds: float) -> list[bool | None]:
+    """Return the answers to a request that asks, and asks again after some time."""
+    engine = Engine(stack.manager)
+    context = engine.begin("waits")
+    assert stack.manager.lookup_many(keys, context) == [None] * len(keys)
+    stack.manager.on_schedule_end()
+    clock.advance(seconds)
+    stack.manager.on_schedule_end()
+    answers = stack.manager.lookup_many(keys, context)
+    engine.end(context)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason"), [("no_space", "no_space"), ("io_error", "failed"), ("timeout", "timeout")]
+)
+def test_what_the_tier_did_not_store(stack: Stack, cause: str, reason: str) -> None:
+    obedient(stack).store_reason = cause
+    put_below(stack, KEYS)
+    assert get(stack, KEYS) == 0
+    assert misses(stack, "disk") == {reason: 4}
+    assert fates(stack) == ["evicted", reason]
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [("io_error", "failed"), ("checksum", "corrupt"), ("absent", "evicted"), ("unknown_key", "failed")],
+)
+@pytest.mark.parametrize("tiers", [1, 2], ids=["alone", "the next one brings it"])
+def test_what_the_tier_had_and_did_not_bring(tiers: int, cause: str, reason: str) -> None:
+    with open_stack(stack_of(OBEDIENT, *({**OBEDIENT, "name": "last"} for _ in range(tiers - 1)))) as stack:
+        put_below(stack, KEYS)
+        obedient(stack).load_reason = cause
+        assert get(stack, KEYS) == (0 if tiers == 1 else 4)
+        assert misses(stack, "disk") == {reason: 4}
+        if tiers == 1:
+            assert fates(stack)[1] == ("stored" if reason == "failed" else reason)
+        else:
+            assert blocks(stack, "last") == (4, 0)
+
+
+def test_an_open_breaker() -> None:
+    with open_stack(stack_of({**OBEDIENT, "breaker_failures": 1, "breaker_cooldown": "1h"})) as stack:
+        put(stack, KEYS[:2])
+        obedient(stack).store_reason = "io_error"
+        put(stack, KEYS[2:3])  # opens it
+        put_below(stack, KEYS[3:])
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "disk") == {"breaker": 4}
+        assert [fates(stack, index)[1] for index in range(4)] == ["stored", "stored", "failed", "breaker"]
+
+
+def test_a_tier_that_never_answers_is_too_slow(clock: ManualClock) -> None:
+    with open_stack(stack_of({**OBEDIENT, "lookup_timeout": "1s"})) as stack:
+        put_below(stack, KEYS)
+        obedient(stack).answers_nothing = True
+        assert answers_after(stack, KEYS, clock, 1.0) == [False] * 4
+        assert misses(stack, "disk") == {"timeout": 4}
+        assert fates(stack) == ["evicted", "stored"], "it still has the blocks"
+
+
+def test_a_load_that_is_not_reported_is_too_slow(clock: ManualClock) -> None:
+    with open_stack(stack_of({**OBEDIENT, "job_timeout": "1s"})) as stack:
+        put_below(stack, KEYS[:1])
+        obedient(stack).holds_jobs = True
+        assert answers_after(stack, KEYS[:1], clock, 1.0) == [False]
+        assert misses(stack, "disk") == {"timeout": 1}
+        obedient(stack).let_go()
+
+
+def test_a_request_that_has_waited_too_long(clock: ManualClock) -> None:
+    with open_stack(stack_of(OBEDIENT, primary={"request_wait": "1s"})) as stack:
+        put_below(stack, KEYS)
+        obedient(stack).answers_nothing = True
+        assert answers_after(stack, KEYS, clock, 1.0) == [False] * 4
+        assert misses(stack, "cpu") == misses(stack, "disk") == {"too_late": 4}
+
+
+def test_a_block_without_room_to_be_promoted_is_refused_and_tiers_below_are_not_asked() -> None:
+    last = {"type": "memory", "capacity": "1MiB"}
+    with open_stack(stack_of(OBEDIENT, last, primary={"promotion_budget": BLOCK_BYTES})) as stack:
+        put_below(stack, KEYS)
+        context = Engine(stack.manager).begin("r")
+        assert stack.manager.lookup_many(KEYS, context) == [None, False, False, False]
+        Engine(stack.manager).end(context)
+        assert misses(stack, "disk") == {"refused": 3}
+        assert blocks(stack, "memory") == (0, 0)
+        assert misses(stack, "cpu") == {"evicted": 3}
+
+
+def test_a_block_that_the_engine_computes_sooner_is_too_slow_and_tiers_below_are_asked() -> None:
+    last = {"type": "memory", "capacity": "1MiB"}
+    with open_stack(stack_of(OBEDIENT, last, prefill={"tokens_per_s": 1 << 40})) as stack:
+        for _ in FIRST_LOADS:
+            put_below(stack, KEYS)
+            get(stack, KEYS)
+        before = misses(stack, "disk").get("too_slow", 0)
+        put_below(stack, KEYS)
+        get(stack, KEYS)
+        assert misses(stack, "disk")["too_slow"] == before + len(KEYS)
+        assert stack.counters()["disk"]["too_slow_blocks_total"] >= len(KEYS)
+
+
+def test_what_is_older_than_the_tier_keeps_it() -> None:
+    with open_stack(stack_of({**OBEDIENT, "ttl": "1ms"})) as stack:
+        put_below(stack, KEYS)
+        obedient(stack).present.clear()
+        time.sleep(0.002)  # longer than it keeps them
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "disk") == {"expired": 4}
+        assert fates(stack) == ["evicted", "expired"]
+
+
+def test_what_went_with_a_reset(stack: Stack) -> None:
+    put(stack, KEYS)
+    stack.manager.reset_cache()
+    assert get(stack, KEYS[:2]) == 0
+    assert misses(stack, "cpu") == misses(stack, "disk") == {"reset": 2}
+    put(stack, KEYS[2:])
+    assert fates(stack, 0) == ["reset", "reset"]
+    assert fates(stack, 2) == ["present", "stored"], "stored after the reset, within the same moment"
+
+
+def test_a_store_that_ends_after_a_reset_went_with_it(stack: Stack) -> None:
+    context = Engine(stack.manager).begin("writer")
+    output = stack.manager.prepare_store(KEYS, context)
+    assert output is not None
+    stack.manager.complete_store(output.keys_to_store, context)
+    stack.manager.reset_cache()
+    Engine(stack.manager).end(context)  # the tier reports the store
+    assert get(stack, KEYS) == 0
+    assert misses(stack, "disk") == {"reset": 4}
+
+
+def test_a_tier_that_cannot_be_reset_is_not_used(register: Register) -> None:
+    register("four", FourMethodTier)
+    with open_stack(stack_of({"type": "four"})) as stack:
+        put(stack, KEYS)
+        stack.manager.reset_cache()
+        stack.manager.drain_jobs(10)  # the tier's thread has found that it cannot
+        assert get(stack, KEYS, timeout=0.5) == 0
+        assert set(misses(stack, "four")) <= {"disabled", "reset"}
+
+
+@pytest.mark.parametrize("present", [4, 2], ids=["all are promoted", "some are misses"])
+def test_a_request_that_waits_is_noted_once_however_often_it_asks(stack: Stack, present: int) -> None:
+    """Otherwise the repetitions fill the history's queue, and other requests find no room."""
+    tier, manager = obedient(stack), stack.manager
+    tier.present.update(KEYS[:present])
+    tier.holds_jobs = True
+    context = ReqContext("waits")
+    manager.on_new_request(context)
+    assert stack.history is not None
+    stack.history.close()  # so that nothing is taken from the queue, which has room for few keys more
+    stack.history.stored(OTHERS[:1] * (PENDING_KEYS_MAX - 64))
+    for _ in range(100):
+        assert manager.lookup_many(KEYS, context) == [None] * present + [False] * (4 - present)
+        manager.on_schedule_end()
+    assert stack.counters()["cpu"]["unexplained_blocks_total"] == 0
+    stack.history.settle()
+    tier.let_go()
+    manager.on_request_finished(context)
+    manager.on_schedule_end()
+    assert stack.flush(WAIT_S)
+    assert misses(stack, "disk") == ({} if present == 4 else {"absent": 2})
+
+
+def test_what_was_not_stored_before_the_deadline(clock: ManualClock) -> None:
+    with open_stack(stack_of({**OBEDIENT, "job_timeout": "1s"})) as stack:
+        tier = obedient(stack)
+        tier.holds_jobs = True
+        engine = Engine(stack.manager)
+        engine.store(KEYS, "stores")
+        clock.advance(1.0)
+        assert not stack.flush(0.0)
+        assert stack.counters()["disk"]["expired_jobs_total"] == 1
+        tier.let_go()
+        tier.holds_jobs = False
+        assert stack.flush(WAIT_S)
+        evict_all(stack)
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "disk") == {"timeout": 4}
+        assert fates(stack)[1] == "timeout"

@@ -1,0 +1,149 @@
+"""Histograms, and the measures of managers and tiers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.performance.bench import InstantTier, block_key
+from tests.support.obedient import BLOCK_BYTES, Engine, get, put, stack_of
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.metrics.counters import LABELS_MAX, OTHER, Counters, flat_counts
+from tiered_kv.metrics.histogram import INFINITY, Histogram, quantile
+from tiered_kv.metrics.step_timer import EVERY_STEPS, StepTimer
+from tiered_kv.stack import open_stack
+from tiered_kv.testing.rig import make_keys
+from tiered_kv.tiering.manager import TieringOffloadingManager
+
+
+def test_a_value_is_counted_in_the_first_bucket_that_holds_it() -> None:
+    histogram = Histogram((1.0, 2.0, 5.0))
+    for value in (0.0, 1.0, 1.5, 5.0, 5.1, 80.0):
+        histogram.add(value)
+    snapshot = histogram.snapshot()
+    assert snapshot["buckets"] == {"1.0": 2, "2.0": 1, "5.0": 1, INFINITY: 2}
+    assert snapshot["count"] == 6
+    assert snapshot["sum"] == pytest.approx(92.6)
+
+
+def test_a_quantile_lies_in_the_bucket_of_its_value() -> None:
+    histogram = Histogram((1.0, 2.0, 5.0))
+    assert quantile(histogram.snapshot(), 0.5) is None
+    for value in (1.5,) * 98 + (3.0, 100.0):
+        histogram.add(value)
+    snapshot = histogram.snapshot()
+    median, high = quantile(snapshot, 0.5), quantile(snapshot, 0.99)
+    assert median is not None
+    assert 1.0 < median <= 2.0
+    assert high is not None
+    assert 2.0 < high <= 5.0
+    assert quantile(snapshot, 1.0) == 5.0, "no more is known of the last bucket"
+
+
+def test_histograms_are_no_counts() -> None:
+    histogram = Histogram((1.0,))
+    histogram.add(0.5)
+    assert dict(flat_counts({"jobs_total": 2, "job_seconds": {"store": histogram.snapshot()}})) == {("jobs_total",): 2}
+
+
+def test_labels_from_elsewhere_are_bounded() -> None:
+    counters = Counters((), ("failed_blocks_total",))
+    for number in range(10 * LABELS_MAX):
+        counters.add("failed_blocks_total", "load", f"reason-{number}")
+    failed = counters.snapshot()["failed_blocks_total"]["load"]
+    assert len(failed) == LABELS_MAX + 1
+    assert failed[OTHER] == 9 * LABELS_MAX
+
+
+class Calls:
+    """An object whose methods are called in steps."""
+
+    def __init__(self) -> None:
+        self.timer = StepTimer(self, time.monotonic)
+
+    def lookup(self) -> bool:
+        return True
+
+    def on_schedule_end(self) -> None:
+        self.lookup()
+        self.timer.count_step()
+
+    def __getattr__(self, name: str) -> object:
+        return lambda: None
+
+
+def test_one_step_of_several_is_timed_and_the_others_run_as_they_are() -> None:
+    calls = Calls()
+    timed = []
+    for step in range(3 * EVERY_STEPS):
+        calls.lookup()
+        if "lookup" in vars(calls):
+            timed.append(step)
+        calls.on_schedule_end()
+    assert timed == [EVERY_STEPS, 2 * EVERY_STEPS]
+    assert calls.timer.seconds.snapshot()["count"] == 2
+
+
+def test_a_wrapper_that_was_replaced_meanwhile_is_left_alone() -> None:
+    calls = Calls()
+    for _ in range(EVERY_STEPS):
+        calls.on_schedule_end()
+    replaced = vars(calls)["lookup"] = lambda: False
+    calls.on_schedule_end()
+    assert vars(calls)["lookup"] is replaced
+    assert "on_schedule_end" not in vars(calls)
+
+
+def test_restored_tokens_are_those_of_the_group_that_loads_most() -> None:
+    primary = CPUOffloadingManager(CPUBackend(PrimaryRegion(16, 4096)), "lru")
+    engine = Engine(TieringOffloadingManager(primary, [], block_tokens=16))
+    keys = [*make_keys(8), *make_keys(3, group_idx=1)]
+    context = engine.begin("request")
+    engine.write(keys, context)
+    engine.load(keys, context)
+    snapshot = engine.manager.counters()["cpu"]
+    assert (snapshot["loaded_blocks_total"], snapshot["restored_tokens_total"]) == (11, 8 * 16)
+    engine.manager.shutdown()
+
+
+def test_a_manager_measures_its_steps_jobs_and_lookups() -> None:
+    region = PrimaryRegion(64, 4096)
+    primary = CPUOffloadingManager(CPUBackend(region), "lru")
+    engine = Engine(TieringOffloadingManager(primary, [InstantTier(region.kv_view)], block_tokens=16))
+    for number in range(2 * EVERY_STEPS + 1):
+        stored, context = [block_key(number)], engine.begin(f"request-{number}")
+        engine.write(stored, context)
+        assert engine.look_up([*stored, block_key(10**6 + number)], context) == 1
+        engine.load(stored, context)
+        engine.end(context)
+    snapshot = engine.manager.counters()
+    (name,) = snapshot.keys() - {"cpu"}
+    assert snapshot["cpu"]["step_seconds"]["count"] == 2
+    assert 0 < snapshot["cpu"]["step_seconds"]["sum"] < 60
+    assert snapshot["cpu"]["restored_tokens_total"] == 16 * snapshot["cpu"]["loaded_blocks_total"] > 0
+    assert snapshot[name]["job_seconds"]["store"]["count"] == snapshot[name]["submitted_jobs_total"]["store"]
+    assert snapshot[name]["job_bytes"]["store"]["sum"] == 4096 * (2 * EVERY_STEPS + 1)
+    assert snapshot[name]["store_budget_bytes"] == snapshot[name]["load_budget_bytes"] == 16 * 4096
+    engine.manager.shutdown()
+
+
+@pytest.mark.parametrize("tier_type", ["memory", "nvme"])
+def test_bytes_that_are_evicted_without_a_read_are_wasted(tier_type: str, tmp_path: Path) -> None:
+    place = {"path": str(tmp_path / "kv")} if tier_type == "nvme" else {}
+    with open_stack(stack_of({"type": tier_type, "capacity": "1MiB", **place})) as stack:
+        put(stack, make_keys(600))
+        own = stack.counters()[tier_type]["tier"]
+        assert own["evicted_blocks_total"] > 0
+        assert own["wasted_bytes_total"] // own["evicted_blocks_total"] in range(BLOCK_BYTES, BLOCK_BYTES + 256)
+        for number in range(30):
+            keys = make_keys(32, f"batch-{number}")
+            put(stack, keys)
+            assert get(stack, keys) == 32  # 16 and more of them from the tier
+        now = stack.counters()[tier_type]["tier"]
+        evicted_bytes = (now["evicted_blocks_total"] - own["evicted_blocks_total"]) * BLOCK_BYTES
+        wasted_bytes = now["wasted_bytes_total"] - own["wasted_bytes_total"]
+        assert 0 < wasted_bytes <= 0.95 * evicted_bytes, "of half of them, and of moved ones, nothing was read"

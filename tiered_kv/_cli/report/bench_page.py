@@ -1,0 +1,171 @@
+"""The page of a bench."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
+
+from tiered_kv._cli.report import figures, page
+from tiered_kv._cli.report.figures import draw
+from tiered_kv._cli.report.markup import Html, card, element, table
+from tiered_kv._cli.report.page import Run, figure, quantity, section, tile
+from tiered_kv.config.units import format_bytes
+from tiered_kv.workload.bench import POLL_S, BenchSettings, TierBench
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_BAR: Final = 0.36
+_ROOM: Final = 1.05
+_LEAST_US: Final = 0.1
+"""Shorter lookups are drawn here, since a logarithmic scale has no 0."""
+_RING: Final[dict[str, Any]] = {"color": figures.SURFACE, "markeredgecolor": figures.INK}  # Any: as matplotlib has it
+_DIRECTIONS: Final = {"store": figures.tier_color(0), "load": figures.tier_color(1)}
+BENCH_COLUMNS: Final = ("tier", "store GB/s", "load GB/s", "lookup us (p99)", "wrong")
+
+
+def bench_page(run: Run, results: Sequence[TierBench], settings: BenchSettings) -> str:
+    """Return the page of a bench."""
+    return page.page(
+        run,
+        kind="Bench report",
+        heading=f"The secondary tiers of {run.stack_name}",
+        lede=_measured(results, settings),
+        notes=bench_remarks(results),
+        tiles=_tiles(results),
+        sections=[
+            _speed(results, settings),
+            page.conditions(run, [("longest time of a direction of a round", f"{settings.timeout_s:g} s")]),
+        ],
+    )
+
+
+def bench_rows(results: Sequence[TierBench]) -> list[list[str]]:
+    """Return the rows of `BENCH_COLUMNS`, one for each tier."""
+    return [
+        [
+            each.name if each.name == each.type else f"{each.name} ({each.type})",
+            *(_rate(_rounds(each, direction)) for direction in _DIRECTIONS),
+            f"{each.lookup_us.p50:,.1f} ({each.lookup_us.p99:,.1f})",
+            f"{each.corrupt_blocks:,}",
+        ]
+        for each in results
+    ]
+
+
+def bench_remarks(results: Sequence[TierBench]) -> Iterator[str]:
+    """Yield a sentence for each kind of failure."""
+    for each in results:
+        if each.corrupt_blocks:
+            yield f"CORRUPT: {quantity(each.corrupt_blocks, 'block')} came back from {each.name} with other bytes"
+        if each.failed_stores or each.failed_loads:
+            reasons = ", ".join(f"{reason} {jobs:,}" for reason, jobs in each.reasons.items())
+            yield (
+                f"{each.name}: {each.failed_stores:,} blocks not stored, {each.failed_loads:,} not loaded"
+                f" (jobs by reason: {reasons}); the rates are of the blocks that succeeded"
+            )
+
+
+def _measured(results: Sequence[TierBench], settings: BenchSettings) -> str:
+    return (
+        f"{quantity(len(results), 'tier')} stored, found and loaded {quantity(settings.blocks, 'new block')} of "
+        f"{format_bytes(results[0].block_bytes)} in each of {quantity(settings.rounds, 'round')}, one tier after the "
+        f"other, each alone and without the manager in front of it. {quantity(settings.batch, 'block')} made a job, "
+        "and all jobs of a direction were submitted at once. Every loaded block was compared with what had been "
+        "stored, byte by byte."
+    )
+
+
+def _tiles(results: Sequence[TierBench]) -> Iterator[Html]:
+    fastest = "" if len(results) == 1 else "fastest "
+    for direction in _DIRECTIONS:
+        best = max(results, key=lambda each: median(_rounds(each, direction)))
+        yield tile(_gb(median(_rounds(best, direction))), "GB/s", f"{fastest}{direction}: {best.name}")
+    quick = min(results, key=lambda each: each.lookup_us.p99)
+    yield tile(f"{quick.lookup_us.p99:,.1f}", "us", f"{fastest}lookup (99th percentile): {quick.name}")
+    corrupt = sum(each.corrupt_blocks for each in results)
+    yield tile(f"{sum(each.verified_blocks for each in results):,}", "", "blocks loaded and right")
+    yield tile(f"{corrupt:,}", "", "blocks loaded and wrong", is_bad=corrupt > 0)
+
+
+def _speed(results: Sequence[TierBench], settings: BenchSettings) -> Html:
+    plots = [
+        figure(
+            "Throughput",
+            "The median of the rounds, and each round as a ring. A wide spread says that something disturbed them.",
+            _throughput(results),
+            _DIRECTIONS.items(),
+        ),
+        figure(
+            "Time of a lookup",
+            "From asking for one key to its answer: the median (dot), the 99th percentile (end of the line) and the "
+            "longest (ring), on a logarithmic scale. A tier that does not answer at once is asked again every "
+            f"{POLL_S * 1e6:.0f} us.",
+            _lookups(results),
+        ),
+    ]
+    about = (
+        f"The median of {quantity(settings.rounds, 'round')}, and the slowest and the fastest of them. Rates are of "
+        "the blocks that succeeded, from the first submission to the last report; 1 GB is 1e9 bytes."
+    )
+    return section(
+        "How fast each tier is",
+        about,
+        card(table(BENCH_COLUMNS, bench_rows(results))),
+        element("div", *plots, class_="plots"),
+    )
+
+
+def _throughput(results: Sequence[TierBench]) -> Html:
+    def plot(axes: Axes) -> None:
+        for row, result in enumerate(results):
+            for side, (direction, color) in zip((-1, 1), _DIRECTIONS.items(), strict=True):
+                rounds, place = _rounds(result, direction), row + side * _BAR / 2
+                axes.barh(place, median(rounds), height=_BAR * 0.9, color=color)
+                axes.plot(rounds, [place] * len(rounds), "o", **_RING, markersize=4)
+        axes.set_xlim(0, _ROOM * max(axes.get_xlim()[1], 1e-3))
+        axes.set_xlabel("GB/s")
+        _rows(axes, results)
+
+    return draw("bench", "Store and load throughput of each tier", plot, height_in=_height_in(results))
+
+
+def _lookups(results: Sequence[TierBench]) -> Html:
+    def plot(axes: Axes) -> None:
+        axes.set_xscale("log")
+        for row, result in enumerate(results):
+            lookup = result.lookup_us
+            p50, p99, longest = (max(value, _LEAST_US) for value in (lookup.p50, lookup.p99, lookup.max))
+            axes.plot([p50, p99], [row, row], color=figures.ACCENT, linewidth=4, solid_capstyle="round")
+            axes.plot([p50], [row], "o", color=figures.INK, markersize=7)
+            axes.plot([longest], [row], "o", **_RING, markersize=6)
+        axes.margins(x=0.08)
+        figures.plain_log(axes.xaxis)
+        axes.set_xlabel("time of a lookup (us)")
+        _rows(axes, results)
+
+    return draw("lookups", "Time of a lookup in each tier", plot, height_in=_height_in(results))
+
+
+def _rounds(result: TierBench, direction: str) -> list[float]:
+    return [getattr(each, f"{direction}_gb_per_s") for each in result.rounds]
+
+
+def _rate(rounds: Sequence[float]) -> str:
+    return f"{_gb(median(rounds))} ({_gb(min(rounds))}-{_gb(max(rounds))})"
+
+
+def _gb(rate: float) -> str:
+    return f"{rate:.2f}" if rate >= 1 else f"{rate:.3f}"
+
+
+def _rows(axes: Axes, results: Sequence[TierBench]) -> None:
+    axes.set_yticks(range(len(results)), [each.name for each in results])
+    axes.set_ylim(len(results) - 0.4, -0.6)
+    axes.grid(visible=False)
+    axes.grid(visible=True, axis="x")
+
+
+def _height_in(results: Sequence[TierBench]) -> float:
+    return 0.9 + 0.45 * len(results)

@@ -1,0 +1,126 @@
+"""Figures: SVG by matplotlib, with colours from the page's style: light, dark or printed.
+
+matplotlib takes no CSS variables. So each colour here is a placeholder, which `in_page` replaces by a variable of
+`report.css`. Titles and legends are HTML, since matplotlib would interpret names as its markup.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from tiered_kv._cli.report.markup import Html, element
+from tiered_kv.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from matplotlib.axis import Axis
+
+SERIES_COLORS: Final = 8
+"""Colours for tiers; a ninth tier has the first one's again."""
+_NAMES: Final = (
+    *("ink", "quiet", "grid", "surface", "miss", "good", "warn", "bad", "accent"),
+    *(f"tier-{index}" for index in range(SERIES_COLORS)),
+)
+"""Variables of the page's style. The placeholder of each is `#f1e2` and its number here."""
+_PLACEHOLDER: Final = re.compile(r"#f1e2([0-9a-f]{2})")
+INK, QUIET, GRID, SURFACE, MISS, GOOD, WARN, BAD, ACCENT, *_TIERS = (f"#f1e2{i:02x}" for i in range(len(_NAMES)))
+
+_LEFT_OUT: Final = re.compile(r'<!--.*?-->|<style.*?</style>|(?<=<g) id="[^"]*"', re.DOTALL)
+"""Styles would reach beyond the figure, and the groups of several figures have the same names."""
+_LONG_AXIS: Final = 300.0
+_WIDTH_IN: Final = 4.4
+_HEIGHT_IN: Final = 2.4
+
+_STYLE: Final[dict[str, Any]] = {  # Any: what matplotlib takes for a setting
+    "svg.fonttype": "none",
+    "font.family": "DejaVu Sans",
+    "font.size": 8,
+    "text.parse_math": False,
+    "text.color": INK,
+    "axes.labelcolor": QUIET,
+    "axes.edgecolor": GRID,
+    "axes.xmargin": 0,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.formatter.useoffset": False,
+    "figure.facecolor": "none",
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "lines.linewidth": 1.3,
+    "xtick.color": GRID,
+    "xtick.labelcolor": QUIET,
+    "ytick.color": GRID,
+    "ytick.labelcolor": QUIET,
+    "ytick.major.size": 0,
+}
+
+
+def require_matplotlib() -> None:
+    """Raise `MissingExtraError` unless matplotlib is installed; do not import it."""
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError("a report", "report")
+
+
+def tier_color(index: int) -> str:
+    """Return the colour of the tier with this number; the primary tier is 0."""
+    return _TIERS[index % SERIES_COLORS]
+
+
+def in_page(text: str) -> str:
+    """Replace the placeholders in a text by the page's variables."""
+    return _PLACEHOLDER.sub(lambda found: f"var(--{_NAMES[int(found[1], 16)]})", text)
+
+
+def draw(
+    name: str, description: str, plot: Callable[[Any], None], *, rows: int = 1, height_in: float = _HEIGHT_IN
+) -> Html:
+    """Return a figure as SVG, for a page.
+
+    Args:
+        name: Unique in the page.
+        description: For readers who do not see the figure.
+        plot: Draws into the axes, or into an array of axes if there are several rows.
+        rows: Axes below each other, which share their horizontal axis.
+        height_in: In inches; the width is 4.4.
+    """
+    from matplotlib import style
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    stream = io.StringIO()
+    # The salt makes the ids of each figure unique, and the same in each run.
+    with style.context(["default", {**_STYLE, "svg.hashsalt": name}]):  # not the user's settings
+        figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
+        FigureCanvasSVG(figure)
+        plot(figure.subplots(rows, 1, sharex=True))
+        figure.align_ylabels()
+        figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return _inline(stream.getvalue(), description)
+
+
+def plain_log(axis: Axis) -> None:
+    """Write 1, 2, 5 and 10 at a logarithmic axis; at a long one, the powers of ten only."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0,) if high / low > _LONG_AXIS else (1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def _inline(svg: str, description: str) -> Html:
+    """Return matplotlib's SVG as an element, with the page's colours and font."""
+    view_box = re.search(r'viewBox="([-0-9. ]+)"', svg)
+    assert view_box is not None, "matplotlib writes a viewBox"
+    inner = svg[svg.index(">", view_box.end()) + 1 : svg.rindex("</svg>")]
+    inner = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--letters)", in_page(_LEFT_OUT.sub("", inner)))
+    return element("svg", Html(inner), viewBox=view_box[1], role="img", aria_label=description)

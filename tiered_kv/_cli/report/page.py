@@ -1,0 +1,165 @@
+"""The page around the plots of a report: its head, the run, the machine and the configuration."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import platform
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Final
+
+import yaml
+
+from tiered_kv import __version__
+from tiered_kv._cli.report.figures import in_page
+from tiered_kv._cli.report.markup import Html, card, element, facts, joined
+from tiered_kv.config.redaction import redact, scrub
+from tiered_kv.config.units import rounded_bytes
+from tiered_kv.stack_config import StackConfig
+from tiered_kv.tiering.base import SecondaryTierManager
+
+_ENDLESS: Final = 1 << 20
+"""Columns of YAML: no line is broken, so that no secret is broken and missed."""
+_CPU_MODEL: Final = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of the command, for a page.
+
+    Attributes:
+        stack: The stack's file, as it was given; empty without one.
+        arguments: Of the command, the verb first.
+        began: With its time zone.
+        described: The description of each secondary tier, by its name; human-readable.
+    """
+
+    stack: str
+    arguments: Sequence[str]
+    config: StackConfig | None
+    began: datetime
+    described: dict[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def stack_name(self) -> str:
+        return Path(self.stack).name
+
+    def note_tiers(self, names: Iterable[str], tiers: Iterable[SecondaryTierManager]) -> None:
+        """Keep the descriptions of open tiers."""
+        for name, tier in zip(names, tiers, strict=True):
+            with suppress(Exception):  # a third-party tier may raise anything
+                self.described[name] = dict(_description(key, value) for key, value in tier.describe().items())
+
+    def scrub(self, text: str) -> str:
+        """Return a text without the secrets of the configuration and of URLs."""
+        return scrub(text, set() if self.config is None else self.config.secret_texts())
+
+
+def page(
+    run: Run,
+    *,
+    kind: str,
+    heading: str,
+    lede: str,
+    notes: Iterable[str],
+    tiles: Iterable[Html],
+    sections: Iterable[Html],
+) -> str:
+    """Return a whole page. Notes that begin with CORRUPT are shown in red."""
+    here = resources.files("tiered_kv._cli.report")
+    shown_notes = (
+        element("p", run.scrub(text), class_="note bad" if text.startswith("CORRUPT") else "note") for text in notes
+    )
+    texts = {"kind": kind, "heading": heading, "lede": lede, "version": __version__, "date": _date(run.began)}
+    return Template((here / "page.html").read_text("utf-8")).substitute(
+        {name: html.escape(run.scrub(text)) for name, text in texts.items()},
+        style=(here / "report.css").read_text("utf-8"),
+        notes=joined(shown_notes),
+        tiles=element("div", *tiles, class_="tiles"),
+        sections=joined(sections),
+    )
+
+
+def quantity(count: int, noun: str) -> str:
+    """Return a number and a noun: "1 block", "2,000 blocks"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def tile(value: str, unit: str, name: str, *, is_bad: bool = False) -> Html:
+    """Return one of the numbers at the top of a page."""
+    shown = element("span", value, " ", element("small", unit), class_="value")
+    return element("div", shown, element("span", name), class_="tile bad" if is_bad else "tile")
+
+
+def figure(title: str, about: str, plot: Html, legend: Iterable[tuple[str, str]] = ()) -> Html:
+    """Return a plot with its title, a caption, and a legend of names and colours."""
+    keys = element("div", *(element("span", color_key(color), name) for name, color in legend), class_="legend")
+    caption = element("figcaption", element("h3", title), element("p", about), keys)
+    return element("figure", caption, plot, class_="card")
+
+
+def color_key(color: str) -> Html:
+    """Return a small square of a colour of the figures."""
+    return element("span", class_="key", style=f"background: {in_page(color)}")
+
+
+def section(title: str, about: str, *content: Html) -> Html:
+    """Return a part of a page."""
+    return element("section", element("h2", title), element("p", about, class_="about"), *content)
+
+
+def conditions(run: Run, settings: Iterable[tuple[str, str]]) -> Html:
+    """Return the part of a page about the conditions of the measurement."""
+    command = shlex.join(["tiered-kv", *(str(redact(each)) for each in run.arguments)])
+    parts = {
+        "Run": facts([("begun", _date(run.began)), *settings]),
+        "Machine": facts(_machine()),
+        "Command": element("pre", run.scrub(command)),
+    }
+    if run.config is not None:
+        plain = json.loads(json.dumps(run.config.shown(), default=str, skipkeys=True))
+        config = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=_ENDLESS, allow_unicode=True)
+        parts["Configuration, secrets left out"] = element("pre", run.scrub(config))
+    for name, described in run.described.items():
+        shown = ((run.scrub(key), run.scrub(text)) for key, text in described.items())
+        parts[f"What tier {name} said of itself"] = facts(shown)
+    about = "Compare figures only with those of the same machine, configuration and command."
+    return section("How it was measured", about, *(card(element("h3", title), part) for title, part in parts.items()))
+
+
+def _description(name: str, value: object) -> tuple[str, str]:
+    """Return a field of a tier's description, human-readable."""
+    if isinstance(value, bool):
+        text = "yes" if value else "no"
+    else:
+        text = rounded_bytes(value) if isinstance(value, int) and name.endswith("_bytes") else str(value)
+    return name.removesuffix("_bytes").replace("_", " "), text
+
+
+def _date(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%d %H:%M:%S %Z")
+
+
+def _machine() -> list[tuple[str, str]]:
+    """Return what results depend on, without the name of the machine."""
+    try:
+        model = _CPU_MODEL.search(Path("/proc/cpuinfo").read_text("utf-8", "replace"))
+    except OSError:
+        model = None
+    return [
+        ("processor", model[1].strip() if model else platform.machine()),
+        ("cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"),
+        ("memory", rounded_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))),
+        ("kernel", f"{platform.system()} {platform.release()}"),
+        ("Python", f"{platform.python_implementation()} {platform.python_version()}"),
+        ("tiered-kv", __version__),
+    ]

@@ -1,0 +1,194 @@
+"""The plots of a replay's page: changes from sample to sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tiered_kv._cli.report import figures
+from tiered_kv._cli.report.figures import draw, tier_color
+from tiered_kv._cli.report.markup import Html
+from tiered_kv._cli.report.samples import Sample
+from tiered_kv.workload.tally import GB, LatencyUs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Values = npt.NDArray[Any]  # Any: counts or numbers
+
+_BINS_A_DECADE: Final = 24
+_RATE_MIN: Final = 4.0
+"""The least end of an axis of rates, in bytes or blocks a second."""
+_MB: Final = 1e6
+_SLOW_BYTES_PER_S: Final = 0.1 * GB
+"""Below this average rate a plot is in megabytes a second."""
+_SECONDS_MIN: Final = 0.001
+_US_PER_S: Final = 1e6
+_BREAKER_COLORS: Final = (figures.GOOD, figures.WARN, figures.BAD)
+
+
+def hits_over_requests(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
+    """Draw the share of blocks that each tier served, over the requests."""
+    windows = _windows(samples, lambda sample: sample.blocks)
+    edges = np.array([windows[0][0].requests, *(after.requests for _, after in windows)] if windows else [0])
+
+    def plot(axes: Axes) -> None:
+        below = np.zeros(len(windows))
+        for index, tier in enumerate(tiers):
+            top = below + np.array([_share(before, after, tier) for before, after in windows])
+            _fill(axes, edges, below, top, tier_color(index))
+            below = top
+        _fill(axes, edges, below, np.full(len(below), 100.0), figures.MISS)
+        axes.set_ylim(0, 100)
+        axes.set_ylabel("blocks asked for (%)")
+        axes.set_xlabel("requests answered")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+    return draw("hits", "Share of blocks by the tier they came from, over the requests", plot)
+
+
+def throughput(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
+    """Draw bytes stored and bytes loaded a second by each tier, over time."""
+    last, names = samples[-1], ("stored_bytes_total", "loaded_bytes_total")
+    moved = max((last.count(tier, name) for tier in tiers for name in names), default=0)
+    is_slow = moved / max(last.seconds, _SECONDS_MIN) < _SLOW_BYTES_PER_S
+    unit, scale = ("MB/s", _MB) if is_slow else ("GB/s", GB)
+    labels = dict(zip(names, (f"stored ({unit})", f"loaded ({unit})"), strict=True))
+    about = "Throughput of each tier over time, stores above, loads below"
+    return _rates("throughput", about, labels, samples, tiers, scale)
+
+
+def failures(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
+    """Draw skipped stores and failed transfers, in blocks a second by tier, over time."""
+    labels = {"skipped_blocks_total": "skipped (blocks/s)", "failed_blocks_total": "failed (blocks/s)"}
+    return _rates("failures", "Blocks skipped (above) and failed (below) over time, by tier", labels, samples, tiers, 1)
+
+
+def step_distribution(step_s: Sequence[float], step_us: LatencyUs) -> Html:
+    """Draw the share of steps by their duration; lines mark the percentiles of `step_us`."""
+    steps_us = np.maximum(np.asarray(step_s, dtype=float) * _US_PER_S, 0.1)
+    low, high = (np.floor(np.log10(steps_us.min())), np.ceil(np.log10(steps_us.max()))) if len(steps_us) else (0, 3)
+    edges = np.logspace(low, max(high, low + 1), int(max(high - low, 1)) * _BINS_A_DECADE + 1)
+
+    def plot(axes: Axes) -> None:
+        counts, _ = np.histogram(steps_us, edges)
+        _fill(axes, edges, np.zeros(len(counts)), 100 * counts / max(len(steps_us), 1), figures.ACCENT)
+        axes.set_xscale("log")
+        if len(steps_us):
+            axes.set_xlim(steps_us.min() / 1.5, steps_us.max() * 1.5)
+            for value, dashes in ((step_us.p50, "-"), (step_us.p99, "--"), (step_us.max, ":")):
+                axes.axvline(value, color=figures.INK, linewidth=0.8, linestyle=dashes)
+        axes.set_ylabel("steps (%)")
+        axes.set_xlabel("time of a step inside the manager (us)")
+        figures.plain_log(axes.xaxis)
+
+    return draw("steps", "Distribution of the time of a step", plot)
+
+
+def steps_over_time(samples: Sequence[Sample], step_s: Sequence[float]) -> Html:
+    """Draw the median and the 99th percentile of the steps of each window, over time."""
+    windows = _windows(samples, lambda sample: sample.steps)
+    steps_us = np.asarray(step_s, dtype=float) * _US_PER_S
+
+    def plot(axes: Axes) -> None:
+        for percent, color in ((99, figures.INK), (50, figures.ACCENT)):
+            values = [np.percentile(steps_us[before.steps : after.steps], percent) for before, after in windows]
+            axes.plot(_middles(windows), values, color=color)
+        axes.set_yscale("log")
+        axes.set_ylabel("time of a step (us)")
+        _over_time(axes, samples)
+        figures.plain_log(axes.yaxis)
+
+    return draw("steptime", "Median and 99th percentile of the time of a step, over time", plot)
+
+
+def use_over_time(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
+    """Draw the share of its capacity that each tier uses, over time, for tiers that report both."""
+
+    def plot(axes: Axes) -> None:
+        for index, tier in enumerate(tiers):
+            known = [(sample.seconds, use) for sample in samples if (use := sample.use(tier)) is not None]
+            axes.plot(*np.reshape(known, (-1, 2)).T, color=tier_color(index))
+        axes.set_ylim(0, 105)
+        axes.set_ylabel("capacity in use (%)")
+        _over_time(axes, samples)
+
+    return draw("use", "Share of its capacity that each tier uses, over time", plot)
+
+
+def breakers_over_time(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
+    """Draw the state of each tier's breaker, over time."""
+
+    def plot(axes: Axes) -> None:
+        for row, tier in enumerate(tiers):
+            for state, begin_s, end_s in _states(samples, tier):
+                thick = 0.2 + 0.2 * state  # on paper without colours, too
+                axes.barh(row, end_s - begin_s, left=begin_s, height=thick, color=_BREAKER_COLORS[state])
+        axes.set_yticks(range(len(tiers)), tiers)
+        axes.set_ylim(len(tiers) - 0.5, -0.5)
+        axes.grid(visible=False)
+        _over_time(axes, samples)
+
+    return draw("breakers", "State of the breaker of each tier, over time", plot, height_in=0.6 + 0.2 * len(tiers))
+
+
+def _windows(samples: Sequence[Sample], progress: Callable[[Sample], float]) -> list[tuple[Sample, Sample]]:
+    """Return pairs of samples between which `progress` has grown."""
+    return [(a, b) for a, b in pairwise(samples) if progress(b) > progress(a)]
+
+
+def _middles(windows: Sequence[tuple[Sample, Sample]]) -> list[float]:
+    return [(before.seconds + after.seconds) / 2 for before, after in windows]
+
+
+def _share(before: Sample, after: Sample, tier: str) -> float:
+    return 100 * (after.hits.get(tier, 0) - before.hits.get(tier, 0)) / (after.blocks - before.blocks)
+
+
+def _rates(
+    name: str,
+    description: str,
+    labels: Mapping[str, str],
+    samples: Sequence[Sample],
+    tiers: Sequence[str],
+    scale: float,
+) -> Html:
+    """Draw the rates of some counters of each tier, over time: a panel for each counter of `labels`."""
+    windows = _windows(samples, lambda sample: sample.seconds)
+    seconds = np.array([after.seconds - before.seconds for before, after in windows])
+
+    def plot(panels: Sequence[Axes]) -> None:
+        for axes, (count, label) in zip(panels, labels.items(), strict=True):
+            for index, tier in enumerate(tiers):
+                grown = np.array([after.count(tier, count) - before.count(tier, count) for before, after in windows])
+                rates = grown / seconds / scale
+                axes.plot(_middles(windows), rates, color=tier_color(index))
+            axes.set_ylim(0, max(axes.get_ylim()[1], _RATE_MIN / scale))
+            axes.set_ylabel(label)
+            axes.locator_params(axis="y", nbins=4)
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
+        _over_time(panels[-1], samples)
+
+    return draw(name, description, plot, rows=len(labels))
+
+
+def _states(samples: Sequence[Sample], tier: str) -> Iterator[tuple[int, float, float]]:
+    """Yield each state of a tier's breaker, and its begin and end in seconds."""
+    for state, group in groupby(pairwise(samples), lambda pair: pair[0].count(tier, "breaker_state")):
+        pairs = list(group)
+        yield state, pairs[0][0].seconds, pairs[-1][1].seconds
+
+
+def _fill(axes: Axes, edges: Values, below: Values, top: Values, color: str) -> None:
+    """Fill the area between two stepped lines."""
+    if len(top):
+        axes.stairs(top, edges, baseline=below, fill=True, color=color, linewidth=0)
+
+
+def _over_time(axes: Axes, samples: Sequence[Sample]) -> None:
+    axes.set_xlim(0, max(samples[-1].seconds, _SECONDS_MIN))
+    axes.set_xlabel("seconds since the start")

@@ -1,0 +1,250 @@
+"""The page of a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from tiered_kv._cli.report import figures, page, plots
+from tiered_kv._cli.report.markup import Html, bar, card, element, joined, table
+from tiered_kv._cli.report.page import Run, figure, quantity, section, tile
+from tiered_kv._cli.report.samples import Sampler
+from tiered_kv.config.units import format_bytes
+from tiered_kv.history.fates import SENTENCES
+from tiered_kv.metrics.counters import flat_counts
+from tiered_kv.stack_config import PRIMARY_TIER_NAME
+from tiered_kv.workload.replay import ReplaySettings
+from tiered_kv.workload.tally import GB, ReplayReport
+
+_COUNTERS_MAX: Final = 500
+"""Of a tier; a third-party tier may have any number."""
+_MISSED: Final = "misses"
+_BREAKER_STATES: Final = (
+    ("closed (in use)", figures.GOOD),
+    ("half open (probing)", figures.WARN),
+    ("open (left alone)", figures.BAD),
+)
+_FAILURES: Final[Mapping[str, str]] = {
+    "absent": "the tier did not have the block, or had evicted it since the lookup",
+    "no_space": "there was no room in the tier",
+    "no_row": "the engine named blocks outside of its memory",
+    "checksum": "the block's bytes did not match their checksum",
+    "truncated": "bytes of the block were missing",
+    "reset": "the cache was reset meanwhile",
+    "expired": "the deadline passed",
+    "timeout": "a call to the storage took too long",
+    "io_error": "a system call failed",
+    "unavailable": "what the tier stands on did not answer",
+    "unanswered": "a server of the tier did not answer for these blocks",
+    "busy": "what the tier needs was in use by somebody else",
+    "format": "the data is of another version or namespace",
+    "key_size": "the key is too long for the tier",
+    "shutdown": "the tier was shut down",
+    "exception": "a method of the tier raised an exception",
+}
+_REASONS: Final = (
+    ("misses_total", "Misses: blocks that were asked for and did not come from the tier", SENTENCES),
+    ("skipped_blocks_total", "Stores that were skipped: blocks that were not offered to the tier", SENTENCES),
+    ("failed_blocks_total", "Transfers that failed: blocks that a job did not store or load", _FAILURES),
+)
+"""Counters with reasons, their titles, and the meanings of the reasons."""
+
+
+def replay_page(
+    run: Run, report: ReplayReport, sampler: Sampler, settings: ReplaySettings, workload: str, remarks: Iterable[str]
+) -> str:
+    """Return the page of a replay of `workload`. `remarks` are sentences at its top."""
+    return page.page(
+        run,
+        kind="Replay report",
+        heading=f"{workload[:1].upper()}{workload[1:]} through {run.stack_name}",
+        lede=_measured(report, settings),
+        notes=remarks,
+        tiles=_tiles(report),
+        sections=[
+            _origin(report),
+            _course(report, sampler),
+            _reasons(run, report),
+            _counters(run, report),
+            page.conditions(run, _settings(report, settings)),
+        ],
+    )
+
+
+TIER_COLUMNS: Final = ("tier", "hits", "share", "stored GB", "GB/s", "loaded GB", "GB/s")
+
+
+def tier_rows(report: ReplayReport) -> Iterator[list[str]]:
+    """Yield the rows of `TIER_COLUMNS`, one for each tier and one for misses."""
+    for name, tier in report.tiers.items():
+        stored = [f"{tier.stored_bytes / GB:.2f}", f"{tier.store_gb_per_s:.3f}"]
+        loaded = [f"{tier.loaded_bytes / GB:.2f}", f"{tier.load_gb_per_s:.3f}"]
+        yield [name, f"{tier.hits:,}", _share(tier.hits, report.blocks), *stored, *loaded]
+    yield [_MISSED, f"{report.misses:,}", _share(report.misses, report.blocks), "", "", "", ""]
+
+
+def _share(part: int, whole: int) -> str:
+    if not whole:
+        return "-"
+    return "<0.1%" if 0 < part < whole / 1000 else f"{part / whole:.1%}"
+
+
+def _measured(report: ReplayReport, settings: ReplaySettings) -> str:
+    tiers = len(report.tiers)
+    return (
+        f"In {report.seconds:,.1f} s, until the last stores had ended, {quantity(report.requests, 'request')} asked "
+        f"for {quantity(report.blocks, 'block')} of {format_bytes(report.block_bytes)}, in order and as fast as the "
+        f"stack took them, at most {settings.concurrency} at once. {quantity(tiers, 'tier')} gave "
+        f"{report.hit_rate:.1%} of the blocks. Every block that came back was compared with what had been "
+        "stored, byte by byte: "
+        f"{report.verified_blocks:,} were right, {report.corrupt_blocks:,} were wrong. No model was run: the time is "
+        "that of storing, finding and loading blocks."
+    )
+
+
+def _tiles(report: ReplayReport) -> Iterator[Html]:
+    primary = report.tiers[PRIMARY_TIER_NAME]  # all transfers go through it
+    yield tile(f"{100 * report.hit_rate:.1f}", "%", "of blocks were hits")
+    yield tile(f"{report.blocks - report.misses:,}", "", "blocks loaded by requests")
+    yield tile(f"{report.misses:,}", "", "blocks missed")
+    yield tile(f"{report.step_us.p99:,.0f}", "us", "99th percentile of a step")
+    yield tile(f"{primary.store_gb_per_s:.3f}", "GB/s", "stored by requests")
+    yield tile(f"{primary.load_gb_per_s:.3f}", "GB/s", "loaded by requests")
+    yield tile(f"{report.corrupt_blocks:,}", "", "wrong blocks", is_bad=report.corrupt_blocks > 0)
+
+
+def _keys(report: ReplayReport) -> dict[str, str]:
+    return {name: figures.tier_color(index) for index, name in enumerate(report.tiers)}
+
+
+def _origin(report: ReplayReport) -> Html:
+    keys = {**_keys(report), _MISSED: figures.MISS}
+    blocks = {**{name: tier.hits for name, tier in report.tiers.items()}, _MISSED: report.misses}
+    parts = (
+        element("span", style=f"flex: {count} 0 0; background: {figures.in_page(keys[name])}")
+        for name, count in blocks.items()
+        if count
+    )
+    rows = [[joined([page.color_key(keys[row[0]]), row[0]]), *row[1:]] for row in tier_rows(report)]
+    about = (
+        "Each block that a request asked for is counted once: for the tier that had it, or as missed. A request's "
+        "first absent block and all blocks after it are missed. What a tier below the primary one gave, the primary "
+        "tier loaded too. Rates are averages over the run; 1 GB is 1e9 bytes."
+    )
+    return section(
+        "Where blocks came from", about, card(element("div", *parts, class_="whole"), table(TIER_COLUMNS, rows))
+    )
+
+
+def _course(report: ReplayReport, sampler: Sampler) -> Html:
+    tiers, keys, samples, step = list(report.tiers), _keys(report), sampler.samples, report.step_us
+    reporting = {name for name in tiers if any(sample.use(name) is not None for sample in samples)}
+    silent = ", ".join(name for name in tiers if name not in reporting)
+    shown = [
+        figure(
+            "Hits by tier",
+            "The share of blocks that each tier gave, from the first request to the last.",
+            plots.hits_over_requests(samples, tiers),
+            [*keys.items(), (_MISSED, figures.MISS)],
+        ),
+        figure(
+            "Throughput",
+            "Bytes that each tier stored (above) and loaded (below). For cpu, those that requests stored and loaded.",
+            plots.throughput(samples, tiers),
+            keys.items(),
+        ),
+        figure(
+            "Time of a step",
+            f"What {quantity(report.steps, 'step')} spent inside the manager, all requests of a step together. The "
+            f"lines: half took at most {step.p50:,.0f} us, 99 of 100 at most {step.p99:,.0f} us (dashed), the longest "
+            f"{step.max:,.0f} us (dotted).",
+            plots.step_distribution(sampler.step_s, step),
+        ),
+        figure(
+            "Time of a step during the run",
+            "The median and the 99th percentile of the steps in each moment of the run.",
+            plots.steps_over_time(samples, sampler.step_s),
+            [("99th percentile", figures.INK), ("median", figures.ACCENT)],
+        ),
+        figure(
+            "Use of capacity",
+            "How full each tier was, in-flight bytes included where the tier counts them."
+            + (f" Not shown, since they do not tell: {silent}." if silent else ""),
+            plots.use_over_time(samples, tiers),
+            ((name, color) for name, color in keys.items() if name in reporting),
+        ),
+    ]
+    if secondary := tiers[1:]:
+        shown.append(
+            figure(
+                "Skipped and failed blocks",
+                "Blocks whose store was not made (above), and whose store or load failed (below), a second. "
+                "The reasons are further down.",
+                plots.failures(samples, tiers),
+                keys.items(),
+            )
+        )
+        shown.append(
+            figure(
+                "Breakers",
+                "A breaker opens (thick) after many failures in a row. Its tier is left alone until a probe succeeds.",
+                plots.breakers_over_time(samples, secondary),
+                _BREAKER_STATES,
+            )
+        )
+    taken = quantity(len(samples), "sample")
+    about = f"{taken} of the counters, taken between steps, so that they count in no step's time."
+    return section("During the run", about, element("div", *shown, class_="plots"))
+
+
+def _reasons(run: Run, report: ReplayReport) -> Html:
+    parts = []
+    for counter, title, meanings in _REASONS:
+        counts = [
+            (name, labels, count)
+            for name, tier in report.tiers.items()
+            for labels, count in flat_counts(tier.counters.get(counter, {}))
+            if count
+        ]
+        counts.sort(key=lambda each: -each[2])
+        rows = [
+            [
+                name,
+                run.scrub(" ".join(labels)),
+                f"{count:,}",
+                bar(count / counts[0][2]),
+                meanings.get(labels[-1], ""),
+            ]
+            for name, labels, count in counts
+        ]
+        is_counted = counter != "misses_total" or any(counter in tier.counters for tier in report.tiers.values())
+        none = element("p", "None." if is_counted else "This stack did not count the reasons of its misses.")
+        columns = ["tier", "reason", "blocks", "", "what it means"]
+        shown = table(columns, rows, texts=[0, 1, 3, 4]) if rows else none
+        parts.append(card(element("h3", title), shown))
+    about = "Each tier counts its own blocks, so a block that two tiers did not have is counted in both."
+    return section("Misses, skips and failures", about, *parts)
+
+
+def _counters(run: Run, report: ReplayReport) -> Html:
+    tiers = []
+    for name, tier in report.tiers.items():
+        counts: list[tuple[tuple[str, ...], Any]] = list(flat_counts(tier.counters))  # Any: perhaps a text
+        rows = [
+            [
+                run.scrub(", ".join(path)),
+                f"{count:,}" if isinstance(count, (int, float)) else run.scrub(str(count)),
+            ]
+            for path, count in counts[:_COUNTERS_MAX]
+        ]
+        title = element("summary", f"{name}: {quantity(len(counts), 'counter')}")
+        tiers.append(element("details", title, table(["counter, and its labels", "at the end"], rows), class_="card"))
+    return section("All counters", "What each of them means is in the reference of counters.", *tiers)
+
+
+def _settings(report: ReplayReport, settings: ReplaySettings) -> list[tuple[str, str]]:
+    return [
+        ("longest wait of a request for its blocks", f"{settings.request_timeout_s:g} s"),
+        ("blocks left by an earlier run that the first request hit", f"{report.first_request_hits:,}"),
+        ("requests that waited too long", f"{report.timed_out_requests:,}"),
+    ]

@@ -1,0 +1,184 @@
+"""The tables and pages of a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from tiered_kv._cli.report import figures, page
+from tiered_kv._cli.report.figures import draw, tier_color
+from tiered_kv._cli.report.markup import Html, card, element, table
+from tiered_kv._cli.report.page import Run, figure, quantity, section, tile
+from tiered_kv.config.units import rounded_bytes
+from tiered_kv.stack_config import StackConfig
+from tiered_kv.workload.hit_rates import HitRate
+from tiered_kv.workload.prices import Costs
+from tiered_kv.workload.simulation import Fleet, Simulated
+from tiered_kv.workload.stack_distance import HitCurve
+from tiered_kv.workload.tally import GB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Table = tuple[Sequence[str], list[list[str]]]
+"""The columns and the rows."""
+StackRun = tuple[str, Simulated, Costs]
+"""A simulation of a stack: its name among several, the result, and its costs."""
+
+_POINTS: Final = 200
+_MB: Final = 1e6
+_LRU: Final = "lru"
+
+
+def points_of(curve: HitCurve) -> list[tuple[int, float]]:
+    """Return sizes in blocks, from the longest prompt to all blocks, and the hit rate of LRU with each."""
+    sizes = np.unique(np.geomspace(curve.longest_blocks, curve.distinct_blocks, _POINTS).round().astype(int)).tolist()
+    return [(size, round(curve.rate(size), 6)) for size in sizes]
+
+
+def rate_table(rates: Sequence[HitRate]) -> Table:
+    """Return hit rates, a row for each size and a column for each policy."""
+    policies = list(dict.fromkeys(rate.policy for rate in rates))
+    shown = {(rate.policy, rate.capacity_blocks): _rate(rate) for rate in rates}
+    sizes = sorted({rate.capacity_blocks for rate in rates})
+    return ["blocks", *policies], [[f"{size:,}", *(shown[policy, size] for policy in policies)] for size in sizes]
+
+
+def tier_table(simulated: Simulated) -> Table:
+    """Return a row for each tier, and one for misses."""
+    columns = ["tier", "hits", "share", "written GB", "MB/s", "read GB", "MB/s", "requests", "evicted", "skipped"]
+    rows = []
+    for name, tier in simulated.tiers.items():
+        moved = [
+            cell
+            for moved_bytes in (tier.written_bytes, tier.read_bytes)
+            for cell in (f"{moved_bytes / GB:,.2f}", _per_second(moved_bytes / _MB, simulated.seconds))
+        ]
+        requests = tier.written_blocks + tier.read_blocks + tier.lookup_requests
+        counts = [f"{count:,}" for count in (requests, tier.evicted_blocks, tier.skipped_blocks)]
+        rows.append([name, f"{tier.hits:,}", f"{tier.hit_rate:.1%}", *moved, *counts])
+    rows.append(["misses", f"{simulated.misses:,}", f"{1 - simulated.hit_rate:.1%}", *[""] * 7])
+    return columns, rows
+
+
+def cost_table(costs: Costs, currency: str) -> Table:
+    """Return the costs a month, for each tier and in all."""
+    rows = [[name, *(f"{value:,.2f}" for value in cost.values())] for name, cost in costs.items()]
+    rows.append(["all", "", "", "", f"{sum(cost['total'] for cost in costs.values()):,.2f}"])
+    return [f"{currency} a month", "storage", "traffic", "requests", "total"], rows
+
+
+def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: Sequence[HitRate]) -> str:
+    """Return the page of a simulation of policies and sizes."""
+    policies = list(dict.fromkeys([_LRU, *(rate.policy for rate in rates)]))
+    plot = figure(
+        "Hit rate by size",
+        "The share of blocks that were hits, by the room of the primary tier. LRU is a line from the size of "
+        "the longest prompt on. Points are the sizes at which other policies were run, and bars the error of a sample.",
+        _curves(curve, rates, policies),
+        [(policy, tier_color(index)) for index, policy in enumerate(policies)],
+    )
+    lede = (
+        f"{quantity(requests, 'request')} asked for {quantity(curve.blocks, 'block')}, of which "
+        f"{curve.distinct_blocks:,} are distinct, one request after the other. No byte was moved."
+    )
+    best = max(rates, key=lambda rate: rate.hit_rate)
+    parts = card(table(*rate_table(rates))), element("div", plot, class_="plots")
+    sections = [section("Hit rates", "By size and policy.", *parts)]
+    return _page(run, workload, lede, best.hit_rate, f"{best.policy} with {best.capacity_blocks:,} blocks", sections)
+
+
+def stack_page(
+    run: Run, config: StackConfig, workload: str, fleet: Fleet, runs: Sequence[StackRun], currency: str
+) -> str:
+    """Return the page of simulations of a stack, whose costs are in `currency`."""
+    _, first, _ = runs[0]
+    sections = []
+    for policy in dict.fromkeys(simulated.policy for _, simulated, _ in runs):
+        sized = {simulated.capacity_blocks: simulated for _, simulated, _ in runs if simulated.policy == policy}
+        if len(sized) > 1:
+            plot = figure(
+                f"Hits by tier with {policy}",
+                "The share of blocks that each tier gave, by the room of the primary tier of a server.",
+                _shares([sized[size] for size in sorted(sized)], config.block.bytes, policy),
+                [*((name, tier_color(index)) for index, name in enumerate(first.tiers)), ("misses", figures.MISS)],
+            )
+            sections.append(element("div", plot, class_="plots"))
+    for name, simulated, costs in runs:
+        tables = [tier_table(simulated), *([cost_table(costs, currency)] if costs else [])]
+        about = (
+            "Hits, evicted and skipped are blocks, requests those to the tier: a block each, and lookups. Rates are "
+            "averages over the time of the prompts; 1 GB is 1e9 bytes."
+        )
+        sections.append(section(f"The tiers: {name}", about, *(card(table(*each)) for each in tables)))
+    routed = f", routed {fleet.router}" if fleet.servers > 1 else ""
+    lede = (
+        f"{quantity(first.requests, 'request')} asked for {quantity(first.blocks, 'block')} of "
+        f"{rounded_bytes(config.block.bytes)} on {quantity(fleet.servers, 'server')}{routed}, at most "
+        f"{fleet.concurrency} at once. The manager is the real one; its tiers kept keys and no bytes."
+    )
+    name, best, _ = max(runs, key=lambda each: each[1].hit_rate)
+    return _page(run, f"{workload} through {run.stack_name}", lede, best.hit_rate, name, sections)
+
+
+def _page(run: Run, heading: str, lede: str, hit_rate: float, of: str, sections: Sequence[Html]) -> str:
+    return page.page(
+        run,
+        kind="Simulation report",
+        heading=heading[:1].upper() + heading[1:],
+        lede=lede,
+        notes=(),
+        tiles=[tile(f"{100 * hit_rate:.1f}", "%", f"hits: {of}")],
+        sections=[*sections, page.conditions(run, [])],
+    )
+
+
+def _curves(curve: HitCurve, rates: Sequence[HitRate], policies: Sequence[str]) -> Html:
+    def plot(axes: Axes) -> None:
+        sizes, values = zip(*points_of(curve), strict=True)
+        axes.plot(sizes, [100 * value for value in values], color=tier_color(0))
+        for index, policy in enumerate(policies[1:], 1):
+            own = sorted((rate for rate in rates if rate.policy == policy), key=lambda rate: rate.capacity_blocks)
+            axes.errorbar(
+                [rate.capacity_blocks for rate in own],
+                [100 * rate.hit_rate for rate in own],
+                [100 * rate.error for rate in own],
+                color=tier_color(index),
+                fmt="o",
+                markersize=3,
+            )
+        axes.set_ylim(bottom=0)
+        _finish(axes, "blocks")
+
+    return draw("curves", "Hit rate of each policy by the room of the primary tier", plot)
+
+
+def _shares(simulations: Sequence[Simulated], block_bytes: int, policy: str) -> Html:
+    def plot(axes: Axes) -> None:
+        names = list(simulations[0].tiers)
+        shares = [[100 * simulated.tiers[name].hit_rate for simulated in simulations] for name in names]
+        shares.append([100 * (1 - simulated.hit_rate) for simulated in simulations])
+        colors = [*(tier_color(index) for index in range(len(names))), figures.MISS]
+        gib = [simulated.capacity_blocks * block_bytes / (1 << 30) for simulated in simulations]
+        axes.stackplot(gib, shares, colors=colors, linewidth=0)
+        axes.set_ylim(0, 100)
+        _finish(axes, "GiB")
+
+    return draw(f"shares-{policy}", "Share of blocks by the tier they came from, by the room of the primary tier", plot)
+
+
+def _finish(axes: Axes, unit: str) -> None:
+    axes.set_xscale("log")
+    axes.set_xlabel(f"room of the primary tier ({unit})")
+    axes.set_ylabel("blocks asked for (%)")
+    figures.plain_log(axes.xaxis)
+
+
+def _rate(rate: HitRate) -> str:
+    return f"{rate.hit_rate:.1%}" + (f" ±{rate.error:.1%}" if rate.error else "")
+
+
+def _per_second(count: float, seconds: float) -> str:
+    return f"{count / seconds:,.2f}" if seconds else "-"

@@ -1,0 +1,159 @@
+"""Series: counters as metrics with labels.
+
+The number of series is bounded, and each name and label is a plain word: a third-party tier may use a key, a password
+or a whole message as a name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple, TypeGuard
+
+from tiered_kv.config.redaction import HIDDEN, scrub
+from tiered_kv.metrics.counters import LABELS_MAX, OTHER
+from tiered_kv.metrics.histogram import is_histogram
+from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX, TOTAL, Metric
+
+Counters = Mapping[str, Mapping[str, Any]]  # Any: as `Stack.counters`
+Read = Callable[[], Counters]
+"""Returns counters; any thread may call."""
+
+THIRD_PARTY_SERIES_MAX: Final = 64
+"""Series of one tier with names that the vocabulary does not have."""
+DROPPED: Final = "dropped_series"
+DROPPED_METRIC: Final = Metric("Numbers of the tier that are no metrics: too many, or unfit names or values.")
+THIRD_PARTY: Final = Metric("A number of the tier's own; its author says which.", ("labels",))
+_DEPTH_MAX: Final = 4
+_NUMBERS_MAX: Final = 4096
+"""Numbers that are read of one tier's own counters."""
+_NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,99}", re.ASCII)
+_LABEL = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+_UNFIT = re.compile(r"[^a-zA-Z0-9_]", re.ASCII)
+_RESERVED = ("_bucket", "_count", "_sum", "_created", "_info")
+"""Endings that Prometheus adds to names."""
+
+
+class Series(NamedTuple):
+    """A number or a histogram, with its name and labels."""
+
+    name: str
+    metric: Metric
+    labels: tuple[str, ...]
+    """The values of the labels, `tier` first."""
+    value: Any  # Any: a number, or as `Histogram.snapshot`
+
+
+def series_of(counters: Counters, secrets: set[str]) -> Iterator[Series]:
+    """Yield the series of a stack's counters, each once. No name and no label holds any of `secrets`."""
+    kinds: dict[str, str] = {}  # "_total" or "", by the rest of the name, of metrics that are not in the vocabulary
+    for tier, values in counters.items():
+        yield from _managed_series(tier, values)
+        if "tier" in values:
+            own = _OwnSeries(tier, values["tier"], secrets, kinds)
+            yield from own.series()
+            yield Series(PREFIX + DROPPED, DROPPED_METRIC, (tier,), own.dropped)
+
+
+def safe_label(text: str, secrets: set[str]) -> str:
+    """Return `text` if it is a plain word without a secret, else a word in its place."""
+    if not _LABEL.fullmatch(text):
+        return OTHER
+    return text if scrub(text, secrets) == text else HIDDEN
+
+
+def _managed_series(tier: str, values: Mapping[str, Any]) -> Iterator[Series]:
+    for name, value in values.items():
+        metric = MANAGER.get(name)
+        if metric is not None:
+            for labels, number in _leaves(value, len(metric.labels)):
+                yield Series(PREFIX + name, metric, (tier, *labels), number)
+
+
+def _leaves(value: Any, depth_max: int = _DEPTH_MAX) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the numbers and histograms in `value`, each with its labels."""
+    if isinstance(value, Mapping) and not is_histogram(value):
+        if depth_max:
+            for label, inner in list(value.items()):
+                yield from (((str(label), *labels), number) for labels, number in _leaves(inner, depth_max - 1))
+    else:
+        yield (), value
+
+
+class _OwnSeries:
+    """The series of a tier's own counters. Those of a third-party tier may have any form."""
+
+    def __init__(self, tier: str, values: Mapping[str, Any], secrets: set[str], kinds: dict[str, str]) -> None:
+        self.dropped = 0
+        """Numbers that are no series."""
+        self._tier = tier
+        self._values = values
+        self._secrets = secrets
+        self._kinds = kinds
+        self._seen: set[tuple[str, ...]] = set()
+        self._counts: dict[str, int] = {}  # series by name; "" for all that are not in the vocabulary
+
+    def series(self) -> Iterator[Series]:
+        for name, labels, number in numbers_of(self._values):
+            value = _float(number)
+            series = None if value is None else self._series(name, labels, value)
+            if series is None:
+                self.dropped += 1
+            else:
+                yield series
+
+    def _series(self, name: str, texts: tuple[str, ...], value: float) -> Series | None:
+        labels = tuple(safe_label(text, self._secrets) for text in texts)
+        metric = TIER.get(name)
+        if metric is not None:
+            if len(metric.labels) != len(labels):
+                return None
+            series = Series(TIER_PREFIX + name, metric, (self._tier, *labels), value)
+            return series if self._is_admitted(series, name, LABELS_MAX + 8) else None
+        name = _UNFIT.sub("_", name)
+        if not self._is_fit(name):
+            return None
+        series = Series(TIER_PREFIX + name, THIRD_PARTY, (self._tier, ",".join(labels)), value)
+        return series if self._is_admitted(series, "", THIRD_PARTY_SERIES_MAX) else None
+
+    def _is_fit(self, name: str) -> bool:
+        """Return whether a name can be a new metric's, beside those of the vocabulary and of other tiers."""
+        if name in TIER or not _NAME.fullmatch(name) or name.endswith(_RESERVED) or scrub(name, self._secrets) != name:
+            return False
+        base = name.removesuffix(TOTAL)
+        kind = "" if base == name else TOTAL
+        # Prometheus takes a counter and a gauge whose names differ in "_total" alone for one metric.
+        return (base if kind else base + TOTAL) not in TIER and self._kinds.setdefault(base, kind) == kind
+
+    def _is_admitted(self, series: Series, group: str, count_max: int) -> bool:
+        identity = (series.name, *series.labels)
+        count = self._counts.get(group, 0)
+        if identity in self._seen or count >= count_max:
+            return False
+        self._seen.add(identity)
+        self._counts[group] = count + 1
+        return True
+
+
+def numbers_of(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """Yield the numbers of a tier's own counters, at most `_NUMBERS_MAX`, each with its name and labels."""
+    found = ((str(name), labels, number) for name, value in list(values.items()) for labels, number in _leaves(value))
+    return itertools.islice(found, _NUMBERS_MAX)
+
+
+def _float(number: object) -> float | None:
+    """Return a number as Prometheus takes it; None for anything else."""
+    if not isinstance(number, (int, float)):
+        return None
+    try:
+        return float(number)
+    except OverflowError:
+        return None
+
+
+def is_finite(number: object) -> TypeGuard[float]:
+    """Return whether this is a number that JSON can hold."""
+    value = _float(number)
+    return value is not None and math.isfinite(value)

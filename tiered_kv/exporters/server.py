@@ -1,0 +1,211 @@
+"""The HTTP server of a stack, and its pages. It answers GET and HEAD, one request a connection."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from typing import Any, Final, NamedTuple
+from urllib.parse import parse_qs, urlsplit
+
+from tiered_kv.errors import ConfigError, ShutdownError, needing_resources, remedy_of
+from tiered_kv.exporters.explain import Observed, explain_query
+from tiered_kv.exporters.prometheus import CONTENT_TYPE, StackCollector, exposition
+from tiered_kv.exporters.status import status
+
+CONNECTIONS_MAX: Final = 8
+LINE_BYTES_MAX: Final = 128 << 10
+"""Of the first line of a request. http.server reads up to 100 more, of up to 64 KiB each."""
+QUERY_FIELDS_MAX: Final = 2048
+SILENCE_S: Final = 5.0
+"""Longest pause of a client while it sends its request or reads the answer."""
+LIFETIME_S: Final = 15.0
+"""An older connection is closed when the next one comes."""
+_RETRY_S: Final = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+class Answer(NamedTuple):
+    """The body of an answer, and its type."""
+
+    body: bytes
+    content_type: str
+
+
+Query = Mapping[str, list[str]]
+Routes = Mapping[str, Callable[[Query], Answer]]
+"""For each path, a function that any thread may call. The text of a `ConfigError` is sent to the client."""
+
+
+def routes_of(stack: Observed) -> Routes:
+    """Return the pages of a stack.
+
+    Raises:
+        MissingExtraError: `prometheus_client` is not installed.
+    """
+    collector = StackCollector(stack.counters, secrets=stack.config.secret_texts())
+    return {
+        "/metrics": lambda _: Answer(exposition(collector), CONTENT_TYPE),
+        "/status": lambda _: _json(status(stack)),
+        "/explain": lambda query: _json(explain_query(stack, query)),
+        "/healthz": lambda _: _text("ok"),
+    }
+
+
+class StatusServer(ThreadingTCPServer):
+    """Listens once it is made, and answers from `start` to `close`. Any thread may call its methods.
+
+    Args:
+        host: Address or name to listen on.
+        port: 0 for any free port; the attribute `port` has its number.
+
+    Raises:
+        ConfigError: It cannot listen at the address.
+    """
+
+    allow_reuse_address = True
+    request_queue_size = 16
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host = host
+        self.routes: Routes = {}
+        self.logged: set[type[Exception]] = set()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, tuple[threading.Thread, float]] = {}  # and since when
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._serve, name="tiered-kv-status", daemon=True)
+        try:
+            self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+            remedy = remedy_of(error) or "; give another address, or stop what listens there"
+            raise ConfigError(f"cannot listen on {shown}: {reason}{remedy}", location="metrics.listen") from error
+        self.port: int = self.socket.getsockname()[1]
+
+    def start(self, routes: Routes) -> None:
+        """Answer requests for these paths from now on."""
+        self.routes = routes
+        with needing_resources(f"the thread '{self._thread.name}' cannot be started"):
+            self._thread.start()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Close all connections, and wait up to `timeout` seconds for their threads. Does nothing in a forked child."""
+        if os.getpid() != self._pid:  # the socket is the parent's too: to shut it down would end the parent's server
+            return
+        with self._lock:
+            self._is_closed = True
+            threads = [self._thread, *(thread for thread, _ in self._connections.values())]
+            for each in (self.socket, *self._connections):
+                _wake(each)
+        end_s = time.monotonic() + timeout
+        for thread in threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(max(0.0, end_s - time.monotonic()))
+        self.server_close()
+
+    def _serve(self) -> None:
+        while not self._is_closed:
+            self.handle_request()
+
+    def get_request(self) -> tuple[socket.socket, Any]:  # Any: an address
+        try:
+            return super().get_request()
+        except OSError:
+            if not self._is_closed:
+                time.sleep(_RETRY_S)  # too many open files, most likely
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:  # Any: a socket, and an address
+        thread = threading.Thread(
+            target=self.process_request_thread, args=(request, client_address), name="tiered-kv-answer", daemon=True
+        )
+        with self._lock:
+            now_s = time.monotonic()
+            for each, (_, began_s) in self._connections.items():
+                if began_s + LIFETIME_S < now_s:
+                    _wake(each)
+            if self._is_closed or len(self._connections) >= CONNECTIONS_MAX:
+                raise ConnectionRefusedError  # closes it without an answer, as an error of `thread.start` does
+            thread.start()
+            self._connections[request] = thread, now_s
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._connections.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Do nothing: the client has gone, took too long, or was refused."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: StatusServer
+    timeout = SILENCE_S
+
+    def handle(self) -> None:
+        self.raw_requestline = self.rfile.readline(LINE_BYTES_MAX)
+        if self.raw_requestline.endswith(b"\n") and self.parse_request():
+            status, answer = self._answer()
+            self.send_response_only(status)
+            for name, value in {
+                "Content-Type": answer.content_type,
+                "Content-Length": str(len(answer.body)),
+                "Cache-Control": "no-store",
+                "X-Content-Type-Options": "nosniff",
+                "Allow": "GET, HEAD",
+            }.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(answer.body if self.command != "HEAD" else b"")
+
+    def _answer(self) -> tuple[HTTPStatus, Answer]:
+        routes, logged = self.server.routes, self.server.logged
+        try:
+            parts = urlsplit(self.path)
+            if parts.path not in routes:
+                return HTTPStatus.NOT_FOUND, _text(f"there are: {' '.join(routes)}")
+            if self.command not in ("GET", "HEAD"):
+                return HTTPStatus.METHOD_NOT_ALLOWED, _text("only GET and HEAD are answered")
+            return HTTPStatus.OK, routes[parts.path](parse_qs(parts.query, max_num_fields=QUERY_FIELDS_MAX))
+        except ConfigError as error:
+            return HTTPStatus.BAD_REQUEST, _text(str(error))
+        except ValueError:
+            return HTTPStatus.BAD_REQUEST, _text("the query cannot be read")
+        except ShutdownError:
+            return HTTPStatus.SERVICE_UNAVAILABLE, _text("the stack is closed")
+        except Exception as error:
+            if type(error) not in logged:  # without its text: a third-party tier may have put a secret into it
+                logged.add(type(error))
+                _log.error(
+                    "%s could not be answered: %s; further ones are not logged", parts.path, type(error).__name__
+                )
+            return HTTPStatus.INTERNAL_SERVER_ERROR, _text("the log says why")
+
+    def log_message(self, format: str, *args: Any) -> None:  # Any: as http.server has it
+        """Do not log requests."""
+
+
+def _wake(connection: socket.socket) -> None:
+    """Shut a connection down, so that the thread that waits for it goes on."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _text(text: str) -> Answer:
+    return Answer(f"{text}\n".encode(), "text/plain; charset=utf-8")
+
+
+def _json(value: object) -> Answer:
+    return Answer(json.dumps(value, allow_nan=False).encode(), "application/json")

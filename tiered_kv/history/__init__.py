@@ -1,0 +1,1 @@
+"""Why blocks were missed, and how many more a larger tier would find."""

@@ -1,0 +1,274 @@
+"""A bounded, lossy memory of what became of blocks, and of why requests missed them.
+
+The scheduler's thread appends batches to a queue. The history's thread, or a reader, takes them from it:
+
+    manager:  note(tier, fate, keys) · missed(log, because, keys) · loaded(log, keys, sources) · ended(log, failures)
+    history:  fates into the table · why each key was missed, by the table as it then is · counts
+
+The order matters: a block that a request misses is computed and stored again, and that must not hide why it was missed.
+
+Keys wait in pages of many batches. Python's garbage collector visits each key of a new list, but not of an old one. So
+a list for each batch would cost the scheduler's thread more than its making.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.history.fates import CHUNK_KEYS_MAX, Fate
+from tiered_kv.history.ledger import CPU, BatchFates, EndedRequest, Failures, Ledger, RequestLog
+from tiered_kv.pauses import give_way
+from tiered_kv.threads import start_thread
+
+_log = logging.getLogger(__name__)
+
+PAGE_KEYS: Final = 1 << 14
+PENDING_KEYS_MAX: Final = 1 << 17
+"""Keys in the queue. Further ones are not noted; those that a request asked for are counted as unexplained."""
+PENDING_BATCHES_MAX: Final = 1 << 14
+"""Batches in the queue; likewise."""
+INTERVAL_S: Final = 0.25
+"""How often the thread looks into an empty queue."""
+THREAD_SHARE: Final = 0.02
+"""Of a processor, for the thread while the queue is short: the scheduler's thread waits for the interpreter then."""
+THREAD_SHARE_MAX: Final = 0.2
+"""The most for the thread. Below that, its share is the share of the queue that is full."""
+_KEYS_A_BATCH: Final = 4
+"""A batch costs the thread as much as so many keys more."""
+
+Page = list[OffloadKey]
+_Batch = tuple[Callable[..., None], Page, int, int, tuple[Any, ...]]
+"""A method of the ledger, the part of a page that has its keys, and its other arguments (Any: as it takes)."""
+_NO_KEYS: Final[Page] = []
+_NO_FAILURES: Final[Failures] = {}
+
+
+def next_page(page: Page) -> Page:
+    """Return a page that has room for a batch: this one, or a new one."""
+    return page if len(page) < PAGE_KEYS else []
+
+
+class BlockHistory:
+    """Notes, explains and counts.
+
+    The methods of the manager's thread cost one or two microseconds a batch and some nanoseconds a key, and take no
+    lock. Any thread may call all other methods.
+
+    Args:
+        entries: Of the table, 8 bytes each.
+        names: The names of all tiers, the primary one first.
+        ttl_s: For each tier, how long it keeps a block; None if blocks do not expire.
+        clock: Seconds of a monotonic clock.
+        blocks: For each tier, its capacity, for its ghosts; None without one. By default no tier has ghosts.
+
+    Attributes:
+        evicted: The page to which the primary tier appends evicted keys; `turn_evicted` may begin another.
+    """
+
+    def __init__(
+        self,
+        entries: int,
+        names: Sequence[str],
+        ttl_s: Sequence[float | None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        blocks: Sequence[int | None] | None = None,
+    ) -> None:
+        self.names = tuple(names)
+        self.evicted: Page = []
+        self._noted_evicted = 0
+        self._clock = clock
+        # Each count has one writer: the manager's thread for appended keys, the holder of the lock for taken ones.
+        self._pending: deque[_Batch] = deque()
+        self._page: Page = []
+        self._appended_keys = self._dropped_keys = 0
+        self._lock = threading.Lock()
+        """Guards what follows; held for one chunk, never across I/O."""
+        self._ledger = Ledger(entries, names, ttl_s, blocks or [None] * len(names), clock())
+        self._taken_keys = 0
+        self._has_failed = False
+        self._batch: _Batch | None = None  # the rest of the batch that was taken last
+        self._is_closing = threading.Event()
+        self._thread = start_thread(self._run, "tiered-kv-history")
+
+    def close(self) -> None:
+        """End the thread; the history can still be read."""
+        self._is_closing.set()
+        self._thread.join()
+
+    # The manager's thread.
+
+    def turn_evicted(self) -> Page:
+        """Note the keys that the primary tier has evicted; return the page to append to from now on."""
+        self._note_evicted()
+        if len(self.evicted) >= PAGE_KEYS:
+            self.evicted, self._noted_evicted = [], 0
+        return self.evicted
+
+    def _note_evicted(self) -> None:
+        """Note the keys evicted since the last call. Called before a miss is noted."""
+        page, start = self.evicted, self._noted_evicted
+        if len(page) > start:
+            if self._has_room():
+                self._append(self._ledger.note, page, start, CPU, Fate.EVICTED)
+            else:
+                del page[start:]
+            self._noted_evicted = len(page)
+
+    def note(self, tier: int, fate: Fate, keys: Collection[OffloadKey]) -> None:
+        """Note the fate of blocks in a tier."""
+        self._add(self._ledger.note, keys, tier, fate)
+
+    def missed(
+        self,
+        log: RequestLog,
+        because: BatchFates,
+        page: Page,
+        start: int = 0,
+        failures: Failures = _NO_FAILURES,
+    ) -> None:
+        """Note the keys `page[start:]`, for which a request got a miss; with repetitions, if it asked again.
+
+        This part of the page must not change; the page may become longer.
+        """
+        self._note_evicted()
+        if self._has_room():
+            self._append(self._ledger.miss, page, start, log, because, failures)
+        else:
+            self._dropped_keys += len(page) - start
+
+    def promoted(self, log: RequestLog, because: BatchFates, keys: Collection[OffloadKey]) -> None:
+        """Note keys that only a secondary tier has, and for which a request waits."""
+        self._note_evicted()
+        self._add(self._ledger.promote, keys, log, because)
+
+    def loaded(self, log: RequestLog, keys: Collection[OffloadKey], sources: Mapping[OffloadKey, str]) -> None:
+        """Note keys that a request loads, and the secondary tiers of promoted ones."""
+        if not self._add(self._ledger.load, keys, log, sources):
+            self._dropped_keys += len(keys)
+
+    def ended(self, log: RequestLog, failures: Failures = _NO_FAILURES) -> None:
+        """Count the blocks of a request that has ended; without room in the queue it is forgotten later."""
+        if self._has_room():
+            self._append(self._ledger.end, _NO_KEYS, 0, log, failures)
+
+    def stored(self, keys: Collection[OffloadKey]) -> None:
+        """Note keys that the engine has computed and stored, after a miss."""
+        self._add(self._ledger.store, keys)
+
+    def note_lookup_timeout(self, tier: int) -> None:
+        """Note that a lookup in a tier timed out, and counts as a miss."""
+        if self._has_room():
+            self._append(self._ledger.lookup_timeout, _NO_KEYS, 0, tier)
+
+    def reset(self, tier: int, keys: Collection[OffloadKey] = ()) -> None:
+        """Note that a tier has forgotten all blocks: `keys`, and all noted as stored there."""
+        self._copy(self._ledger.reset, keys, tier)  # rare, and needed even without room
+
+    def _add(self, work: Callable[..., None], keys: Collection[OffloadKey], *arguments: Any) -> bool:
+        """Append a batch of keys if the queue has room; return whether it had."""
+        has_room = self._has_room()
+        if has_room:
+            self._copy(work, keys, *arguments)
+        return has_room
+
+    def _copy(self, work: Callable[..., None], keys: Collection[OffloadKey], *arguments: Any) -> None:
+        """Append a batch of keys, copied into the page."""
+        page = self._page = next_page(self._page)
+        start = len(page)
+        page.extend(keys)
+        self._append(work, page, start, *arguments)
+
+    def _append(self, work: Callable[..., None], page: Page, start: int, *arguments: Any) -> None:
+        """Append a batch of the keys `page[start:]`, and the time."""
+        stop = len(page)
+        self._appended_keys += stop - start
+        self._pending.append((work, page, start, stop, (self._clock(), *arguments)))
+
+    def _has_room(self) -> bool:
+        waiting = self._appended_keys - self._taken_keys
+        return waiting <= PENDING_KEYS_MAX and len(self._pending) <= PENDING_BATCHES_MAX
+
+    # Any thread.
+
+    @property
+    def dropped_blocks(self) -> int:
+        """Blocks counted in no miss or hit: too many came at once, or too many requests did not end."""
+        return self._dropped_keys + self._ledger.forgotten_keys
+
+    def settle(self, keys_max: int | None = None) -> None:
+        """Take the whole queue as it is now; nothing, if it has more than `keys_max` keys or batches."""
+        last = self._appended_keys
+        if keys_max is not None and (last - self._taken_keys > keys_max or len(self._pending) > keys_max):
+            return
+        while self._take_chunk():
+            if self._taken_keys > last:
+                return  # the rest came after the call
+            if keys_max is None:
+                give_way()
+
+    def snapshot(self) -> list[dict[str, dict[str, int]]]:
+        """Return for each tier `blocks_total` by result, `misses_total` by reason and `ghost_hits_total` by size."""
+        with self._lock:
+            return self._ledger.snapshot()
+
+    def fates(self, keys: Sequence[OffloadKey]) -> list[list[tuple[Fate, float]]]:
+        """Return for each key its fate in each tier, and the age of that in seconds."""
+        self.settle()
+        found: list[list[tuple[Fate, float]]] = []
+        for first in range(0, len(keys), CHUNK_KEYS_MAX):
+            give_way()
+            with self._lock:
+                found += self._ledger.fates(keys[first : first + CHUNK_KEYS_MAX], self._clock())
+        return found
+
+    def requests(self) -> list[EndedRequest]:
+        """Return the last ended requests, the oldest first."""
+        self.settle()
+        with self._lock:
+            return list(self._ledger.ended)
+
+    def age_s(self, request: EndedRequest) -> float:
+        """Return the seconds since a request ended."""
+        return self._clock() - request.ended_s
+
+    # The history's thread, or a reader.
+
+    def _run(self) -> None:
+        pause_s = INTERVAL_S
+        while not self._is_closing.wait(pause_s):
+            give_way()
+            began_s = time.thread_time()
+            is_more = self._take_chunk()
+            pause_s = (time.thread_time() - began_s) / self._share() if is_more else INTERVAL_S
+
+    def _share(self) -> float:
+        """Return the share of a processor for the thread now."""
+        waiting = self._appended_keys - self._taken_keys
+        full = max(waiting / PENDING_KEYS_MAX, len(self._pending) / PENDING_BATCHES_MAX)
+        return min(max(THREAD_SHARE, full), THREAD_SHARE_MAX)
+
+    def _take_chunk(self) -> bool:
+        """Take up to `CHUNK_KEYS_MAX` keys from the queue; return whether it has more."""
+        done = 0
+        with self._lock:
+            while done < CHUNK_KEYS_MAX and (self._batch or self._pending):
+                work, page, start, stop, arguments = self._batch or self._pending.popleft()
+                end = min(start + CHUNK_KEYS_MAX, stop)
+                # Before the work, so that Ctrl-C in a reader costs one chunk only.
+                self._batch = (work, page, end, stop, arguments) if end < stop else None
+                self._taken_keys += end - start
+                try:
+                    work(page[start:end], *arguments)
+                except Exception:  # the thread, and readers, go on without these keys
+                    if not self._has_failed:
+                        self._has_failed = True
+                        _log.exception("the history lost keys: an unexpected error; further ones are not logged")
+                done += end - start + _KEYS_A_BATCH
+            return bool(self._batch or self._pending)

@@ -1,0 +1,1 @@
+"""What is counted: counters, histograms, notices, and the description of each metric."""
