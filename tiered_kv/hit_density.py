@@ -17,21 +17,27 @@ import numpy as np
 Table = np.ndarray[Any, np.dtype[np.float64]]
 
 AGES_PER_TURNOVER: Final = 8
-"""Units of age in the time in which the tier is written once."""
+"""Units of age in the time in which the tier is written once.
+
+With 4 and 16 the hits are the same within 3 %; with 2 a small tier lost 3 %.
+"""
 BUCKETS: Final = 19
-"""Buckets of age: the first unit, then two for each doubling, up to 64 turnovers of the tier."""
+"""Buckets of age: the first unit, then two for each doubling, up to 64 turnovers of the tier.
+
+With one for each doubling, hits were up to 1 % fewer.
+"""
 EDGES: Final = [0.0, *(2.0 ** (bucket / 2) for bucket in range(BUCKETS))]
 """The age at which each bucket begins, and the end of the last one."""
 DECAY: Final = 0.97
 """Factor of the evidence at each computation of the densities: it halves in 23 of them."""
 PRIOR_TAILS: Final = 2.0
-"""Weight of the prior in each bucket, in tails."""
+"""Weight of the prior in each bucket, in tails. With 10 the hits are the same within 1 %, also for `PRIOR_HITS`."""
 PRIOR_HITS: Final = 4.0
 """Weight of the prior in each group, in hits."""
 LEVELS: Final = 4.0
 """Levels in a factor of e. The estimates are not more precise, so densities within about a quarter count as equal."""
 COLD_AGE: Final = 1.0
-"""In the prior, the density falls with the root of this age plus the tail's age."""
+"""In the prior, the density falls with the root of this age plus the tail's age, which gives the order of LRU."""
 _PRIOR: Final[Table] = 1 - np.sqrt((COLD_AGE + np.array(EDGES[:-1])) / (COLD_AGE + np.array(EDGES[1:])))
 _WIDTHS: Final[Table] = np.diff(EDGES)
 
@@ -81,7 +87,7 @@ class HitDensity:
         hits, seen = (np.frombuffer(count).reshape(-1, self._groups, BUCKETS) for count in (self.hits, self.seen))
         kind_hits = hits.sum(1, keepdims=True)
         kind_seen = (seen * self._factor).sum(1, keepdims=True)
-        # For ages that few tails have reached: the prior, corrected by its error at younger ages.
+        # For ages that few tails have reached: the prior, corrected by its error at younger ages. Large tiers need it.
         held = (_before(kind_hits) + 1) / (_before(kind_seen * _PRIOR) + 1)
         hazard = (kind_hits + PRIOR_TAILS * _PRIOR * np.minimum(1, held)) / (kind_seen + PRIOR_TAILS)
         added = slice(self._first_kinds, None)

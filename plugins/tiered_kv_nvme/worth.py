@@ -28,11 +28,14 @@ READ = 4
 RELOCATED_SHARE_MAX = 0.25
 """The share of a segment that may move: it limits the extra writes of reclaiming."""
 MOVE_PRICE = 1.25
-"""The least worth of a block that moves, in means of all blocks: its space, and the cost of the write."""
+"""The least worth of a block that moves, in means of all blocks: its space, and the cost of the write.
+
+With 1, hits were up to 1 % more or fewer, and 10 to 35 % more blocks moved per hit.
+"""
 LOSS_RATIO = 1.1
-"""Losses that differ by less than this factor count as equal."""
+"""Losses that differ by less than this factor count as equal. Otherwise equally popular documents are cut apart."""
 SEGMENTS_PER_RANKING = 16
-"""One ranking serves to reclaim one segment of this many."""
+"""One ranking serves to reclaim one segment of this many. One for all segments lost up to 2 % of the hits."""
 DENSITY_MIN = 1 / 256
 """Hits of a block in a tick. Blocks that bring less, one hit in 32 turnovers, go in the order of their age."""
 EVICTED_MAX = 1 << 24

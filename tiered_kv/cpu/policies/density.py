@@ -2,8 +2,8 @@
 
 After N. Beckmann, H. Chen and A. Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018). Their
 unit is an object. Here it is a tail (`tails.py`): the blocks that one request was the last to use.
-`tiered_kv/hit_density.py` computes the estimates. docs/explanation/hit-rates.md says what each part gains, and gives
-the reason of each number.
+`tiered_kv/hit_density.py` computes the estimates. The numbers were chosen on the trace and the workloads of
+docs/explanation/hit-rates.md, as round numbers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,23 @@ from tiered_kv.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, HitDensity
 LEARN_EVERY = 64
 """Requests between two computations of the densities."""
 DECAY = 0.94
-"""Factor of the evidence at each computation: it halves in 11 of them."""
+"""Factor of the evidence at each computation: it halves in 11 of them, about 720 requests.
+
+With 6,000 requests, changing loads (`phases`) hit 5 % less than with `lru`; with 420 the trace hit up to 2 % less.
+"""
 GHOSTS_MIN = 100
 GHOST_BLOCKS = 8
-"""Limit of remembered evicted tails: `GHOSTS_MIN`, and one more for each `GHOST_BLOCKS` blocks of the tier."""
+"""Limit of remembered evicted tails: `GHOSTS_MIN`, and one more for each `GHOST_BLOCKS` blocks of the tier.
+
+One for 32 blocks lost up to 9 % of the hits of small tiers.
+"""
 TURNS = 4
-"""Classes of turns: 0, 1, 2, and more."""
+"""Classes of turns: 0, 1, 2, and more. Two classes lost up to 2 % of the hits."""
 SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Limits between the classes of sizes, as multiples of the mean number of new blocks."""
+"""Limits between the classes of sizes, as multiples of the mean number of new blocks.
+
+Three classes lost up to 2 % of the hits.
+"""
 KINDS = 2
 """Kinds at the start: tails of one request, and shared tails."""
 KIND_GROUPS = TURNS * (len(SIZES) + 1)
@@ -39,11 +48,14 @@ SLACK_BLOCKS = 1
 MEAN_WEIGHT = 0.01
 """Weight of a request in the mean number of new blocks, and in the mean priority."""
 RETURNS_S = (2.0, 8.0, 32.0, 128.0, 512.0)
-"""Limits between the classes of the hint `expect_return`. Each class is a kind."""
+"""Limits between the classes of the hint `expect_return`. Each class is a kind. Only factors of four were tried."""
 PRIORITY_WEIGHT = 2.0
-"""Factor of a hit's value for each priority above the mean."""
+"""Factor of a hit's value for each priority above the mean.
+
+The fifth of the requests with priority 1 gains 0.9 points and the others lose 0.2; with a factor of 2.7, 1.5 and 0.5.
+"""
 EXPIRED, EXPIRED_WEIGHT = (-1, 0), 0.1
-"""The kind of tails that are older than their hint `ttl`, and the value of their hits."""
+"""The kind of tails that are older than their hint `ttl`, and the value of their hits. With 1 the hits are the same."""
 _since = attrgetter("since")
 
 
