@@ -1,4 +1,4 @@
-"""The table of docs/explanation/performance.md: this project beside its peers and the machine's limits, in one run.
+"""The ratios of docs/explanation/performance.md: this project beside its peers and the machine's limits, in one run.
 
     python tests/performance/beside_peers.py DIRECTORY --bench ../shared/bench --peers PEERS --rounds 3 >table.md
 
