@@ -7,6 +7,9 @@ evicting cost O(1) a block.
 
 `RequestChain.last_use` says which chain that is. A block that becomes evictable, because its store or its last read has
 ended, changes nothing of that.
+
+A request that shares its head with a later one, and continues without naming these blocks, has a tail that is more
+recent than its head. Engines name all blocks when they schedule a request, which puts them in order again.
 """
 
 from __future__ import annotations
