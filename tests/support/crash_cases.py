@@ -172,7 +172,7 @@ def settle(proof: str, outcomes: Iterable[CaseOutcome], figures: Figures, note: 
     every = list(outcomes)
     hit = [outcome for outcome in every if outcome.was_hit or outcome.problems]
     broken = [outcome for outcome in hit if outcome.problems]
-    missed = f"{len(every) - len(hit)} not reached" if len(hit) < len(every) else ""
+    missed = f"faults not made: {len(every) - len(hit)}" if len(hit) < len(every) else ""
     figures.add(proof, tried=len(hit), passed=len(hit) - len(broken), note=", ".join(filter(None, (note, missed))))
     text = "\n".join(f"{outcome.case}: {'; '.join(outcome.problems)}" for outcome in broken[:10])
     assert not broken, f"{len(broken)} of {len(hit)} cases of {proof} broke a promise:\n{text}"

@@ -93,7 +93,7 @@ class Figures:
         return bool(self._figures)
 
     def lines(self) -> Iterable[str]:
-        """Return the table as `docs/explanation/guarantees.md` shows it."""
+        """Return the table; `docs/explanation/guarantees.md` shows it with other words in the last column."""
         yield "| proof | of | tried | passed | what |"
         yield "| --- | --- | ---: | ---: | --- |"
         for name, proof in PROOFS.items():

@@ -23,7 +23,7 @@ def outcomes(hits: Sequence[bool], problems: Sequence[str] = ()) -> list[CaseOut
 def test_only_cases_whose_fault_happened_count() -> None:
     figures = Figures()
     assert len(settle("crash/fs", outcomes([True, True, False]), figures)) == 2
-    assert "| `crash/fs` | phantoms | 2 | 2 | system calls killed at; 1 not reached |" in figures.lines()
+    assert "| `crash/fs` | phantoms | 2 | 2 | system calls killed at; faults not made: 1 |" in figures.lines()
 
 
 def test_a_proof_fails_that_broke_a_promise_or_reached_a_third_of_its_points() -> None:

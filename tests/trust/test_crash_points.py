@@ -38,7 +38,8 @@ def test_killed_at_any_call_a_directory_is_sound(
     cuts = sample(range(cases.count_writes(scenario)), profile.pick(*CUTS))
     killed = [Case(scenario, fault=Fault.kill(call)) for call in kills]
     torn = [Case(scenario, cut=cut, cut_ends=True) for cut in cuts]
-    note = f"of {len(calls)} calls of {len({(call.role, call.name) for call in calls})} kinds, {len(cuts)} amid a write"
+    kinds = {(call.role, call.name) for call in calls}
+    note = f"a run makes {len(calls)} such calls, of {len(kinds)} kinds; {len(cuts)} kills in the middle of a write"
     hit = settle(f"crash/{scenario.tier}", cases.run([*killed, *torn]), figures, note)
     assert sum(outcome.loaded for outcome in hit) > len(hit), NO_BLOCKS
 
@@ -58,7 +59,7 @@ def test_killed_at_any_send_to_a_server_a_process_leaves_others_what_they_need(
     calls = cases.record(of_its_own(), "sends")
     kills = sample(calls, profile.pick(*SENDS), lambda call: call.name)
     outcomes = cases.run([Case(of_its_own(), fault=Fault.kill(call)) for call in kills])
-    hit = settle(f"crash/{tier}", outcomes, figures, f"of {len(calls)} sends")
+    hit = settle(f"crash/{tier}", outcomes, figures, f"a run makes {len(calls)} sends")
     assert sum(outcome.loaded for outcome in hit) > 0, NO_BLOCKS
 
 
@@ -83,5 +84,5 @@ def test_a_file_system_that_is_shut_down_at_any_call_holds_no_wrong_byte(
                 for call, power in chosen
             ]
         )
-    hit = settle("power-loss", outcomes, figures)
+    hit = settle("power-loss", outcomes, figures, scenario.tier)
     assert sum(outcome.loaded for outcome in hit) > 0, "nothing ever reached the device: the cases prove nothing"
