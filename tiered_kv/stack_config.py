@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, WithJsonSchema, field_validator, model_validator
 
 from tiered_kv.config.namespace import Namespace, NamespaceIdentity
 from tiered_kv.config.reading import fill_variables, from_source
@@ -26,6 +26,16 @@ PORT_MAX = 65535
 _REFERENCE = re.compile(r"[\w.]+:[\w.]+")
 """The name of a class; a text of another form, such as a misplaced URL, is never imported."""
 _ADDRESS = r"^(tcp://(\[[0-9A-Fa-f:]+\]|[^\s/:\[\]]+):(\*|[0-9]{1,5})|ipc://\S+)$"
+_RATE_MAX = 1 << 40
+_OFF_SCHEMA: dict[str, Any] = {"enum": ["off", False]}  # as versions 1.2 and 1.1 of YAML read the word
+_RATE_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1, "maximum": _RATE_MAX},
+        {"const": "measured"},
+        _OFF_SCHEMA,
+        {"type": "string", "pattern": r"^0*[1-9][0-9]*$|\$\{"},  # also from a variable of the environment
+    ]
+}
 PRIMARY_TIER_NAME = "cpu"
 """The primary tier's name in counters; no secondary tier may have it."""
 
@@ -111,7 +121,7 @@ class EventSettings(StrictModel):
 class PrefillSettings(StrictModel):
     """How fast the engine computes prompts: a block that it computes sooner than a tier loads it is not promoted."""
 
-    tokens_per_s: Annotated[Count, Field(ge=1, le=1 << 40)] | Literal["measured", "off"] = Field(
+    tokens_per_s: Annotated[Count | Literal["measured", "off"], WithJsonSchema(_RATE_SCHEMA)] = Field(
         description="Tokens of prompts that the engine computes in a second; 'measured' in vLLM, whose steps are "
         "timed; 'off' to promote a block however long that takes."
     )
@@ -122,7 +132,7 @@ class PrefillSettings(StrictModel):
         is_number = not isinstance(rate, bool) and str(rate).isdecimal()
         if rate is False:  # as YAML reads the word
             return "off"
-        if rate in ("measured", "off") or (is_number and 1 <= int(str(rate)) <= 1 << 40):
+        if rate in ("measured", "off") or (is_number and 1 <= int(str(rate)) <= _RATE_MAX):
             return rate
         raise ValueError("expected a whole number from 1, 'off', or 'measured' in vLLM")
 
@@ -318,6 +328,7 @@ def stack_schema() -> Schema:
         }
     )
     schema["properties"]["secondary"]["items"] = {"oneOf": entries}
+    schema["properties"]["prefill"]["anyOf"].append(_OFF_SCHEMA)
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "tiered-kv stack"
     return schema

@@ -389,6 +389,21 @@ def test_the_schema_knows_every_tier_and_its_settings() -> None:
     assert {"$ref": "#/$defs/tier-vault"} in schema["properties"]["secondary"]["items"]["oneOf"]
 
 
+def test_the_schema_accepts_each_form_of_prefill_that_loading_accepts() -> None:
+    jsonschema = pytest.importorskip("jsonschema")  # it comes with moto's server
+    validator = jsonschema.Draft202012Validator(stack_schema())
+    nested = ("4000", 4000, "off", False, "measured", 0, "0", True, 1.5, "fast", None, 1 << 41)
+    forms: list[object] = ["off", False, None, True, "measured", 4000, *({"tokens_per_s": rate} for rate in nested)]
+    for form in forms:
+        stack = {**MINIMAL, "prefill": form}
+        try:
+            load_config(stack)
+        except ConfigError:
+            assert not validator.is_valid(stack), form
+        else:
+            assert validator.is_valid(stack), form
+
+
 def test_the_configuration_reference_or_the_tier_s_page_mentions_every_setting() -> None:
     docs = Path(__file__).parents[2] / "docs" / "reference"
     missing = []
