@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
@@ -74,6 +75,19 @@ def test_a_distant_tier_loads_only_prefixes_that_are_long_enough(bench: Bench) -
     assert ask(bench, 20, load_s=1.2) == [True] * 20, "1.2 s, and computed in 2"
 
 
+def test_the_estimate_can_be_read(bench: Bench) -> None:
+    for size in (8, 15, 20):
+        assert bench.manager.counters()["tier0"]["expected_load_seconds"] == 0.0, "it is not known yet"
+        ask(bench, size, load_s=1.0 + 0.01 * size)
+    bench.manager.cost.growth_s, bench.manager.cost.backlog_s = 0.01, 2.5
+    tier, cpu = bench.manager.counters()["tier0"], bench.manager.counters()["cpu"]
+    assert tier["expected_load_seconds"] == pytest.approx(1.0)
+    assert tier["expected_block_seconds"] == pytest.approx(0.01)
+    assert [cpu[f"compute_{what}_seconds"] for what in ("block", "growth", "backlog")] == [0.1, 0.01, 2.5]
+    bench.manager.cost.block_s = math.inf
+    assert bench.manager.counters()["cpu"]["compute_block_seconds"] == 0.0, "nothing is compared"
+
+
 def test_loads_of_one_size_are_no_reason_to_wait_longer_for_a_larger_one(bench: Bench) -> None:
     for _ in range(LOADS_MIN):
         assert ask(bench, 4, load_s=0.3) == [True] * 4
@@ -93,7 +107,9 @@ def test_the_first_loads_of_a_tier_are_short_and_one_at_a_time(bench: Bench) -> 
         assert bench.lookup(wanted, context) == [True] * size + [False] * (40 - size), "it computes the rest"
         bench.manager.on_request_finished(context)
         bench.manager.on_request_finished(other)
-        assert bench.counter("too_slow_blocks_total") == sum(44 - each for each in FIRST_LOADS[: number + 1])
+        skipped = sum(44 - each for each in FIRST_LOADS[: number + 1])
+        assert bench.counter("too_slow_blocks_total") == bench.counter("too_slow_blocks_total", "learning") == skipped
+    assert bench.counter("learning_jobs_total", "first") == LOADS_MIN
     assert ask(bench, 60, load_s=0.6) == [True] * 60
 
 
@@ -132,9 +148,10 @@ def test_a_prefix_is_cut_where_waiting_stops_paying(bench: Bench) -> None:
     bench.manager.cost.backlog_s = 1.25
     answers = ask(bench, 40, load_s=2.4)
     assert answers == [True] * 12 + [False] * 28, "of 12 blocks, 2.4 s: 1.25 s of others' prompts, and 1.2 s saved"
-    assert bench.counter("too_slow_blocks_total") == 28
+    assert bench.counter("too_slow_blocks_total", "cut") == 28
     bench.manager.cost.backlog_s = 0.1 * (CUT_BLOCKS_MIN - 1) + 0.01
     assert ask(bench, 40, load_s=0.0) == [False] * 40, "too few to wait for"
+    assert bench.manager.counters()["tier0"]["too_slow_blocks_total"] == {"cut": 28, "late": 40}
 
 
 def test_no_row_is_taken_for_blocks_that_would_come_too_late(bench: Bench) -> None:
@@ -145,7 +162,7 @@ def test_no_row_is_taken_for_blocks_that_would_come_too_late(bench: Bench) -> No
     bench.tier.present = dict.fromkeys(wanted, True)
     bench.manager.expect(40, context)
     assert bench.lookup(wanted, context) == [None] * 12 + [False] * 28, "at once, without a step"
-    assert bench.counter("too_slow_blocks_total") == 28
+    assert bench.counter("too_slow_blocks_total", "cut") == 28
     bench.step()
     assert [len(job) for job in bench.jobs] == [12]
     assert bench.lookup(wanted, context) == [None] * 12 + [False] * 28
@@ -261,6 +278,8 @@ def test_a_slow_tier_is_tried_again_by_one_load_without_waiting_requests(bench: 
     assert len(bench.jobs) == 1
     for wanted, context in requests:
         assert bench.lookup(wanted, context) == [False] * 4, "they compute it"
+    assert bench.manager.counters()["tier0"]["too_slow_blocks_total"] == {"late": 8, "try": 4}
+    assert bench.manager.counters()["tier0"]["learning_jobs_total"] == {"first": LOADS_MIN, "try": 1}
     bench.clock.advance(1.0)  # of which the job takes the least part
     bench.tier.end(ended_s=bench.clock() - 0.99)
     bench.step()
@@ -412,7 +431,7 @@ def wait_for_answer(bench: Bench, size: int, lookup_s: float) -> list[bool | Non
 def test_a_short_prompt_does_not_wait_for_answers_that_take_longer_than_computing_it(bench: Bench) -> None:
     assert wait_for_answer(bench, 10, lookup_s=0.5) == [None] * 10, "which take a second to compute"
     assert wait_for_answer(bench, 3, lookup_s=0.0) == [False] * 3, "at the second step"
-    assert bench.counter("too_slow_blocks_total") == 3
+    assert bench.counter("too_slow_blocks_total", "not_asked") == 3
     assert wait_for_answer(bench, 6, lookup_s=0.5) == [None] * 6
 
 
@@ -423,7 +442,7 @@ def test_a_tier_whose_answer_would_come_too_late_is_not_asked(bench: Bench) -> N
         bench.manager.expect(blocks, context := bench.request(str(blocks)))
         assert bench.lookup(keys(*range(blocks)), context) == [answer] * blocks
         bench.manager.expect(blocks, context)  # as in each step
-    assert bench.counter("too_slow_blocks_total") == 3
+    assert bench.counter("too_slow_blocks_total", "not_asked") == 3
     bench.manager.cost.growth_s = 0.01
     bench.manager.expect(3, context := bench.request("behind 20 others"), before=20)
     bench.tier.has(1, 2, 3, answer=None)

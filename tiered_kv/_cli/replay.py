@@ -23,7 +23,7 @@ from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.tally import ReplayReport, Tally
 
 _PROBLEM_COUNTERS = re.compile(
-    "^(skipped|failed|expired|corrupt|quarantined|refused|late|breaker)_|^exceptions_|_(errors|timeouts)_total$"
+    "^(skipped|failed|too_slow|expired|corrupt|quarantined|refused|late|breaker)_|^exceptions_|_(errors|timeouts)_total$"
 )
 
 

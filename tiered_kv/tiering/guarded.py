@@ -300,6 +300,10 @@ class GuardedTier:
             self._noted_state = self.breaker.state
             self.observer.notice(f"breaker {self._noted_state.name.lower().replace('_', ' ')}")
 
+    def note_too_slow(self, blocks: int, reason: str) -> None:
+        """Count blocks that the tier has, and that are not loaded for this reason or because its times are unknown."""
+        self.counters.add("too_slow_blocks_total", reason if self.pace.is_known else "learning", count=blocks)
+
     def disable(self, why: str) -> None:
         """Stop using the tier until the process ends."""
         if not self.is_disabled:
@@ -328,6 +332,7 @@ class GuardedTier:
             **self.counters.snapshot(),
             **self.measures.snapshot(),
             **self.admission.snapshot(),
+            **self.pace.snapshot(),
             "pinned_bytes": (stores + loads) * block_bytes,
             "store_budget_bytes": self.stores.blocks_max * block_bytes,
             "store_budget_used_bytes": stores * block_bytes,

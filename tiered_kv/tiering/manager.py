@@ -465,6 +465,7 @@ class TieringOffloadingManager(OffloadingManager):
         of_primary: dict[str, Any] = {
             **self.primary.snapshot(),
             **self._observer.snapshot(),
+            **self.cost.snapshot(),
             "promotion_blocks": self._promotions.blocks_taken,
             "released_holds_total": self._promotions.released_holds,
             "forgotten_requests_total": self._requests.forgotten,

@@ -54,6 +54,14 @@ class EngineCost:
     def is_known(self) -> bool:
         return self.block_s < math.inf
 
+    def snapshot(self) -> dict[str, float]:
+        """Return the gauges; 0 if every load is worth its wait. Any thread may call."""
+        return {
+            "compute_block_seconds": self.block_s if self.is_known else 0.0,
+            "compute_growth_seconds": self.growth_s,
+            "compute_backlog_seconds": self.backlog_s,
+        }
+
     def of(self, blocks: int, before: int = 0) -> float:
         """Return how long the engine takes to compute `blocks` blocks after `before` others."""
         return blocks * (self.block_s + self.growth_s * (before + blocks / 2))
@@ -112,6 +120,11 @@ class Pace:
     def is_known(self) -> bool:
         """Whether enough loads have ended for an estimate."""
         return self._seen >= len(FIRST_LOADS)
+
+    def snapshot(self) -> dict[str, float]:
+        """Return the gauges; 0 until the times are known. Any thread may call."""
+        load_s, block_s = (self._load_s, self._block_s) if self.is_known else (0.0, 0.0)
+        return {"expected_load_seconds": load_s, "expected_block_seconds": block_s}
 
     def worth(
         self, blocks: int, in_flight: int, saved: Callable[[int], float], backlog_s: float, *, is_whole: bool = False

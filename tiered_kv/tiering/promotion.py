@@ -97,7 +97,7 @@ class Promotions:
             promotion.waiters.append(state)
             state.promoting[key] = None
             if promotion.is_try:
-                promotion.guarded.counters.add("too_slow_blocks_total")
+                promotion.guarded.note_too_slow(1, "late")
                 self._fail(promotion, TOO_SLOW)
         return not promotion.is_try
 
@@ -125,18 +125,20 @@ class Promotions:
                 if worth < len(keys):
                     backlog_s += self._cost.of(computed_blocks(keys[worth:]), (state.blocks_before or 0) + worth)
                     if worth or not self._is_tried(promotions, guarded, now_s):
-                        self._refuse(blocks[worth:], guarded, TOO_SLOW)
+                        self._refuse(blocks[worth:], guarded, TOO_SLOW, "cut" if worth else "late")
                         del blocks[worth:]
             keys = [block.key for block in blocks]
             if refusal or (keys and not guarded.submit(keys, blocks, state.req_context, is_promotion=True)):
                 self._refuse(blocks, guarded, refusal)
+            elif keys and self._cost.is_known and (promotions[0].is_try or not guarded.pace.is_known):
+                guarded.counters.add("learning_jobs_total", "try" if promotions[0].is_try else "first")
 
-    def _refuse(self, blocks: Sequence[CPUBlock], guarded: GuardedTier, reason: str) -> None:
-        """Give back blocks that are not loaded."""
-        if reason == TOO_SLOW:
+    def _refuse(self, blocks: Sequence[CPUBlock], guarded: GuardedTier, reason: str, slow_reason: str = "") -> None:
+        """Give back blocks that are not loaded; `slow_reason` says why they are `TOO_SLOW`."""
+        if slow_reason:
             promotions = (self._table[block.key] for block in blocks)
             if asked_for := sum(not promotion.is_ahead for promotion in promotions):
-                guarded.counters.add("too_slow_blocks_total", count=asked_for)
+                guarded.note_too_slow(asked_for, slow_reason)
         for block in blocks:
             self._drop(block, reason)
         self._primary.abandon(blocks)
@@ -251,7 +253,7 @@ class Promotions:
         """Return whether a batch that is too slow is loaded as a try, which no request waits for; count it then."""
         if any(promotion.is_ahead for promotion in promotions) or not guarded.pace.tries(now_s):
             return False
-        guarded.counters.add("too_slow_blocks_total", count=len(promotions))
+        guarded.note_too_slow(len(promotions), "try")
         for promotion in promotions:
             promotion.is_try = True
             self._fail(promotion, TOO_SLOW)

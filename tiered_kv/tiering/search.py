@@ -332,7 +332,7 @@ class Search:
         """
         if state.load_room.get(guarded, 1) > 0:
             return True
-        guarded.counters.add("too_slow_blocks_total")
+        guarded.note_too_slow(1, "cut")
         state.failed.setdefault(key, set()).add(guarded)
         state.failure_reasons.setdefault(key, {})[guarded.number] = TOO_SLOW
         return False
@@ -372,7 +372,7 @@ class Search:
         )
         if not worth:
             state.timed_out[guarded] = Fate.TOO_SLOW
-            guarded.counters.add("too_slow_blocks_total", count=blocks)
+            guarded.counters.add("too_slow_blocks_total", "not_asked", count=blocks)
         return worth
 
     def _fail(self, guarded: GuardedTier, state: RequestState, raised_in: str = "") -> None:

@@ -34,7 +34,6 @@ _NAMES: Final = (
     "loaded_blocks_total",
     "loaded_bytes_total",
     "refused_promotion_blocks_total",
-    "too_slow_blocks_total",
     "expired_jobs_total",
     "late_jobs_total",
     "lookup_timeouts_total",
@@ -42,7 +41,13 @@ _NAMES: Final = (
     "unknown_results_total",
 )
 _DIRECTIONS: Final = ("store", "load")
-_LABELLED: Final = ("submitted_jobs_total", "skipped_blocks_total", "failed_blocks_total")
+_LABELLED: Final = (
+    "submitted_jobs_total",
+    "skipped_blocks_total",
+    "failed_blocks_total",
+    "too_slow_blocks_total",
+    "learning_jobs_total",
+)
 
 
 class TierObserver:
