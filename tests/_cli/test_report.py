@@ -166,6 +166,17 @@ def test_a_replay_writes_a_page_that_says_what_was_measured(tmp_path: Path, caps
     assert re.search("[GM]B/s", found.texts["svg"][1])
 
 
+def test_a_replay_says_which_blocks_were_computed_instead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tier = f"type: nvme, path: {tmp_path / 'kv'}, capacity: 16MiB, store_budget: 8MiB"
+    stack, page = Path(stack_file(tmp_path, tier, capacity="256KiB")), tmp_path / "page.html"
+    stack.write_text(f"{stack.read_text()}prefill: {{tokens_per_s: {1 << 40}}}\n")
+    chats = ["--concurrency", "1", "--requests", "15", *CHATS]
+    assert main(["replay", str(stack), *chats]) == 0
+    assert main(["replay", str(stack), "--report", str(page), *chats]) == 0, "nvme has all blocks"
+    assert "too_slow_blocks_total{late}" in capsys.readouterr().out
+    assert "the load would have ended after the engine had computed the block" in parsed(page).main
+
+
 def test_a_bench_writes_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     stack = stack_file(tmp_path, "type: memory, capacity: 1MiB", "type: memory, name: second, capacity: 128KiB")

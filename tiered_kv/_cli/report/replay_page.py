@@ -42,8 +42,16 @@ _FAILURES: Final[Mapping[str, str]] = {
     "shutdown": "the tier was shut down",
     "exception": "a method of the tier raised an exception",
 }
+_TOO_SLOW: Final[Mapping[str, str]] = {
+    "late": "the load would have ended after the engine had computed the block",
+    "cut": "the blocks before it were loaded, and it would have come too late",
+    "learning": "the tier's times were not known, so only few blocks were loaded",
+    "try": "it was loaded to measure the tier again, and its request did not wait",
+    "not_asked": "the tier was not asked, or had not answered",
+}
 _REASONS: Final = (
     ("misses_total", "Misses: blocks that were asked for and did not come from the tier", SENTENCES),
+    ("too_slow_blocks_total", "Computed instead of loaded: blocks that the engine computes sooner", _TOO_SLOW),
     ("skipped_blocks_total", "Stores that were skipped: blocks that were not offered to the tier", SENTENCES),
     ("failed_blocks_total", "Transfers that failed: blocks that a job did not store or load", _FAILURES),
 )
