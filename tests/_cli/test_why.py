@@ -23,6 +23,7 @@ from tiered_kv.history.fates import SENTENCES, Fate
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.stack_config import load_config
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.tiering.pace import FIRST_LOADS
 
 __all__ = ["obedient_plugin"]
 
@@ -159,6 +160,19 @@ def test_why_asks_the_process(url: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "request r" in shown
     assert "evicted 1" in shown
     assert KEYS[0].hex() in shown
+
+
+def test_why_says_by_which_estimate_a_tier_was_too_slow(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_stack(stack_of(OBEDIENT, prefill={"tokens_per_s": 1 << 40})) as stack, served(stack) as url:
+        for number in range(len(FIRST_LOADS) + 1):
+            put_below(stack, KEYS)
+            Engine(stack.manager).request(KEYS, f"r{number}")
+        estimates = answer(capsys, url, "--last")["estimates"]
+        assert main(["why", url, "--last"]) == 0
+    shown = capsys.readouterr().out
+    assert estimates["cpu"]["compute_block_seconds"] == 16 / (1 << 40)
+    assert estimates["disk"]["expected_load_seconds"] + estimates["disk"]["expected_block_seconds"] > 0.0
+    assert "disk: too_slow 1: the engine computes it sooner than it would have come; now a load takes " in shown
 
 
 def test_a_request_that_is_not_known_is_said_to_be(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,6 +108,7 @@ def explain_query(stack: Observed, query: Mapping[str, Sequence[str]]) -> dict[s
         "tiers": list(stack.history.names),
         "keys": list(_in_slices(map(_described, stack.explain(keys)))),
         "requests": list(_in_slices(_described_request(stack, stack.history, request) for request in requests)),
+        "estimates": stack.manager.estimates(),
         "unexplained_blocks_total": stack.history.dropped_blocks,
     }
 

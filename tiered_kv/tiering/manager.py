@@ -478,6 +478,11 @@ class TieringOffloadingManager(OffloadingManager):
                 counted[name].update(audited)
         return counted
 
+    def estimates(self) -> dict[str, dict[str, float]]:
+        """Return the gauges of the times that decide whether blocks are loaded, by tier. Any thread may call."""
+        of_tiers = {guarded.name: guarded.pace.snapshot() for guarded in self._tiers}
+        return {PRIMARY_NAME: self.cost.snapshot(), **of_tiers}
+
     def disabled_tiers(self) -> set[str]:
         """Return the names of the tiers that are not used any more. Any thread may call."""
         return {guarded.name for guarded in self._tiers if guarded.is_disabled}
