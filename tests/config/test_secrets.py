@@ -24,6 +24,7 @@ from tests.support.secret_hunt import (
 )
 from tiered_kv.cli import main
 from tiered_kv.config.reading import parse_stack_text
+from tiered_kv.config.redaction import foreign_text
 from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import open_stack
@@ -126,3 +127,12 @@ def test_no_syntax_error_repeats_the_file(template: str, tmp_path: Path, capsys:
     captured = capsys.readouterr()
     sheet.note("check", captured.out, captured.err)
     assert sheet.findings() == []
+
+
+def test_a_secret_from_a_variable_is_hidden_in_what_a_server_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_USER", "user-of-a-variable")
+    monkeypatch.setenv("REDIS_PASSWORD", "password-of-a-variable")
+    entry = {"type": "redis", "url": "redis://localhost", "username": "${REDIS_USER}", "password": "${REDIS_PASSWORD}"}
+    (settings,) = load_config({**STACK, "secondary": [entry]}).secondary
+    said = foreign_text("AUTH user-of-a-variable password-of-a-variable", settings.secret_texts())
+    assert said == "AUTH *** ***"

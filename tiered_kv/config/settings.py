@@ -41,7 +41,9 @@ class StrictModel(BaseModel):
                 if isinstance(item, StrictModel):
                     found |= item.secret_texts()
                 else:
-                    found |= texts_in(item) if name in self._from_environment else secrets_in(item, name)
+                    found |= secrets_in(item, name)
+                    if name in self._from_environment:
+                        found |= texts_in(item)
         return found
 
     def shown(self) -> dict[str, object]:
