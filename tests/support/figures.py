@@ -58,6 +58,7 @@ PROOFS: Mapping[str, Proof] = {
     "races": Proof(WRONG_BYTES, "races"),
     "interrupts": Proof(ENGINE, "interrupted calls"),
     "soak": Proof("limits", "seconds"),
+    "paced-load": Proof("slower", "loads of an engine, with a stack and without"),
     "frozen-servers": Proof("waits", "runs with all servers stopped for 30 s"),
     "security": Proof(SECRECY, "checks"),
     "encryption": Proof(SECRECY, "damages and wrong keys"),

@@ -14,10 +14,14 @@ TOO_SLOW: Final = "too_slow"
 """The reason in counters for blocks that are not promoted because the engine computes them sooner."""
 FORGET: Final = 0.9
 """Factor for the weight of earlier loads at each new load: about the last ten matter."""
-FIRST_LOADS: Final = (8, 16, 32)
+FIRST_LOADS: Final = (8, 32)
 """Blocks of the first loads, at most, one load at a time: their different sizes separate the two times."""
-STALL_SHARE: Final = 0.2
+STALL_SHARE: Final = 0.6
 """The part of the time to compute that a request waits longer for each other request that computing would stall."""
+STALLS_MAX: Final = 3.0
+"""The most that all others together add, in times to compute: a short prompt must not wait long for many requests."""
+STALL_S_MAX: Final = 0.3
+"""The most that they add, in seconds: they may have ended by then."""
 CUT_BLOCKS_MIN: Final = 8
 """Blocks from which a part of a prefix is loaded, and the rest computed."""
 RETRY_S: Final = 10.0
@@ -69,9 +73,10 @@ class EngineCost:
     def saved_by(self, blocks: int, before: int = 0) -> float:
         """Return how long a request may wait for `blocks` blocks instead, beyond the backlog.
 
-        It is the time to compute them, and for each request that this would stall a part of it, up to twice the time.
+        It is the time to compute them, and for each request that this would stall a part of it, up to limits.
         """
-        return (1.0 + min(STALL_SHARE * self.stalled, 1.0)) * self.of(blocks, before)
+        compute_s = self.of(blocks, before)
+        return compute_s + min(min(STALL_SHARE * self.stalled, STALLS_MAX) * compute_s, STALL_S_MAX)
 
 
 class Pace:

@@ -136,7 +136,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         answer = self._manager.on_new_request(req_context)
         self._requests.add(req_context.req_id)
-        self._manager.cost.stalled = len(self._requests) - 1
+        self._set_stalled()
         is_whole = answer.policy is OurPolicy.REQUEST_LEVEL
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL if is_whole else OffloadPolicy.CHUNK_LEVEL)
 
@@ -181,6 +181,9 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._uncomputed[req_id] = uncomputed_tokens
         self._set_backlog()
 
+    def _set_stalled(self) -> None:
+        self._manager.cost.stalled = max(0, len(self._requests) - 1)
+
     def _set_backlog(self) -> None:
         cost = self._manager.cost
         if cost.is_known:
@@ -194,13 +197,15 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
             before = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
             before |= {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
             self._meter.begin((tokens, before.get(name, 0)) for name, tokens in scheduled.items())
+        self._requests -= output.finished_req_ids  # `on_request_finished` comes when their stores have ended
+        self._set_stalled()
         left = ((name, tokens - scheduled.get(name, 0)) for name, tokens in self._uncomputed.items())
         self._uncomputed = {name: tokens for name, tokens in left if tokens > 0}
         self._set_backlog()
 
     def on_request_finished(self, req_context: Any) -> None:
         self._requests.discard(req_context.req_id)
-        self._manager.cost.stalled = max(0, len(self._requests) - 1)
+        self._set_stalled()
         self._waiting.pop(req_context.req_id, None)
         self._uncomputed.pop(req_context.req_id, None)
         self._manager.on_request_finished(req_context)
