@@ -197,7 +197,9 @@ def run(directory: Path, mix: Mix, seed: int, disk: float | None) -> Run:
     try:
         began_s = CLOCK()
         for turn in mix.requests(random.Random(seed)):
-            waiting, sent, live = turn.prompts[::-1], {}, set()
+            waiting = turn.prompts[::-1]
+            sent: dict[str, float] = {}
+            live: set[str] = set()
             while waiting or live:
                 while waiting and len(live) < turn.in_flight:
                     prompt = waiting.pop()

@@ -23,6 +23,7 @@ class PacedTier(SecondaryTierManager):
 
     def __init__(self, spec: Any, view: memoryview, tier_type: str, *, bytes_per_s: float) -> None:
         super().__init__(spec, view, tier_type)
+        assert view.strides is not None
         self._block_s = view.strides[0] / bytes_per_s
         self._keys: set[OffloadKey] = set()
         self._stores: deque[tuple[float, JobMetadata]] = deque()

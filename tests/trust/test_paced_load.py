@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ GAIN_MAX = 0.9
 
 
 def test_no_load_takes_longer_than_without_a_stack(tmp_path: Path, profile: Profile, figures: Figures) -> None:
-    options = {
+    options: dict[str, list[Any]] = {
         "mixes": profile.pick(["chats", "all lengths"], list(MIXES)),
         "disks": profile.pick([0.27, 1.0], [0.1, 0.27, 0.4, 1.0, 4.0]),
         "seeds": profile.pick([1], [1, 2, 3]),
