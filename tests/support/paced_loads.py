@@ -54,11 +54,11 @@ def strangers(chance: random.Random) -> Iterator[Turn]:
 
 
 def one_hot_prompt(chance: random.Random) -> Iterator[Turn]:
-    """Half of the prompts begin with the same 6,144 tokens; the others have nothing in common."""
+    """Each eighth prompt begins with the same 6,144 tokens. The others have nothing in common, and push it out."""
     hot = tokens_of(chance, 6144)
-    for turn in range(4):
-        prompts = [hot + tokens_of(chance, 512) if each % 2 else tokens_of(chance, 4096) for each in range(24)]
-        yield Turn([Prompt(f"{turn}-{number}", tokens) for number, tokens in enumerate(prompts)], 6)
+    lengths = [chance.randrange(2048, 6144) for _ in range(96)]
+    prompts = [tokens_of(chance, each) if at % 8 else hot + tokens_of(chance, 512) for at, each in enumerate(lengths)]
+    yield Turn([Prompt(f"{number}", tokens) for number, tokens in enumerate(prompts)], 6)
 
 
 def all_lengths(chance: random.Random) -> Iterator[Turn]:
@@ -83,6 +83,6 @@ MIXES = {
     "more requests than places": Mix(chats(24), {"places": 4}),
     "long answers": Mix(chats(12, first=1024, add=256, answer=256), {"gpu_blocks": 2000}),
     "all lengths": Mix(all_lengths, {"gpu_blocks": 6000}),
-    "one hot prompt": Mix(one_hot_prompt),
+    "one hot prompt": Mix(one_hot_prompt, {"gpu_blocks": 2000}),
     "strangers": Mix(strangers),
 }
