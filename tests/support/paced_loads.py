@@ -75,6 +75,8 @@ class Mix:
     requests: Requests
     engine: Mapping[str, int] = field(default_factory=dict)
     """Arguments of the engine other than the default."""
+    first_token_max: float = 1.05
+    """Of the mean time to the first token without a stack."""
 
 
 MIXES = {
@@ -83,6 +85,8 @@ MIXES = {
     "more requests than places": Mix(chats(24), {"places": 4}),
     "long answers": Mix(chats(12, first=1024, add=256, answer=256), {"gpu_blocks": 2000}),
     "all lengths": Mix(all_lengths, {"gpu_blocks": 6000}),
-    "one hot prompt": Mix(one_hot_prompt, {"gpu_blocks": 2000}),
+    # A load ends within a step, so its request is computed together with the next one: both wait for the longer step,
+    # while all others generate sooner. This is so with hits in the CPU tier alone.
+    "one hot prompt": Mix(one_hot_prompt, {"gpu_blocks": 2000}, first_token_max=1.15),
     "strangers": Mix(strangers),
 }

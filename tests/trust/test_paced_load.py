@@ -18,8 +18,8 @@ from tests.support.vllm_programs import running
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
 PROGRAM = Path(__file__).parents[1] / "integrations" / "vllm_paced_program.py"
-TOTAL_MAX, FIRST_TOKEN_MAX = 1.02, 1.05
-"""Of the times without a stack."""
+TOTAL_MAX = 1.02
+"""Of the time of all requests without a stack."""
 FAST_DISK = 1.0
 GAIN_MAX = 0.9
 """Of chats whose disk reads as fast as the engine computes: their total time."""
@@ -34,7 +34,7 @@ def test_no_load_takes_longer_than_without_a_stack(tmp_path: Path, profile: Prof
     with running("0.32.0", PROGRAM, str(tmp_path / "paced"), json.dumps(options)) as program:
         runs = list(program.messages())
     assert len(runs) == len(options["mixes"]) * len(options["disks"]) * len(options["seeds"])
-    slower = [run for run in runs if run["total"] > TOTAL_MAX or run["first_token"] > FIRST_TOKEN_MAX]
+    slower = [run for run in runs if run["total"] > TOTAL_MAX or run["first_token"] > MIXES[run["mix"]].first_token_max]
     figures.add("paced-load", len(runs), len(runs) - len(slower))
     assert slower == []
     gained = [run for run in runs if run["mix"] == "chats" and run["disk"] >= FAST_DISK]
