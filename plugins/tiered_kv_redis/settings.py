@@ -40,9 +40,12 @@ class RedisSettings(CodecSettings):
     A user and a password in `url` are moved to `username` and `password` when the entry is read.
     """
 
-    unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("capacity", "quota"), "the limit is the server's 'maxmemory', with 'maxmemory-policy allkeys-lru'"
-    )
+    unknown_key_hints: ClassVar[Mapping[str, str]] = {
+        **CodecSettings.unknown_key_hints,
+        **dict.fromkeys(
+            ("capacity", "quota"), "the limit is the server's 'maxmemory', with 'maxmemory-policy allkeys-lru'"
+        ),
+    }
 
     type: str = "redis"
     url: str | None = Field(default=None, description=f"The server: {_URL_ACCEPTED}. Or give `host` and `port`.")

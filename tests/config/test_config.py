@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, SecretStr
 
-from tests.support.stacks import plugged
+from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, plugged
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import parse_stack_text
 from tiered_kv.config.settings import StrictModel, TierSettings
@@ -331,6 +331,15 @@ class TestMistakes:
     )
     def test_a_mistake_in_a_tier_is_reported_the_same_way(self, settings: dict[str, object], message: str) -> None:
         assert message in error_of(vault(**settings))
+
+    @pytest.mark.parametrize("name", ["name_key", "name_key_file"])
+    @pytest.mark.parametrize("tier", [*BUILT_IN_TIERS, "vault"])
+    def test_a_key_for_secret_names_is_refused_with_what_to_do_and_not_shown(self, tier: str, name: str) -> None:
+        entry = {"type": tier, **BUILT_IN_TIERS.get(tier, {"capacity": "1MiB"}), name: "5a5a5a"}
+        message = error_of({**MINIMAL, "secondary": [{**entry, "path": "kv"} if tier in IN_DIRECTORIES else entry]})
+        assert f"secondary.0.{name}: unknown key, with the value ***; Tiered KV no longer computes" in message
+        assert "remove this key" in message
+        assert "examples/keyed_names.py" in message
 
     def test_all_mistakes_are_reported_at_once(self) -> None:
         message = error_of({**vault(ttl="soon", name="cpu"), "block": {"bytes": "big"}})

@@ -20,7 +20,6 @@ ENTRIES: list[tuple[str, dict[str, object]]] = [
     ("tls_cert", {"type": "redis", "host": "h", "tls": True}),
     ("tls_key", {"type": "redis", "host": "h", "tls": True, "tls_cert": "/c"}),
     ("ca_file", {"type": "s3", "bucket": "blocks"}),
-    ("name_key_file", {"type": "memory", "capacity": "1MiB"}),
 ]
 
 

@@ -124,13 +124,6 @@ def test_memory_may_be_given_by_its_address_and_is_the_hosts_again_after_close(p
     assert content(pool, 0) == content(pool, BLOCK_BYTES)
 
 
-def test_names_may_be_keyed(pool: Any, entry: dict[str, object]) -> None:
-    with open_direct(pool, {**entry, "name_key": "ab" * 32}) as tiers:
-        assert tiers.wait("store", make_keys(3), offsets(3)) == [True] * 3
-        assert tiers.wait("load", make_keys(4), offsets(4, TARGET)) == [True] * 3 + [False]
-    assert content(pool, 0, 3) == content(pool, TARGET, 3)
-
-
 def test_blocks_are_found_again_in_the_same_namespace_only(pool: Any, tmp_path: Path) -> None:
     keys = make_keys(3)
     nvme: dict[str, object] = {"type": "nvme", "capacity": "16 MiB", "path": str(tmp_path / "tier")}

@@ -24,6 +24,12 @@ PRINTED: dict[str, list[str]] = {
         "small: {'miss': 12}, misses {'absent': 4, 'evicted': 4, 'reset': 4}",
         "picky: {'miss': 12}, misses {'absent': 4, 'reset': 4, 'admission': 4}",
     ],
+    "keyed_names.py": [
+        "found 0 of 4 blocks, stored 4",
+        "found 4 of 4 blocks, stored 4",
+        "found 0 of 4 blocks, stored 4",
+        "the files contain 0 keys",
+    ],
     "hints.py": [
         "a document: 4 blocks stored",
         "a secret: 0 blocks stored",

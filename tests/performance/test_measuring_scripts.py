@@ -40,7 +40,6 @@ SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
     "nvme_hits.py --workloads chats --sizes 200 800": (["nvme_hits", "hit_rate"], []),
     "write_budgets.py --workloads chats --sizes 2000": (["nvme_hits", "hit_rate"], []),
     "observing_cost.py --rounds 8": ([], ["store", "lookup_hit", "load", "lookup_miss"]),
-    "name_rates.py": (["blake2b_ns"], ["lookup_new_ns", "lookup_known_ns", "lookup_many_new_ns"]),
     f"nvme_rates.py {DIRECTORY} --blocks 512": ([*DIRECTIONS], []),
     f"nvme_rates.py {DIRECTORY} --blocks 2048 --capacity-blocks 1024": (["full_over_empty"], []),
     f"encryption_rates.py {DIRECTORY} --blocks 64 --rounds 1": (

@@ -31,7 +31,6 @@ from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv.tiering.keyed_names import KeyedNames
 
 _CONDITION_WAIT_S = 20.0
 _BLOCKS = 2
@@ -137,8 +136,6 @@ def _use(sheet: Sheet, place: str, stack: Stack, wait_s: float) -> None:
     sheet.note(f"{place}: status", status(stack))
     for name, tier in zip(stack.tier_names, stack.secondary_tiers, strict=True):
         sheet.note(f"{place}: the tier '{name}'", tier, vars(tier), tier.stats())
-        if isinstance(tier, KeyedNames):
-            sheet.note(f"{place}: the tier '{name}' without its names", tier.inner, vars(tier.inner))
         try:
             sheet.note(f"{place}: what '{name}' says of itself", tier.describe())
         except TieredKVError as error:
@@ -341,15 +338,15 @@ def hunt_in_running_stacks(type_name: str, port: int, directory: Path, wait_s: f
     file = directory / "file.pem"
     file.write_text(f"-----BEGIN PRIVATE KEY-----\n{in_file}\n-----END PRIVATE KEY-----\n")
     in_key_file = new_marker()
-    key_file = directory / "name.key"
+    key_file = directory / "a.key"
     key_file.touch(mode=0o600)
     key_file.write_text(in_key_file)
     sheet = Sheet({**markers, "a file's content": in_file, "a key file's content": in_key_file})
     used: set[str] = set()
     fields = model_of(type_name).model_fields
-    by_files: list[dict[str, object]] = [{"name_key_file": str(path)} for path in (key_file, file)]
+    by_files: list[dict[str, object]] = []
     if "encryption" in fields:
-        by_files += [{"encryption": {"key_files": {2: str(path)}, "write_key": 2}} for path in (key_file, file)]
+        by_files = [{"encryption": {"key_files": {2: str(path)}, "write_key": 2}} for path in (key_file, file)]
     own_path = {"path": str(directory / "blocks")} if "path" in fields else {}
     for scene in [*scenes_of(type_name, port, file), *by_files]:
         plain = {**entry_of(type_name), "job_timeout": "2s", **own_path, **scene}

@@ -32,7 +32,6 @@ from tiered_kv.testing.state_machine import OpenStack, make_state_machine
 from tiered_kv.testing.watch import RowLedger, WatchedTier
 from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
-from tiered_kv.tiering.keyed_names import KeyedNames
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv_fs.settings import FsSettings
@@ -90,10 +89,6 @@ def nvme(spec: TierSpec, view: memoryview, directory: Path) -> SecondaryTierMana
 def fs(spec: TierSpec, view: memoryview, directory: Path) -> SecondaryTierManager:
     settings = FsSettings(path=str(directory / spec.name), capacity=1 << 20, threads=2)
     return FsTier(spec, view, spec.name, settings)
-
-
-def keyed_memory(spec: TierSpec, view: memoryview, directory: Path) -> SecondaryTierManager:
-    return KeyedNames(memory(spec, view, directory), bytes(range(32)))
 
 
 Corrupt = Callable[[Path], None]
@@ -192,7 +187,6 @@ EVERY_STACK = {
     "blocking tier": open_stack_over_blocking_tier,
     "memory": open_stack_over(memory),
     "memory, density": open_stack_over(memory, policy="density"),
-    "memory by keyed names": open_stack_over(keyed_memory),
     "nvme": open_stack_over(nvme),
     "fs": open_stack_over(fs),
     "memory over nvme": open_stack_over(memory, nvme),

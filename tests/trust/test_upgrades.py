@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.places import STORED, Place, PlaceOf
 from tests.support.segment_map import PAGE_BYTES, SEGMENT_FIELDS, seal
-from tests.trust.golden.make_golden import FORMS, NAME_KEY, SMALL, SPEC
+from tests.trust.golden.make_golden import FORMS, SMALL, SPEC
 from tiered_kv.errors import FormatError
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_record
@@ -38,7 +38,7 @@ def opened(place: Place, codec: str = "raw", form: str = "", **settings: object)
 
 
 def golden(tier: str, form: str = "", version: int = 1) -> dict[str, bytes]:
-    """Return what a tier of a format version stored; `form` is "encrypted", "keyed", or neither."""
+    """Return what a tier of a format version stored; `form` is "encrypted" or empty."""
     name = f"{tier}-{form}" if form else tier
     texts: dict[str, str] = json.loads((GOLDEN / f"{name}-v{version}.json").read_text())
     return {name: zlib.decompress(base64.b64decode(text)) for name, text in texts.items()}
@@ -65,22 +65,8 @@ def test_what_version_1_stored_loads_byte_for_byte(place_of: PlaceOf, tier: str,
     assert found == [[True] * 4, set(keys), set()][: len(found)]
 
 
-@pytest.mark.trust(note="golden directories with keyed names")
-@pytest.mark.parametrize("tier", ["nvme", "fs"])
-def test_what_version_1_stored_under_names_is_found_with_their_key_alone(place_of: PlaceOf, tier: str) -> None:
-    place, keys = place_of(tier), make_keys(4, "golden raw")
-    place.restore(golden(tier, "keyed"))
-    found = []
-    for name_key in (NAME_KEY, None):
-        rig = opened(place, form="keyed", name_key=name_key)
-        found.append(len(rig.load(keys)))
-        rig.tier.shutdown()
-    assert found == [4, 0]
-
-
-@pytest.mark.parametrize(
-    ("tier", "form"), [*((tier, form) for tier in ("fs", "redis", "s3") for form in ("", "encrypted")), ("fs", "keyed")]
-)
+@pytest.mark.parametrize("form", ["", "encrypted"])
+@pytest.mark.parametrize("tier", ["fs", "redis", "s3"])
 def test_what_is_stored_today_has_the_names_and_bytes_of_version_1(place_of: PlaceOf, tier: str, form: str) -> None:
     """So that version 1's releases, of which some may run beside this one, read it too."""
     stored, place = golden(tier, form), place_of(tier)

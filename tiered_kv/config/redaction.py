@@ -18,7 +18,7 @@ HIDDEN = "***"
 _FOREIGN_CHARACTERS_MAX = 240
 
 _SECRET_NAME = re.compile(
-    r"pass(word|wd|phrase)|secret|token(?!s)|credential|(api|access|private|encryption|account)_?key|"
+    r"pass(word|wd|phrase)|secret|token(?!s)|credential|(api|access|private|encryption|account|name)_?key|"
     r"^(key|key_files|encryption|auth|pass|dsn)$|pwd?$|connection_string|authorization",
     re.IGNORECASE,
 )

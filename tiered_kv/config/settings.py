@@ -11,14 +11,11 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
-    SecretStr,
-    field_validator,
     model_validator,
 )
 
 from tiered_kv.config.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
-from tiered_kv.config.secret_keys import problem_of_key
-from tiered_kv.config.units import Bytes, BytesPerDay, Count, FilePath, Seconds, formatted_setting
+from tiered_kv.config.units import Bytes, BytesPerDay, Count, Seconds, formatted_setting
 from tiered_kv.limits import Take
 
 
@@ -91,6 +88,12 @@ def _shown(value: object, name: str) -> object:
 class TierSettings(StrictModel):
     """The settings that every secondary tier has. A tier's author adds fields in a subclass."""
 
+    unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("name_key", "name_key_file"),
+        "Tiered KV no longer computes secret names: remove this key. Blocks under secret names are not found any more. "
+        "A tier of your own can compute names: see examples/keyed_names.py",
+    )
+
     type: str = Field(min_length=1, description="The tier's type, as `tiered-kv plugins` lists it.")
     name: str = Field(
         default="",
@@ -130,34 +133,15 @@ class TierSettings(StrictModel):
     breaker_cooldown: Seconds = Field(
         default=2.0, gt=0, le=86400, description="How long the breaker stays open before a probe."
     )
-    name_key: SecretStr | None = Field(
-        default=None,
-        description="A secret key for the names of stored blocks, so that they do not show which prompts are stored: "
-        '32 bytes in hexadecimal or base64; write "${NAME_KEY}". Processes with the same key share blocks.',
-    )
-    name_key_file: FilePath | None = Field(
-        default=None,
-        description="File that holds it, closed to other users; instead of `name_key`.",
-    )
 
     def takes(self, block_bytes: int) -> tuple[Take, ...]:
         """Return what an open tier takes of this process's limits at most; its settings are named as in its entry."""
         return ()
 
-    @field_validator("name_key")
-    @classmethod
-    def _name_key_is_one(cls, name_key: SecretStr | None) -> SecretStr | None:
-        problem = "" if name_key is None else problem_of_key(name_key.get_secret_value())
-        if problem:
-            raise ValueError(problem)
-        return name_key
-
     @model_validator(mode="after")
-    def _has_one_admission_and_one_name_key(self) -> Self:
+    def _has_one_admission(self) -> Self:
         if self.admit_after > 1 and self.write_budget is not None:
             raise ValueError("'admit_after' and 'write_budget' both decide what is stored; give one of them")
-        if self.name_key is not None and self.name_key_file is not None:
-            raise ValueError("'name_key' and 'name_key_file' both give the key; give one of them")
         return self
 
     @model_validator(mode="before")

@@ -55,7 +55,7 @@ class DirectTiers:
         block_tokens: Tokens of a block; a part of the namespace's identity.
         wait_s_max: How long blocks may wait for a budget.
         on_removed: Called on the tiers' thread with a tier's name and blocks that are not in that tier any more:
-            evicted, damaged, or missing in a load. Not called for a `reset`, nor for a tier with a `name_key`.
+            evicted, damaged, or missing in a load. Not called for a `reset`.
 
     Raises:
         ValueError: The memory cannot be used, or there is no tier.

@@ -6,14 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping
 
 from tiered_kv.config.redaction import scrub
-from tiered_kv.config.secret_keys import parse_key, read_key_file
 from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.config.validation import suggestion
 from tiered_kv.errors import ConfigError, ResourceError, TieredKVError, TierError, remedy_of
 from tiered_kv.hooks import TierType, hookimpl, tier_plugins, tier_type_of_class
 from tiered_kv.stack_config import tier_settings
 from tiered_kv.tiering.base import SecondaryTierManager
-from tiered_kv.tiering.keyed_names import KeyedNames
 
 _SEED_ARGUMENTS = 3
 """offloading_spec, primary_kv_view, tier_type."""
@@ -55,7 +53,7 @@ class SecondaryTierFactory:
     def create(
         offloading_spec: object, primary_kv_view: memoryview, settings: TierSettings | Mapping[str, object]
     ) -> SecondaryTierManager:
-        """Construct a tier; one whose settings have a name key is wrapped in `KeyedNames`.
+        """Construct a tier.
 
         Args:
             offloading_spec: See `SecondaryTierManager`.
@@ -77,13 +75,12 @@ class SecondaryTierFactory:
             _check_keywords(tier_class, keywords, checked.name)
         elif tier_type.settings is not TierSettings:
             arguments.append(checked)
-        name_key = _name_key(checked)
         try:
             tier = tier_class(*arguments, **keywords)
             # A property of a third-party class may raise; here that names the tier.
             if not all(hasattr(tier, name) for name in ("tier_type", "is_nonblocking", "takes_offsets")):
                 raise TierError(_NO_SUPER, tier=checked.name, operation="open")
-            return tier if name_key is None else KeyedNames(tier, name_key)
+            return tier
         except ResourceError as error:
             reason = str(error)
         except TieredKVError:
@@ -94,21 +91,16 @@ class SecondaryTierFactory:
         raise TierError(reason, tier=checked.name, operation="open")
 
 
-def _name_key(settings: TierSettings) -> bytes | None:
-    if settings.name_key is not None:
-        return parse_key(settings.name_key.get_secret_value())
-    if settings.name_key_file is None:
-        return None
-    return read_key_file(settings.name_key_file, location="name_key_file")
-
-
 def _check_keywords(tier_class: Callable[..., object], keywords: Mapping[str, object], name: str) -> None:
     parameters = list(inspect.signature(tier_class).parameters.values())[_SEED_ARGUMENTS:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     accepted = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+    hints = TierSettings.unknown_key_hints
     unknown = ", ".join(
-        f"'{keyword}'{suggestion(keyword, accepted)}" for keyword in keywords if keyword not in accepted
+        f"'{keyword}'" + (f" ({hints[keyword]})" if keyword in hints else suggestion(keyword, accepted))
+        for keyword in keywords
+        if keyword not in accepted
     )
     if unknown:
         raise ConfigError(

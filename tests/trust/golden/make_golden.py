@@ -2,13 +2,12 @@
 
     python -m tests.trust.golden.make_golden nvme fs redis s3
     python -m tests.trust.golden.make_golden nvme-encrypted fs-encrypted redis-encrypted s3-encrypted
-    python -m tests.trust.golden.make_golden nvme-keyed fs-keyed
 
 A file maps each name in the storage (a path in the directory; a key in hex; an object's name) to its bytes, compressed
-with zlib and in base64. It has four blocks of 512 bytes for each codec of its form: `raw` and `zstd`; the same
-encrypted with `ENCRYPTION`; or `raw` under names by `NAME_KEY`. It needs redis-server for `redis`, and moto's server
-for `s3`. Run it when a format version is raised, never to make a failing test pass: the files of earlier versions stay,
-and so does what reads them. Owners' files, locks and grants are of processes, not of the format, and are left out.
+with zlib and in base64. It has four blocks of 512 bytes for each codec of its form: `raw` and `zstd`; or the
+same encrypted with `ENCRYPTION`. It needs redis-server for `redis`, and moto's server for `s3`. Run it when a format
+version is raised, never to make a failing test pass: the files of earlier versions stay, and so does what reads them.
+Owners' files, locks and grants are of processes, not of the format, and are left out.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from tiered_kv.tiering.base import TierSpec
 VERSION = 1
 SPEC = TierSpec("golden", 512, bytes(range(16)), {"model": "golden", "tenant": "ä"})
 ENCRYPTION = {"keys": {7: "a7" * 32}, "write_key": 7}
-NAME_KEY = bytes(range(32)).hex()
 SMALL: Mapping[str, Mapping[str, object]] = {"nvme": {"capacity": "1MiB", "segment": "32KiB"}}
 """Settings by the tier's type, so that little is stored."""
 
@@ -49,7 +47,6 @@ FORMS = {
     "encrypted": Form(
         {"aes-256-gcm": block_content, "zstd+aes-256-gcm": compressible_content}, {"encryption": ENCRYPTION}
     ),
-    "keyed": Form({"raw": block_content}, {"name_key": NAME_KEY}),
 }
 
 
