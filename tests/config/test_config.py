@@ -290,7 +290,7 @@ class TestMistakes:
             ({"primary": {"capacity": "1MiB", "huge_pages": "x"}}, "huge_pages: expected true or false, found 'x'"),
             (
                 {"primary": {"capacity": "1MiB", "policy": "lruu"}},
-                "primary.policy: expected lru, arc, s3fifo, density, or 'module",
+                "primary.policy: expected lru, arc, density, or 'module",
             ),
             ({"version": 2}, "version: expected 1, found 2"),
             ({"primary": {"capacity": "100KiB"}}, "primary.capacity: expected room for at least 2 blocks of 64KiB"),

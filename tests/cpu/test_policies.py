@@ -13,11 +13,10 @@ from tiered_kv.cpu.policies import CachePolicy, RequestChain, make_policy
 from tiered_kv.cpu.policies.arc import ARCPolicy
 from tiered_kv.cpu.policies.density import DensityPolicy
 from tiered_kv.cpu.policies.lru import LRUPolicy
-from tiered_kv.cpu.policies.s3fifo import S3FIFOPolicy
 from tiered_kv.errors import ConfigError
 
-POLICIES = [LRUPolicy, ARCPolicy, S3FIFOPolicy, DensityPolicy]
-BY_RECENCY = [LRUPolicy, ARCPolicy, S3FIFOPolicy]
+POLICIES = [LRUPolicy, ARCPolicy, DensityPolicy]
+BY_RECENCY = [LRUPolicy, ARCPolicy]
 
 
 def make_blocks(count: int, first: int = 0) -> list[CPUBlock]:
@@ -156,14 +155,14 @@ def test_arc_gives_up_no_head_before_the_tail_of_an_older_request() -> None:
 
 
 def test_a_policy_is_found_by_name_or_by_module_and_class() -> None:
-    assert [type(make_policy(name, 4)) for name in ("lru", "arc", "s3fifo", "density")] == POLICIES
+    assert [type(make_policy(name, 4)) for name in ("lru", "arc", "density")] == POLICIES
     assert isinstance(make_policy("tiered_kv.cpu.policies.lru:LRUPolicy", 4), LRUPolicy)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_such_policy", "known are lru, arc, s3fifo, density"),
+        ("no_such_policy", "known are lru, arc, density"),
         ("no_such_module:X", "cannot import"),
         ("json:dumps", "not a subclass"),
         ("tiered_kv.cpu.policies.base:CachePolicy", "with all of its methods"),

@@ -32,6 +32,8 @@ from tiered_kv.workload.trace import read_trace
 
 BLOCK_BYTES = 8
 BOUND = "bound"
+OTHERS = {"s3fifo": "tests.performance.s3fifo:S3FIFOPolicy"}
+"""Policies that are not built in."""
 
 Prompt = Sequence[int]
 """The ids of a prompt's blocks, in the order of the prefix."""
@@ -46,7 +48,8 @@ def hits_of(prompts: Sequence[Prompt], policy: str, num_blocks: int) -> int:
 
 
 def open_manager(policy: str, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> CPUOffloadingManager:
-    return CPUOffloadingManager(CPUBackend(PrimaryRegion(num_blocks, BLOCK_BYTES)), policy, clock=clock)
+    backend = CPUBackend(PrimaryRegion(num_blocks, BLOCK_BYTES))
+    return CPUOffloadingManager(backend, OTHERS.get(policy, policy), clock=clock)
 
 
 def serve(manager: CPUOffloadingManager, ids: Prompt, context: ReqContext) -> int:

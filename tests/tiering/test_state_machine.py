@@ -179,7 +179,6 @@ def run(open_stack: OpenStack, examples: int) -> None:
 EVERY_STACK = {
     "no tier, lru": open_stack_over(),
     "no tier, arc": open_stack_over(policy="arc"),
-    "no tier, s3fifo": open_stack_over(policy="s3fifo"),
     "no tier, density": open_stack_over(policy="density"),
     "smallest tier": open_stack_over(smallest),
     "smallest tier with reset, lru": open_stack_over(smallest_with_reset),

@@ -1,4 +1,4 @@
-"""Recency by request: the order that `lru`, `arc` and `s3fifo` are built from.
+"""Recency by request: the order that `lru` and `arc` are built from.
 
 In an LRU list of blocks, each use of a request would have to move all of its blocks, so that the tail goes before the
 head. Here the list contains *chains*, one for each request. A chain is a stack of the blocks that its request was the

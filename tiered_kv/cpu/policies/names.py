@@ -7,7 +7,6 @@ from typing import Final
 BUILT_IN_POLICIES: Final = {
     "lru": "tiered_kv.cpu.policies.lru:LRUPolicy",
     "arc": "tiered_kv.cpu.policies.arc:ARCPolicy",
-    "s3fifo": "tiered_kv.cpu.policies.s3fifo:S3FIFOPolicy",
     "density": "tiered_kv.cpu.policies.density:DensityPolicy",
 }
 """The class of each name that a stack's file may give; it is imported when a primary tier is made."""

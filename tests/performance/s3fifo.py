@@ -1,5 +1,7 @@
 """S3-FIFO, by request: a small queue for new blocks, and a main queue for blocks that were used again.
 
+`policy_hits.py` compares the policies with it.
+
 After J. Yang, Y. Zhang, Z. Qiu, Y. Yue and R. Vigfusson, "FIFO Queues are All You Need for Cache Eviction" (SOSP 2023).
 Most blocks are never used again, and pass through the small queue only. The paper's queues keep the order of arrival,
 and reinsert a used block when it would be evicted. Here a used block belongs to the request that used it last, so it
