@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Sequence
 
 from tiered_kv import __version__
-from tiered_kv._cli.completion import COMPLETING, PrintCompletion, answer_shell, words_so_far
 from tiered_kv._cli.output import Status
 from tiered_kv.config.redaction import scrub
 from tiered_kv.errors import TieredKVError
@@ -36,8 +35,8 @@ _EPILOG = """examples:
       all options of a verb, with examples
   tiered-kv check stack.yaml
       is the file right, and does every tier open here?
-  tiered-kv --print-completion bash > ~/.local/share/bash-completion/completions/tiered-kv
-      complete verbs, options and files with the TAB key
+  eval "$(register-python-argcomplete tiered-kv)"
+      complete verbs, options and files with the TAB key (extra: completion)
 
 exit status:
   0    all is well
@@ -66,8 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    if COMPLETING in os.environ:
-        answer_shell(_parser(words_so_far()))
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for the words that complete a line
+        import argcomplete
+
+        argcomplete.autocomplete(_parser(os.environ["COMP_LINE"].split()))  # which exits
     args, unknown = _parser(sys.argv[1:] if argv is None else argv).parse_known_args(argv)
     if unknown:
         args.parser.error(f"unknown arguments: {' '.join(unknown)}")
@@ -89,7 +90,6 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"tiered-kv {__version__}")
-    parser.add_argument("--print-completion", action=PrintCompletion, help="print what makes this shell complete words")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for verb, about in _VERBS.items():
         sub = verbs.add_parser(verb, help=about, formatter_class=argparse.RawDescriptionHelpFormatter)
