@@ -42,9 +42,8 @@ def blocks(request: str, count: int, first: int = 0) -> list[CPUBlock]:
     return made
 
 
-def budget_of(hour_blocks: int, clock: Clock, capacity_blocks: int | None = None) -> WriteBudget:
-    capacity_bytes = None if capacity_blocks is None else capacity_blocks * BLOCK_BYTES
-    return WriteBudget(hour_blocks * BLOCK_BYTES, BLOCK_BYTES, capacity_bytes, clock)
+def budget_of(hour_blocks: int, clock: Clock) -> WriteBudget:
+    return WriteBudget(hour_blocks * BLOCK_BYTES, BLOCK_BYTES, clock)
 
 
 OFFERS = st.lists(
@@ -77,7 +76,7 @@ def test_it_begins_used_up_and_unused_budget_adds_up_to_an_hour() -> None:
 
 def test_moved_blocks_count_from_the_next_minute_on() -> None:
     clock, moved = Clock(), iter((0, 5000, 7000, 0))
-    budget = WriteBudget(100 * WINDOW_MINUTES * BLOCK_BYTES, BLOCK_BYTES, None, clock, lambda: next(moved))
+    budget = WriteBudget(100 * WINDOW_MINUTES * BLOCK_BYTES, BLOCK_BYTES, clock, lambda: next(moved))
     stored = []
     for pause_s in (HOUR_S, 60, 60, 2 * HOUR_S):
         clock.now_s += pause_s
@@ -181,11 +180,10 @@ def test_behind_a_refused_promoted_block_nothing_is_stored(make_bench: MakeBench
         bench.clock.advance(600)
 
 
-@pytest.mark.parametrize("capacity_blocks", [None, 500, 50_000])
-def test_it_goes_to_the_requests_that_return(capacity_blocks: int | None) -> None:
+def test_it_goes_to_the_requests_that_return() -> None:
     """Half of the requests go on from others and return in an hour; half are new and never do."""
     clock, chance = Clock(), random.Random(7)
-    budget = budget_of(1200, clock, capacity_blocks)
+    budget = budget_of(1200, clock)
     stored = {"new": 0, "next": 0}
     for number in range(2400):
         clock.now_s += 10

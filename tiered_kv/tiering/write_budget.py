@@ -26,8 +26,6 @@ FORGET: Final = 0.98
 """Factor for the counted returns each minute: they halve in half an hour."""
 PRIOR_BLOCKS: Final = 64.0
 """Weight, in blocks, of the prior in each group: its blocks return as often as those of all groups."""
-LIFETIMES: Final = 11
-"""Lifetime classes, two for each doubling. The first ends when as many blocks were offered as the tier holds."""
 OFFERS_MAX: Final = 1 << 16
 """Offers that are remembered, in about 20 MiB."""
 REQUESTS_MAX: Final = 1 << 14
@@ -52,9 +50,7 @@ def admission_of(
     """Return the admission of a tier with these settings; the other arguments are those of `WriteBudget`."""
     if settings.write_budget is None:
         return Admission(settings.admit_after)
-    capacity = getattr(settings, "capacity", None)  # of any type in a third-party tier's settings
-    capacity_bytes = capacity if isinstance(capacity, int) else None
-    return WriteBudget(settings.write_budget // HOURS_A_DAY, block_bytes, capacity_bytes, clock, moved_blocks)
+    return WriteBudget(settings.write_budget // HOURS_A_DAY, block_bytes, clock, moved_blocks)
 
 
 @dataclass(slots=True)
@@ -65,8 +61,6 @@ class _Offer:
     count: int
     place: int
     """The sample's index in the offer."""
-    since: int
-    """How many blocks had been offered before."""
     is_stored: bool
     is_held: bool = False
     """Refused, and later used in the primary tier."""
@@ -97,13 +91,11 @@ class WriteBudget(Admission):
     are refused: without that block they are worthless.
 
     Each block belongs to a group. The budget learns how many blocks of each group are asked for again after the primary
-    tier has lost them (*returns*). Each minute it chooses the groups with most returns. It uses less than the budget if
-    that brings more hits, because blocks then stay in the tier for longer.
+    tier has lost them (*returns*). Each minute it chooses the groups with most returns.
 
     Args:
         hour_bytes: The most bytes that may be stored in an hour.
         block_bytes: Bytes of a block.
-        capacity_bytes: Capacity of the tier; None if unknown.
         clock: Seconds of a monotonic clock.
         moved_blocks: Returns how many blocks the tier has relocated, and so written again, since it was opened.
     """
@@ -111,24 +103,17 @@ class WriteBudget(Admission):
     reason = "write_budget"
 
     def __init__(
-        self,
-        hour_bytes: int,
-        block_bytes: int,
-        capacity_bytes: int | None,
-        clock: Callable[[], float],
-        moved_blocks: Callable[[], int] = lambda: 0,
+        self, hour_bytes: int, block_bytes: int, clock: Callable[[], float], moved_blocks: Callable[[], int] = lambda: 0
     ) -> None:
         super().__init__(admit_after=1)
         self.hour_bytes = hour_bytes
         self._block_bytes = block_bytes
-        self._capacity_blocks = None if capacity_bytes is None else max(1, capacity_bytes // block_bytes)
         self._clock = clock
         self._moved_blocks, self._moved = moved_blocks, 0  # as of this minute's beginning
         self._minute = int(clock() // MINUTE_S)
         a_minute = hour_bytes // WINDOW_MINUTES
-        self._stored_bytes = deque(
-            [a_minute] * (WINDOW_MINUTES - 1) + [0]
-        )  # in each of the last minutes, including moved blocks
+        # In each of the last minutes, with moved blocks.
+        self._stored_bytes = deque([a_minute] * (WINDOW_MINUTES - 1) + [0])
         self.room_bytes = hour_bytes - sum(self._stored_bytes)
         """Bytes that may be stored now; negative if the tier has moved more than that."""
         self._requests: OrderedDict[str, _Request] = OrderedDict()
@@ -137,12 +122,10 @@ class WriteBudget(Admission):
         self._decided = 0  # requests with new blocks
         self._position_mean = self._count_mean = 0.0
         self._minutes_seen = 0
-        self._offered_before = 0  # this minute
-        self._rate = 0.0  # blocks a minute
         self._wanted = [0] * GROUPS  # blocks offered in this minute, without those after a refused one
         self._rates = [0.0] * GROUPS  # of `_wanted`, in blocks a minute
         self._seen = [0.0] * GROUPS  # blocks offered, with decay
-        self._returned = [[0.0] * LIFETIMES for _ in range(GROUPS)]  # by the lifetime that a hit needs
+        self._returned = [0.0] * GROUPS  # blocks that were asked for again, with decay
         self._parts = [1.0] * GROUPS  # the part of each group that is admitted
         self._due = [0.0] * GROUPS  # accumulated parts: a request is admitted at 1
 
@@ -171,37 +154,34 @@ class WriteBudget(Admission):
     def again(self, loaded: list[CPUBlock], req_id: str) -> list[CPUBlock]:
         """Return the loaded blocks that were refused before."""
         places: set[int] = set()
-        for place in [place for place, block in enumerate(loaded) if block.key in self._offers]:
-            offer = self._offers[loaded[place].key]
-            if not offer.is_stored:
+        for place, block in enumerate(loaded):
+            offer = self._offers.get(block.key)
+            if offer is not None and not offer.is_stored:
                 offer.is_held = True
                 start = place - offer.place
                 places.update(range(max(start, 0), min(start + offer.count, len(loaded))))
         return [loaded[place] for place in sorted(places)]
 
     def _request(self, req_id: str) -> _Request:
-        request = self._requests.get(req_id)
-        if request is None:
-            request = _Request()
-            if req_id:
-                self._requests[req_id] = request
-                if len(self._requests) > REQUESTS_MAX:
-                    self._requests.popitem(last=False)
+        if not req_id:
+            return _Request()
+        request = self._requests.setdefault(req_id, _Request())
+        if len(self._requests) > REQUESTS_MAX:
+            self._requests.popitem(last=False)
         return request
 
     def _known(self, offered: Sequence[CPUBlock]) -> tuple[int, int]:
         """Return how many blocks at the head of an offer were offered before, and their group."""
         is_promoted = bool(offered and offered[0].source)
         known, group = len(offered) if is_promoted else 0, HELD if is_promoted else LOST
-        for place in [place for place, block in enumerate(offered) if block.key in self._offers]:
-            offer = self._offers.pop(offered[place].key, None)
-            if offer is None:  # the key stands twice in the offer
-                continue
-            known = max(known, place - offer.place + offer.count)
-            if offer.is_held:
-                group = HELD
-            else:
-                self._count_return(offer)
+        for place, block in enumerate(offered):
+            if block.key in self._offers:
+                offer = self._offers.pop(block.key)
+                known = max(known, place - offer.place + offer.count)
+                if offer.is_held:
+                    group = HELD
+                else:
+                    self._count_return(offer)
         return min(known, len(offered)), group
 
     def _group_of(self, position: int, count: int) -> int:
@@ -229,7 +209,7 @@ class WriteBudget(Admission):
         self._offered += total
         self._seen[group] += total
         place = self._offered % total
-        self._offers[offered[place].key] = _Offer(group, total, place, self._offered, place < count)
+        self._offers[offered[place].key] = _Offer(group, total, place, place < count)
         if len(self._offers) > OFFERS_MAX:
             self._offers.popitem(last=False)
         return count
@@ -242,14 +222,7 @@ class WriteBudget(Admission):
     def _count_return(self, offer: _Offer) -> None:
         if not offer.has_returned:
             offer.has_returned = True
-            self._returned[offer.group][self._lifetime(self._offered - offer.since)] += offer.count
-
-    def _lifetime(self, age_blocks: int) -> int:
-        """Return the shortest lifetime class in which a tier keeps a block while `age_blocks` others are offered."""
-        number, capacity = 0, float(self._capacity_blocks or age_blocks + 1)
-        while age_blocks > capacity and number < LIFETIMES - 1:
-            number, capacity = number + 1, capacity * 2**0.5
-        return number
+            self._returned[offer.group] += offer.count
 
     def snapshot(self) -> Mapping[str, int]:
         return {"write_budget_bytes": self.hour_bytes, "write_budget_used_bytes": self.hour_bytes - self.room_bytes}
@@ -268,41 +241,20 @@ class WriteBudget(Admission):
         self._charge(self._moved - before)
         self._minutes_seen += passed
         weight = max(1 - (1 - RATE_WEIGHT) ** passed, passed / self._minutes_seen)
-        rates = self._rates
         for group, blocks in enumerate(self._wanted):
-            rates[group] += weight * (blocks / passed - rates[group])
-        self._rate += weight * ((self._offered - self._offered_before) / passed - self._rate)
-        self._wanted, self._offered_before = [0] * GROUPS, self._offered
+            self._rates[group] += weight * (blocks / passed - self._rates[group])
+        self._wanted = [0] * GROUPS
         self._plan()
         self._seen = [FORGET * blocks for blocks in self._seen]
-        self._returned = [[FORGET * blocks for blocks in group] for group in self._returned]
+        self._returned = [FORGET * blocks for blocks in self._returned]
 
     def _plan(self) -> None:
-        """Choose the part of each group that is admitted in the next minute, for the most hits."""
+        """Choose the part of each group that is admitted in the next minute: the groups with most returns first."""
         ahead_bytes = max(0, self.room_bytes + sum(islice(self._stored_bytes, AHEAD_MINUTES)))
-        most = min(self._rate, ahead_bytes / AHEAD_MINUTES / self._block_bytes)
-        best = 0.0
-        for lifetime in range(LIFETIMES if self._capacity_blocks else 1):
-            hits, parts = self._chosen(min(most, self._rate * 2 ** (-lifetime / 2)))
-            if hits > best or not lifetime:
-                best, self._parts = hits, parts
-
-    def _chosen(self, blocks: float) -> tuple[float, list[float]]:
-        """Return the expected hits a minute if `blocks` a minute are admitted, and the admitted part of each group."""
-        lifetime = 0
-        while lifetime < LIFETIMES - 1 and blocks * 2 ** ((lifetime + 1) / 2) <= self._rate:
-            lifetime += 1
-        returned = [sum(group[: lifetime + 1]) for group in self._returned]
-        mean = sum(returned) / max(1.0, sum(self._seen))
-        values = [
-            (count + PRIOR_BLOCKS * mean) / (seen + PRIOR_BLOCKS)
-            for count, seen in zip(returned, self._seen, strict=True)
-        ]
-        hits, parts = 0.0, [1.0] * GROUPS
-        for group in sorted(range(GROUPS), key=values.__getitem__, reverse=True):
-            admitted = self._rates[group]
-            if admitted > blocks + 1e-6:  # the sum of all rates may be a little more than that of all blocks
-                parts[group], admitted = blocks / admitted, blocks
-            hits += admitted * values[group]
-            blocks -= admitted
-        return hits, parts
+        left = ahead_bytes / AHEAD_MINUTES / self._block_bytes  # blocks a minute
+        prior = PRIOR_BLOCKS * sum(self._returned) / max(1.0, sum(self._seen))
+        value = [(self._returned[group] + prior) / (self._seen[group] + PRIOR_BLOCKS) for group in range(GROUPS)]
+        for group in sorted(range(GROUPS), key=value.__getitem__, reverse=True):
+            rate = self._rates[group]
+            self._parts[group] = 1.0 if rate <= left else left / rate
+            left = max(0.0, left - rate)
