@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.metrics.counters import LABELS_MAX, OTHER, Counters, flat_counts
 from tiered_kv.metrics.histogram import INFINITY, Histogram, quantile
-from tiered_kv.metrics.step_timer import EVERY_STEPS, StepTimer
+from tiered_kv.metrics.step_timer import EVERY_STEPS, StepTimer, timed
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
@@ -60,42 +59,38 @@ def test_labels_from_elsewhere_are_bounded() -> None:
 
 
 class Calls:
-    """An object whose methods are called in steps."""
+    """An object whose methods are called in steps, each for some seconds."""
 
     def __init__(self) -> None:
-        self.timer = StepTimer(self, time.monotonic)
+        self.now_s = 0.0
+        self.step_timer = StepTimer(lambda: self.now_s)
 
-    def lookup(self) -> bool:
-        return True
+    def lookup(self) -> None:
+        self.now_s += 1
+
+    @timed
+    def touch(self) -> None:
+        self.now_s += 2
+
+    @timed
+    def complete_load(self) -> None:
+        self.touch()
+        self.now_s += 4
 
     def on_schedule_end(self) -> None:
-        self.lookup()
-        self.timer.count_step()
-
-    def __getattr__(self, name: str) -> object:
-        return lambda: None
+        began_s = self.now_s
+        self.now_s += 8
+        self.step_timer.end_step(began_s)
 
 
-def test_one_step_of_several_is_timed_and_the_others_run_as_they_are() -> None:
+def test_the_calls_of_one_step_of_several_are_timed_once_each_without_lookups_of_one_key() -> None:
     calls = Calls()
-    timed = []
-    for step in range(3 * EVERY_STEPS):
+    for _ in range(3 * EVERY_STEPS):
         calls.lookup()
-        if "lookup" in vars(calls):
-            timed.append(step)
+        calls.touch()
+        calls.complete_load()
         calls.on_schedule_end()
-    assert timed == [EVERY_STEPS, 2 * EVERY_STEPS]
-    assert calls.timer.seconds.snapshot()["count"] == 2
-
-
-def test_a_wrapper_that_was_replaced_meanwhile_is_left_alone() -> None:
-    calls = Calls()
-    for _ in range(EVERY_STEPS):
-        calls.on_schedule_end()
-    replaced = vars(calls)["lookup"] = lambda: False
-    calls.on_schedule_end()
-    assert vars(calls)["lookup"] is replaced
-    assert "on_schedule_end" not in vars(calls)
+    assert {name: calls.step_timer.seconds.snapshot()[name] for name in ("count", "sum")} == {"count": 2, "sum": 32.0}
 
 
 def test_restored_tokens_are_those_of_the_group_that_loads_most() -> None:

@@ -107,7 +107,7 @@ def unmeasured() -> Iterator[None]:
     def nothing(*_: object) -> None:
         return
 
-    with mock.patch.object(StepTimer, "count_step", nothing), mock.patch.object(TierMeasures, "add_job", nothing):
+    with mock.patch.object(StepTimer, "end_step", nothing), mock.patch.object(TierMeasures, "add_job", nothing):
         yield
 
 

@@ -45,7 +45,11 @@ MANAGER: Final = {
     "forgotten_requests_total": Metric("Requests that were never finished, and were forgotten."),
     "hinted_requests_total": Metric("Requests that came with hints."),
     "refused_hints_total": Metric("Requests whose hints could not be read."),
-    "step_seconds": Metric("Seconds that the manager took of a scheduler step, in one step of 128.", (), SHORT_SECONDS),
+    "step_seconds": Metric(
+        "Seconds of a scheduler step that the manager took, without lookups of one key, in one step of 128.",
+        (),
+        SHORT_SECONDS,
+    ),
     # Of the history.
     "blocks_total": Metric("Blocks that requests asked for.", ("result",)),
     "ghost_hits_total": Metric("Blocks used that the tier would have had at another size.", ("size",)),

@@ -22,7 +22,7 @@ from tiered_kv.history.fates import Fate
 from tiered_kv.history.history import BlockHistory
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.notices import Notices
-from tiered_kv.metrics.step_timer import StepTimer
+from tiered_kv.metrics.step_timer import StepTimer, timed
 from tiered_kv.pauses import PAUSES_MAX, STEP
 from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
@@ -114,7 +114,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._audit = Audit(audit, primary, self._tiers, clock, self._withhold) if audit else None
         self._prefetches = Prefetches(self, primary, self._promotions, self._search)
         self._observer = Observer(primary, self._tiers, self._search, history, event_sink, block_tokens)
-        self._timer = StepTimer(self, clock)
+        self.step_timer = StepTimer(clock)
         self._is_closed = False
 
     # Lookups.
@@ -141,6 +141,7 @@ class TieringOffloadingManager(OffloadingManager):
             return self._search.skip((key,), req_context)[0]
         return TieringOffloadingManager.lookup(self, key, req_context)
 
+    @timed
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return `lookup` of each key, in order; cheaper than one call for each key."""
         STEP.pauses_left = PAUSES_MAX
@@ -199,6 +200,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     # The engine's transfers.
 
+    @timed
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         STEP.pauses_left = PAUSES_MAX
         spec = self.primary.prepare_load(keys, req_context)
@@ -212,6 +214,7 @@ class TieringOffloadingManager(OffloadingManager):
                 state.keys.update(dict.fromkeys(keys))
         return spec
 
+    @timed
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary.complete_load(keys, req_context)
         if self._counting_tiers and self.primary.hints_of(req_context).skips_store:
@@ -227,6 +230,7 @@ class TieringOffloadingManager(OffloadingManager):
             again = guarded.admission.again(ready, req_context.req_id)
             self._cascade.offer(again, (guarded,), self._context_of(req_context))
 
+    @timed
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         STEP.pauses_left = PAUSES_MAX
         output = self.primary.prepare_store(keys, req_context)
@@ -242,6 +246,7 @@ class TieringOffloadingManager(OffloadingManager):
             return self._audit.prepare(keys, output, req_context)
         return output
 
+    @timed
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         written = self.primary.written_blocks(keys, req_context)
         state = self._requests.get(req_context)
@@ -260,6 +265,7 @@ class TieringOffloadingManager(OffloadingManager):
             if state.is_finished and state.stores_pending <= 0 and not state.unready:
                 self._end_request(state)
 
+    @timed
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary.touch(keys, req_context)
         state = self._requests.get(req_context)
@@ -270,6 +276,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     # Requests and steps.
 
+    @timed
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self.primary.is_outdated(req_context):
             self.on_request_finished(req_context)  # the id is used again
@@ -295,6 +302,7 @@ class TieringOffloadingManager(OffloadingManager):
         policy = OffloadPolicy.REQUEST_LEVEL if state.request_level else OffloadPolicy.BLOCK_LEVEL
         return RequestOffloadingContext(policy)
 
+    @timed
     def on_request_finished(self, req_context: ReqContext) -> None:
         if self._audit is not None:
             self._audit.finish(req_context)
@@ -316,15 +324,16 @@ class TieringOffloadingManager(OffloadingManager):
             self._end_request(state)
 
     def on_schedule_end(self) -> None:
+        began_s = self._clock()
         self._prefetches.ask()
         self._submit()
         self.poll()
         self.primary.on_schedule_end()
         self._observer.publish()
         STEP.end()
-        self._timer.count_step()
         if self._audit is not None and self._audit.stopped:
             self._stop_audited_tiers(self._audit.stopped)
+        self.step_timer.end_step(began_s)
 
     def poll(self) -> None:
         """Process finished jobs and passed deadlines; part of `on_schedule_end`."""
@@ -469,7 +478,7 @@ class TieringOffloadingManager(OffloadingManager):
             "promotion_blocks": self._promotions.blocks_taken,
             "released_holds_total": self._promotions.released_holds,
             "forgotten_requests_total": self._requests.forgotten,
-            "step_seconds": self._timer.seconds.snapshot(),
+            "step_seconds": self.step_timer.seconds.snapshot(),
         }
         counted = {PRIMARY_NAME: of_primary, **{guarded.name: guarded.snapshot() for guarded in self._tiers}}
         self._observer.add_counts(counted)
