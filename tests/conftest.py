@@ -24,9 +24,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 from tests.support.figures import FIGURES, Figures, Profile
 from tests.support.stacks import Register, ReplaceModule
-from tiered_kv.testing.clock import ManualClock
-from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.leaks import Footprint, left_behind
+from tiered_kv.testing.control import Footprint, Gate, ManualClock, left_behind
 from tiered_kv.tiering.factory import SecondaryTierFactory
 
 # "repeatable" fails the same way on every machine; HYPOTHESIS_PROFILE=explore looks for what it misses. Neither

@@ -10,7 +10,7 @@ from tiered_kv.abstract import OffloadingManager, PrefixOffloadingManager
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 NUM_BLOCKS = 16

@@ -20,7 +20,7 @@ from tiered_kv import __version__
 from tiered_kv.cli import main
 from tiered_kv.cpu.policies.lru import LRUPolicy
 from tiered_kv.hooks import PluginReport, tier_plugins
-from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import JobMetadata
 
 ROOT = Path(__file__).parents[1]

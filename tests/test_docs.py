@@ -17,8 +17,7 @@ from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, Register, stack
 from tiered_kv.metrics.counters import count_of, flat_counts
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.faults import FailingTier
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.rig import FourMethodTier, make_keys
 from tiered_kv.toolkit.jobs import failure_reason
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import replay

@@ -19,9 +19,9 @@ from tests.support.threads import no_threads
 from tiered_kv import interrupts
 from tiered_kv.errors import ShutdownError
 from tiered_kv.stack import open_stack
+from tiered_kv.testing.control import Gate
 from tiered_kv.testing.faults import HeldJobsTier
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import TierSpec
 
 MEMORY: dict[str, object] = {"type": "memory", "capacity": "1 MiB", **PATIENT}

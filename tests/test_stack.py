@@ -22,11 +22,9 @@ from tiered_kv.facade import Blocks
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack import Stack, open_region, open_stack
 from tiered_kv.stack_config import load_config
+from tiered_kv.testing.control import Gate, wait_until
 from tiered_kv.testing.faults import HeldJobsTier
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.rig import FourMethodTier, make_keys
 from tiered_kv.tiering.base import TierSpec
 
 BLOCK_BYTES = 4096

@@ -17,7 +17,7 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.hooks import TierType
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.damage import Kind, record_damages
-from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.toolkit.administration import (
     Ages,
     Purged,

@@ -19,7 +19,7 @@ from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import TierType
-from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.toolkit.administration import Purged, StoredNamespace, Survey, TierAdministration, matching_description
 
 IDENTITY = Namespace(model="test").identify(block_bytes=4096, block_tokens=16)

@@ -23,8 +23,8 @@ from tiered_kv._cli.report.samples import SAMPLES_MAX, Sampler
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
 from tiered_kv.stack_config import StackConfig, load_config
-from tiered_kv.testing.clock import ManualClock
-from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.control import ManualClock
+from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.tally import Tally

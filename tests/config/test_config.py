@@ -34,7 +34,7 @@ from tiered_kv.cpu.policies.names import BUILT_IN_POLICIES
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import TierType
 from tiered_kv.stack_config import StackConfig, load_config, stack_schema
-from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.rig import FourMethodTier
 
 MINIMAL: dict[str, object] = {
     "namespace": {"model": "m"},

@@ -26,13 +26,10 @@ from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers, thread
 from tiered_kv.errors import ConfigError, ShutdownError
 from tiered_kv.metrics.counters import count_of
-from tiered_kv.testing.faults import FailingTier, HangingTier, HeldJobsTier
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.lies import Lie, LyingTier
-from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.control import Gate, wait_until
+from tiered_kv.testing.faults import FailingTier, HangingTier, HeldJobsTier, Lie, LyingTier
+from tiered_kv.testing.rig import FourMethodTier, make_keys
 from tiered_kv.testing.s3_servers import moto_server
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit import Outcome
 from tiered_kv_memory.tier import MemoryTier
 

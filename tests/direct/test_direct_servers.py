@@ -10,9 +10,9 @@ import pytest
 from tests.direct.conftest import BLOCK_BYTES, offsets, open_direct
 from tests.support.redis_servers import redis_server
 from tests.support.s3_entries import s3_entry
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.s3_servers import moto_server
-from tiered_kv.testing.waiting import wait_until
 
 __all__ = ["moto_server", "redis_server"]
 

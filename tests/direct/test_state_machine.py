@@ -17,10 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.direct.conftest import WAIT_S, memory_tier, open_direct
 from tests.support.stacks import PATIENT
 from tiered_kv.base import OffloadKey
+from tiered_kv.testing.control import Gate, wait_until
 from tiered_kv.testing.faults import FailingTier, HeldJobsTier
-from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import block_content, make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 

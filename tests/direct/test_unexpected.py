@@ -14,10 +14,9 @@ from tests.direct.conftest import BLOCK_BYTES, MEMORY, WAIT_S, Register, offsets
 from tests.support.stacks import PATIENT
 from tiered_kv.direct import tasks, thread
 from tiered_kv.errors import ShutdownError
+from tiered_kv.testing.control import Gate, wait_until
 from tiered_kv.testing.faults import HeldJobsTier
-from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
 
 TARGET = 1 << 16
 

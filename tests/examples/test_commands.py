@@ -15,7 +15,7 @@ from tiered_kv import make_offload_key
 from tiered_kv._cli.output import Status
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.server_process import free_port
+from tiered_kv.testing.servers import free_port
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 

@@ -21,11 +21,11 @@ from tests.support.prometheus import MONITORING, OF_THE_MACHINE, Prometheus, mis
 from tests.support.stacks import Register, stack_of
 from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.control import Gate
 from tiered_kv.testing.damage import Kind, record_damages
 from tiered_kv.testing.faults import HeldJobsTier, RaisingTier
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.server_process import free_port
+from tiered_kv.testing.rig import FourMethodTier
+from tiered_kv.testing.servers import free_port
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
 

@@ -33,9 +33,8 @@ from tiered_kv.exporters.events import (
 )
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.stack_config import EventSettings
-from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.control import Gate, wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
 
 ANY_PORT = "tcp://127.0.0.1:*"
 SETTINGS = EventSettings(publish=ANY_PORT, replay=ANY_PORT)

@@ -23,10 +23,8 @@ from tiered_kv.exporters import server as server_module
 from tiered_kv.exporters.server import CONNECTIONS_MAX, LINE_BYTES_MAX, Answer, StatusServer
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.stack_config import MetricsSettings
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.control import Gate, wait_until
+from tiered_kv.testing.rig import FourMethodTier, make_keys
 
 BLOCK_BYTES = 4096
 TIMEOUT_S = 20.0

@@ -27,9 +27,8 @@ from tiered_kv import stack as stack_module
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.history.history import PENDING_KEYS_MAX
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.clock import ManualClock
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.control import ManualClock
+from tiered_kv.testing.rig import FourMethodTier, make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.pace import FIRST_LOADS
 

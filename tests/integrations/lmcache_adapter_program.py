@@ -39,7 +39,7 @@ from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.lmcache import LMCACHE_VERSION, TieredKVL2Adapter, tier_set
 from tiered_kv.integrations.lmcache.keys import in_prefix_order, object_key, offload_key
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.control import wait_until
 
 
 class Checks:

@@ -47,7 +47,7 @@ from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.sglang.backend import TieredKVHiCache
 from tiered_kv.metrics.counters import count_of
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.control import wait_until
 
 DIRECTORY = Path(sys.argv[1])
 WAIT_S = 60.0

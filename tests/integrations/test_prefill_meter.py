@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tiered_kv.integrations.prefill_meter import PREFILL_TOKENS_MIN, STEPS_MAX, PrefillMeter, TokenCost
-from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.control import ManualClock
 
 
 def step(meter: PrefillMeter, clock: ManualClock, tokens: int, seconds: float, before: int = 0) -> TokenCost | None:

@@ -20,8 +20,7 @@ from tests.support.shortages import Resource, outage  # noqa: E402
 from tiered_kv.errors import ConfigError, ShutdownError  # noqa: E402
 from tiered_kv.integrations.transformers import PrefixCache, PrefixCacheStats, prefix_cache  # noqa: E402
 from tiered_kv.metrics.counters import count_of  # noqa: E402
-from tiered_kv.testing.gate import Gate  # noqa: E402
-from tiered_kv.testing.waiting import wait_until  # noqa: E402
+from tiered_kv.testing.control import Gate, wait_until  # noqa: E402
 
 Tensor = Any
 BLOCK_TOKENS = 8

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.tiny_llama import TINY_LLAMA
 from tests.support.vllm_programs import TIMEOUT_S, environment_of_programs, interpreter, our_spec
-from tiered_kv.testing.server_process import ServerProcess
+from tiered_kv.testing.servers import ServerProcess
 
 BLOCK_TOKENS = 32
 BLOCK_BYTES = 32 << 10

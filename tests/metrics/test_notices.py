@@ -6,9 +6,8 @@ from tests.support.obedient import obedient, put, stack_of
 from tests.support.stacks import Register
 from tiered_kv.metrics.notices import NOTICES_MAX, Notices
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.clock import ManualClock
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.control import ManualClock
+from tiered_kv.testing.rig import FourMethodTier, make_keys
 
 OBEDIENT = {"type": "obedient", "breaker_failures": 1, "breaker_cooldown": "1h"}
 PATIENT_OBEDIENT = {"type": "obedient", "breaker_failures": 1000}

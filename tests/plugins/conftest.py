@@ -17,9 +17,8 @@ from tests.support.entries import OpenRig, rig_of
 from tests.support.patient_nvme import waiting_until_closed
 from tests.support.redis_servers import PATIENT, RedisServer
 from tiered_kv.base import OffloadKey
-from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.control import Gate, wait_until
 from tiered_kv.testing.rig import TierRig, block_content, make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.jobs import Outcome

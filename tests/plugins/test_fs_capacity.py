@@ -10,9 +10,8 @@ import pytest
 
 from tests.support.disk_use import fs_blocks, fs_ledger, occupied_bytes
 from tests.support.entries import OpenRig
-from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.control import Gate, wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv_fs.files import locked
 from tiered_kv_fs.layout import TEMPORARY_BLOCK
 from tiered_kv_fs.ledger import Holder, Ledger

@@ -11,8 +11,8 @@ import pytest
 from tests.support.disk_use import fs_blocks, occupied_bytes
 from tests.support.entries import OpenRig
 from tiered_kv.errors import ConfigError, FormatError
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
 
 BLOCK_BYTES = 4096
 CAPACITY_BYTES = 4 << 20

@@ -18,9 +18,8 @@ import pytest
 from tests.support.disk_use import fs_blocks, occupied_bytes
 from tests.support.entries import OpenRig
 from tiered_kv.metrics.counters import count_of
-from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.control import Gate, wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.record import decode_record
 from tiered_kv_fs import blocks as block_files
 from tiered_kv_fs import files

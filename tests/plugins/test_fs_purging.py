@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tests.support.disk_use import fs_ledger, occupied_bytes
 from tests.support.entries import rig_of
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv_fs.administration import FsAdministration
 from tiered_kv_fs.settings import FsSettings
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.disks import FaultyDisk, fail, full_after, hold, without_faults
 from tiered_kv.errors import TierBusyError
-from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.control import Gate
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_nvme.index import slot_of
 from tiered_kv_nvme.reclaimer import Reclaimer

@@ -12,8 +12,8 @@ import pytest
 from tests.support.patient_nvme import patient_nvme
 from tiered_kv.base import ReqContext
 from tiered_kv.errors import ConfigError
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.base import JobMetadata
 from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.settings import NvmeSettings

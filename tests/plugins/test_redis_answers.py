@@ -15,8 +15,8 @@ from tests.support.lying_redis import LyingRedis, Storage
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.counters import count_of
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.testing.waiting import wait_until
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 

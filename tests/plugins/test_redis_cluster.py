@@ -16,8 +16,8 @@ from tests.support.redis_groups import SERVICE, RedisClusterServers, RedisSentin
 from tests.support.redis_servers import RedisServer, redis_server
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.counters import count_of
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 

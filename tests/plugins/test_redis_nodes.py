@@ -13,8 +13,8 @@ from tests.plugins.conftest import OpenRedis
 from tests.support.lying_redis import LyingRedis, Slots, Storage, slots_reply
 from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.counters import count_of
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.guarded import HARMLESS_REASONS
 
 pytest.importorskip("redis", reason="redis-py is not installed")

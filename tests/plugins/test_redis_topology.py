@@ -11,7 +11,7 @@ import pytest
 from tests.plugins.conftest import OpenRedis
 from tests.support.lying_redis import LyingRedis, slots_reply
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.control import wait_until
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 

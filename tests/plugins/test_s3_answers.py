@@ -30,9 +30,8 @@ from tests.support.fake_s3 import (
 )
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.counters import count_of
-from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.control import ManualClock, wait_until
 from tiered_kv.testing.rig import block_content, make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv.toolkit.resolver import Addresses, addresses_of
 from tiered_kv_s3 import connection as connection_module

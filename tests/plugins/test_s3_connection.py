@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tiered_kv.metrics.counters import Counters
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.control import wait_until
 from tiered_kv_s3.connection import HEAD_BYTES_MAX, BadAnswerError, Connection, Patience
 from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
 from tiered_kv_s3.endpoint import Endpoint

@@ -22,8 +22,8 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.cli import main
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack import open_stack
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.administration import Verification
 from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv.toolkit.resolver import Addresses, addresses_of

@@ -10,8 +10,8 @@ import pytest
 
 from tiered_kv.errors import TierError, TierUnavailableError
 from tiered_kv.metrics.counters import Counters
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control, Listed
 from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL

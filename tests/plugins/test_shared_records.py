@@ -19,8 +19,8 @@ from tests.support.shared_storage import SharedStorage, storage
 from tests.support.stacks import ReplaceModule
 from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.counters import count_of
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.testing.waiting import wait_until
 
 __all__ = ["redis_server", "storage"]
 

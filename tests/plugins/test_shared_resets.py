@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.redis_servers import redis_server
 from tests.support.shared_storage import SharedStorage, storage
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.epoch import EpochMark, forget_retired
 
 __all__ = ["redis_server", "storage"]

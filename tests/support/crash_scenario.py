@@ -24,8 +24,8 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import TierError
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import block_content, make_keys
-from tiered_kv.testing.waiting import wait_until
 
 BLOCK_BYTES: Final = 4096
 JOB_BLOCKS: Final = 4

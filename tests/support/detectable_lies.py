@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiered_kv.testing.lies import Lie
+from tiered_kv.testing.faults import Lie
 
 DETECTABLE = (
     Lie.HAS_EVERYTHING,

@@ -23,8 +23,8 @@ from tiered_kv.direct import DirectTiers
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.stack_config import load_config
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
 
 BLOCKS, BLOCK_BYTES = 8, 4096
 WAIT_S = 60.0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.vllm_programs import LMCACHE, environment_of_programs, interpreter, output_of
-from tiered_kv.testing.server_process import ServerProcess, free_port
+from tiered_kv.testing.servers import ServerProcess, free_port
 
 CHUNKS = 4
 """Chunks of a sequence of the client's benchmark."""

@@ -25,9 +25,8 @@ from tests.support.threads import meanwhile
 from tiered_kv.errors import TierBusyError
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.control import Gate, wait_until
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
-from tiered_kv.testing.waiting import wait_until
 
 BLOCK_BYTES = 4096
 SIZES: dict[str, dict[str, object]] = {

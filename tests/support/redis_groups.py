@@ -16,7 +16,7 @@ from typing import TypeVar
 import pytest
 
 from tests.support.redis_servers import RedisServer, TlsFiles, make_tls_files, redis_program
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.control import wait_until
 
 SERVICE = "blocks"
 """The sentinel's name of the master."""

@@ -30,7 +30,7 @@ from tiered_kv.exporters.status import status
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.stack_config import StackConfig, load_config
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.control import wait_until
 
 _CONDITION_WAIT_S = 20.0
 _BLOCKS = 2
@@ -168,7 +168,7 @@ STACK: dict[str, object] = {
     "block": {"bytes": "4KiB"},
     "primary": {"capacity": "64KiB"},
 }
-BY_CLASS = "tiered_kv.testing.four_methods:FourMethodTier"
+BY_CLASS = "tiered_kv.testing.rig:FourMethodTier"
 """A tier without a model: every further key is an argument of its class."""
 
 ENTRIES: dict[str, dict[str, object]] = {

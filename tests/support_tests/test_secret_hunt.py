@@ -27,7 +27,7 @@ from tiered_kv.cli import main
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import TierError
 from tiered_kv.hooks import TierType
-from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import JobMetadata
 
 

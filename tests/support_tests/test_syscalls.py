@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.support.children import Child
 from tests.support.syscalls import _TracedChild
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.control import wait_until
 
 
 def wait_for_no_tracer() -> None:

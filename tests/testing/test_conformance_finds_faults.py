@@ -8,11 +8,9 @@ import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.testing.conformance import TierConformance
-from tiered_kv.testing.faults import FailingTier, HeldJobsTier, PartialTier
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.lies import Lie, LyingTier
-from tiered_kv.testing.rig import OpenTier, TierRig
+from tiered_kv.testing.control import Gate
+from tiered_kv.testing.faults import FailingTier, HeldJobsTier, Lie, LyingTier, PartialTier
+from tiered_kv.testing.rig import FourMethodTier, OpenTier, TierRig
 from tiered_kv.tiering.base import JobMetadata, SecondaryTierManager
 from tiered_kv.tiering.wrapper import WrapperTier
 

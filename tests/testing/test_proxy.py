@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.loopback import LoopbackServer
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
-from tiered_kv.testing.waiting import wait_until
 
 DATA = bytes(range(256)) * 1024
 

@@ -12,12 +12,12 @@ from typing import ClassVar
 
 import pytest
 
+from tests.support.key_value import LOOKUP_S, Connection, KeyValueServer, KeyValueTier, wire_name
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.testing.key_value import LOOKUP_S, Connection, KeyValueServer, KeyValueTier, wire_name
-from tiered_kv.testing.lies import Lie, LyingTier
+from tiered_kv.testing.control import wait_until
+from tiered_kv.testing.faults import Lie, LyingTier
 from tiered_kv.testing.proxy import Direction, FaultProxy
 from tiered_kv.testing.rig import TierRig
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.testing.wire_faults import (
     ByteFault,
     ConnectionEnd,

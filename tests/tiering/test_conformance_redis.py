@@ -17,9 +17,9 @@ from tests.support.redis_servers import (
     tls_redis_server,
 )
 from tiered_kv.testing.conformance import TierConformance
-from tiered_kv.testing.fake_redis import fake_redis_url
 from tiered_kv.testing.proxy import FaultProxy, Faults
 from tiered_kv.testing.rig import OpenTier
+from tiered_kv.testing.servers import fake_redis_url
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.toolkit.record import HEADER_BYTES
 

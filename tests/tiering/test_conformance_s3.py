@@ -15,10 +15,10 @@ from tests.support.stacks import stack_of
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.proxy import FaultProxy, Faults
 from tiered_kv.testing.rig import OpenTier, make_keys
 from tiered_kv.testing.s3_servers import S3Server, installed_server, moto_bucket, moto_server
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.toolkit.record import HEADER_BYTES
 

@@ -12,7 +12,7 @@ from tests.support.stacks import Register, plugged
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError, MissingExtraError, TierError, TierUnavailableError
 from tiered_kv.hooks import TierType
-from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 

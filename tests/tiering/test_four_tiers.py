@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pages import shown
-from tiered_kv.testing.server_process import free_port
+from tiered_kv.testing.servers import free_port
 
 ROOT = Path(__file__).parents[2]
 TIERS = ("cpu", "nvme", "redis", "s3")

@@ -15,9 +15,8 @@ from tests.support.shortages import Resource, outage
 from tests.tiering.conftest import keys
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.testing.clock import ManualClock
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.control import ManualClock, wait_until
+from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering import isolation
 from tiered_kv.tiering.base import JobMetadata, JobResult
 from tiered_kv.tiering.isolation import HINTS_MAX, IsolatedTier

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
-from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.control import ManualClock
 from tiered_kv.tiering.lookups import PENDING_KEYS_MAX, PROBE_KEYS_MAX, REQUESTS_MAX, BatchedLookups, Probe
 
 

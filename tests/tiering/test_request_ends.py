@@ -15,10 +15,8 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.testing.clock import ManualClock
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.control import Gate, ManualClock, wait_until
+from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import JobMetadata, JobResult
 from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.manager import TieringOffloadingManager

@@ -20,16 +20,13 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.testing.clock import ManualClock
-from tiered_kv.testing.faults import FailingTier, HangingTier, HeldJobsTier, RaisingTier
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.model import StackUnderTest
-from tiered_kv.testing.prompt import PromptTier
+from tiered_kv.testing.control import Gate, ManualClock
+from tiered_kv.testing.faults import FailingTier, HangingTier, HeldJobsTier, PromptTier, RaisingTier
+from tiered_kv.testing.model import RowLedger, StackUnderTest, WatchedTier
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
+from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.state_machine import OpenStack, make_state_machine
-from tiered_kv.testing.watch import RowLedger, WatchedTier
 from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.manager import TieringOffloadingManager

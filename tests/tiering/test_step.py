@@ -18,8 +18,8 @@ from tiered_kv import pauses
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.pauses import IDLE_WAIT_S_MAX, PAUSES_MAX, STEP, Step, give_way, wait_for_idle
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 CONTEXT = ReqContext("r")

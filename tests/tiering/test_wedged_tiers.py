@@ -18,14 +18,10 @@ from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.metrics.counters import count_of
-from tiered_kv.testing.clock import ManualClock
-from tiered_kv.testing.faults import HangingTier, HeldJobsTier
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.lies import Lie, LyingTier
+from tiered_kv.testing.control import Gate, ManualClock, wait_until
+from tiered_kv.testing.faults import HangingTier, HeldJobsTier, Lie, LyingTier
 from tiered_kv.testing.model import StackModel, StackUnderTest
-from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.rig import FourMethodTier, make_keys
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.manager import TieringOffloadingManager
 

@@ -13,8 +13,8 @@ from tests.support.shortages import Resource, outage
 from tests.toolkit.conftest import PATIENCE_S, AsyncDictTier, MakeStage, Stage
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.aio import uninterrupted
 
 

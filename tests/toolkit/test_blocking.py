@@ -14,8 +14,8 @@ import pytest
 from tests.support.shortages import Resource, Shortage, outage
 from tests.toolkit.conftest import PATIENCE_S, DictTier, MakeStage
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit import Outcome, blocking, climb
 
 

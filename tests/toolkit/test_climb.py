@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.control import ManualClock
 from tiered_kv.toolkit.climb import PAUSE_MAX, VERDICT_PARTS, Climb
 
 MAX = 7

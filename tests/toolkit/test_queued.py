@@ -14,8 +14,8 @@ from tests.toolkit.conftest import BLOCK_BYTES, PATIENCE_S, AsyncDictTier, DictT
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import OpenTier, make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit import Outcome
 
 KINDS: dict[str, Callable[..., Any]] = {"blocking": DictTier, "async": AsyncDictTier}

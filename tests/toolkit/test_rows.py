@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tiered_kv.base import ReqContext
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.base import JobMetadata, JobResult
 from tiered_kv_fs.settings import FsSettings
 from tiered_kv_fs.tier import FsTier

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.control import ManualClock
 from tiered_kv.toolkit import unreadable
 from tiered_kv.toolkit.unreadable import LIFETIME_S, Unreadable
 

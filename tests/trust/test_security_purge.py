@@ -19,7 +19,7 @@ from tests.support.redis_servers import RedisServer
 from tests.support.tenants import Tenant, neighbour
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.control import wait_until
 from tiered_kv_s3.control import Control
 
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]

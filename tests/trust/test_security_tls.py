@@ -19,8 +19,8 @@ from tests.support.tenants import Tenant
 from tiered_kv.cli import main
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack import open_stack
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, start_moto
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv_s3.settings import S3Settings
 
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]

@@ -15,8 +15,7 @@ from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCa
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.control import Gate, wait_until
 from tiered_kv.worker import open_handlers
 from tiered_kv.worker.handlers import CopyHandler, HostCopier, HostCopy, WorkerHandlers, copy_runs
 from tiered_kv.worker.layout import lay_out

@@ -9,10 +9,9 @@ import pytest
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, TierUnavailableError
-from tiered_kv.testing.faults import FailingTier, HeldJobsTier, PartialTier
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.lies import Lie, LyingTier
+from tiered_kv.testing.control import Gate
+from tiered_kv.testing.faults import FailingTier, HeldJobsTier, Lie, LyingTier, PartialTier
+from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.workload.bench import BenchSettings, bench_tier
 
 SETTINGS = BenchSettings(blocks=70, batch=32, rounds=3)

@@ -14,10 +14,9 @@ from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
-from tiered_kv.testing.faults import HeldJobsTier
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.lies import Lie, LyingTier
+from tiered_kv.testing.control import Gate
+from tiered_kv.testing.faults import HeldJobsTier, Lie, LyingTier
+from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.workload.generator import ChatWorkload

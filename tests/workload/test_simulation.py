@@ -19,7 +19,7 @@ from tests.support.s3_entries import s3_entry
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
 from tiered_kv.stack_config import StackConfig, load_config
-from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv.workload.generator import ChatWorkload

@@ -2,17 +2,14 @@
 
 conformance     a pytest class to subclass: the contract of a secondary tier
 wire_faults     a pytest class to subclass: a tier whose server is behind a bad network
-state_machine   a Hypothesis state machine over a whole stack, against the dictionary in `model`
-rig             drives one tier, with known bytes in every block
-faults, lies    wrappers that make a tier hang, fail, come late or lie
-watch           a wrapper that checks which job uses which row of the primary region
-prompt          a wrapper that makes tiers with threads repeatable
+state_machine   a Hypothesis state machine over a whole stack
+model           what the stack may answer, and a wrapper that checks which job uses which row of the primary region
+rig             drives one tier, with known bytes in every block; has the smallest possible tier
+faults          wrappers that make a tier hang, fail, come late or lie, and one that makes threads repeatable
 proxy           a TCP proxy with the faults of networks
+servers         a server in another process, and fakeredis; `s3_servers` has moto's server
 damage          damages of a stored block record
-leaks           threads, descriptors, memory and files that a test leaves behind
-gate, clock     control of threads and time, in place of sleeping; `waiting` waits for a condition
-four_methods    the smallest possible tier
-key_value       a small server, and a tier for it
+control         control of threads and time, in place of sleeping; what a test leaves behind
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import TierError
-from tiered_kv.testing.leaks import Footprint, left_behind
+from tiered_kv.testing.control import Footprint, left_behind
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 

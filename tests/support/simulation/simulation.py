@@ -16,9 +16,8 @@ from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.policies.names import BUILT_IN_POLICIES
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.testing.model import StackModel, StackUnderTest
+from tiered_kv.testing.model import RowLedger, StackModel, StackUnderTest, WatchedTier
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.watch import RowLedger, WatchedTier
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.requests import PAUSE_S_MAX, ManagerLimits

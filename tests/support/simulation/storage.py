@@ -10,7 +10,7 @@ from random import Random
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.control import ManualClock
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
 
 WEDGED_POLL_S = 0.05

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from tests.support.race_cases import flip_a_bit
 from tests.support.soak.grounds import BLOCK_BYTES, Grounds
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
-from tiered_kv.testing.server_process import ServerProcess
+from tiered_kv.testing.servers import ServerProcess
 
 _AGAIN_S = 0.25
 """How often a fault that strikes once is set again."""

@@ -1,4 +1,4 @@
-"""A server in another process, on a port of the loopback interface."""
+"""Servers on a port of the loopback interface: one in another process, and the fixture of fakeredis in this one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import ClassVar, Final, Self
+
+import pytest
 
 START_S_MAX: Final = 120.0
 STOP_S_MAX: Final = 30.0
@@ -117,3 +121,19 @@ def free_port() -> int:
             sock.bind(("127.0.0.1", port))
             bus.bind(("127.0.0.1", port + BUS_OFFSET))
             return port
+
+
+@pytest.fixture
+def fake_redis_url() -> Iterator[str]:
+    """The URL of fakeredis on loopback, in this process; skips if fakeredis is not installed."""
+    fakeredis = pytest.importorskip("fakeredis", reason="fakeredis is not installed")
+    server = fakeredis.TcpFakeServer(("127.0.0.1", 0), server_type="redis")
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield f"redis://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(STOP_S_MAX)

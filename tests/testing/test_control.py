@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.leaks import Footprint, left_behind
+from tiered_kv.testing.control import Footprint, Gate, left_behind
 
 
 def test_nothing_is_found_where_nothing_is_left(temporary_directory: Path) -> None:
