@@ -19,8 +19,8 @@ from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.faults import FailingTier
 from tiered_kv.testing.rig import FourMethodTier, make_keys
 from tiered_kv.toolkit.jobs import failure_reason
-from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import replay
+from tiered_kv.workload.request import ChatWorkload
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

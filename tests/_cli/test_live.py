@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.status_server import JSON, Status, answer, busy, histogram, status, tier
-from tiered_kv._cli.answer import StatusAnswer, printable, read_status
+from tiered_kv._cli.ask import StatusAnswer, read_status
 from tiered_kv._cli.live import NoticeView, ReasonView, Watcher, view_of
+from tiered_kv._cli.output import printable
 from tiered_kv.errors import FormatError, TierUnavailableError
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.secret_hunt import Sheet, new_marker
 from tests.support.stacks import Register, ReplaceModule, stack_file, stack_of
-from tiered_kv._cli.report.markup import Html, element, table
+from tiered_kv._cli.report.figures import Html, element, table
 from tiered_kv._cli.report.page import Run
 from tiered_kv._cli.report.replay_page import replay_page
 from tiered_kv._cli.report.samples import SAMPLES_MAX, Sampler
@@ -25,8 +25,8 @@ from tiered_kv.stack import open_stack
 from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.rig import FourMethodTier
-from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
+from tiered_kv.workload.request import ChatWorkload
 from tiered_kv.workload.tally import Tally
 
 pytestmark = pytest.mark.usefixtures("drawing_library")

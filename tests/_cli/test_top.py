@@ -24,7 +24,7 @@ from tests.support.status_server import Status, StatusServer, answer, busy, resp
 from tests.support.terminal import CTRL_C, Terminal
 from tiered_kv import make_offload_key, open_stack
 from tiered_kv._cli.live import NoticeView, ReasonView, Sight, TierView, View, view_of
-from tiered_kv._cli.top_view import number, plain_rows, screen
+from tiered_kv._cli.top import number, plain_rows, screen
 from tiered_kv.cli import main
 
 # A shell starts what runs in its background with Ctrl-C ignored, and nohup with the end of the terminal: the tests may

@@ -13,7 +13,7 @@ import yaml
 
 from tests.support.obedient import Engine, obedient, obedient_plugin, put, put_below, stack_of
 from tests.support.threads import meanwhile
-from tiered_kv._cli.namespaces import tier_namespaces
+from tiered_kv._cli.why import tier_namespaces
 from tiered_kv.cli import main
 from tiered_kv.config.namespace import differences
 from tiered_kv.errors import ConfigError

@@ -12,8 +12,8 @@ import pytest
 from tests.support.pages import write_shown
 from tiered_kv.cpu.policies.guarded import GuardedPolicy
 from tiered_kv.stack import open_stack
-from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import replay
+from tiered_kv.workload.request import ChatWorkload
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from tiered_kv.testing.damage import Kind, record_damages
 from tiered_kv.testing.faults import HeldJobsTier, RaisingTier
 from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.testing.servers import free_port
-from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
+from tiered_kv.workload.request import ChatWorkload
 
 BLOCK_BYTES = 8 << 10
 PAUSE_S, PAUSE_S_MAX = 0.004, 0.1

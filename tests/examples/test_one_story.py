@@ -24,8 +24,8 @@ from tiered_kv.cli import main
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.servers import free_port
-from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
+from tiered_kv.workload.request import ChatWorkload
 from tiered_kv.workload.tally import ReplayReport
 
 __all__ = ["redis_server"]

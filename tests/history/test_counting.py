@@ -30,8 +30,8 @@ from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.requests import ManagerLimits
-from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import replay
+from tiered_kv.workload.request import ChatWorkload
 
 KEYS = make_keys(6)
 OBEDIENT: dict[str, object] = {"type": "obedient", "name": "disk"}

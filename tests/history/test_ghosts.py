@@ -13,11 +13,9 @@ from tiered_kv.history.fates import CHUNK_KEYS_MAX, hashes
 from tiered_kv.history.ghosts import SIZES, Ghosts
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.workload.generator import ChatWorkload
-from tiered_kv.workload.hit_rates import hit_rate
+from tiered_kv.workload.hit_rates import hit_curve, hit_rate
 from tiered_kv.workload.replay import ReplaySettings, replay
-from tiered_kv.workload.request import block_key
-from tiered_kv.workload.stack_distance import hit_curve
+from tiered_kv.workload.request import ChatWorkload, block_key
 
 
 def used(keys: list[OffloadKey], ghosts: Ghosts) -> None:

@@ -19,9 +19,8 @@ from tiered_kv.testing.faults import HeldJobsTier, Lie, LyingTier
 from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.manager import TieringOffloadingManager
-from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
-from tiered_kv.workload.request import Request, block_key
+from tiered_kv.workload.request import ChatWorkload, Request, block_key
 from tiered_kv.workload.tally import ReplayReport
 
 NUM_BLOCKS = 128

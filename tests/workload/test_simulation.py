@@ -22,14 +22,12 @@ from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.toolkit.keys_only import KeyStore
-from tiered_kv.workload.generator import ChatWorkload
-from tiered_kv.workload.hit_rates import default_sizes, hit_rate
+from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate
 from tiered_kv.workload.prices import MONTH_S, Prices, costs, times_a_month
 from tiered_kv.workload.replay import replay
-from tiered_kv.workload.request import Request, block_key
+from tiered_kv.workload.request import ChatWorkload, Request, block_key
 from tiered_kv.workload.sampling import draw, sessions
 from tiered_kv.workload.simulation import ROUTERS, Fleet, Simulated, routes, simulate, with_tier
-from tiered_kv.workload.stack_distance import hit_curve
 from tiered_kv_fs.simulation import FsKeys
 from tiered_kv_memory.settings import MemorySettings
 from tiered_kv_nvme.settings import NvmeSettings

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiered_kv._cli.answer import Buckets, BudgetAnswer, Counters, NoticeAnswer, StatusAnswer, TierAnswer
+from tiered_kv._cli.ask import Buckets, BudgetAnswer, Counters, NoticeAnswer, StatusAnswer, TierAnswer
 from tiered_kv.errors import TieredKVError
 from tiered_kv.metrics.histogram import quantile
 

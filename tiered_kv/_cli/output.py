@@ -14,8 +14,6 @@ from enum import IntEnum
 from types import FrameType
 from typing import Protocol
 
-from tiered_kv._cli.answer import printable
-
 
 class Status(IntEnum):
     """Exit statuses."""
@@ -100,6 +98,13 @@ def one_line(text: str) -> str:
 def _shown(text: str) -> str:
     """Return `text` with control characters escaped: it may have names of files or requests from outside."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def printable(text: str) -> str:
+    """Return `text` with all that a terminal would obey escaped."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _write(text: str) -> None:

@@ -18,12 +18,11 @@ from tiered_kv.config.units import parse_bytes, rounded_bytes
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack_config import PRIMARY_BLOCKS_MIN, PRIMARY_TIER_NAME, StackConfig, load_config
-from tiered_kv.workload.hit_rates import default_sizes, hit_rate
+from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate
 from tiered_kv.workload.prices import Prices, costs, load_prices, times_a_month
 from tiered_kv.workload.request import Request
 from tiered_kv.workload.sampling import draw
 from tiered_kv.workload.simulation import ROUTERS, Fleet, simulate, with_tier
-from tiered_kv.workload.stack_distance import hit_curve
 
 _STACK_OPTIONS = ("servers", "router", "concurrency", "limit", "prices")
 

@@ -1,4 +1,4 @@
-"""`tiered-kv top`: what a running stack does now, tier by tier."""
+"""`tiered-kv top`: what a running stack does now, tier by tier, on a screen or as lines of text."""
 
 from __future__ import annotations
 
@@ -8,19 +8,47 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from types import FrameType
 from typing import Final
 
-from tiered_kv._cli.answer import StatusAnswer, read_status
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
 from tiered_kv._cli.arguments import describe_use, interval
-from tiered_kv._cli.ask import DEFAULT_ADDRESS, Address, address_of, fetch
-from tiered_kv._cli.live import Sight, Watcher
+from tiered_kv._cli.ask import DEFAULT_ADDRESS, Address, StatusAnswer, address_of, fetch, read_status
+from tiered_kv._cli.live import NoticeView, ReasonView, Sight, TierView, View, Watcher
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
-from tiered_kv.config.units import rounded_seconds
+from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.errors import TierUnavailableError
 
 _INTERVAL_S: Final = 2.0
+_STATES: Final = {
+    "closed": ("closed", ""),
+    "half_open": ("half", "yellow"),
+    "open": ("OPEN", "bold red"),
+    "": ("-", "dim"),
+}
+_KINDS: Final = {
+    "miss": "missed",
+    "unexplained": "not counted",
+    "skip": "not stored",
+    "load": "load failed",
+    "store": "store failed",
+}
+_WIDTHS_MIN: Final = {"load\nbudget": 79, "store\nbudget": 72, "load\np99": 65, "hit\n%": 58}
+"""The width of a terminal from which it shows a column, if that is not always."""
+_BARS_WIDTH_MIN: Final = 80
+_TABLE_WIDTH_MAX: Final = 110
+_NAME_MAX: Final = 20
+_REASONS_MIN: Final = 3
+_REASON_LINES_MAX: Final = 8
+_BUDGET_WARNING: Final = 0.9
+"""The used share of a budget from which it is red: blocks are about to be skipped."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,12 +118,6 @@ def _once(watcher: Watcher, address: Address, args: argparse.Namespace) -> Statu
 
 def _draw(watcher: Watcher, address: Address, interval_s: float) -> None:
     """Draw on the terminal's alternate screen."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    from tiered_kv._cli.top_view import screen
-
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a name may have characters that the terminal's encoding lacks
     console = Console()
@@ -119,8 +141,6 @@ def _print(watcher: Watcher, interval_s: float) -> None:
 
 
 def _print_sight(sight: Sight, interval_s: float, *, notices_s: float) -> None:
-    from tiered_kv._cli.top_view import headline, notice_lines, plain_rows, reason_lines
-
     view = sight.view
     print_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {headline(sight, interval_s).plain}")
     if view is None or sight.error:
@@ -141,3 +161,174 @@ def _end_by_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as after `nohup`
             signal.signal(number, end)
+
+
+def screen(sight: Sight, where: str, interval_s: float, console: Console) -> RenderableType:
+    """Return a screen of the console's size, the most important first."""
+    view = sight.view
+    title = Text("tiered-kv top", style="bold", no_wrap=True, overflow="ellipsis")
+    if view is not None:
+        title.append(f"  {view.version}  up {rounded_seconds(view.uptime_seconds)}  pid {view.pid}", style="not bold")
+    parts: list[RenderableType] = [title.append(f"  {where}", style="not bold dim"), headline(sight, interval_s)]
+    if view is None:
+        return Group(*parts, Text("Ctrl-C ends", style="dim"))
+    left = console.height - len(parts) - 4
+    tiers, notices = view.tiers[: max(1, left)], view.notices
+    parts += ["", _tier_table(tiers, console, "dim" if sight.error else "")]
+    left -= len(tiers)
+    reasons_max = max(_REASONS_MIN, left - 4 - min(len(notices), max(3, left // 3)))
+    reasons = view.reasons[:reasons_max] if left >= _REASONS_MIN + 2 else ()
+    if reasons:
+        parts += ["", _reason_table(reasons, len(view.reasons), console)]
+        left -= len(reasons) + 2
+    if notices and left >= 3:
+        parts += ["", Text("last events", style="bold"), *map(_notice, notices[: left - 2])]
+    return Group(*parts)
+
+
+def headline(sight: Sight, interval_s: float) -> Text:
+    """Return a line about the whole stack, or that there is no answer."""
+    view = sight.view
+    if view is None or sight.error:
+        since = f" for {rounded_seconds(sight.lost_s)}" if sight.lost_s >= 1 else ""
+        lost = f"NO ANSWER{since}: {sight.error}; asking again every {rounded_seconds(interval_s)}"
+        return Text(lost, style="bold white on red", no_wrap=True, overflow="ellipsis")
+    hits = number(sum(tier.hits_per_s for tier in view.tiers))
+    share = f"{hits} blocks/s" if view.hit_share is None else f"{view.hit_share:.1%}"
+    asked = "" if view.hit_share is None else f" of {number(view.asked_blocks_per_s or 0.0)} blocks/s"
+    step = "" if view.step_p99_seconds is None else f"  step p99 {rounded_seconds(view.step_p99_seconds)}"
+    over = "since it was opened" if view.is_since_start else f"over {rounded_seconds(round(view.interval_seconds, 1))}"
+    text = Text("hits ", no_wrap=True, overflow="ellipsis")
+    text.append(share, style="bold")
+    text.append(f"{asked}  restored {number(view.restored_tokens_per_s)} tokens/s{step}")
+    return text.append(f"  {over}", style="dim")
+
+
+def reason_lines(view: View) -> Iterator[str]:
+    """Yield the biggest reasons, a line each."""
+    for reason in view.reasons[:_REASON_LINES_MAX]:
+        yield (
+            f"{reason.tier}: {_KINDS[reason.what]}: {reason.reason} {number(reason.blocks_per_s)} blocks/s,"
+            f" {reason.blocks_total:,} since the stack was opened"
+        )
+
+
+def plain_rows(view: View) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and the rows of the table of tiers, without bars."""
+    heads = [head.replace("\n", " ") for head in _COLUMNS]
+    return heads, [[tier.name, *(cell(tier).plain for cell in [*_COLUMNS.values()][1:])] for tier in view.tiers]
+
+
+def notice_lines(notices: Sequence[NoticeView]) -> list[str]:
+    """Return the notices as lines, the latest last."""
+    return [_notice(notice).plain for notice in reversed(notices)]
+
+
+def number(count: float) -> str:
+    """Return a count in at most five characters: 12345 is "12.3k"."""
+    if 0 < count < 10:
+        return f"{count:.1f}" if count >= 0.05 else "<0.1"
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if count < 999.5:
+            return f"{count:.1f}{unit}" if unit and count < 100 else f"{count:.0f}{unit}"
+        count /= 1000
+    return ">999P"
+
+
+def _tier_table(tiers: Sequence[TierView], console: Console, style: str) -> Table:
+    """Return the columns for this width of the terminal; the last one is a bar of the capacity in use."""
+    columns = {head: cell for head, cell in _COLUMNS.items() if console.width >= _WIDTHS_MIN.get(head, 0)}
+    table = _grid(console, style)
+    for head in columns:
+        is_number = head not in ("tier", "breaker")
+        table.add_column(head, justify="right" if is_number else "left", no_wrap=True, vertical="bottom")
+    if has_bars := console.width >= _BARS_WIDTH_MIN:
+        table.add_column(ratio=1)
+    for tier in tiers:
+        share = _share(tier.used_bytes, tier.capacity_bytes)
+        bars = [_bar(share)] if has_bars and share is not None else []
+        table.add_row(*(cell(tier) for cell in columns.values()), *bars)
+    return table
+
+
+def _grid(console: Console, style: str = "") -> Table:
+    """Return a table without lines. In a terminal with room for bars, its column with a `ratio` takes the rest."""
+    width = min(console.width, _TABLE_WIDTH_MAX) if console.width >= _BARS_WIDTH_MIN else None
+    return Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", style=style, width=width)
+
+
+def _name(tier: str) -> Text:
+    """Return a name; if it is long, without its middle: the ends of names differ most."""
+    half = _NAME_MAX // 2
+    return Text(tier if len(tier) <= _NAME_MAX else f"{tier[: half - 1]}…{tier[-half:]}")
+
+
+def _gb(bytes_per_s: float) -> Text:
+    gb = bytes_per_s / 1e9
+    return Text("0" if gb == 0 else "<0.01" if gb < 0.005 else f"{gb:.2f}" if gb < 100 else number(gb))
+
+
+def _share(used: int | None, limit: int | None) -> float | None:
+    return min(1.0, used / limit) if used is not None and limit else None
+
+
+def _capacity(tier: TierView) -> Text:
+    """Return how full a tier is. A cache is meant to be full, so nothing warns here."""
+    share = _share(tier.used_bytes, tier.capacity_bytes)
+    if share is not None:
+        return Text(f"{share:.0%}")
+    return Text("-" if tier.used_bytes is None else rounded_bytes(tier.used_bytes))
+
+
+def _budget(used: int | None, limit: int | None) -> Text:
+    share = _share(used, limit)
+    return Text("-") if share is None else Text(f"{share:.0%}", style="red" if share >= _BUDGET_WARNING else "")
+
+
+def _bar(share: float) -> ProgressBar:
+    return ProgressBar(1.0, share, complete_style="cyan", finished_style="cyan", style="dim")
+
+
+def _state(tier: TierView) -> Text:
+    return Text("DISABLED", style="bold red") if tier.is_disabled else Text(*_STATES[tier.breaker])
+
+
+_Columns = dict[str, Callable[[TierView], Text]]
+_COLUMNS: Final[_Columns] = {
+    "tier": lambda tier: _name(tier.name),
+    "hits\n/s": lambda tier: Text(number(tier.hits_per_s)),
+    "hit\n%": lambda tier: Text("-" if tier.hit_share is None else f"{tier.hit_share * 100:.0f}"),
+    "load\nGB/s": lambda tier: _gb(tier.load_bytes_per_s),
+    "store\nGB/s": lambda tier: _gb(tier.store_bytes_per_s),
+    "load\np99": lambda tier: Text("-" if tier.load_p99_seconds is None else rounded_seconds(tier.load_p99_seconds)),
+    "store\nbudget": lambda tier: _budget(tier.store_budget_used_bytes, tier.store_budget_bytes),
+    "load\nbudget": lambda tier: _budget(tier.load_budget_used_bytes, tier.load_budget_bytes),
+    "breaker": _state,
+    "used": _capacity,
+}
+
+
+def _reason_table(reasons: Sequence[ReasonView], count: int, console: Console) -> Table:
+    """Return the biggest of `count` reasons, each with a bar in proportion to the biggest."""
+    biggest = max(each.blocks_per_s for each in reasons)
+    table = _grid(console)
+    for name in ("misses and skips", "tier", "reason"):
+        table.add_column(name, no_wrap=True, max_width=24)
+    table.add_column("blocks/s", justify="right")
+    table.add_column("in all", justify="right")
+    if has_bars := console.width >= _BARS_WIDTH_MIN:
+        more = f"and {count - len(reasons)} smaller" if count > len(reasons) else ""
+        table.add_column(Text(more, style="not bold dim"), ratio=1, no_wrap=True)
+    for each in reasons:
+        cells = [Text(_KINDS.get(each.what, f"{each.what} failed")), _name(each.tier), Text(each.reason)]
+        counts = [number(each.blocks_per_s), number(each.blocks_total)]
+        bars = [_bar(each.blocks_per_s / biggest)] if has_bars and biggest else []
+        table.add_row(*cells, *counts, *bars, style="" if each.blocks_per_s else "dim")
+    return table
+
+
+def _notice(notice: NoticeView) -> Text:
+    age = rounded_seconds(max(1.0, round(notice.age_s)))
+    text = Text(f"{age:>6} ago  ", style="dim", no_wrap=True, overflow="ellipsis")
+    text.append(f"{_name(notice.tier)}  ", style="not dim bold")
+    return text.append(notice.what, style="not dim")

@@ -7,19 +7,25 @@ import json
 import time
 import urllib.parse
 from collections.abc import Mapping
-from dataclasses import asdict
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.ask import Address, address_of, fetch, is_address
-from tiered_kv._cli.namespaces import TierNamespaces, tier_namespaces
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
+from tiered_kv.config.namespace import differences
+from tiered_kv.config.redaction import error_text
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.history.fates import SENTENCES
-from tiered_kv.stack_config import PRIMARY_TIER_NAME, load_config
+from tiered_kv.hooks import tier_plugins
+from tiered_kv.stack_config import PRIMARY_TIER_NAME, StackConfig, load_config
 
 _TIMEOUT_S: Final = 10.0
+NAMESPACES_MAX = 64
+"""For each tier."""
 _NO_STACK: Final = "what answers at {} is no stack of this kind"
 
 Answer = Mapping[str, Any]  # Any: JSON
@@ -158,3 +164,55 @@ def _show_namespaces(tier: TierNamespaces) -> None:
         lines.append(f"other namespace {other.digest}: {'; '.join(found) or 'it says nothing of itself'}")
     for line in [f"FAILED: {tier.error}"] if tier.error else lines:
         print_text(one_line(f"{tier.tier}: {line}"))
+
+
+@dataclass(frozen=True, slots=True)
+class OtherNamespace:
+    """A namespace, other than the stack's own, with data in a tier's storage.
+
+    Attributes:
+        digest: 32 hexadecimal digits.
+        differences: For each field that differs, such as "namespace.revision": the stack's value and this one's, None
+            without a value. Empty if the storage has no readable form of the namespace.
+    """
+
+    digest: str
+    differences: Mapping[str, tuple[object, object]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TierNamespaces:
+    """The namespaces in the storage of one tier.
+
+    Attributes:
+        has_own: Whether it has data of the stack's namespace.
+        others: The fewest differences first.
+        error: Why they could not be listed; empty if they were.
+    """
+
+    tier: str
+    has_own: bool = False
+    others: tuple[OtherNamespace, ...] = ()
+    error: str = ""
+
+
+def tier_namespaces(config: StackConfig, settings: TierSettings, deadline: float) -> TierNamespaces:
+    """Return the namespaces in a tier's storage, by I/O until `deadline` (of `time.monotonic()`). It opens no stack."""
+    own = config.identity
+    try:
+        load = tier_plugins().resolve(settings.type).administration
+        if load is None:
+            return TierNamespaces(settings.name, error=f"tiers of type '{settings.type}' cannot list their namespaces")
+        with closing(load()(settings)) as administration:
+            stored = administration.survey(deadline).namespaces
+    except Exception as error:  # a third-party administration may raise anything
+        return TierNamespaces(settings.name, error=error_text(error, settings.secret_texts()))
+    digest = own.digest.hex()
+    others = [
+        OtherNamespace(each.digest, differences(own.described, each.described))
+        for each in stored
+        if each.digest != digest
+    ]
+    others.sort(key=lambda other: (not other.differences, len(other.differences), other.digest))
+    has_own = any(each.digest == digest and each.blocks != 0 for each in stored)  # an open stack has made its directory
+    return TierNamespaces(settings.name, has_own, tuple(others[:NAMESPACES_MAX]))

@@ -9,8 +9,7 @@ from itertools import islice
 
 from tiered_kv._cli.arguments import file_path, positive_int
 from tiered_kv.errors import ConfigError
-from tiered_kv.workload.generator import ChatWorkload
-from tiered_kv.workload.request import Request
+from tiered_kv.workload.request import ChatWorkload, Request
 from tiered_kv.workload.trace import read_trace
 
 _CHAT_OPTIONS = {

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
 
 from tiered_kv.stack_config import PRIMARY_TIER_NAME, load_config
 from tiered_kv.workload.request import Request
 from tiered_kv.workload.sampling import Sample
 from tiered_kv.workload.simulation import Fleet, run_servers, with_tier
-from tiered_kv.workload.stack_distance import HitCurve, hit_curve
 from tiered_kv.workload.tally import Tally
 
 _ALONE = load_config({"namespace": {"model": "any"}, "block": {"bytes": 1}, "primary": {"capacity": 2}})
@@ -66,3 +70,75 @@ def _run(policy: str, blocks: int, requests: Sequence[Request], on_progress: Cal
 def default_sizes(curve: HitCurve) -> list[int]:
     """Return sizes that double, up to the room for all blocks."""
     return sorted({max(1, curve.distinct_blocks >> halvings) for halvings in range(_SIZES)})
+
+
+@dataclass(frozen=True, slots=True)
+class HitCurve:
+    """The hits of LRU by capacity.
+
+    Args:
+        hits: Hits by capacity in blocks, from 0 to the number of distinct blocks.
+        blocks: Blocks that requests asked for.
+        longest_blocks: Blocks of the longest prompt. With a smaller capacity the real LRU has fewer hits than this.
+    """
+
+    hits: np.ndarray[Any, np.dtype[np.int64]]
+    blocks: int
+    longest_blocks: int
+
+    @property
+    def distinct_blocks(self) -> int:
+        return len(self.hits) - 1
+
+    def rate(self, capacity_blocks: int) -> float:
+        """Return the hit rate with room for `capacity_blocks`."""
+        return int(self.hits[min(capacity_blocks, self.distinct_blocks)]) / max(self.blocks, 1)
+
+
+def hit_curve(requests: Sequence[Request]) -> HitCurve:
+    """Return the hits of LRU at every size, in one pass over the requests.
+
+    LRU has one order of blocks for all sizes: a cache of n blocks holds the first n (Mattson et al., "Evaluation
+    techniques for storage hierarchies", 1970). A block is a hit in every cache that is larger than its *distance*, the
+    number of blocks before it in this order. A request moves its blocks to the front, head before tail. So the cache
+    always holds whole prefixes, as the primary tier does.
+
+    Blocks with the same last user are adjacent in the order, and the next request takes the head of them. So a Fenwick
+    tree (Fenwick, 1994) over requests, with the number of blocks that each was the last to use, is enough.
+    """
+    last_user: dict[int, int] = {}  # by block, the number of the request that used it last, from 1
+    tree = [0] * (len(requests) + 1)  # Fenwick tree over requests: of how many blocks each is the last user
+
+    def add(number: int, change: int) -> None:
+        while number < len(tree):
+            tree[number] += change
+            number += number & -number
+
+    def sum_to(number: int) -> int:
+        total = 0
+        while number:
+            total += tree[number]
+            number &= number - 1
+        return total
+
+    distances = array("q")
+    for number, request in enumerate(requests, 1):
+        users = groupby(map(last_user.get, request.hash_ids))
+        runs = [(user, len(list(blocks))) for user, blocks in users]
+        distance = -1
+        for user, length in runs:
+            if user is None:  # a miss ends the prefix
+                break
+            # The blocks of later users come before these. The maximum keeps the order where ids are no prefixes.
+            distance = max(distance + 1, len(last_user) - sum_to(user))
+            distances.extend(range(distance, distance + length))
+            distance += length - 1
+        for user, length in runs:
+            if user is not None:
+                add(user, -length)
+        add(number, len(request.hash_ids))
+        last_user.update(dict.fromkeys(request.hash_ids, number))
+    counts = np.bincount(np.frombuffer(distances, dtype=np.int64), minlength=len(last_user))
+    hits = np.concatenate([[0], np.cumsum(counts)[: len(last_user)]])
+    prompts = [len(request.hash_ids) for request in requests]
+    return HitCurve(hits, sum(prompts), max(prompts, default=0))

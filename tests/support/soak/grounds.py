@@ -12,9 +12,8 @@ from tests.support.s3_entries import s3_entry
 from tests.support.stacks import stack_of
 from tiered_kv.testing.proxy import FaultProxy
 from tiered_kv.testing.s3_servers import S3Server, start_moto
-from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings
-from tiered_kv.workload.request import Request
+from tiered_kv.workload.request import ChatWorkload, Request
 
 BLOCK_BYTES = 16 << 10
 PRIMARY_BLOCKS = 256

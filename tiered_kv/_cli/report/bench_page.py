@@ -7,8 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from tiered_kv._cli.report import figures, page
-from tiered_kv._cli.report.figures import draw
-from tiered_kv._cli.report.markup import Html, card, element, table
+from tiered_kv._cli.report.figures import Html, card, draw, element, table
 from tiered_kv._cli.report.page import Run, figure, quantity, section, tile
 from tiered_kv.config.units import format_bytes
 from tiered_kv.workload.bench import POLL_S, BenchSettings, TierBench

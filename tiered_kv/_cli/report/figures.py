@@ -1,21 +1,24 @@
-"""Figures: SVG by matplotlib, with colours from the page's style: light, dark or printed.
+"""HTML elements and figures. A figure is SVG by matplotlib, with colours from the page's style: light, dark or printed.
 
 matplotlib takes no CSS variables. So each colour here is a placeholder, which `in_page` replaces by a variable of
 `report.css`. Titles and legends are HTML, since matplotlib would interpret names as its markup.
+
+All text of an element is escaped, unless it is of the type `Html`: no name, path or reason brings markup in.
 """
 
 from __future__ import annotations
 
+import html
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from tiered_kv._cli.report.markup import Html, element
 from tiered_kv.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
+
 
 SERIES_COLORS: Final = 8
 """Colours for tiers; a ninth tier has the first one's again."""
@@ -124,3 +127,48 @@ def _inline(svg: str, description: str) -> Html:
     inner = svg[svg.index(">", view_box.end()) + 1 : svg.rindex("</svg>")]
     inner = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--letters)", in_page(_LEFT_OUT.sub("", inner)))
     return element("svg", Html(inner), viewBox=view_box[1], role="img", aria_label=description)
+
+
+class Html(str):
+    """HTML text. Only this module makes it."""
+
+    __slots__ = ()
+
+
+def element(tag: str, *children: str, **attributes: str) -> Html:
+    """Return an element. In the names of attributes, `class_` is `class`, and `aria_label` is `aria-label`."""
+    named = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{html.escape(value)}"' for name, value in attributes.items()
+    )
+    return Html(f"<{tag}{named}>{joined(children)}</{tag}>")
+
+
+def joined(children: Iterable[str]) -> Html:
+    return Html("".join(each if isinstance(each, Html) else html.escape(each) for each in children))
+
+
+def card(*children: str) -> Html:
+    return element("div", *children, class_="card")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Sequence[int] = (0,)) -> Html:
+    """Return a table. Columns that are not in `texts` hold numbers, aligned to the right."""
+
+    def line(tag: str, row: Sequence[str], **attributes: str) -> Html:
+        kinds = ("" if index in texts else "number" for index in range(len(row)))
+        cells = (element(tag, cell, class_=kind, **attributes) for cell, kind in zip(row, kinds, strict=True))
+        return element("tr", *cells)
+
+    head = element("thead", line("th", columns, scope="col"))
+    body = element("tbody", *(line("td", row) for row in rows))
+    return element("div", element("table", head, body), class_="table")
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> Html:
+    """Return a list of names and values."""
+    return element("dl", *(element("div", element("dt", name), element("dd", value)) for name, value in pairs))
+
+
+def bar(share: float) -> Html:
+    """Return a bar that fills `share` (0 to 1) of its cell."""
+    return element("span", style=f"width: {100 * share:.2f}%", class_="bar")

@@ -20,8 +20,7 @@ from typing import Final
 import yaml
 
 from tiered_kv import __version__
-from tiered_kv._cli.report.figures import in_page
-from tiered_kv._cli.report.markup import Html, card, element, facts, joined
+from tiered_kv._cli.report.figures import Html, card, element, facts, in_page, joined
 from tiered_kv.config.redaction import redact, scrub
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.stack_config import StackConfig

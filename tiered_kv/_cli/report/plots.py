@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiered_kv._cli.report import figures
-from tiered_kv._cli.report.figures import draw, tier_color
-from tiered_kv._cli.report.markup import Html
+from tiered_kv._cli.report.figures import Html, draw, tier_color
 from tiered_kv._cli.report.samples import Sample
 from tiered_kv.workload.tally import GB, LatencyUs
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from tiered_kv._cli.report import figures, page, plots
-from tiered_kv._cli.report.markup import Html, bar, card, element, joined, table
+from tiered_kv._cli.report.figures import Html, bar, card, element, joined, table
 from tiered_kv._cli.report.page import Run, figure, quantity, section, tile
 from tiered_kv._cli.report.samples import Sampler
 from tiered_kv.config.units import format_bytes

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from tiered_kv._cli.report import figures, page
-from tiered_kv._cli.report.figures import draw, tier_color
-from tiered_kv._cli.report.markup import Html, card, element, table
+from tiered_kv._cli.report.figures import Html, card, draw, element, table, tier_color
 from tiered_kv._cli.report.page import Run, figure, quantity, section, tile
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.stack_config import StackConfig
-from tiered_kv.workload.hit_rates import HitRate
+from tiered_kv.workload.hit_rates import HitCurve, HitRate
 from tiered_kv.workload.prices import Costs
 from tiered_kv.workload.simulation import Fleet, Simulated
-from tiered_kv.workload.stack_distance import HitCurve
 from tiered_kv.workload.tally import GB
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.workload.generator import BLOCK_TOKENS, ChatWorkload
-from tiered_kv.workload.request import Request
+from tiered_kv.workload.request import BLOCK_TOKENS, ChatWorkload, Request
 
 SMALL = ChatWorkload(chats=10, turns=4, active_chats=3, turn_blocks=2, system_prompts=2, system_blocks=5)
 
@@ -24,7 +23,7 @@ def chats_of(workload: ChatWorkload) -> dict[int, list[Request]]:
 
 
 def test_another_process_gives_the_same_requests() -> None:
-    program = "from tiered_kv.workload.generator import ChatWorkload as W; print(list(W(chats=3).requests()))"
+    program = "from tiered_kv.workload.request import ChatWorkload as W; print(list(W(chats=3).requests()))"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert output.strip() == str(list(ChatWorkload(chats=3).requests()))
 
