@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.pages import counters_of
 from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, Register, stack_of
-from tiered_kv.metrics.counters import count_of, flat_counts
+from tiered_kv.metrics.instruments import count_of, flat_counts
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.faults import FailingTier
 from tiered_kv.testing.rig import FourMethodTier, make_keys

@@ -17,10 +17,10 @@ from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError, needing_resources
 from tiered_kv.exporters.events import EventPublisher, medium_of
-from tiered_kv.exporters.explain import Explanation, explain
 from tiered_kv.exporters.server import StatusServer, routes_of
+from tiered_kv.exporters.status import Explanation, explain
 from tiered_kv.facade import BlockFacade
-from tiered_kv.history.history import BlockHistory
+from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.interrupts import CallThread
 from tiered_kv.limits import Need, Take, compare, require
 from tiered_kv.stack_config import StackConfig, load_config

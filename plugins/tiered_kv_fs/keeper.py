@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from tiered_kv.metrics.counters import Counters
+from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import failure_reason
 from tiered_kv_fs.directory import Directory

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Final
 
 from tiered_kv.errors import FormatError
-from tiered_kv.metrics.counters import Counters
+from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.claimed import TEMPORARY, walk
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv.toolkit.small_files import read_file, remove

@@ -14,7 +14,7 @@ from aiofiles.os import wrap
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.limits import disk_need
-from tiered_kv.metrics.counters import Counters
+from tiered_kv.metrics.instruments import Counters
 from tiered_kv.threads import DaemonThreads
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
 from tiered_kv.toolkit.background import BackgroundTask

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from tiered_kv.metrics.counters import Counters
+from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.first_failures import FirstFailures
 
 _log = logging.getLogger("tiered_kv.nvme")

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.metrics.counters import Counters
+from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of

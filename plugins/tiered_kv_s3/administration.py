@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Final
 
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.metrics.counters import Counters
+from tiered_kv.metrics.instruments import Counters
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.threads import run_all
 from tiered_kv.toolkit.administration import (

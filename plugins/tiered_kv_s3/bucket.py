@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from tiered_kv.metrics.counters import Counters
+from tiered_kv.metrics.instruments import Counters
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.connection import Answer, BadAnswerError, Connection, Patience
 from tiered_kv_s3.heads import Heads

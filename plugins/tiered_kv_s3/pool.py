@@ -12,7 +12,7 @@ import time
 from collections.abc import Generator
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.metrics.counters import Counters
+from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.resolver import addresses_of
 from tiered_kv_s3.connection import BadAnswerError, Connection, Patience
 from tiered_kv_s3.endpoint import Endpoint, Proxy

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 from tiered_kv.errors import TierError
-from tiered_kv.metrics.counters import Counters
+from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from tiered_kv.errors import ResourceError, TierError
-from tiered_kv.metrics.counters import Counters
+from tiered_kv.metrics.instruments import Counters
 from tiered_kv.threads import start_thread
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv_s3.control import DELETED_AT_ONCE, Control, Listed

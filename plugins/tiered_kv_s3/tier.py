@@ -11,7 +11,7 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError, TierError
-from tiered_kv.metrics.counters import Counters
+from tiered_kv.metrics.instruments import Counters
 from tiered_kv.reasons import REFUSED, UNREADABLE
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.blocking import BlockingTier

@@ -17,8 +17,8 @@ from tiered_kv._cli.why import tier_namespaces
 from tiered_kv.cli import main
 from tiered_kv.config.namespace import differences
 from tiered_kv.errors import ConfigError
-from tiered_kv.exporters.explain import KEYS_MAX, explain_query
 from tiered_kv.exporters.server import Answer, StatusServer, routes_of
+from tiered_kv.exporters.status import KEYS_MAX, explain_query
 from tiered_kv.history.fates import SENTENCES, Fate
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.stack_config import load_config

@@ -29,7 +29,7 @@ from tests.support.secret_hunt import (
     with_markers,
 )
 from tiered_kv.hooks import tier_plugins
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack
 from tiered_kv.testing.s3_servers import REGION, missing_for_moto, start_moto
 

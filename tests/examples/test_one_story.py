@@ -21,7 +21,7 @@ from tiered_kv._cli.report.page import Run
 from tiered_kv._cli.report.replay_page import replay_page
 from tiered_kv._cli.report.samples import Sampler
 from tiered_kv.cli import main
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.servers import free_port
 from tiered_kv.workload.replay import ReplaySettings, replay

@@ -25,7 +25,7 @@ from tiered_kv.base import ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.history.history import PAGE_KEYS, BlockHistory
+from tiered_kv.history.recorder import PAGE_KEYS, BlockHistory
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager

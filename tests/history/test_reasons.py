@@ -25,7 +25,7 @@ from tests.support.obedient import (
 from tests.support.stacks import Register
 from tiered_kv import stack as stack_module
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.history.history import PENDING_KEYS_MAX
+from tiered_kv.history.recorder import PENDING_KEYS_MAX
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.rig import FourMethodTier, make_keys

@@ -46,7 +46,7 @@ from tests.integrations.sglang_program_parts import (
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.sglang.backend import TieredKVHiCache
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
 
 DIRECTORY = Path(sys.argv[1])

@@ -41,7 +41,7 @@ from tests.support.vllm_programs import (
     run_example,
     running,
 )
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
 
 __all__ = ["redis_server"]  # a fixture

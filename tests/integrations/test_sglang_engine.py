@@ -22,7 +22,7 @@ from tests.support.sglang_programs import (
     run_command,
 )
 from tests.support.vllm_programs import SOURCE, Message, damage_segments
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
 
 __all__ = ["redis_server"]  # a fixture

@@ -19,7 +19,7 @@ from tests.integrations.program_checks import damage  # noqa: E402 - after what 
 from tests.support.shortages import Resource, outage  # noqa: E402
 from tiered_kv.errors import ConfigError, ShutdownError  # noqa: E402
 from tiered_kv.integrations.transformers import PrefixCache, PrefixCacheStats, prefix_cache  # noqa: E402
-from tiered_kv.metrics.counters import count_of  # noqa: E402
+from tiered_kv.metrics.instruments import count_of  # noqa: E402
 from tiered_kv.testing.control import Gate, wait_until  # noqa: E402
 
 Tensor = Any

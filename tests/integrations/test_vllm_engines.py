@@ -33,7 +33,7 @@ from tests.support.vllm_programs import (
     run_example,
     running,
 )
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.proxy import Faults
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 

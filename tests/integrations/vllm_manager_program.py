@@ -37,7 +37,7 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
 )
 
 import tiered_kv.integrations.vllm.tier as tier_module
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.rig import FourMethodTier
 
 PRIMARY_CHUNKS = 16

@@ -69,7 +69,7 @@ from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
 from tiered_kv.integrations.vllm.engine import configured  # noqa: E402
-from tiered_kv.metrics.counters import count_of  # noqa: E402
+from tiered_kv.metrics.instruments import count_of  # noqa: E402
 
 TOKENS = 16
 SPEC = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)

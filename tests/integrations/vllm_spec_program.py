@@ -50,7 +50,7 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
 )
 
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.exporters.prometheus import StackCollector
+from tiered_kv.exporters.metrics import StackCollector
 from tiered_kv.integrations.vllm.connector import TieredKVConnector
 from tiered_kv.integrations.vllm.spec import stack_config
 from tiered_kv.integrations.vllm.tier import TieredKVTier

@@ -11,8 +11,7 @@ from tests.support.obedient import BLOCK_BYTES, Engine, get, put, stack_of
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.metrics.counters import LABELS_MAX, OTHER, Counters, flat_counts
-from tiered_kv.metrics.histogram import INFINITY, Histogram, quantile
+from tiered_kv.metrics.instruments import INFINITY, LABELS_MAX, OTHER, Counters, Histogram, flat_counts, quantile
 from tiered_kv.metrics.step_timer import EVERY_STEPS, StepTimer, timed
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys

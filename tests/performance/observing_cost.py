@@ -39,8 +39,8 @@ from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.exporters.events import EventPublisher
-from tiered_kv.exporters.prometheus import StackCollector, exposition
-from tiered_kv.history.history import BlockHistory
+from tiered_kv.exporters.metrics import StackCollector, exposition
+from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.metrics.step_timer import StepTimer
 from tiered_kv.stack_config import EventSettings
 from tiered_kv.tiering.manager import TieringOffloadingManager

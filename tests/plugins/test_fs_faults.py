@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.disk_use import fs_blocks, occupied_bytes
 from tests.support.entries import OpenRig
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import Gate, wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.toolkit.record import decode_record

@@ -14,7 +14,7 @@ from tests.support.loopback import LoopbackServer
 from tests.support.lying_redis import LyingRedis, Storage
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
 

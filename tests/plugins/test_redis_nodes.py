@@ -12,7 +12,7 @@ import pytest
 from tests.plugins.conftest import OpenRedis
 from tests.support.lying_redis import LyingRedis, Slots, Storage, slots_reply
 from tiered_kv.base import OffloadKey
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.tiering.guarded import HARMLESS_REASONS

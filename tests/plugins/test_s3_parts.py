@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from tiered_kv.errors import TierError
-from tiered_kv.metrics.counters import Counters
+from tiered_kv.metrics.instruments import Counters
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control, Listed

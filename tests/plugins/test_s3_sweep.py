@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from tiered_kv.errors import TierError, TierUnavailableError
-from tiered_kv.metrics.counters import Counters
+from tiered_kv.metrics.instruments import Counters
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_s3.bucket import Bucket

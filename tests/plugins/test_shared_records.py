@@ -18,7 +18,7 @@ from tests.support.redis_servers import redis_server
 from tests.support.shared_storage import SharedStorage, storage
 from tests.support.stacks import ReplaceModule
 from tiered_kv.base import OffloadKey
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
 

@@ -20,7 +20,7 @@ from tests.support.stacks import stack_of
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.stack_config import load_config
 from tiered_kv.testing.control import wait_until

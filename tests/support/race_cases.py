@@ -23,7 +23,7 @@ from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_
 from tests.support.racing_scheduler import RacingScheduler
 from tests.support.threads import meanwhile
 from tiered_kv.errors import TierBusyError
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.control import Gate, wait_until
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys

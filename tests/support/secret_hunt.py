@@ -25,7 +25,7 @@ from tiered_kv.base import make_offload_key
 from tiered_kv.config.secret_keys import KEY_BYTES
 from tiered_kv.config.settings import StrictModel, TierSettings
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.exporters.prometheus import StackCollector, exposition
+from tiered_kv.exporters.metrics import StackCollector, exposition
 from tiered_kv.exporters.status import status
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import Stack, open_stack

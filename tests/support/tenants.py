@@ -23,7 +23,7 @@ from tests.support.children import Child
 from tests.support.stacks import stack_of
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.cli import main
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.stack_config import load_config
 

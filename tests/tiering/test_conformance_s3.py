@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.s3_entries import damage_objects, s3_entry
 from tests.support.stacks import stack_of
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.control import wait_until

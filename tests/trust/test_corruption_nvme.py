@@ -34,7 +34,7 @@ from tests.support.segment_map import (
     seal,
 )
 from tiered_kv.base import OffloadKey
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.damage import SEED, Damage, Field, field_damages
 from tiered_kv.testing.rig import TierRig, block_content, compressible_content, make_keys
 

@@ -19,7 +19,7 @@ from tests.support.crash_scenario import BLOCK_BYTES, CrashScenario, ask, load, 
 from tests.support.mounts import command_in_namespace, missing_for_tmpfs, small_tmpfs
 from tests.support.patient_nvme import waiting_until_closed
 from tiered_kv.base import OffloadKey
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack
 from tiered_kv.testing.rig import block_content, make_keys
 

@@ -34,7 +34,7 @@ from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import TieredKVError
 from tiered_kv.hooks import TierType
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.control import Footprint, left_behind
 from tiered_kv.worker import SharedStack

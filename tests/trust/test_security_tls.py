@@ -17,7 +17,7 @@ from tests.support.redis_servers import PASSWORD, PATIENT, RedisServer, TlsFiles
 from tests.support.s3_entries import s3_entry
 from tests.support.tenants import Tenant
 from tiered_kv.cli import main
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, start_moto

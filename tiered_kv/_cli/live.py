@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tiered_kv._cli.ask import Buckets, BudgetAnswer, Counters, NoticeAnswer, StatusAnswer, TierAnswer
 from tiered_kv.errors import TieredKVError
-from tiered_kv.metrics.histogram import quantile
+from tiered_kv.metrics.instruments import quantile
 
 
 @dataclass(frozen=True, slots=True)

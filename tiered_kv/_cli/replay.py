@@ -16,7 +16,7 @@ from tiered_kv._cli.report.samples import Sampler
 from tiered_kv._cli.reporting import add_report_argument, start_report, write_report
 from tiered_kv._cli.workload import Workload, add_workload_arguments, chosen_workload
 from tiered_kv.config.units import format_bytes
-from tiered_kv.metrics.counters import flat_counts
+from tiered_kv.metrics.instruments import flat_counts
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.stack_config import load_config
 from tiered_kv.workload.replay import ReplaySettings, replay

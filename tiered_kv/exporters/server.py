@@ -17,9 +17,8 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from tiered_kv.errors import ConfigError, ShutdownError, needing_resources, remedy_of
-from tiered_kv.exporters.explain import Observed, explain_query
-from tiered_kv.exporters.prometheus import CONTENT_TYPE, StackCollector, exposition
-from tiered_kv.exporters.status import status
+from tiered_kv.exporters.metrics import CONTENT_TYPE, StackCollector, exposition
+from tiered_kv.exporters.status import Observed, explain_query, status
 
 CONNECTIONS_MAX: Final = 8
 LINE_BYTES_MAX: Final = 128 << 10

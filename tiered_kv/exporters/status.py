@@ -1,20 +1,33 @@
-"""The status of a stack, as JSON."""
+"""The status of a stack, as JSON; and why a block was a miss, for programs and for `tiered-kv why`."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Final, Protocol, TypeVar
 
+from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.exporters.explain import Observed
-from tiered_kv.exporters.series import is_finite, numbers_of, safe_label
-from tiered_kv.metrics.histogram import quantile
-from tiered_kv.stack_config import PRIMARY_TIER_NAME
+from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.errors import ConfigError
+from tiered_kv.exporters.metrics import is_finite, numbers_of, safe_label
+from tiered_kv.history.fates import PRESENT, Fate
+from tiered_kv.history.ledger import CPU, REQUEST_ID_CHARACTERS_MAX, EndedRequest
+from tiered_kv.history.recorder import BlockHistory
+from tiered_kv.metrics.instruments import quantile
+from tiered_kv.pauses import give_way
+from tiered_kv.stack_config import PRIMARY_TIER_NAME, StackConfig
+from tiered_kv.tiering.manager import TieringOffloadingManager
 
 _BREAKER = {0: "closed", 1: "half_open", 2: "open"}
+KEYS_MAX: Final = 1024
+"""Keys, or requests, in one query."""
+_SLICE: Final = 32
+"""Keys that are described at once; that holds the interpreter for some 100 microseconds."""
+_Item = TypeVar("_Item")
 
 
 def status(stack: Observed) -> dict[str, Any]:  # Any: as JSON has it
@@ -98,3 +111,144 @@ def _plain(values: Mapping[str, Any], secrets: set[str]) -> dict[str, Any]:
 
 def _whole(number: object) -> int | None:
     return int(number) if isinstance(number, (int, float)) else None
+
+
+@dataclass(frozen=True, slots=True)
+class TierFate:
+    """What became of a block in one tier.
+
+    Attributes:
+        fate: "present" (the primary tier has it), "stored", "unknown", or the reason for a miss as in `misses_total`.
+        age_s: Seconds since that was noted; None for "present" and "unknown".
+    """
+
+    tier: str
+    fate: str
+    age_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What became of a block in each tier, in the order of the search."""
+
+    key: OffloadKey
+    tiers: tuple[TierFate, ...]
+
+
+class Observed(Protocol):
+    """The part of a `Stack` that this package reads."""
+
+    config: StackConfig
+    history: BlockHistory | None
+    manager: TieringOffloadingManager
+    opened_s: float
+
+    def counters(self) -> dict[str, dict[str, Any]]: ...  # Any: as `Counters.snapshot`
+
+    def explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]: ...
+
+
+def explain(
+    history: BlockHistory, blocks: Mapping[OffloadKey, CPUBlock], keys: Sequence[OffloadKey]
+) -> list[Explanation]:
+    """Return what became of each block; any thread may call.
+
+    Args:
+        blocks: The primary tier's index; single keys are read, which needs no lock.
+    """
+    found = []
+    for key, fates in _in_slices(zip(keys, history.fates(keys), strict=True)):
+        block = blocks.get(key)
+        tiers = [
+            TierFate(name, fate.label, None if fate is Fate.UNKNOWN else age_s)
+            for name, (fate, age_s) in zip(history.names, fates, strict=True)
+        ]
+        if block is not None and block.ref_cnt >= 0:
+            tiers[CPU] = TierFate(history.names[CPU], PRESENT, None)
+        found.append(Explanation(key, tuple(tiers)))
+    return found
+
+
+def explain_query(stack: Observed, query: Mapping[str, Sequence[str]]) -> dict[str, object]:
+    """Answer `/explain?key=HEX&key=HEX`, `/explain?request=ID` or `/explain?last=N`; any thread may call.
+
+    Args:
+        query: As `urllib.parse.parse_qs` returns it: `key` in hexadecimal, `request` with an id, and `last` with N, for
+            the last N requests that missed a block, in any combination.
+
+    Returns:
+        The JSON that `docs/reference/command.md` describes.
+
+    Raises:
+        ConfigError: The stack has no history, or the query is invalid.
+    """
+    if stack.history is None:
+        raise ConfigError("the stack keeps no history: its setting 'history' is 0", location="history")
+    if unknown := query.keys() - {"key", "request", "last"}:
+        raise ConfigError(f"expected 'key', 'request' or 'last', found {sorted(unknown)}")
+    keys = [_key(text) for text in query.get("key", [])]
+    wanted = query.get("request", [])
+    last = sum(_count(text) for text in query.get("last", []))
+    if max(len(keys), len(wanted), last) > KEYS_MAX:
+        raise ConfigError(f"expected at most {KEYS_MAX} keys and requests")
+    req_ids = frozenset(each[:REQUEST_ID_CHARACTERS_MAX] for each in wanted)
+    requests = _chosen(stack.history.requests() if wanted or last else [], req_ids, last)
+    return {
+        "namespace": stack.config.identity.digest.hex(),
+        "tiers": list(stack.history.names),
+        "keys": list(_in_slices(map(_described, stack.explain(keys)))),
+        "requests": list(_in_slices(_described_request(stack, stack.history, request) for request in requests)),
+        "estimates": stack.manager.estimates(),
+        "unexplained_blocks_total": stack.history.dropped_blocks,
+    }
+
+
+def _chosen(ended: Sequence[EndedRequest], req_ids: frozenset[str], last: int) -> list[EndedRequest]:
+    """Return the last request of each id, and the last ones that missed a block; the latest first."""
+    by_id = {request.req_id: request for request in ended if request.req_id in req_ids}
+    missed = [request for request in reversed(ended) if request.missed_blocks][:last]
+    return sorted({id(each): each for each in (*by_id.values(), *missed)}.values(), key=lambda each: -each.ended_s)
+
+
+def _described(explanation: Explanation) -> dict[str, object]:
+    return {
+        "key": explanation.key.hex(),
+        "tiers": {each.tier: {"fate": each.fate, "age_seconds": each.age_s} for each in explanation.tiers},
+    }
+
+
+def _described_request(stack: Observed, history: BlockHistory, request: EndedRequest) -> dict[str, object]:
+    first = request.first_missed
+    return {
+        "request": request.req_id,
+        "age_seconds": history.age_s(request),
+        "hits": dict(request.hits),
+        "misses": {tier: dict(reasons) for tier, reasons in request.misses.items()},
+        "missed_blocks": request.missed_blocks,
+        "first_missed": None if first is None else _described(stack.explain([first])[0]),
+        "first_missed_because": dict(request.first_because),
+    }
+
+
+def _in_slices(items: Iterable[_Item]) -> Iterator[_Item]:
+    """Yield the items, and let a scheduler's step go first before each `_SLICE`."""
+    for number, item in enumerate(items):
+        if number % _SLICE == 0:
+            give_way()
+        yield item
+
+
+def _key(text: str) -> OffloadKey:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if not key:
+        raise ConfigError(f"expected a key in hexadecimal, found {text[:80]!r}")
+    return OffloadKey(key)
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise ConfigError(f"expected a number of requests, found {text[:80]!r}")
+    return int(text)

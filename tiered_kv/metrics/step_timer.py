@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-from tiered_kv.metrics.histogram import SHORT_SECONDS, Histogram
+from tiered_kv.metrics.instruments import SHORT_SECONDS, Histogram
 
 EVERY_STEPS: Final = 128
 """One step in so many is timed."""

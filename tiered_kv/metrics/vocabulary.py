@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from tiered_kv.metrics.histogram import BYTES, SECONDS, SHORT_SECONDS
+from tiered_kv.metrics.instruments import BYTES, SECONDS, SHORT_SECONDS
 
 PREFIX: Final = "tiered_kv_"
 TIER_PREFIX: Final = "tiered_kv_tier_"

@@ -13,8 +13,8 @@ import numpy as np
 from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.history.history import BlockHistory
-from tiered_kv.metrics.notices import Notices
+from tiered_kv.history.recorder import BlockHistory
+from tiered_kv.metrics.instruments import Notices
 from tiered_kv.reasons import UNUSABLE_REASONS
 from tiered_kv.tiering.answers import WrongValueError, checked_flag, checked_result, checked_stats, tier_exceptions
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from tiered_kv.base import OffloadingEvent, OffloadKey
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
-from tiered_kv.history.history import BlockHistory
 from tiered_kv.history.ledger import CPU
+from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.requests import RequestState
 from tiered_kv.tiering.search import Search

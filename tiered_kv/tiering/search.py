@@ -8,8 +8,8 @@ from enum import Enum
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.history.fates import Fate, fate_of
-from tiered_kv.history.history import BlockHistory, Page, next_page
 from tiered_kv.history.ledger import RequestLog
+from tiered_kv.history.recorder import BlockHistory, Page, next_page
 from tiered_kv.tiering.answers import WrongValueError, checked_answer, checked_answers, tier_exceptions
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import TOO_SLOW, computed_blocks

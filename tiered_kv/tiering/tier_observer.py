@@ -12,10 +12,8 @@ from tiered_kv.base import OffloadingEvent, OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import TierError
 from tiered_kv.history.fates import Fate, fate_of
-from tiered_kv.history.history import BlockHistory
-from tiered_kv.metrics.counters import Counters
-from tiered_kv.metrics.histogram import BYTES, SECONDS, SHORT_SECONDS, Histogram
-from tiered_kv.metrics.notices import Notices
+from tiered_kv.history.recorder import BlockHistory
+from tiered_kv.metrics.instruments import BYTES, SECONDS, SHORT_SECONDS, Counters, Histogram, Notices
 from tiered_kv.reasons import DAMAGE_REASONS, UNUSABLE_REASONS
 from tiered_kv.tiering.answers import WrongValueError, checked_event, checked_flag, tier_exceptions
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager

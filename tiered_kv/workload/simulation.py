@@ -17,7 +17,7 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import limits_of, located
 from tiered_kv.stack_config import PRIMARY_TIER_NAME, StackConfig
 from tiered_kv.tiering.manager import TieringOffloadingManager

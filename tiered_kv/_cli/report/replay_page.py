@@ -11,7 +11,7 @@ from tiered_kv._cli.report.page import Run, figure, quantity, section, tile
 from tiered_kv._cli.report.samples import Sampler
 from tiered_kv.config.units import format_bytes
 from tiered_kv.history.fates import SENTENCES
-from tiered_kv.metrics.counters import flat_counts
+from tiered_kv.metrics.instruments import flat_counts
 from tiered_kv.stack_config import PRIMARY_TIER_NAME
 from tiered_kv.workload.replay import ReplaySettings
 from tiered_kv.workload.tally import GB, ReplayReport

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tiered_kv.exporters.series import is_finite
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.exporters.metrics import is_finite
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.workload.tally import Tally
 
 CountersByTier = Mapping[str, Mapping[str, Any]]  # Any: as `Counters.snapshot`

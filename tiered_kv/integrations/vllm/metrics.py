@@ -25,7 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.base import OffloadingEvent
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.exporters.series import DROPPED, DROPPED_METRIC, THIRD_PARTY, Counters, Series, series_of
+from tiered_kv.exporters.metrics import DROPPED, DROPPED_METRIC, THIRD_PARTY, Counters, Series, series_of
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX, TOTAL, Metric
 

@@ -1,4 +1,4 @@
-"""Series: counters as metrics with labels.
+"""Counters as metrics with labels, and a collector that reads them for each scrape of Prometheus.
 
 The number of series is bounded, and each name and label is a plain word: a third-party tier may use a key, a password
 or a whole message as a name.
@@ -10,12 +10,18 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, NamedTuple, TypeGuard
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
 
 from tiered_kv.config.redaction import HIDDEN, scrub
-from tiered_kv.metrics.counters import LABELS_MAX, OTHER
-from tiered_kv.metrics.histogram import is_histogram
+from tiered_kv.errors import MissingExtraError, ShutdownError
+from tiered_kv.metrics.instruments import LABELS_MAX, OTHER, is_histogram
 from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX, TOTAL, Metric
+from tiered_kv.pauses import give_way
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric as Family
+
 
 Counters = Mapping[str, Mapping[str, Any]]  # Any: as `Stack.counters`
 Read = Callable[[], Counters]
@@ -34,6 +40,7 @@ _LABEL = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 _UNFIT = re.compile(r"[^a-zA-Z0-9_]", re.ASCII)
 _RESERVED = ("_bucket", "_count", "_sum", "_created", "_info")
 """Endings that Prometheus adds to names."""
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Series(NamedTuple):
@@ -157,3 +164,77 @@ def is_finite(number: object) -> TypeGuard[float]:
     """Return whether this is a number that JSON can hold."""
     value = _float(number)
     return value is not None and math.isfinite(value)
+
+
+class StackCollector:
+    """A collector for a registry of `prometheus_client`. Any thread may call.
+
+        REGISTRY.register(StackCollector(stack.counters, secrets=stack.config.secret_texts()))
+
+    A closed stack has no metrics.
+
+    Args:
+        counters: Returns the counters; `Stack.counters`, for example.
+        labels: Further labels of every metric, such as the number of an engine.
+        secrets: Texts that no name and no label may hold.
+
+    Raises:
+        MissingExtraError: `prometheus_client` is not installed.
+    """
+
+    def __init__(
+        self, counters: Read, *, labels: Mapping[str, str] | None = None, secrets: set[str] | None = None
+    ) -> None:
+        try:
+            import prometheus_client  # noqa: F401
+        except ImportError as error:
+            raise MissingExtraError("the metrics of a stack", "metrics") from error
+        self._counters = counters
+        self._labels = dict(labels or {})
+        self._secrets = secrets or set()
+
+    def describe(self) -> list[Family]:
+        """Return nothing, so that a registry need not read counters to register this."""
+        return []
+
+    def collect(self) -> Iterator[Family]:
+        """Yield all metrics."""
+        try:
+            counters = self._counters()
+        except ShutdownError:
+            return
+        families: dict[str, Any] = {}  # Any: a family, whose `add_metric` depends on its type
+        for series in series_of(counters, self._secrets):
+            give_way()
+            family = families.get(series.name)
+            if family is None:
+                family = families[series.name] = self._family(series)
+            labels = [*self._labels.values(), *series.labels]
+            if series.metric.bounds:
+                buckets: Mapping[str, int] = series.value["buckets"]
+                cumulative = list(zip(buckets, accumulate(buckets.values()), strict=True))
+                family.add_metric(labels, cumulative, series.value["sum"])
+            else:
+                family.add_metric(labels, series.value)
+        for family in families.values():
+            give_way()  # to write a family takes some 30 us
+            yield family
+
+    def _family(self, series: Series) -> Any:  # Any: as above
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        about = series.metric.help
+        names = [*self._labels, "tier", *series.metric.labels]
+        if series.metric.bounds:
+            return HistogramMetricFamily(series.name, about, labels=names)
+        kind = CounterMetricFamily if series.name.endswith(TOTAL) else GaugeMetricFamily
+        return kind(series.name, about, labels=names)
+
+
+def exposition(collector: StackCollector) -> bytes:
+    """Return all metrics in Prometheus' text format 0.0.4."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    return generate_latest(registry)

@@ -19,10 +19,9 @@ from prometheus_client.samples import Sample
 
 from tests.support.obedient import BLOCK_BYTES, get, obedient, put, stack_of
 from tiered_kv.errors import ConfigError
-from tiered_kv.exporters.prometheus import StackCollector, exposition
-from tiered_kv.exporters.series import THIRD_PARTY_SERIES_MAX
+from tiered_kv.exporters.metrics import THIRD_PARTY_SERIES_MAX, StackCollector, exposition
 from tiered_kv.exporters.status import status
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.instruments import count_of
 from tiered_kv.metrics.vocabulary import MANAGER, TIER
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.stack_config import load_config
