@@ -16,7 +16,7 @@ from tiered_kv.config.redaction import HIDDEN, EnvironmentText, redact
 from tiered_kv.config.settings import ClassArguments, StrictModel, TierSettings
 from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, Seconds, Share, format_bytes
 from tiered_kv.config.validation import Location, Problems, check, dotted, raise_problems, validate
-from tiered_kv.cpu.policies.names import BUILT_IN_POLICIES
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import HINT_NAMES, HintName
 from tiered_kv.hooks import TierType, tier_plugins

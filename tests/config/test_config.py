@@ -29,8 +29,7 @@ from tiered_kv.config.units import (
     rounded_bytes,
     rounded_seconds,
 )
-from tiered_kv.cpu.policies import make_policy
-from tiered_kv.cpu.policies.names import BUILT_IN_POLICIES
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES, make_policy
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import TierType
 from tiered_kv.stack_config import StackConfig, load_config, stack_schema

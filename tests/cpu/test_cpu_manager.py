@@ -9,7 +9,7 @@ import pytest
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext, make_offload_key
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
-from tiered_kv.cpu.policies.names import BUILT_IN_POLICIES
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.region import PrimaryRegion
 
 NUM_BLOCKS = 8

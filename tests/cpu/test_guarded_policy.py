@@ -13,10 +13,9 @@ import pytest
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
-from tiered_kv.cpu.policies import CachePolicy, RequestChain, make_policy
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES, CachePolicy, RequestChain, make_policy
 from tiered_kv.cpu.policies.guarded import GuardedPolicy
 from tiered_kv.cpu.policies.lru import LRUPolicy
-from tiered_kv.cpu.policies.names import BUILT_IN_POLICIES
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.facade import rows_of

@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.cpu.policies import CachePolicy, RequestChain, density, make_policy
-from tiered_kv.cpu.policies.names import BUILT_IN_POLICIES
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES, CachePolicy, RequestChain, density, make_policy
 
 NUM_BLOCKS = 40
 

@@ -13,8 +13,7 @@ from tests.performance.policy_hits import documents, hits_of
 from tiered_kv.base import OffloadKey, ReqContext, get_offload_block_hash, make_offload_key
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
-from tiered_kv.cpu.policies import CachePolicy
-from tiered_kv.cpu.policies.names import BUILT_IN_POLICIES
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES, CachePolicy
 from tiered_kv.cpu.region import PrimaryRegion
 
 TOKENS = 16

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
-from tiered_kv.cpu.policies.names import BUILT_IN_POLICIES
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.region import PrimaryRegion
 
 PROMPTS, LENGTH = 5, 4

@@ -13,7 +13,7 @@ import pytest
 from tests.support.places import Place
 from tests.support.tenants import BLOCK_BYTES, Tenant
 from tiered_kv.cli import main
-from tiered_kv.cpu.geometry import Geometry
+from tiered_kv.cpu.region import Geometry
 from tiered_kv.errors import ConfigError, FormatError, TieredKVError, TierUnavailableError
 from tiered_kv.stack import open_stack
 from tiered_kv.worker.shared import SharedRegion

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.cpu import region as region_module
-from tiered_kv.cpu.geometry import ROWS_OFFSET, Geometry
-from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY
+from tiered_kv.cpu.region import ROWS_OFFSET, SHARED_MEMORY_DIRECTORY, Geometry
 from tiered_kv.errors import ConfigError
 from tiered_kv.worker import shared_file
 from tiered_kv.worker.shared import SharedRegion

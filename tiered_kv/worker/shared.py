@@ -11,8 +11,15 @@ from typing import Any, Self
 from tiered_kv.base import CanonicalKVCaches, LoadStoreSpec, OffloadingHandler, OffloadingManager, OffloadingSpec
 from tiered_kv.config.units import format_bytes
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.geometry import ROWS_OFFSET, Geometry, check_header, has_header, write_header
-from tiered_kv.cpu.region import PrimaryRegion, size_shared
+from tiered_kv.cpu.region import (
+    ROWS_OFFSET,
+    Geometry,
+    PrimaryRegion,
+    check_header,
+    has_header,
+    size_shared,
+    write_header,
+)
 from tiered_kv.errors import ConfigError, TieredKVError, needing_resources
 from tiered_kv.limits import refuse
 from tiered_kv.stack import Stack, needs_of

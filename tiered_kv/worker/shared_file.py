@@ -8,7 +8,7 @@ The processes are called parties. The file has a name only until all parties hav
   left over from a run that was killed as it started.
 - The last party to map the rows removes the name and marks the file. The mark shows every party that all have joined.
 
-Behind the header of the region (`tiered_kv.cpu.geometry`), and before its rows, each party has room for a note. It
+Behind the header of the region (`tiered_kv.cpu.region`), and before its rows, each party has room for a note. It
 writes the note as it joins, and the others can wait for it.
 """
 
@@ -23,8 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tiered_kv.cpu.geometry import HEADER_BYTES, ROWS_OFFSET
-from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY
+from tiered_kv.cpu.region import HEADER_BYTES, ROWS_OFFSET, SHARED_MEMORY_DIRECTORY
 from tiered_kv.errors import ConfigError, needing_resources
 from tiered_kv.permissions import FILE_MODE, NotPrivateError, check_file
 

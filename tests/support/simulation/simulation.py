@@ -14,7 +14,7 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
-from tiered_kv.cpu.policies.names import BUILT_IN_POLICIES
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.testing.model import RowLedger, StackModel, StackUnderTest, WatchedTier
 from tiered_kv.testing.rig import make_keys

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import importlib
 from inspect import isabstract
+from typing import Final
 
 from tiered_kv.cpu.backend import RequestChain
 from tiered_kv.cpu.policies.base import CachePolicy
-from tiered_kv.cpu.policies.names import BUILT_IN_POLICIES
 from tiered_kv.errors import ConfigError, remedy_of
 
-__all__ = ["CachePolicy", "RequestChain", "make_policy"]
+__all__ = ["BUILT_IN_POLICIES", "CachePolicy", "RequestChain", "make_policy"]
+
+BUILT_IN_POLICIES: Final = {
+    "lru": "tiered_kv.cpu.policies.lru:LRUPolicy",
+    "arc": "tiered_kv.cpu.policies.arc:ARCPolicy",
+    "density": "tiered_kv.cpu.policies.density:DensityPolicy",
+}
+"""The class of each name that a stack's file may give; it is imported when a primary tier is made."""
 
 
 def make_policy(name: str, num_blocks: int) -> CachePolicy:

@@ -19,8 +19,7 @@ from itertools import groupby
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock, RequestChain
-from tiered_kv.cpu.policies.base import CachePolicy
-from tiered_kv.cpu.policies.chains import ChainOrder
+from tiered_kv.cpu.policies.base import CachePolicy, ChainOrder
 
 
 class ARCPolicy(CachePolicy):

@@ -1,11 +1,18 @@
-"""The contract of an eviction policy."""
+"""The contract of an eviction policy, and an order of blocks by the request that used them last."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from tiered_kv.cpu.backend import CPUBlock, RequestChain
+
+QUEUE_SPARE = 64
+"""Entries of a queue that may be out of date, besides one for each chain."""
+_position_of = attrgetter("position")
 
 
 class CachePolicy(ABC):
@@ -72,3 +79,149 @@ class CachePolicy(ABC):
     def end_step(self) -> None:
         """End the step: blocks that it protected may be evicted from now on."""
         return
+
+
+class _Stack:
+    """The evictable blocks of one chain, by block_id; sorted by position only when a pop finds them out of order."""
+
+    __slots__ = ("blocks", "is_sorted", "top")
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, CPUBlock] = {}
+        self.top = -1
+        self.is_sorted = True
+
+    def sort(self) -> None:
+        if not self.is_sorted:
+            self.blocks = {block.block_id: block for block in sorted(self.blocks.values(), key=_position_of)}
+            self.is_sorted = True
+
+
+class ChainOrder:
+    """Evictable blocks: the least recently used chain first, and within a chain the tail first.
+
+    In an LRU list of blocks, each use of a request would have to move all of its blocks, so that the tail goes before
+    the head. Here the list contains *chains*, one for each request. A chain is a stack of the blocks that its request
+    was the last to use. Eviction pops from the top of the least recently used chain: the tail of its prefix. So
+    storing, using and evicting cost O(1) a block.
+
+    `RequestChain.last_use` says which chain that is. A block that becomes evictable, because its store or its last read
+    has ended, changes nothing of that.
+
+    A request that shares its head with a later one, and continues without naming these blocks, has a tail that is more
+    recent than its head. Engines name all blocks when they schedule a request, which puts them in order again.
+
+    Owned by the manager's thread.
+    """
+
+    def __init__(self) -> None:
+        self._stacks: dict[RequestChain, _Stack] = {}
+        # A heap by last use. An entry is out of date if its chain was used later, or has no blocks any more.
+        self._queue: list[tuple[int, int, RequestChain]] = []
+        self._numbers = itertools.count()  # chains are not compared
+        self._held: dict[
+            int, CPUBlock
+        ] = {}  # set aside in this step; by block_id, since ctypes structures have no hash
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, blocks: Iterable[CPUBlock]) -> None:
+        """Add blocks that are not in the order."""
+        chain: RequestChain | None = None
+        stack = _Stack()
+        for block in blocks:
+            if block.chain is not chain:
+                chain = block.chain
+                assert chain is not None
+                stack = self._stacks.get(chain) or self._begin(chain)
+            position = block.position
+            stack.blocks[block.block_id] = block
+            if position >= stack.top:
+                stack.top = position
+            else:
+                stack.is_sorted = False
+            self._size += 1
+
+    def discard(self, block: CPUBlock) -> bool:
+        """Remove a block if it is in the order, and return whether it was."""
+        chain = block.chain
+        stack = self._stacks.get(chain) if chain is not None else None
+        if stack is not None and stack.blocks.get(block.block_id) is block:
+            del stack.blocks[block.block_id]
+            if not stack.blocks:
+                assert chain is not None
+                del self._stacks[chain]
+        elif block.block_id in self._held:
+            del self._held[block.block_id]
+        else:
+            return False
+        self._size -= 1
+        return True
+
+    def oldest(self) -> RequestChain | None:
+        """Return the least recently used chain, or None if the order is empty."""
+        queue = self._queue
+        while queue:
+            last_use, _, chain = queue[0]
+            if chain not in self._stacks:
+                heapq.heappop(queue)
+            elif chain.last_use != last_use:
+                heapq.heapreplace(queue, (chain.last_use, next(self._numbers), chain))
+            else:
+                return chain
+        return None
+
+    def depth(self, chain: RequestChain) -> int:
+        """Return the position of a chain's deepest block; -1 if it has none here."""
+        stack = self._stacks.get(chain)
+        if stack is None:
+            return -1
+        stack.sort()
+        return next(reversed(stack.blocks.values())).position
+
+    def pop(self, count: int, step: int, spare: RequestChain | None) -> list[CPUBlock]:
+        """Remove and return up to `count` blocks in the order of eviction, none of the chain `spare`.
+
+        Blocks with this `step` are set aside until the step ends, so each is visited once a step at most. `spare` must
+        be the most recently used chain.
+        """
+        popped: list[CPUBlock] = []
+        while len(popped) < count and (chain := self.oldest()) is not None and chain is not spare:
+            popped += self.pop_from(chain, count - len(popped), step)
+        return popped
+
+    def pop_from(self, chain: RequestChain, count: int, step: int) -> list[CPUBlock]:
+        """Remove and return up to `count` blocks of a chain that has some, the deepest first."""
+        popped: list[CPUBlock] = []
+        stack = self._stacks[chain]
+        stack.sort()
+        blocks = stack.blocks
+        while blocks and len(popped) < count:
+            block_id, block = blocks.popitem()
+            if block.step == step:
+                self._held[block_id] = block
+            else:
+                popped.append(block)
+        if blocks:
+            stack.top = next(reversed(blocks.values())).position
+        else:
+            del self._stacks[chain]
+        self._size -= len(popped)
+        return popped
+
+    def end_step(self) -> None:
+        """Put back the blocks that were set aside."""
+        if self._held:
+            held, self._held = self._held, {}
+            self._size -= len(held)
+            self.add(held.values())
+
+    def _begin(self, chain: RequestChain) -> _Stack:
+        if len(self._queue) > 2 * len(self._stacks) + QUEUE_SPARE:
+            self._queue = [(each.last_use, next(self._numbers), each) for each in self._stacks]
+            heapq.heapify(self._queue)
+        heapq.heappush(self._queue, (chain.last_use, next(self._numbers), chain))
+        stack = self._stacks[chain] = _Stack()
+        return stack

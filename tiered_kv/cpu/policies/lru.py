@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tiered_kv.cpu.backend import CPUBlock, RequestChain
-from tiered_kv.cpu.policies.base import CachePolicy
-from tiered_kv.cpu.policies.chains import ChainOrder
+from tiered_kv.cpu.policies.base import CachePolicy, ChainOrder
 
 
 class LRUPolicy(CachePolicy):
