@@ -38,7 +38,7 @@ from program_checks import run_checks  # type: ignore[import-not-found]  # as we
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.lmcache import LMCACHE_VERSION, TieredKVL2Adapter, tier_set
-from tiered_kv.integrations.lmcache.keys import in_prefix_order, object_key, offload_key
+from tiered_kv.integrations.lmcache.adapter import in_prefix_order, object_key, offload_key
 from tiered_kv.testing.control import wait_until
 
 

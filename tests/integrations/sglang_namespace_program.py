@@ -33,7 +33,7 @@ from tests.integrations.sglang_program_parts import (
 )
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.sglang import engine as engine_module
-from tiered_kv.integrations.sglang.identity import namespace_of
+from tiered_kv.integrations.sglang.engine import namespace_of
 from tiered_kv.integrations.sglang.pools import PagePool
 from tiered_kv.integrations.sglang.settings import read_settings
 

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 
-from tiered_kv.integrations.weight_files import content_of
+from tiered_kv.integrations.model_files import content_of
 
 
 def names(*texts: str) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Our tiers as an L2 adapter of LMCache's server."""
+"""Our tiers as an L2 adapter of LMCache's server, and its keys as ours."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import logging
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -19,15 +20,15 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
-from tiered_kv.base import OffloadKey
+from tiered_kv.base import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
-from tiered_kv.integrations.lmcache.keys import in_prefix_order, object_key, offload_key
 from tiered_kv.integrations.lmcache.settings import read_settings
 from tiered_kv.integrations.lmcache.tier_set import Places, TierSet
 
 _log = logging.getLogger(__name__)
+_RANK_BYTES = 8
 
 
 class _Kind(Enum):
@@ -334,3 +335,48 @@ def _clear_padding(each: MemoryObj) -> None:
     padding = each.get_physical_size() - used
     if padding > 0:
         ctypes.memset(each.data_ptr + used, 0, padding)
+
+
+def offload_key(key: ObjectKey) -> OffloadKey:
+    """Return the key of an LMCache object in the tiers of its model.
+
+    The group index of our key is LMCache's object group, and its hash is:
+
+        length of the chunk's hash (1 byte) || hash || rank (8 bytes, big-endian) || salt (UTF-8)
+
+    The model's name is not in it: each model has its own tiers.
+    """
+    chunk_hash = key.chunk_hash
+    rank = key.kv_rank.to_bytes(_RANK_BYTES, "big")
+    return make_offload_key(
+        bytes((len(chunk_hash),)) + chunk_hash + rank + key.cache_salt.encode(), key.object_group_id
+    )
+
+
+def object_key(key: OffloadKey, model: str) -> ObjectKey:
+    """Return the key of LMCache from which `offload_key` made `key`."""
+    text = get_offload_block_hash(key)
+    rank_at = 1 + text[0]
+    salt_at = rank_at + _RANK_BYTES
+    return ObjectKey(
+        chunk_hash=text[1:rank_at],
+        model_name=model,
+        kv_rank=int.from_bytes(text[rank_at:salt_at], "big"),
+        object_group_id=get_offload_group_idx(key),
+        cache_salt=text[salt_at:].decode(),
+    )
+
+
+def in_prefix_order(keys: Sequence[ObjectKey]) -> list[int]:
+    """Return the places of `keys`, sorted by group and within a group by the prompt's chunks.
+
+    LMCache looks up all chunks of one rank, then all of the next. A tier that searches a prefix by parts needs all
+    ranks of a chunk before the next chunk.
+    """
+    chunks_before: Counter[tuple[int, int]] = Counter()
+    order = []
+    for place, key in enumerate(keys):
+        row = (key.object_group_id, key.kv_rank)
+        order.append((key.object_group_id, chunks_before[row], place))
+        chunks_before[row] += 1
+    return [place for _, _, place in sorted(order)]

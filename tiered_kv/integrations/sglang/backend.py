@@ -32,8 +32,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from tiered_kv.direct import DirectTiers
 from tiered_kv.direct.settings import part_of
 from tiered_kv.errors import ConfigError, ShutdownError
-from tiered_kv.integrations.sglang.engine import engine_facts
-from tiered_kv.integrations.sglang.identity import check_sharing, namespace_of, process_variables
+from tiered_kv.integrations.sglang.engine import check_sharing, engine_facts, namespace_of, process_variables
 from tiered_kv.integrations.sglang.pools import PagePool, Parts
 from tiered_kv.integrations.sglang.settings import read_settings
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tiered_kv.integrations.hf_config import rope_types
+from tiered_kv.integrations.model_files import rope_types
 from tiered_kv.integrations.transformers.layout import BlockLayout, States
 
 if TYPE_CHECKING:

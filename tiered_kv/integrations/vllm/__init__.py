@@ -16,9 +16,8 @@ from tiered_kv.integrations.versions import checked_version, imported_on_use
 
 if TYPE_CHECKING:
     from tiered_kv.integrations.vllm.connector import TieredKVConnector
-    from tiered_kv.integrations.vllm.spec import TieredKVOffloadingSpec
+    from tiered_kv.integrations.vllm.spec import TieredKVOffloadingSpec, TieredKVTieringSpec
     from tiered_kv.integrations.vllm.tier import TieredKVTier
-    from tiered_kv.integrations.vllm.tiering_spec import TieredKVTieringSpec
 
 __all__ = [
     "TESTED_VERSIONS",
@@ -42,6 +41,6 @@ __getattr__ = imported_on_use(
         "TieredKVConnector": "connector",
         "TieredKVOffloadingSpec": "spec",
         "TieredKVTier": "tier",
-        "TieredKVTieringSpec": "tiering_spec",
+        "TieredKVTieringSpec": "spec",
     },
 )

@@ -21,10 +21,9 @@ from vllm.platforms import current_platform
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.environment import computing_packages, counting_variables, instruction_sets
-from tiered_kv.integrations.hf_config import depends_on_length, without_origin
+from tiered_kv.integrations.model_files import content_of, depends_on_length, weights_in_files, without_origin
 from tiered_kv.integrations.user_namespace import UserModelNamespace
 from tiered_kv.integrations.vllm.irrelevant import FIELDS, SECTIONS, VARIABLES
-from tiered_kv.integrations.weight_files import content_of, weights_in_files
 
 LOCATION = "namespace"
 """Path of the user's part of the namespace, for messages."""

@@ -1,23 +1,32 @@
-"""Our whole stack as vLLM's offloading spec: the user's file, completed by vLLM's configuration."""
+"""vLLM's offloading specs: our whole stack, from the user's file and vLLM's configuration; and vLLM's own tiering.
+
+Both have our transfer handlers as vLLM's worker, for KV caches on CUDA devices and in CPU memory.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec
+from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.validation import suggestion
-from tiered_kv.errors import ConfigError
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.integrations.vllm.identity import (
     ROW_LAYOUT,
     Stage,
     check_chunks,
+    check_stages,
     chunk_tokens,
     environment,
     namespace_of,
@@ -25,8 +34,8 @@ from tiered_kv.integrations.vllm.identity import (
 )
 from tiered_kv.integrations.vllm.manager import INFO_KEYS, TieredKVManager
 from tiered_kv.integrations.vllm.metrics import metric_definitions
-from tiered_kv.integrations.vllm.worker import HandlerWorker, our_caches
 from tiered_kv.stack_config import StackConfig, load_config
+from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
 from tiered_kv.worker.shared import SCHEDULER, SharedStack, parties_of, worker_party
 from tiered_kv.worker.shared_file import SharedFile
 
@@ -212,3 +221,102 @@ def rank_of(config: Any) -> Rank:  # Any: vLLM's OffloadingConfig
 def _decode(note: bytes) -> Rank:
     chunk_bytes, layers, groups = json.loads(note)
     return Rank(chunk_bytes, Stage(layers, tuple(groups)))
+
+
+class TieredKVTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
+    """vLLM's `TieringOffloadingSpec` with our worker, which takes GPU and CPU memory. vLLM's own takes GPU memory only.
+
+    It is configured like vLLM's, with `"spec_name": "TieredKVTieringSpec", "spec_module_path":
+    "tiered_kv.integrations.vllm"`.
+    """
+
+    _worker: HandlerWorker | None
+
+    row_layout = ROW_LAYOUT
+    """Read by our tiers, since it differs from that of vLLM's worker."""
+
+    def __init__(self, config: Any) -> None:  # Any: vLLM's OffloadingConfig
+        check_stages(config)
+        check_chunks(config)
+        super().__init__(config)
+
+    def get_worker(self, kv_caches: Any) -> HandlerWorker:
+        if self._worker is not None:
+            return self._worker
+        if self.config.canonical_layout or self.replicated_layout:
+            raise ConfigError(
+                "canonical and replicated layouts are for vLLM's own worker; use its TieringOffloadingSpec"
+            )
+        rank = self.config.parallel.rank
+        # vLLM's class creates and removes the file that its scheduler maps; `PrimaryRegion` maps it, too.
+        shared = SharedOffloadRegion(
+            engine_id=self._engine_id,
+            num_chunks=self.num_chunks,
+            rank=rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        with ExitStack() as on_error:
+            mapped = on_error.enter_context(ExitStack())
+            mapped.callback(shared.cleanup)
+            region = PrimaryRegion.map_file(shared.fd, shared.mmap_path, self.num_chunks, self.kv_bytes_per_chunk)
+            mapped.callback(region.close)
+            handlers = open_handlers(
+                our_caches(kv_caches),
+                region,
+                block_size_factor=self.blocks_per_chunk,
+                part_offset=rank * self.cpu_page_size_per_worker,
+                part_bytes=self.cpu_page_size_per_worker,
+                on_shutdown=mapped.close,
+            )
+            on_error.pop_all()
+        self._worker = HandlerWorker(handlers)
+        return self._worker
+
+
+def our_caches(kv_caches: Any) -> CanonicalKVCaches:  # Any: vLLM's CanonicalKVCaches
+    """Return vLLM's caches as our type, without the mapping to a canonical layout, which is refused."""
+    return CanonicalKVCaches(
+        tensors=[CanonicalKVCacheTensor(each.tensor, each.page_size_bytes) for each in kv_caches.tensors],
+        group_data_refs=[
+            [CanonicalKVCacheRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
+            for refs in kv_caches.group_data_refs
+        ],
+    )
+
+
+class HandlerWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not there when types are checked
+    """Stores and loads for vLLM. All methods belong to the worker's thread.
+
+    vLLM has no failed transfers: it asserts success, which `python -O` leaves out. So a failed copy raises, which ends
+    the engine. Otherwise the engine would compute upon bytes that did not arrive, or a block be stored without bytes.
+    """
+
+    def __init__(self, handlers: WorkerHandlers) -> None:
+        self._handlers = handlers
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._handlers.store.transfer_async(job_id, (src_spec, dst_spec))
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
+        # From 0.33 on, vLLM waits for an expedited load in its step. All our loads begin at once, in their order.
+        return self._handlers.load.transfer_async(job_id, (src_spec, dst_spec))
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the transfers that have ended."""
+        results = [*self._handlers.store.get_finished(), *self._handlers.load.get_finished()]
+        failed = [each for each in results if not each.success]
+        if failed:
+            source, destination = failed[0].transfer_type or ("?", "?")
+            raise TieredKVError(
+                f"{len(failed)} of {len(results)} copies between the KV cache and the primary tier failed, the first "
+                f"of them job {failed[0].job_id} from {source} to {destination}; the engine must end"
+            )
+        return [TransferResult(each.job_id, each.success, each.transfer_size, each.transfer_time) for each in results]
+
+    def wait(self, job_ids: set[int]) -> None:
+        self._handlers.store.wait(job_ids)
+        self._handlers.load.wait(job_ids)
+
+    def shutdown(self) -> None:
+        self._handlers.shutdown()
