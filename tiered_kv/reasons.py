@@ -32,7 +32,7 @@ class RecordStatus(Enum):
 
 UNREADABLE = frozenset({RecordStatus.UNKNOWN_CODEC, RecordStatus.UNKNOWN_KEY})
 """Sound records that this process cannot read. Another process may be able to, so they are not deleted: see
-`toolkit/unreadable.py`."""
+`toolkit.record.Unreadable`."""
 
 UNUSABLE_REASONS = frozenset(status.value for status in RecordStatus if status is not RecordStatus.OK)
 

@@ -21,14 +21,15 @@ from typing import Final
 
 from tiered_kv.toolkit.administration import (
     DESCRIPTION_BYTES_MAX,
+    Census,
     Purged,
+    RecordCheck,
     Survey,
     TierAdministration,
     Verification,
     matching_description,
 )
 from tiered_kv.toolkit.claimed import walk
-from tiered_kv.toolkit.inspection import Census, RecordCheck
 from tiered_kv.toolkit.small_files import fields_of, opened, read_file
 from tiered_kv_fs.directory import claimed
 from tiered_kv_fs.files import locked, occupied_bytes, read_all, reason_of, unlink_same

@@ -15,10 +15,15 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.reasons import REFUSED, UNREADABLE
 from tiered_kv.toolkit.codecs import CodecSet, ThreadBuffer
-from tiered_kv.toolkit.first_failures import FirstFailures
-from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
-from tiered_kv.toolkit.small_files import opened, remove, write_all
-from tiered_kv.toolkit.unreadable import Unreadable
+from tiered_kv.toolkit.record import (
+    HEADER_BYTES,
+    RecordStatus,
+    Unreadable,
+    decode_record,
+    encode_record,
+    record_bytes_max,
+)
+from tiered_kv.toolkit.small_files import FirstFailures, opened, remove, write_all
 from tiered_kv_fs.files import ALLOCATION_BYTES, make_directory, read_all, reason_of, round_up, unlink_same
 from tiered_kv_fs.layout import block_path, temporary_path
 

@@ -16,6 +16,7 @@ from typing import Final
 from tiered_kv.errors import TierBusyError
 from tiered_kv.toolkit.administration import (
     DIGEST_HEX,
+    Census,
     Purged,
     Survey,
     TierAdministration,
@@ -23,7 +24,6 @@ from tiered_kv.toolkit.administration import (
     matching_description,
 )
 from tiered_kv.toolkit.claimed import LOST_AND_FOUND, Identity
-from tiered_kv.toolkit.inspection import Census
 from tiered_kv_nvme.directory import (
     MARKER_NAME,
     Directory,

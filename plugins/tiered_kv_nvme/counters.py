@@ -6,7 +6,7 @@ import logging
 from typing import Final
 
 from tiered_kv.metrics.instruments import Counters
-from tiered_kv.toolkit.first_failures import FirstFailures
+from tiered_kv.toolkit.small_files import FirstFailures
 
 _log = logging.getLogger("tiered_kv.nvme")
 

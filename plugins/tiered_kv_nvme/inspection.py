@@ -19,11 +19,10 @@ from typing import Final
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.permissions import check_file
 from tiered_kv.reasons import RecordStatus
-from tiered_kv.toolkit.administration import SurveyedSegments, Verification
+from tiered_kv.toolkit.administration import Census, SurveyedSegments, Verification
 from tiered_kv.toolkit.claimed import LOST_AND_FOUND, Identity, walk
 from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
-from tiered_kv.toolkit.inspection import Census
 from tiered_kv.toolkit.small_files import read_file
 from tiered_kv_nvme.counters import StoreCounters
 from tiered_kv_nvme.directory import OWN_NAMES, Directory, segment_pattern

@@ -23,6 +23,7 @@ from tiered_kv.errors import TierUnavailableError
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit.administration import (
     DESCRIPTION_BYTES_MAX,
+    Census,
     Purged,
     Survey,
     TierAdministration,
@@ -30,7 +31,6 @@ from tiered_kv.toolkit.administration import (
     matching_description,
 )
 from tiered_kv.toolkit.codecs import CodecSet
-from tiered_kv.toolkit.inspection import Census
 from tiered_kv.toolkit.record import HEADER_BYTES, decode_record, record_bytes_max
 from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv_redis.endpoint import check_tls_files

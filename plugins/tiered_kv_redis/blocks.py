@@ -8,8 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from tiered_kv.metrics.instruments import Counters
-from tiered_kv.toolkit.record import HEADER_BYTES, record_bytes_max
-from tiered_kv.toolkit.unreadable import Unreadable
+from tiered_kv.toolkit.record import HEADER_BYTES, Unreadable, record_bytes_max
 from tiered_kv_redis.exchange import Batch, Calls, Exchange, Failures, Stores, Transfer, run
 from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import Node

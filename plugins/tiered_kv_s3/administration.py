@@ -20,14 +20,15 @@ from tiered_kv.threads import run_all
 from tiered_kv.toolkit.administration import (
     DESCRIPTION_BYTES_MAX,
     DIGEST_HEX,
+    Census,
     Purged,
+    RecordCheck,
     Survey,
     TierAdministration,
     Verification,
     matching_description,
 )
 from tiered_kv.toolkit.epoch import Epoch, EpochMark
-from tiered_kv.toolkit.inspection import Census, RecordCheck
 from tiered_kv.toolkit.record import DIGEST_BYTES
 from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv_s3.account import Account

@@ -19,8 +19,14 @@ from tiered_kv.toolkit.codecs import ThreadBuffer
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
-from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
-from tiered_kv.toolkit.unreadable import Unreadable
+from tiered_kv.toolkit.record import (
+    HEADER_BYTES,
+    RecordStatus,
+    Unreadable,
+    decode_record,
+    encode_record,
+    record_bytes_max,
+)
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control

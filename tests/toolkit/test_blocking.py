@@ -16,7 +16,7 @@ from tests.toolkit.conftest import PATIENCE_S, DictTier, MakeStage
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.toolkit import Outcome, blocking, climb
+from tiered_kv.toolkit import Outcome, blocking, jobs
 
 
 def test_a_large_job_is_served_in_parts_by_several_threads_and_reported_once(make_stage: MakeStage) -> None:
@@ -118,7 +118,7 @@ def test_stores_that_hang_leave_a_thread_for_loads(make_stage: MakeStage) -> Non
 
 
 def test_a_store_that_hangs_does_not_stop_the_others(make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(climb, "STALL_S", 0.01, raising=False)
+    monkeypatch.setattr(jobs, "STALL_S", 0.01, raising=False)
     stage = make_stage(DictTier, threads=3, part_blocks=1)
     hanging = make_keys(1, "hangs")
     stage.tier.before = lambda operation, keys: stage.gate.wait(PATIENCE_S) if keys[0] == hanging[0] else None

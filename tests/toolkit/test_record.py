@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv.base import OffloadKey, make_offload_key
+from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.damage import seal_record
+from tiered_kv.toolkit import record
 from tiered_kv.toolkit.codecs import AES_ID, CODEC_IDS, ENCRYPTED_IDS, PLAIN, RAW_ID, ZSTD_AES_ID, CodecSet
 from tiered_kv.toolkit.encryption import Cipher
 from tiered_kv.toolkit.record import (
     FORMAT_VERSION,
     HEADER_BYTES,
+    UNREADABLE_S,
     RecordHeader,
     RecordStatus,
+    Unreadable,
     decode_record,
     encode_record,
     read_header,
@@ -174,3 +179,41 @@ def test_a_key_id_stands_where_there_is_a_key() -> None:
         assert parsed.key_id == (7 if is_encrypted else 0)
         record[16:20] = bytes(4) if is_encrypted else b"\x07\0\0\0"
         assert read_header(record) is RecordStatus.BAD_HEADER
+
+
+def test_a_name_is_dropped_after_its_lifetime_from_when_it_was_noted_last(clock: ManualClock) -> None:
+    names: Unreadable[str] = Unreadable(clock=clock)
+    names.note(["once", "twice"])
+    clock.advance(UNREADABLE_S - 1)
+    names.note(["twice"])
+    assert "once" in names
+    clock.advance(1)
+    assert "once" not in names
+    assert "twice" in names
+    clock.advance(UNREADABLE_S - 1)
+    assert "twice" not in names
+
+
+def test_beyond_the_limit_the_name_that_was_noted_longest_ago_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "UNREADABLE_MAX", 3)
+    names: Unreadable[int] = Unreadable()
+    names.note(range(3))
+    names.note([0])  # again
+    names.note([3, 4])
+    assert [number for number in range(5) if number in names] == [0, 3, 4]
+    names.note(range(1000))
+    assert [number for number in range(1000) if number in names] == [997, 998, 999]
+
+
+def test_threads_may_note_forget_and_ask_at_once() -> None:
+    names: Unreadable[int] = Unreadable()
+
+    def work(mine: range) -> None:
+        for _ in range(200):
+            names.note(mine)
+            assert all(name in names for name in mine)
+            names.forget(mine)
+            assert not any(name in names for name in mine)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, [range(at * 10, at * 10 + 10) for at in range(4)]))

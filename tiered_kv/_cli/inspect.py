@@ -17,8 +17,14 @@ from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack_config import StackConfig, load_config
-from tiered_kv.toolkit.administration import Ages, StoredNamespace, Survey, TierAdministration, Verification
-from tiered_kv.toolkit.inspection import block_bytes_in
+from tiered_kv.toolkit.administration import (
+    Ages,
+    StoredNamespace,
+    Survey,
+    TierAdministration,
+    Verification,
+    block_bytes_in,
+)
 
 _TIMEOUT_S = 600.0
 _RATE_BYTES = 100 << 20

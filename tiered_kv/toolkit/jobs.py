@@ -1,4 +1,7 @@
-"""Jobs of a tier: the queue that divides them into parts for the workers, and what workers report."""
+"""Jobs of a tier: the queue that divides them into parts for the workers, and what workers report.
+
+As few parts of stores run at once as the storage needs: each takes the interpreter from the engine.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,31 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import FormatError, TierBusyError, TierError, TierUnavailableError
 from tiered_kv.tiering.base import JobMetadata, JobResult
-from tiered_kv.toolkit.climb import Climb
 
 _REASONS: tuple[tuple[type[TierError], str], ...] = (
     (TierBusyError, "busy"),
     (FormatError, "format"),
     (TierUnavailableError, "unavailable"),
 )
+TOGETHER_MAX = 4
+"""Jobs that one worker runs together: fewer than the failures that open a breaker, since one error fails all."""
+_TOGETHER_S = 1.0
+"""Greatest difference of the deadlines of jobs that run together: the earliest holds for all."""
+VERDICT_PARTS: Final = 8
+"""Parts at one limit, after which its rate is known."""
+GAIN_MIN: Final = 1.4
+"""The rate at twice as many parts at once, over the rate before, from which they stay."""
+PAUSE_MAX: Final = 64
+"""Verdicts between two trials, at most; each trial that gains nothing doubles their number."""
+STALL_S: Final = 1.0
+"""After this time in which no part begins or ends, those that run hang, perhaps for ever: one more may run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +135,6 @@ def failure_reason(error: BaseException) -> str:
     if isinstance(error, OSError):
         return "no_space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "io_error"
     return "error"
-
-
-TOGETHER_MAX = 4
-"""Jobs that one worker runs together: fewer than the failures that open a breaker, since one error fails all."""
-_TOGETHER_S = 1.0
-"""Greatest difference of the deadlines of jobs that run together: the earliest holds for all."""
 
 
 class PartQueue:
@@ -275,3 +284,81 @@ class PartQueue:
 
     def _queue_of(self, job: Job) -> deque[Job]:
         return self._loads if job.metadata.is_promotion else self._stores
+
+
+class Climb:
+    """Finds the limit by trials: twice as many parts at once, if that stores faster. Under its caller's lock.
+
+    A rate is blocks a second of the time in which at least one part runs: pauses of the threads do not count.
+
+    Args:
+        limit_max: The highest limit.
+        clock: Seconds of a monotonic clock.
+    """
+
+    def __init__(self, limit_max: int, clock: Callable[[], float]) -> None:
+        self.limit = 1
+        self._limit_max = limit_max
+        self._clock = clock
+        self._running = 0
+        self._since_s = 0.0
+        self._parts = self._blocks = 0
+        self._busy_s = 0.0
+        self._before: tuple[int, float] | None = None
+        """The limit before the trial, and its rate, while a trial lasts."""
+        self._pause = self._pause_left = 1
+
+    def begin(self) -> None:
+        """Note that a part begins to run."""
+        self._tick()
+        self._running += 1
+
+    def end(self, blocks: int, *, is_behind: bool) -> bool:
+        """Note the end of a part; return whether the limit has risen.
+
+        Args:
+            blocks: The part's blocks.
+            is_behind: Whether others wait. Only these parts tell what the storage can do.
+        """
+        self._tick()
+        self._running -= 1
+        if not is_behind:  # one suffices again, beside those that may hang
+            self._parts = self._blocks = 0
+            self._busy_s = 0.0
+            self.limit = min(self._running + 1, self._limit_max)
+            self._before, self._pause_left = None, self._pause
+            return False
+        self._parts += 1
+        self._blocks += blocks
+        if self._parts < VERDICT_PARTS * self.limit:
+            return False
+        rate = self._blocks / max(self._busy_s, 1e-9)
+        self._parts = self._blocks = 0
+        self._busy_s = 0.0
+        return self._judge(rate)
+
+    def rise_if_stalled(self) -> None:
+        """Raise the limit if all parts hang."""
+        if self._running >= self.limit and self._clock() - self._since_s > STALL_S:
+            self.limit = min(self._running + 1, self._limit_max)
+
+    def _judge(self, rate: float) -> bool:
+        before, self._before = self._before, None
+        if before is not None and rate < GAIN_MIN * before[1]:
+            self.limit = before[0]
+            self._pause = self._pause_left = min(2 * self._pause, PAUSE_MAX)
+            return False
+        if before is not None:
+            self._pause = self._pause_left = 1
+        self._pause_left -= 1
+        if self._pause_left > 0 or self.limit >= self._limit_max:
+            return False
+        self._before = self.limit, rate
+        self.limit = min(2 * self.limit, self._limit_max)
+        return True
+
+    def _tick(self) -> None:
+        now_s = self._clock()
+        if self._running:
+            self._busy_s += now_s - self._since_s
+        self._since_s = now_s

@@ -18,8 +18,7 @@ import numpy as np
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.lookups import BatchedLookups, Probe
-from tiered_kv.toolkit.climb import Climb
-from tiered_kv.toolkit.jobs import ALL_DONE, Job, Outcome, Part, PartQueue, failure_reason
+from tiered_kv.toolkit.jobs import ALL_DONE, Climb, Job, Outcome, Part, PartQueue, failure_reason
 
 _log = logging.getLogger("tiered_kv.toolkit")
 

@@ -1,9 +1,13 @@
-"""Files of a tier's directory: small ones are read whole and replaced in one step. No symbolic link is followed."""
+"""Files of a tier's directory: small ones are read whole and replaced in one step. No symbolic link is followed.
+
+The first failure of each kind is logged.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import secrets
 import stat
@@ -114,3 +118,22 @@ def fields_of(text: bytes | str | None) -> dict[str, object]:
 
 def as_text(fields: Mapping[str, object]) -> bytes:
     return (json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n").encode()
+
+
+class FirstFailures:
+    """Logs the first failure of each operation and error number, with the system's own words. Any thread may call.
+
+    Args:
+        log: Where to.
+        place: What the operations work on, such as a directory.
+    """
+
+    def __init__(self, log: logging.Logger, place: str) -> None:
+        self._log = log
+        self._place = place
+        self._logged: dict[tuple[str, object], OSError] = {}  # threads add to it, each in one atomic step
+
+    def note(self, operation: str, error: OSError) -> None:
+        """Log a failure, unless one of its kind was logged."""
+        if self._logged.setdefault((operation, error.errno), error) is error:
+            self._log.warning("%s: %s failed: %s; further ones are only counted", self._place, operation, error)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tiered_kv.base import ReqContext, make_offload_key
+from tiered_kv.testing.control import ManualClock
 from tiered_kv.tiering.base import JobMetadata
-from tiered_kv.toolkit.jobs import Job, Outcome, PartQueue
+from tiered_kv.toolkit.jobs import PAUSE_MAX, VERDICT_PARTS, Climb, Job, Outcome, PartQueue
 
 
 def job_of(blocks: int, is_load: bool = True, part_blocks: int = 3, job_id: int = 1) -> Job:
@@ -74,3 +75,44 @@ def test_every_block_is_served_or_dropped_once_by_concurrent_workers(seed: int) 
     assert sorted(ended) == list(range(400))
     assert len(served) == len(set(served))
     assert sorted(served) == [(job.metadata.job_id, block) for job in jobs for block in range(job.end_block)]
+
+
+MAX = 7
+
+
+def run(climb: Climb, clock: ManualClock, limit_of_storage: int, rounds: int, *, is_behind: bool = True) -> list[int]:
+    """Store rounds of `climb.limit` parts at once, on a storage that serves so many at once; return the limits."""
+    limits = []
+    for _ in range(rounds):
+        limit = climb.limit
+        limits.append(limit)
+        for _ in range(limit):
+            climb.begin()
+        clock.advance(1.0 * max(1.0, limit / limit_of_storage))
+        for _ in range(limit):
+            climb.end(16, is_behind=is_behind)
+    return limits
+
+
+@pytest.mark.parametrize(("limit_of_storage", "expected"), [(1, 1), (2, 2), (4, 4), (64, MAX)])
+def test_it_finds_what_the_storage_needs(clock: ManualClock, limit_of_storage: int, expected: int) -> None:
+    limits = run(Climb(MAX, clock), clock, limit_of_storage, 100 * VERDICT_PARTS)
+    assert limits.count(expected) > 0.8 * len(limits)
+
+
+def test_trials_that_gain_nothing_become_rare(clock: ManualClock) -> None:
+    climb = Climb(MAX, clock)
+    limits = run(climb, clock, 1, 3 * PAUSE_MAX * VERDICT_PARTS)
+    assert 0 < limits[PAUSE_MAX * VERDICT_PARTS :].count(2) <= 3 * VERDICT_PARTS
+    assert run(climb, clock, 64, 2 * PAUSE_MAX * VERDICT_PARTS)[-1] == MAX, "a storage that became faster"
+
+
+def test_without_a_queue_one_part_at_a_time_suffices(clock: ManualClock) -> None:
+    assert set(run(Climb(MAX, clock), clock, 64, 100 * VERDICT_PARTS, is_behind=False)) == {1}
+
+
+def test_a_limit_that_is_needed_no_more_is_left(clock: ManualClock) -> None:
+    climb = Climb(MAX, clock)
+    assert run(climb, clock, 64, 20 * VERDICT_PARTS)[-1] == MAX
+    run(climb, clock, 64, 1, is_behind=False)
+    assert climb.limit == 1

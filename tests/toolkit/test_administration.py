@@ -6,9 +6,15 @@ import pytest
 
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.toolkit.administration import Verification
+from tiered_kv.toolkit.administration import (
+    NAMESPACES_MAX,
+    REUSE_AFTER_S,
+    Census,
+    RecordCheck,
+    Verification,
+    block_bytes_in,
+)
 from tiered_kv.toolkit.codecs import PLAIN
-from tiered_kv.toolkit.inspection import NAMESPACES_MAX, REUSE_AFTER_S, Census, RecordCheck, block_bytes_in
 from tiered_kv.toolkit.record import digest_of, encode_record
 
 DIGEST = bytes(range(16))
