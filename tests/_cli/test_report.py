@@ -18,8 +18,8 @@ from tests.support.secret_hunt import Sheet, new_marker
 from tests.support.stacks import Register, ReplaceModule, stack_file, stack_of
 from tiered_kv._cli.report.figures import Html, element, table
 from tiered_kv._cli.report.page import Run
+from tiered_kv._cli.report.plots import SAMPLES_MAX, Sampler
 from tiered_kv._cli.report.replay_page import replay_page
-from tiered_kv._cli.report.samples import SAMPLES_MAX, Sampler
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
 from tiered_kv.stack_config import StackConfig, load_config

@@ -18,8 +18,8 @@ from tests.support.prometheus import Labels, Prometheus, missing_prometheus, pan
 from tests.support.redis_servers import RedisServer, redis_server
 from tiered_kv._cli.output import Status
 from tiered_kv._cli.report.page import Run
+from tiered_kv._cli.report.plots import Sampler
 from tiered_kv._cli.report.replay_page import replay_page
-from tiered_kv._cli.report.samples import Sampler
 from tiered_kv.cli import main
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack, open_stack

@@ -26,8 +26,7 @@ from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.workload.request import ChatWorkload, Request
-from tiered_kv.workload.trace import read_trace
+from tiered_kv.workload.request import ChatWorkload, Request, read_trace
 
 BLOCK_BYTES = 8
 BOUND = "bound"

@@ -8,10 +8,10 @@ from contextlib import closing
 from dataclasses import asdict
 
 from tiered_kv._cli.arguments import describe_use, positive_int
+from tiered_kv._cli.measuring import add_report_argument, start_report, write_report
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv._cli.report.bench_page import BENCH_COLUMNS, bench_page, bench_remarks, bench_rows
 from tiered_kv._cli.report.page import Run, quantity
-from tiered_kv._cli.reporting import add_report_argument, start_report, write_report
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import PrimaryRegion

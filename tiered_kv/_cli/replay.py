@@ -10,11 +10,17 @@ from functools import partial
 from typing import Any
 
 from tiered_kv._cli.arguments import describe_use, positive_int, seconds
+from tiered_kv._cli.measuring import (
+    Workload,
+    add_report_argument,
+    add_workload_arguments,
+    chosen_workload,
+    start_report,
+    write_report,
+)
 from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
+from tiered_kv._cli.report.plots import Sampler
 from tiered_kv._cli.report.replay_page import TIER_COLUMNS, replay_page, tier_rows
-from tiered_kv._cli.report.samples import Sampler
-from tiered_kv._cli.reporting import add_report_argument, start_report, write_report
-from tiered_kv._cli.workload import Workload, add_workload_arguments, chosen_workload
 from tiered_kv.config.units import format_bytes
 from tiered_kv.metrics.instruments import flat_counts
 from tiered_kv.stack import Stack, open_stack

@@ -9,11 +9,16 @@ from functools import partial
 from itertools import product
 
 from tiered_kv._cli.arguments import describe_use, file_path, positive_int
+from tiered_kv._cli.measuring import (
+    add_report_argument,
+    add_workload_arguments,
+    chosen_workload,
+    start_report,
+    write_report,
+)
 from tiered_kv._cli.output import Status, print_json, print_table, progress
 from tiered_kv._cli.report import simulation_page as pages
 from tiered_kv._cli.report.page import Run
-from tiered_kv._cli.reporting import add_report_argument, start_report, write_report
-from tiered_kv._cli.workload import add_workload_arguments, chosen_workload
 from tiered_kv.config.units import parse_bytes, rounded_bytes
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.errors import ConfigError

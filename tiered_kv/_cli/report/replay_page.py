@@ -8,7 +8,7 @@ from typing import Any, Final
 from tiered_kv._cli.report import figures, page, plots
 from tiered_kv._cli.report.figures import Html, bar, card, element, joined, table
 from tiered_kv._cli.report.page import Run, figure, quantity, section, tile
-from tiered_kv._cli.report.samples import Sampler
+from tiered_kv._cli.report.plots import Sampler
 from tiered_kv.config.units import format_bytes
 from tiered_kv.history.fates import SENTENCES
 from tiered_kv.metrics.instruments import flat_counts

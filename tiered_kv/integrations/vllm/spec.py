@@ -22,7 +22,7 @@ from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.integrations.vllm.identity import (
+from tiered_kv.integrations.vllm.engine import (
     ROW_LAYOUT,
     Stage,
     check_chunks,

@@ -23,7 +23,7 @@ from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import BY_REQUEST, HintReader, Hints
-from tiered_kv.integrations.vllm.identity import (
+from tiered_kv.integrations.vllm.engine import (
     VLLM_ROW_LAYOUT,
     check_chunks,
     check_stages,

@@ -1,16 +1,21 @@
-"""The options that choose the requests of a verb: a trace, or built-in chats."""
+"""The options that the verbs that measure share: the requests, by a trace or built-in chats, and `--report`."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from itertools import islice
 
 from tiered_kv._cli.arguments import file_path, positive_int
+from tiered_kv._cli.output import print_text, progress
+from tiered_kv._cli.report.figures import require_matplotlib
+from tiered_kv._cli.report.page import Run
 from tiered_kv.errors import ConfigError
-from tiered_kv.workload.request import ChatWorkload, Request
-from tiered_kv.workload.trace import read_trace
+from tiered_kv.stack_config import StackConfig
+from tiered_kv.workload.request import ChatWorkload, Request, read_trace
 
 _CHAT_OPTIONS = {
     "seed": "chooses the chats; another seed shares no block with this one",
@@ -57,3 +62,38 @@ def chosen_workload(args: argparse.Namespace) -> Workload:
     total = min(chats.requests_total, args.requests or chats.requests_total)
     title = f"{chats.chats:,} built-in chats of {chats.turns} turns, seed {chats.seed}"
     return Workload(title, {"chats": asdict(chats)}, islice(chats.requests(), total), total)
+
+
+def add_report_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--report", metavar="FILE", type=file_path, help="write a page with plots to this HTML file (extra: report)"
+    )
+
+
+def start_report(args: argparse.Namespace, config: StackConfig | None) -> Run | None:
+    """Return the run that begins now, for its page; None without `--report`.
+
+    Raises:
+        ConfigError: The page cannot be drawn or written. The user learns this before the run, not after it.
+    """
+    path = args.report
+    if path is None:
+        return None
+    require_matplotlib()
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"the page cannot be written to '{path}'", location="--report")
+    return Run(args.stack or "", args.given, config, datetime.now(UTC))
+
+
+def write_report(args: argparse.Namespace, draw: Callable[[], str]) -> None:
+    """Draw the page and write it to the file of `--report`."""
+    with progress("drawing the page", None):
+        page = draw()
+    try:
+        args.report.write_text(page, encoding="utf-8", errors="backslashreplace")  # file names may have any bytes
+    except OSError as error:
+        raise ConfigError(
+            f"the page cannot be written to '{args.report}': {error.strerror}", location="--report"
+        ) from error
+    if not args.json:
+        print_text(f"page with plots: {args.report}")
