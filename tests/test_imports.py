@@ -64,6 +64,22 @@ ROOMS: list[tuple[str, ...]] = [
 ]
 """Who may import whom: each room those above it, and itself."""
 
+LINES_MIN, LINES_MAX = 100, 400
+ROOMS_OF_ANY_GRAIN = ("tiered_kv.tiering", "tiered_kv_")
+OF_ANOTHER_SIZE = {
+    "tiered_kv.base": "an interface as it was given",
+    "tiered_kv.backend": "an interface as it was given",
+    "tiered_kv.facade": "one class",
+    "tiered_kv.cpu.manager": "one class",
+    "tiered_kv.cpu.policies.s3fifo": "a policy, imported by its name",
+    "tiered_kv.history.ghosts": "the ledger, which alone needs it, has no room",
+    "tiered_kv.integrations.prefill_meter": "other engines may need it",
+    "tiered_kv.metrics.step_timer": "the manager, which alone needs it, has no room",
+    "tiered_kv._cli.completion": "the command, which alone needs it, starts with it only for the shell",
+    "tiered_kv._cli.schema": "a verb, imported by its name",
+}
+"""Files with more or fewer lines than others, and why."""
+
 
 def run_fresh(program: str) -> object:
     """Return the JSON that `program` prints in a new interpreter."""
@@ -207,6 +223,25 @@ def test_imports_form_no_circle() -> None:
         # The package's own names are imported when they are used first.
         graph[module] = set() if module == "tiered_kv" else imported & modules.keys() - {module}
     graphlib.TopologicalSorter(graph).prepare()  # raises with the circle
+
+
+def test_a_file_holds_one_thing_and_not_less() -> None:
+    """A file with few lines serves two others, or belongs into the one that it serves."""
+    modules = dict(sources())
+    for module, path in modules.items():
+        is_package = path.name == "__init__.py"
+        if is_package or module in OF_ANOTHER_SIZE or module.startswith(ROOMS_OF_ANY_GRAIN):
+            continue
+        lines = len(path.read_text().splitlines())
+        assert lines <= LINES_MAX, f"{module} has {lines} lines: it is probably two"
+        if lines < LINES_MIN:
+            users = {other for other in modules if other != module and _uses(modules[other], module)}
+            assert len(users) >= 2, f"{module} has {lines} lines and serves {users or 'nobody'}: join them"
+
+
+def _uses(path: Path, module: str) -> bool:
+    """Return whether a file imports `module`, or names something in it as "module:Name"."""
+    return any(f"{name}.".startswith(f"{module}.") for name in imports_of(path)) or f'"{module}:' in path.read_text()
 
 
 def test_extras_are_imported_where_they_are_used() -> None:
