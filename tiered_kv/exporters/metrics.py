@@ -22,7 +22,6 @@ from tiered_kv.pauses import give_way
 if TYPE_CHECKING:
     from prometheus_client import Metric as Family
 
-
 Counters = Mapping[str, Mapping[str, Any]]  # Any: as `Stack.counters`
 Read = Callable[[], Counters]
 """Returns counters; any thread may call."""

@@ -20,6 +20,11 @@ from tiered_kv.testing.control import Gate
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.wrapper import WrapperTier
 
+_UNKNOWN_JOB: JobId = 1 << 60
+_UNASKED_KEY = make_offload_key(b"not in the job", 0)
+_POLL_S = 0.0002
+_WAIT_S_MAX = 20.0
+
 
 class JobWrapperTier(WrapperTier):
     """The base of wrappers that change what happens to jobs; it treats stores and loads alike."""
@@ -176,10 +181,6 @@ class PartialTier(JobWrapperTier):
         return JobResult(result.job_id, False, succeeded, reason="injected")
 
 
-_UNKNOWN_JOB: JobId = 1 << 60
-_UNASKED_KEY = make_offload_key(b"not in the job", 0)
-
-
 class Lie(Enum):
     """What a `LyingTier` does wrong."""
 
@@ -254,10 +255,6 @@ class LyingTier(JobWrapperTier):
     def _flip(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
             self._region[block_id * self._row_bytes] ^= 0xFF
-
-
-_POLL_S = 0.0002
-_WAIT_S_MAX = 20.0
 
 
 class PromptTier(JobWrapperTier):

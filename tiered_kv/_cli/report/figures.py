@@ -19,7 +19,6 @@ from tiered_kv.errors import MissingExtraError
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
 
-
 SERIES_COLORS: Final = 8
 """Colours for tiers; a ninth tier has the first one's again."""
 _NAMES: Final = (

@@ -20,7 +20,6 @@ from tiered_kv.workload.tally import GB, LatencyUs, Tally
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
 Values = npt.NDArray[Any]  # Any: counts or numbers
 
 _BINS_A_DECADE: Final = 24
