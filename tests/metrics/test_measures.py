@@ -11,8 +11,18 @@ from tests.support.obedient import BLOCK_BYTES, Engine, get, put, stack_of
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.metrics.instruments import INFINITY, LABELS_MAX, OTHER, Counters, Histogram, flat_counts, quantile
-from tiered_kv.metrics.step_timer import EVERY_STEPS, StepTimer, timed
+from tiered_kv.metrics.instruments import (
+    EVERY_STEPS,
+    INFINITY,
+    LABELS_MAX,
+    OTHER,
+    Counters,
+    Histogram,
+    StepTimer,
+    flat_counts,
+    quantile,
+    timed,
+)
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager

@@ -41,7 +41,7 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.exporters.events import EventPublisher
 from tiered_kv.exporters.metrics import StackCollector, exposition
 from tiered_kv.history.recorder import BlockHistory
-from tiered_kv.metrics.step_timer import StepTimer
+from tiered_kv.metrics.instruments import StepTimer
 from tiered_kv.stack_config import EventSettings
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.tier_observer import TierMeasures

@@ -1,4 +1,4 @@
-"""What counts and measures: counters, with functions to read them, histograms, and notices for an operator.
+"""What counts and measures: counters, with functions to read them, histograms, notices for an operator, a step timer.
 
 A counter's name ends with its unit, followed by `_total` if it only grows. Directions and reasons are labels: such a
 counter is a dictionary by the first label, then by the next.
@@ -11,7 +11,8 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from functools import wraps
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 LABELS_MAX: Final = 64
 """Limit of label combinations of one counter: some labels are words from storage, or from third-party tiers."""
@@ -27,6 +28,10 @@ INFINITY: Final = "+Inf"
 """The last bucket."""
 NOTICES_MAX: Final = 64
 """Pairs of a tier and a change; of more, the latest are kept."""
+EVERY_STEPS: Final = 128
+"""One step in so many is timed."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Counters:
@@ -180,3 +185,44 @@ class Notices:
         return [
             {"time": last_s, "tier": tier, "what": what, "count": count} for (tier, what), (last_s, count) in notices
         ]
+
+
+class StepTimer:
+    """Adds up the time of one step's calls in `EVERY_STEPS`. Owned by the manager's thread; any may read `seconds`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.seconds = Histogram(SHORT_SECONDS)
+        self.clock = clock
+        self.is_on = False
+        self.spent_s = 0.0
+        self._steps_left = EVERY_STEPS
+
+    def end_step(self, began_s: float) -> None:
+        """Note the end of a step, whose last call began at `began_s`."""
+        if self.is_on:
+            self.seconds.add(self.spent_s + self.clock() - began_s)
+            self.spent_s = 0.0
+        self._steps_left -= 1
+        self.is_on = self._steps_left == 0
+        if self.is_on:
+            self._steps_left = EVERY_STEPS
+
+
+def timed(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Time a method in these steps; its object has a `step_timer`. A timed method that it calls is not counted twice.
+
+    A `lookup` of one key is not timed: reading the clock takes longer than the call.
+    """
+
+    @wraps(method)
+    def call(self: Any, /, *arguments: P.args, **named: P.kwargs) -> T:  # Any: the manager's module imports this one
+        timer: StepTimer = self.step_timer
+        if not timer.is_on:
+            return method(self, *arguments, **named)
+        timer.is_on, began_s = False, timer.clock()
+        try:
+            return method(self, *arguments, **named)
+        finally:
+            timer.is_on, timer.spent_s = True, timer.spent_s + timer.clock() - began_s
+
+    return call

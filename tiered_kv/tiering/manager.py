@@ -21,8 +21,7 @@ from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.history.fates import Fate
 from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.metrics.instruments import Notices
-from tiered_kv.metrics.step_timer import StepTimer, timed
+from tiered_kv.metrics.instruments import Notices, StepTimer, timed
 from tiered_kv.pauses import PAUSES_MAX, STEP
 from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
