@@ -50,23 +50,20 @@ class RequestChain:
         """Note that the request uses blocks now."""
         self.last_use = next(_uses)
 
-    def has_position(self, key: OffloadKey) -> bool:
-        """Return whether the engine gives the position of `key`, and so of the blocks beside it."""
-        return self.position_of is not None and self.position_of(key) is not None
-
     def in_order(self, blocks: list[CPUBlock]) -> list[CPUBlock]:
         """Return blocks that the request uses in the order of its prefix, over all KV cache groups."""
-        if len(blocks) < 2 or not self.has_position(blocks[0].key):
+        positions = self._given_positions(blocks) if len(blocks) > 1 else None
+        if positions is None:
             return blocks
-        return sorted(blocks, key=lambda block: self._given_position(block.key))
+        return [blocks[index] for index in sorted(range(len(blocks)), key=positions.__getitem__)]
 
     def extend(self, blocks: Sequence[CPUBlock]) -> None:
         """Append `blocks` to the request's blocks, or place them where the engine says.
 
         They must not be in an order now.
         """
-        if blocks and self.has_position(blocks[0].key):
-            return self._place(blocks)
+        if self._place(blocks):
+            return
         position = self._next_position
         positions = self._positions
         for block in blocks:
@@ -80,8 +77,8 @@ class RequestChain:
 
         Blocks that return from another request's chain get their former positions.
         """
-        if blocks and self.has_position(blocks[0].key):
-            return self._place(blocks)
+        if self._place(blocks):
+            return
         positions = [self._positions.get(block.key, -1) for block in blocks]
         if all(before < after for before, after in zip([-1, *positions], positions, strict=False)):
             for block, position in zip(blocks, positions, strict=True):
@@ -95,23 +92,45 @@ class RequestChain:
         self._positions = {}
         self.position_of = None
 
-    def _place(self, blocks: Sequence[CPUBlock]) -> None:
+    def _place(self, blocks: Sequence[CPUBlock]) -> bool:
+        """Place blocks where the engine says; return False if it does not."""
         before = self._next_position >> _GROUP_BITS
-        for block in blocks:
+        given = self._given_positions(blocks)
+        if given is None:
+            return False
+        for block, position in zip(blocks, given, strict=True):
             block.chain = self
-            position = block.position = self._given_position(block.key)
+            block.position = position
             tokens = (position >> _GROUP_BITS) - before
             if tokens > 0 and (self.step == 1 or tokens << _GROUP_BITS < self.step):
                 self.step = tokens << _GROUP_BITS
             before += tokens
+        return True
 
-    def _given_position(self, key: OffloadKey) -> int:
-        assert self.position_of is not None
-        end_token = self.position_of(key)
-        # Blocks of several groups that end together keep one order, so that each is above the same others.
-        position = self._next_position if end_token is None else (end_token << _GROUP_BITS) + key[-1]
-        self._next_position = max(self._next_position, position + 1)
-        return position
+    def _given_positions(self, blocks: Sequence[CPUBlock]) -> list[int] | None:
+        """Return the positions that the engine gives; None if it gives none for the first block, and so for no other.
+
+        Hot path: runs for each block that is stored, loaded or promoted.
+        """
+        position_of, following = self.position_of, self._next_position
+        if position_of is None:
+            return None
+        given: list[int] = []
+        for block in blocks:
+            key = block.key
+            end_token = position_of(key)
+            if end_token is not None:
+                # Blocks of several groups that end together keep one order, so that each is above the same others.
+                position = (end_token << _GROUP_BITS) + key[-1]
+            elif given:
+                position = following
+            else:
+                return None
+            if position >= following:
+                following = position + 1
+            given.append(position)
+        self._next_position = following
+        return given
 
 
 class CPUBlock(BlockStatus):
