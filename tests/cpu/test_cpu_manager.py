@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext, make_offload_key
-from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.backend import PROMOTION, CPUBackend
+from tiered_kv.cpu.manager import PROMOTION_ROWS_MAX, CPUOffloadingManager
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.region import PrimaryRegion
 
@@ -65,6 +65,23 @@ def test_only_ready_blocks_are_evicted(manager: CPUOffloadingManager) -> None:
     assert manager.prepare_store(keys(30), ReqContext("e")) is None
     manager.complete_load(keys(0, 1), ReqContext("b"))
     assert prepare_store(manager, keys(30), "e").evicted_keys == keys(1)
+
+
+@pytest.mark.parametrize(("num_blocks", "evicted"), [(256, 1), (1024, 2), (8192, PROMOTION_ROWS_MAX)])
+def test_a_promoted_block_evicts_few_rows_ahead_and_none_of_its_own_request(num_blocks: int, evicted: int) -> None:
+    manager = CPUOffloadingManager(CPUBackend(PrimaryRegion(num_blocks, 64)))
+    own, other = keys(*range(num_blocks - evicted)), keys(*range(num_blocks, num_blocks + evicted))
+    store(manager, own, "own")
+    store(manager, other, "other")
+    chain = manager.chain_of(ReqContext("own"))
+    gone: list[OffloadKey] = []
+    for number in range(evicted):
+        block = manager.allocate(keys(-1 - number), PROMOTION, chain, gone)
+        assert block is not None
+        assert gone == other[::-1]
+    manager.allocate(keys(-1 - evicted), PROMOTION, chain, gone)
+    assert gone[evicted:] == own[-1:]
+    manager.shutdown()
 
 
 def test_a_store_does_not_evict_its_own_prefix(manager: CPUOffloadingManager) -> None:

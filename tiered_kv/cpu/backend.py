@@ -98,9 +98,9 @@ class RequestChain:
         given = self._given_positions(blocks)
         if given is None:
             return False
-        for block, position in zip(blocks, given, strict=True):
+        for index, block in enumerate(blocks):  # a promoted block is alone: `zip(strict=True)` costs more than the loop
             block.chain = self
-            block.position = position
+            position = block.position = given[index]
             tokens = (position >> _GROUP_BITS) - before
             if tokens > 0 and (self.step == 1 or tokens << _GROUP_BITS < self.step):
                 self.step = tokens << _GROUP_BITS
@@ -190,6 +190,10 @@ class CPUBackend(Backend):
             self._free[:0] = [CPUBlock(block_id) for block_id in range(first, first + missing)]
         if not count:
             return []
+        if count == 1:  # a promoted block: its hot path
+            block = self._free.pop()
+            block.key = block_hashes[0]
+            return [block]
         blocks = self._free[-count:]
         del self._free[-count:]
         for block, key in zip(blocks, block_hashes, strict=True):

@@ -16,7 +16,7 @@ from tiered_kv.base import (
     ReqContext,
     RequestOffloadingContext,
 )
-from tiered_kv.cpu.backend import CPUBackend, CPUBlock
+from tiered_kv.cpu.backend import PROMOTION, CPUBackend, CPUBlock
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, make_policy
 from tiered_kv.cpu.policies.guarded import guarded_policy
 from tiered_kv.hints import BY_REQUEST, HINT_NAMES, HintReader, Hints
@@ -28,6 +28,10 @@ CHAINS_MAX = 100_000
 """Limit of requests whose recency is tracked, and of `outdated` ones; beyond it the oldest request is forgotten."""
 EVENTS_MAX = 1 << 16
 """Limit of events that wait for `take_events`; beyond it the oldest are lost."""
+PROMOTION_ROWS_MAX = 8
+"""Limit of rows that are evicted together when one block is promoted: the next blocks of its prefix find them free."""
+_ROWS_SHARE = 512
+"""They are at most one row of the primary tier in so many."""
 _NO_HINTS = Hints()
 _position_of = attrgetter("position")
 
@@ -68,6 +72,7 @@ class CPUOffloadingManager(OffloadingManager):
         self.evicted_blocks = 0
         self.evicted_keys: list[OffloadKey] | None = None
         """If a list, evicted keys are appended to it, for the history."""
+        self._rows_ahead = min(PROMOTION_ROWS_MAX, backend.num_blocks // _ROWS_SHARE)
         self.hint_reader = HintReader(hints)
         self.skipped_blocks = 0
         """Blocks that were not stored because their request has the hint `skip: store`."""
@@ -312,13 +317,12 @@ class CPUOffloadingManager(OffloadingManager):
         missing = len(keys) - self.backend.get_num_free_blocks()
         if missing > 0:
             self.policy.use((), chain)
-            # The request's own blocks go last: its tail is worth little without its head.
-            victims = self.policy.evict(missing, self.step, chain) or self.policy.evict(missing, self.step)
+            victims = self._victims(missing, chain, ahead=self._rows_ahead if writer is PROMOTION else 0)
             if victims is None:
                 return None
             gone = [block.key for block in victims]
-            for key, block in zip(gone, victims, strict=True):
-                del self.blocks[key]
+            for block in victims:
+                del self.blocks[block.key]
                 self.backend.free(block)
             evicted += gone
             self.evicted_blocks += len(gone)
@@ -328,9 +332,17 @@ class CPUOffloadingManager(OffloadingManager):
         blocks = self.backend.allocate_blocks(keys)
         for block in blocks:
             block.writer = writer
+            self.blocks[block.key] = block
         self.policy.admit(chain.in_order(blocks), chain)
-        self.blocks.update(zip(keys, blocks, strict=True))
         return blocks
+
+    def _victims(self, missing: int, chain: RequestChain, ahead: int) -> list[CPUBlock] | None:
+        """Return evicted blocks: `ahead` if there are so many besides the request's own, else `missing`, or None."""
+        evict, step = self.policy.evict, self.step
+        if ahead > missing and (victims := evict(ahead, step, chain)):
+            return victims
+        # The request's own blocks go last: its tail is worth little without its head.
+        return evict(missing, step, chain) or evict(missing, step)
 
     def is_orphan(self, key: OffloadKey) -> bool:
         """Return whether a transfer from before a `reset_cache` still uses the key."""
