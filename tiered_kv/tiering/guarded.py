@@ -169,9 +169,9 @@ class GuardedTier:
         if self.is_disabled:
             return "disabled"
         state = self.breaker.state
-        if state is BreakerState.OPEN or (state is BreakerState.HALF_OPEN and self._unexpired):
-            return "breaker"
-        return ""
+        if state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._unexpired):
+            return ""
+        return "breaker"
 
     def select(self, offered: list[CPUBlock], req_context: ReqContext) -> list[CPUBlock]:
         """Return the admitted blocks, head first and within the store budget; count the others as skipped."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from operator import itemgetter
 from typing import Any, Protocol
 
 from tiered_kv.base import OffloadingEvent, OffloadKey
@@ -12,13 +11,12 @@ from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.history.ledger import CPU
 from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.pace import group_of
 from tiered_kv.tiering.requests import RequestState
 from tiered_kv.tiering.search import Search
 
 _SETTLED_KEYS_MAX = 512
 """Keys that `add_counts` takes from the history's queue, in about 100 us; more are left to the history's thread."""
-_GROUP_BYTES = 4
-_group_of = itemgetter(slice(-_GROUP_BYTES, None))
 
 
 class EventSink(Protocol):
@@ -74,7 +72,7 @@ class Observer:
         if self._history is not None and state is not None:
             self._history.loaded(self._search.log_of(state), keys, state.sources)
         self._loaded_blocks += len(keys)
-        self._loaded_by_group.update(map(_group_of, keys))
+        self._loaded_by_group.update(map(group_of, keys))
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
         """Record blocks that the engine has stored."""

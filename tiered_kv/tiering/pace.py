@@ -6,9 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final
 
-from tiered_kv.base import OffloadKey, get_offload_group_idx
+from tiered_kv.base import OffloadKey
 
 TOO_SLOW: Final = "too_slow"
 """The reason in counters for blocks that are not promoted because the engine computes them sooner."""
@@ -32,11 +33,13 @@ TRY_SHARE: Final = 0.1
 """A request may wait this part of its compute time for the lookup before a try; longer after `RETRY_MAX_S`."""
 _SPREAD_MIN: Final = 0.05
 """Standard deviation of load sizes, relative to their mean, from which both times can be estimated."""
+group_of = itemgetter(slice(-4, None))
+"""Returns the bytes of a key's KV cache group: hot paths need no number."""
 
 
 def computed_blocks(keys: Iterable[OffloadKey]) -> int:
     """Return the number of blocks in the largest KV cache group of `keys`: all groups are computed together."""
-    return max(Counter(map(get_offload_group_idx, keys)).values(), default=0)
+    return max(Counter(map(group_of, keys)).values(), default=0)
 
 
 @dataclass(slots=True)

@@ -68,8 +68,9 @@ class Promotions:
             Whether the request should wait: the block is being promoted, or room will become free.
         """
         # A request with promotions of its own does not wait for room: two such requests could wait for each other.
+        # Hot path: runs for each block that is promoted.
         may_wait = not (state.promoting or state.held)
-        if self.blocks_taken >= self.blocks_max:
+        if len(self._table) + len(self._held) >= self.blocks_max:
             return may_wait
         if guarded.load_room() <= 0:
             return guarded.is_loading
@@ -105,7 +106,7 @@ class Promotions:
         """Hold a ready block for a request, as if it had been promoted for it, if there is room."""
         if block.key not in state.held and self.blocks_taken < self.blocks_max:
             self._primary.pin([block])
-            self._hold(block, [state])
+            self._hold(block, [state], self._clock() + self._hold_s)
 
     def submit(self) -> None:
         """Submit the loads begun since the last call: one job for each tier and request."""
@@ -150,10 +151,9 @@ class Promotions:
                 self._primary.backend.free(block)
             return []
         ok = set(job.metadata.keys if result.success else result.successful_keys or ())
-        ready = []
+        ready, until_s = [], self._clock() + self._hold_s
         for block in job.blocks:
-            key = block.key
-            if key in ok and self._arrive(key, block):
+            if block.key in ok and self._arrive(block, until_s):
                 ready.append(block)
             else:
                 self._drop(block, result.reason)
@@ -259,7 +259,8 @@ class Promotions:
             self._fail(promotion, TOO_SLOW)
         return True
 
-    def _arrive(self, key: OffloadKey, block: CPUBlock) -> bool:
+    def _arrive(self, block: CPUBlock, until_s: float) -> bool:
+        key = block.key
         promotion = self._table.get(key)
         if promotion is None or promotion.block is not block:  # reset in the meantime
             return False
@@ -268,19 +269,17 @@ class Promotions:
         self._primary.commit([block], pins=len(waiters))
         for state in waiters:
             state.promoting.pop(key, None)
-            state.sources[key] = promotion.guarded.name
-        if waiters:
-            self._hold(block, waiters)
+            state.sources[key] = block.source
+        self._hold(block, waiters, until_s)
         return True
 
-    def _hold(self, block: CPUBlock, states: Sequence[RequestState]) -> None:
+    def _hold(self, block: CPUBlock, states: Sequence[RequestState], until_s: float) -> None:
         """Hold a block for requests. The caller has pinned it once for each of them."""
-        until_s = self._clock() + self._hold_s
         for state in states:
             state.held[block.key] = block
             state.held_until_s = until_s
             self._holders[state] = None
-        self._held[block.block_id] = self._held.get(block.block_id, 0) + len(states)
+            self._held[block.block_id] = self._held.get(block.block_id, 0) + 1
 
     def _drop(self, block: CPUBlock, reason: str) -> None:
         """End the promotion of a block whose load failed, unless it was reset meanwhile."""

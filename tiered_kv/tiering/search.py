@@ -216,7 +216,7 @@ class Search:
             except WrongValueError:
                 self._fail(guarded, state, "lookup")
                 return _Verdict.ASK_NEXT_TIER
-        asked_s = state.unanswered.pop((key, guarded), None)
+        asked_s = state.unanswered.pop((key, guarded), None) if state.unanswered else None
         if asked_s is not None and guarded.measures.noted_s != self._now_s:  # one sample a step
             guarded.measures.noted_s = self._now_s
             guarded.measures.lookup_seconds.add(self._clock() - asked_s)
@@ -229,10 +229,11 @@ class Search:
         if state.load_room and state.is_asking and not self._has_room(key, guarded, state):
             return _Verdict.ASK_NEXT_TIER
         if self._promotions.begin(key, guarded, state):
-            if key in state.promoting and guarded in state.load_room:  # a block that waits for a row may ask again
-                state.load_room[guarded] -= 1
-            if key in state.promoting and self._history is not None:  # not if it waits for room
-                state.found.append(key)
+            if key in state.promoting:  # not if it waits for room: then it may ask again
+                if guarded in state.load_room:
+                    state.load_room[guarded] -= 1
+                if self._history is not None:
+                    state.found.append(key)
             state.asked_s, state.waiting_turn = self._now_s, self._turn
             return _Verdict.WAIT
         if not state.is_asking:
