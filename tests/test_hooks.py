@@ -1,10 +1,11 @@
-"""Plugins: all are loaded through the same hook, and a broken one costs no other plugin's tier."""
+"""Plugins: all are loaded through the same hook, when they are needed; a broken one costs no other plugin's tier."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -57,15 +58,47 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[Install
         sys.modules.pop(name, None)
 
 
-def load_installed() -> TierPlugins:
+def find_installed() -> TierPlugins:
     plugins = TierPlugins()
-    plugins.load_installed()
+    plugins.find_installed()
     return plugins
+
+
+def test_a_plugin_is_imported_when_a_tier_of_its_entry_point_s_name_is_asked_for(install: Install) -> None:
+    install("wanted", HOOK.format(name="wanted"))
+    install("other", HOOK.format(name="third"))
+    plugins = find_installed()
+    assert plugins.resolve("wanted").load() is FourMethodTier
+    assert "other" not in sys.modules
+    assert plugins.resolve("third").name == "third"
+    assert "other" in sys.modules
+
+
+def test_the_plugin_whose_entry_point_has_the_name_of_a_tier_has_it_before_others(install: Install) -> None:
+    install("copycat", HOOK.format(name="wanted"))
+    install("wanted", HOOK.format(name="wanted"))
+    plugins = find_installed()
+    first = plugins.resolve("wanted")
+    errors = {report.plugin: report.error for report in plugins.reports()}
+    assert (
+        "'wanted' is registered by plugin 'wanted' of wanted 1.0 and plugin 'copycat' of copycat 1.0"
+        in errors["copycat"]
+    )
+    assert errors["wanted"] == ""
+    assert plugins.resolve("wanted") is plugins.tier_types()["wanted"] is first
+
+
+def test_threads_that_ask_at_once_load_a_plugin_once(install: Install) -> None:
+    install("slow", "import time; time.sleep(0.05)\n" + HOOK.format(name="slow"))
+    plugins = find_installed()
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(plugins.resolve, ["slow"] * 8))
+    assert found == [found[0]] * 8
 
 
 def test_an_installed_plugin_is_found(install: Install) -> None:
     install("outsider", HOOK.format(name="outside"))
-    plugins = load_installed()
+    plugins = find_installed()
     assert plugins.resolve("outside").load() is FourMethodTier
     (report,) = [report for report in plugins.reports() if report.plugin == "outsider"]
     assert (report.distribution, report.error) == ("outsider 1.0", "")
@@ -73,9 +106,10 @@ def test_an_installed_plugin_is_found(install: Install) -> None:
 
 def test_plugins_that_were_loaded_are_not_loaded_again(install: Install) -> None:
     install("outsider", HOOK.format(name="outside"))
-    plugins = load_installed()
+    plugins = find_installed()
+    plugins.resolve("outside")
     before = plugins.reports()
-    plugins.load_installed()
+    plugins.find_installed()
     assert plugins.reports() == before
 
 
@@ -94,7 +128,7 @@ def test_a_broken_plugin_is_reported_and_costs_no_other(
 ) -> None:
     install("broken", source)
     install("healthy", HOOK.format(name="health"))
-    plugins = load_installed()
+    plugins = find_installed()
     assert "health" in plugins.tier_types()
     (report,) = [report for report in plugins.reports() if report.plugin == "broken"]
     assert reason in report.error
@@ -108,17 +142,21 @@ def test_a_plugin_that_could_not_be_loaded_for_want_of_descriptors_is_loaded_lat
 ) -> None:
     install("late", "import os\nif 'SHORT' in os.environ: raise OSError(24, 'none')\n" + HOOK.format(name="late"))
     monkeypatch.setenv("SHORT", "1")
+    plugins = find_installed()
     with pytest.raises(ResourceError, match="'late' cannot be loaded: none; raise the limit of open files"):
-        load_installed()
+        plugins.resolve("late")
     monkeypatch.delenv("SHORT")
-    assert "late" in load_installed().tier_types()
+    assert plugins.resolve("late")
 
 
 def test_a_name_that_two_distributions_claim_is_an_error_that_names_both(install: Install) -> None:
-    install("first", HOOK.format(name="twice"))
+    install(
+        "first", HOOK.format(name="first").replace("[", "[TierType('twice', TierSettings, lambda: FourMethodTier), ")
+    )
     install("second", HOOK.format(name="twice"))
     install("third", HOOK.format(name="once"))
-    plugins = load_installed()
+    plugins = find_installed()
+    assert plugins.resolve("first").name == "first"
     with pytest.raises(ConfigError) as caught:
         plugins.resolve("twice")
     assert "plugin 'first' of first 1.0" in str(caught.value)

@@ -184,6 +184,23 @@ def test_every_public_name_is_there_and_needs_no_extra() -> None:
     assert not set(modules) & (EXTRAS | {"rich", "asyncio"})
 
 
+def test_a_stack_imports_what_it_uses_and_nothing_else(tmp_path: Path) -> None:
+    config = {
+        "namespace": {"model": "m"},
+        "block": {"bytes": 4096},
+        "primary": {"capacity": "1MiB"},
+        "secondary": [{"type": "nvme", "path": str(tmp_path), "capacity": "64MiB"}],
+    }
+    program = (
+        f"import json, sys, tiered_kv\ntiered_kv.open_stack({config!r}).close()\nprint(json.dumps(sorted(sys.modules)))"
+    )
+    modules = run_fresh(program)
+    assert isinstance(modules, list)
+    assert "tiered_kv_nvme.tier" in modules
+    unused = [name for name in PLUGINS if name != "tiered_kv_nvme"] + ["tiered_kv.exporters", "tiered_kv.tiering.audit"]
+    assert set(modules) & {*unused, *EXTRAS, "http.server", "rich", "asyncio"} == set()
+
+
 def test_the_public_names_are_sorted_and_complete() -> None:
     assert tiered_kv.__all__ == sorted(tiered_kv.__all__)
     assert set(tiered_kv.__all__) <= set(dir(tiered_kv))

@@ -12,8 +12,8 @@ Names are imported when they are first used, so that importing the package costs
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # as `typing` has it, which takes longer to import than all the rest; type checkers know the name
 if TYPE_CHECKING:
     from tiered_kv.base import (
         OffloadingManager,

@@ -7,6 +7,9 @@ A plugin is a module, or any object, with
 
 that its distribution names in the entry point group "tiered_kv". The built-in tiers are found in the same way. If a
 plugin cannot be loaded, only its own tiers are missing; `TierPlugins.reports` says why.
+
+A plugin is imported when its tier is asked for, if its entry point is called as its tier type. All plugins are imported
+to find a type that no entry point is called by.
 """
 
 from __future__ import annotations
@@ -18,14 +21,16 @@ import importlib.util
 import logging
 import pkgutil
 import re
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+from tiered_kv.config.redaction import HIDDEN, EnvironmentText, redact
 from tiered_kv.config.settings import ClassArguments, TierSettings
-from tiered_kv.config.validation import suggestion
+from tiered_kv.config.validation import Location, check, dotted, raise_problems, suggestion
 from tiered_kv.errors import ConfigError, MissingExtraError, ResourceError, remedy_of
 
 if TYPE_CHECKING:
@@ -39,6 +44,8 @@ PROJECT = "tiered_kv"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
+REFERENCE = re.compile(r"[\w.]+:[\w.]+")
+"""The name of a class; a text of another form, such as a misplaced URL, is never imported."""
 _TYPE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}", re.ASCII)
 _log = logging.getLogger(__name__)
 
@@ -125,37 +132,31 @@ class PluginReport:
 
 
 class TierPlugins:
-    """The plugins of one process, or of one test, and their tier types. One thread at a time may call."""
+    """The plugins of one process, or of one test, and their tier types.
+
+    Any thread may ask for them. One thread at a time may call `register` and `unregister`.
+    """
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(_Hooks)
+        self._lock = threading.RLock()  # held while plugins are loaded, which may register others
+        self._waiting: list[importlib.metadata.EntryPoint] = []  # installed, and not loaded
         self._reports: list[PluginReport] = []
+        self._claims: dict[str, list[tuple[PluginReport, TierType]]] = {}  # by the name of the tier type
 
-    def load_installed(self) -> None:
-        """Load the installed plugins that are not loaded yet. A plugin that fails is logged, reported and left out.
+    def find_installed(self) -> None:
+        """Find the installed plugins that were not found yet. They are loaded when they are needed.
 
-        Raises:
-            ResourceError: The system gives no descriptor, thread or memory to load one.
+        A plugin that cannot be loaded then is logged, reported and left out. If the system gives no descriptor, thread
+        or memory to load it, the method that needs it raises `ResourceError`; it may be called again.
         """
+        found = {_origin(each) for each in self._waiting} | {(each.plugin, each.distribution) for each in self._reports}
         for entry_point in importlib.metadata.entry_points(group=PROJECT):
-            name, found_in = entry_point.name, entry_point.dist
-            distribution = f"{found_in.name} {found_in.version}" if found_in else ""
             # An editable installation may be found twice, by its own path and by PYTHONPATH.
-            if any((each.plugin, each.distribution) == (name, distribution) for each in self._reports):
-                continue
-            try:
-                tiers = self._tiers_of(entry_point.load(), f"{distribution}:{name}")
-            except Exception as error:  # any exception that a third-party module raises when it is imported
-                if remedy_of(error):  # it may be loaded later
-                    raise ResourceError.of(f"the plugin '{name}' cannot be loaded", error) from error
-                report = PluginReport(name, distribution, (), f"{type(error).__name__}: {error}")
-                _log.warning("%s cannot be loaded and is left out: %s", report.origin, report.error)
-            else:
-                report = PluginReport(name, distribution, tiers)
-            self._reports.append(report)
-            if conflicts := self._conflicts(report):
-                _log.warning("%s", conflicts)
+            if _origin(entry_point) not in found:
+                found.add(_origin(entry_point))
+                self._waiting.append(entry_point)
 
     def register(self, plugin: object, name: str | None = None) -> PluginReport:
         """Add a plugin: a module or object with the `tiered_kv_register_tiers` hook.
@@ -169,6 +170,7 @@ class TierPlugins:
                 Nothing has changed then.
             ResourceError: The system gives no descriptor, thread or memory to load it.
         """
+        self._load()
         label = name or str(getattr(plugin, "__name__", type(plugin).__name__))
         try:
             tiers = self._tiers_of(plugin, label)
@@ -178,7 +180,7 @@ class TierPlugins:
             found = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             raise ConfigError(f"plugin '{label}' cannot be used: {found}") from error
         report = PluginReport(label, "", tiers)
-        self._reports.append(report)
+        self._add(report)
         if conflicts := self._conflicts(report):
             self.unregister(label)
             raise ConfigError(conflicts)
@@ -187,16 +189,20 @@ class TierPlugins:
     def unregister(self, name: str) -> None:
         """Remove the plugin that was registered as `name`, and its tier types."""
         self._manager.unregister(name=name)
-        self._reports = [report for report in self._reports if report.plugin != name]
+        self._reports = [each for each in self._reports if each.distribution or each.plugin != name]
+        left = {tier: [each for each in claims if each[0] in self._reports] for tier, claims in self._claims.items()}
+        self._claims = {tier: claims for tier, claims in left.items() if claims}
 
     def reports(self) -> list[PluginReport]:
-        """Return a report of every plugin, in the order they were found, with name conflicts as errors."""
+        """Return a report of every plugin, in the order they were loaded, with name conflicts as errors."""
+        self._load()
         return [dataclasses.replace(each, error=each.error or self._conflicts(each)) for each in self._reports]
 
     def tier_types(self) -> dict[str, TierType]:
-        """Return the usable tier types by name, sorted; a name of two plugins is not usable."""
-        tiers = {tier.name: tier for report in self._reports for tier in report.tiers}
-        return {name: tiers[name] for name in sorted(tiers) if not self._conflict(name)}
+        """Return the usable tier types by name, sorted."""
+        self._load()
+        owned = {name: self._owned(name) for name in sorted(self._claims)}
+        return {name: tier_type for name, tier_type in owned.items() if tier_type is not None}
 
     def resolve(self, name: str) -> TierType:
         """Return the tier type called `name`, or the one that `name` points to as "module:attribute".
@@ -209,21 +215,72 @@ class TierPlugins:
         """
         if ":" in name:
             return _from_reference(name)
-        tier_type = self.tier_types().get(name)
+        self._load(name)
+        if not self._named(name):
+            self._load()
+        tier_type = self._owned(name)
         if tier_type is None:
             raise ConfigError(self._explain(name))
         return tier_type
 
     def _explain(self, name: str) -> str:
         """Return why no tier type called `name` can be used, and what to do."""
-        if conflict := self._conflict(name):
-            return conflict
+        if name in self._claims:
+            return self._conflict(name)
         broken = [f"; {each.origin} cannot be loaded: {each.error}" for each in self._reports if each.error]
         known, note = list(self.tier_types()), "".join(broken)
         return (
             f"unknown tier type '{name}'{suggestion(name, known)}; known: {', '.join(known) or 'none'}{note}; "
             "install the distribution that brings it, or name a class as 'module:Class'"
         )
+
+    def _load(self, name: str | None = None) -> None:
+        """Load the plugins whose entry point is called `name`, by default all, that are not loaded yet."""
+        with self._lock:
+            for entry_point in [each for each in self._waiting if name in (None, each.name)]:
+                report = self._loaded(entry_point)
+                self._waiting = [each for each in self._waiting if each is not entry_point]
+                self._add(report)
+                if conflicts := self._conflicts(report):
+                    _log.warning("%s", conflicts)
+
+    def _loaded(self, entry_point: importlib.metadata.EntryPoint) -> PluginReport:
+        plugin, distribution = _origin(entry_point)
+        try:
+            return PluginReport(plugin, distribution, self._tiers_of(entry_point.load(), f"{distribution}:{plugin}"))
+        except Exception as error:  # any exception that a third-party module raises when it is imported
+            if remedy_of(error):  # it may be loaded later
+                raise ResourceError.of(f"the plugin '{plugin}' cannot be loaded", error) from error
+            report = PluginReport(plugin, distribution, (), f"{type(error).__name__}: {error}")
+            _log.warning("%s cannot be loaded and is left out: %s", report.origin, report.error)
+            return report
+
+    def _add(self, report: PluginReport) -> None:
+        self._reports.append(report)
+        for tier in report.tiers:
+            self._claims.setdefault(tier.name, []).append((report, tier))
+
+    def _owned(self, name: str) -> TierType | None:
+        """Return the tier type of that name; None if there is none, or if plugins are in conflict about it.
+
+        A plugin whose entry point is called by the name has precedence. So the answer does not depend on which
+        plugins are loaded.
+        """
+        owners = self._named(name) or [tier for _, tier in self._claims.get(name, [])]
+        return owners[0] if len(owners) == 1 else None
+
+    def _named(self, name: str) -> list[TierType]:
+        """Return the tier types of that name whose plugin's entry point is called so too."""
+        return [tier for report, tier in self._claims.get(name, []) if report.distribution and report.plugin == name]
+
+    def _conflict(self, name: str) -> str:
+        origins = " and ".join(report.origin for report, _ in self._claims[name])
+        return f"tier type '{name}' is registered by {origins}; uninstall one of them"
+
+    def _conflicts(self, report: PluginReport) -> str:
+        """Return an error message about the names that `report` claims and other plugins have, or ""."""
+        lost = (tier.name for tier in report.tiers if self._owned(tier.name) is not tier)
+        return "; ".join(map(self._conflict, lost))
 
     def _tiers_of(self, plugin: object, name: str) -> tuple[TierType, ...]:
         """Register `plugin` with pluggy and return its tier types; on an error it is not registered."""
@@ -247,23 +304,66 @@ class TierPlugins:
             raise
         return tiers
 
-    def _conflict(self, name: str) -> str:
-        """Return an error message if several plugins have a tier type of that name, else ""."""
-        origins = [each.origin for each in self._reports if any(tier.name == name for tier in each.tiers)]
-        if len(origins) < 2:
-            return ""
-        return f"tier type '{name}' is registered by {' and '.join(origins)}; uninstall one of them"
-
-    def _conflicts(self, report: PluginReport) -> str:
-        return "; ".join(filter(None, (self._conflict(tier.name) for tier in report.tiers)))
-
 
 @functools.cache
 def tier_plugins() -> TierPlugins:
-    """Return this process's plugins, the installed ones loaded on the first call."""
+    """Return this process's plugins, the installed ones among them."""
     plugins = TierPlugins()
-    plugins.load_installed()
+    plugins.find_installed()
     return plugins
+
+
+def tier_settings(entry: object) -> TierSettings:
+    """Return an entry of `secondary`, checked by the model of its type; settings are returned as they are."""
+    return raise_problems(check_entry(entry, ()))
+
+
+def tier_type_of(settings: TierSettings) -> TierType:
+    """Return the type of an entry. It was found when the entry was checked; for other settings it is found now.
+
+    Raises:
+        ConfigError: There is none, or it cannot be used.
+    """
+    tier_type = getattr(settings, "_tier_type", None)
+    if not isinstance(tier_type, TierType):
+        settings._tier_type = tier_type = tier_plugins().resolve(settings.type)
+    return tier_type
+
+
+def check_entry(entry: object, location: Location) -> TierSettings | list[ConfigError]:
+    """Return an entry of `secondary` as the settings of its type, or an error for each key that cannot be used."""
+    if isinstance(entry, TierSettings):
+        return entry
+    name = entry.get("type") if isinstance(entry, Mapping) else None
+    if not isinstance(name, str):
+        if isinstance(entry, Mapping) and "type" in entry:
+            problems = check(TierSettings, {"type": name}, location)
+            if isinstance(problems, list):
+                return problems
+        known = ", ".join([*tier_plugins().tier_types(), "'module:Class'"])
+        message = f"expected a mapping with the key 'type', which is one of: {known}"
+        return [ConfigError(message, location=dotted(location))]
+    if ":" in name and not REFERENCE.fullmatch(name):
+        shown = HIDDEN if isinstance(name, EnvironmentText) else f"'{redact(name)}'"
+        message = f"expected a tier type, or 'module:Class', found {shown}"
+        return [ConfigError(message, location=dotted((*location, "type")))]
+    try:
+        tier_type = tier_plugins().resolve(name)
+    except ConfigError as error:
+        known = ", ".join(tier_plugins().tier_types())
+        hidden = f"expected one of {known}, or 'module:Class', found {HIDDEN}"
+        message = hidden if isinstance(name, EnvironmentText) else str(error)
+        return [ConfigError(message, location=dotted((*location, "type")))]
+    checked = check(tier_type.settings, entry, location)
+    if isinstance(checked, TierSettings):
+        checked._tier_type = tier_type
+    return checked
+
+
+def _origin(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:
+    """Return the name of an entry point, and its distribution with the version."""
+    found_in = entry_point.dist
+    return entry_point.name, f"{found_in.name} {found_in.version}" if found_in else ""
 
 
 class _Hooks:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.redaction import error_text
@@ -16,19 +17,21 @@ from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError, needing_resources
-from tiered_kv.exporters.events import EventPublisher, medium_of
-from tiered_kv.exporters.server import StatusServer, routes_of
-from tiered_kv.exporters.status import Explanation, explain
 from tiered_kv.facade import BlockFacade
 from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.interrupts import CallThread
 from tiered_kv.limits import Need, Take, compare, require
 from tiered_kv.stack_config import StackConfig, load_config
-from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.requests import ManagerLimits
+
+if TYPE_CHECKING:  # what only some stacks use is imported when they use it
+    from tiered_kv.exporters.events import EventPublisher
+    from tiered_kv.exporters.server import StatusServer
+    from tiered_kv.exporters.status import Explanation
+    from tiered_kv.tiering.audit import AuditRules
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +105,7 @@ class Stack(BlockFacade):
                 undo.callback(backend.region.close)
             if not is_checked:
                 require(needs_of(config, has_region=backend is not None))
-            self.server = StatusServer(*config.metrics.address) if config.metrics else None
+            self.server = _open_server(config)
             if self.server is not None:
                 undo.callback(self.server.close)
             backend = backend or CPUBackend(open_region(config))
@@ -120,8 +123,6 @@ class Stack(BlockFacade):
             for settings in config.secondary:
                 self.secondary_tiers.append(open_tier(config, settings, self.kv_view, wants_events=reports_events))
             self.tier_names = [tier.name for tier in config.secondary]
-            stops, dtype = config.audit_action == "stop", config.namespace.dtype
-            audit = AuditRules(config.audit, config.audit_tolerance, stops, dtype) if config.audit else None
             self.history = _history(config)
             if self.history is not None:
                 undo.callback(self.history.close)
@@ -130,7 +131,7 @@ class Stack(BlockFacade):
                 self.secondary_tiers,
                 settings=config.secondary,
                 limits=limits_of(config),
-                audit=audit,
+                audit=_audit_rules(config),
                 block_tokens=config.block.tokens,
                 compute_block_s=config.compute_block_s,
                 history=self.history,
@@ -140,6 +141,8 @@ class Stack(BlockFacade):
             undo.callback(manager.shutdown, 0.0)
             super().__init__(manager, backend.region, _batch_blocks(config))
             if self.server is not None:
+                from tiered_kv.exporters.server import routes_of
+
                 self.server.start(routes_of(self))
             undo.pop_all()
 
@@ -159,6 +162,8 @@ class Stack(BlockFacade):
         """
         if self.history is None:
             raise ConfigError("the stack keeps no history: its setting is 0", location="history")
+        from tiered_kv.exporters.status import explain
+
         history = self.history
         return self._call_thread.run(lambda: explain(history, self.primary.blocks, keys))
 
@@ -269,9 +274,27 @@ def _history(config: StackConfig) -> BlockHistory | None:
     return BlockHistory(config.history, names, [None, *ttl_s], blocks=[config.primary_blocks, *blocks])
 
 
+def _open_server(config: StackConfig) -> StatusServer | None:
+    if config.metrics is None:
+        return None
+    from tiered_kv.exporters.server import StatusServer
+
+    return StatusServer(*config.metrics.address)
+
+
+def _audit_rules(config: StackConfig) -> AuditRules | None:
+    if not config.audit:
+        return None
+    from tiered_kv.tiering.audit import AuditRules
+
+    return AuditRules(config.audit, config.audit_tolerance, config.audit_action == "stop", config.namespace.dtype)
+
+
 def _open_publisher(config: StackConfig) -> EventPublisher | None:
     if config.events is None:
         return None
+    from tiered_kv.exporters.events import EventPublisher, medium_of
+
     return EventPublisher(config.events, {tier.name: medium_of(tier.type) for tier in config.secondary})
 
 

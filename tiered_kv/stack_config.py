@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -12,19 +11,16 @@ from pydantic import Field, SerializeAsAny, WithJsonSchema, field_validator, mod
 
 from tiered_kv.config.namespace import Namespace, NamespaceIdentity
 from tiered_kv.config.reading import fill_variables, from_source
-from tiered_kv.config.redaction import HIDDEN, EnvironmentText, redact
 from tiered_kv.config.settings import ClassArguments, StrictModel, TierSettings
 from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, Seconds, Share, format_bytes
-from tiered_kv.config.validation import Location, Problems, check, dotted, raise_problems, validate
+from tiered_kv.config.validation import Problems, validate
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import HINT_NAMES, HintName
-from tiered_kv.hooks import TierType, tier_plugins
+from tiered_kv.hooks import REFERENCE, TierType, check_entry, tier_plugins
 
 PRIMARY_BLOCKS_MIN = 2
 PORT_MAX = 65535
-_REFERENCE = re.compile(r"[\w.]+:[\w.]+")
-"""The name of a class; a text of another form, such as a misplaced URL, is never imported."""
 _ADDRESS = r"^(tcp://(\[[0-9A-Fa-f:]+\]|[^\s/:\[\]]+):(\*|[0-9]{1,5})|ipc://\S+)$"
 _RATE_MAX = 1 << 40
 _OFF_SCHEMA: dict[str, Any] = {"enum": ["off", False]}  # as versions 1.2 and 1.1 of YAML read the word
@@ -77,7 +73,7 @@ class PrimarySettings(StrictModel):
     @field_validator("policy")
     @classmethod
     def _policy_has_a_name(cls, policy: str) -> str:
-        if policy not in BUILT_IN_POLICIES and not _REFERENCE.fullmatch(policy):
+        if policy not in BUILT_IN_POLICIES and not REFERENCE.fullmatch(policy):
             raise ValueError(f"expected {', '.join(BUILT_IN_POLICIES)}, or 'module:Class' of a policy")
         return policy
 
@@ -216,7 +212,7 @@ class StackConfig(StrictModel):
         if not isinstance(entries, (list, tuple)):
             message = "expected a list of tiers, each a mapping with the key 'type'"
             raise Problems([ConfigError(message, location="secondary")])
-        checked = [_check_entry(entry, ("secondary", index)) for index, entry in enumerate(entries)]
+        checked = [check_entry(entry, ("secondary", index)) for index, entry in enumerate(entries)]
         problems = [problem for each in checked if isinstance(each, list) for problem in each]
         if problems:
             raise Problems(problems)
@@ -275,37 +271,6 @@ def load_config(
         return source
     variables = os.environ if environ is None else environ
     return from_source(source, lambda raw: validate(StackConfig, fill_variables(raw, variables)))
-
-
-def tier_settings(entry: object) -> TierSettings:
-    """Return an entry of `secondary`, checked by the model of its type; settings are returned as they are."""
-    return raise_problems(_check_entry(entry, ()))
-
-
-def _check_entry(entry: object, location: Location) -> TierSettings | list[ConfigError]:
-    if isinstance(entry, TierSettings):
-        return entry
-    name = entry.get("type") if isinstance(entry, Mapping) else None
-    if not isinstance(name, str):
-        if isinstance(entry, Mapping) and "type" in entry:
-            problems = check(TierSettings, {"type": name}, location)
-            if isinstance(problems, list):
-                return problems
-        known = ", ".join([*tier_plugins().tier_types(), "'module:Class'"])
-        message = f"expected a mapping with the key 'type', which is one of: {known}"
-        return [ConfigError(message, location=dotted(location))]
-    if ":" in name and not _REFERENCE.fullmatch(name):
-        shown = HIDDEN if isinstance(name, EnvironmentText) else f"'{redact(name)}'"
-        message = f"expected a tier type, or 'module:Class', found {shown}"
-        return [ConfigError(message, location=dotted((*location, "type")))]
-    try:
-        tier_type = tier_plugins().resolve(name)
-    except ConfigError as error:
-        known = ", ".join(tier_plugins().tier_types())
-        hidden = f"expected one of {known}, or 'module:Class', found {HIDDEN}"
-        message = hidden if isinstance(name, EnvironmentText) else str(error)
-        return [ConfigError(message, location=dotted((*location, "type")))]
-    return check(tier_type.settings, entry, location)
 
 
 Schema = dict[str, Any]  # Any: JSON

@@ -10,7 +10,8 @@ import pytest
 from tiered_kv.cli import main
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError
-from tiered_kv.stack_config import load_config, tier_settings
+from tiered_kv.hooks import tier_settings
+from tiered_kv.stack_config import load_config
 
 ENTRIES: list[tuple[str, dict[str, object]]] = [
     ("path", {"type": "nvme", "capacity": "1GiB"}),

@@ -18,9 +18,8 @@ import pytest
 from tests.support.stacks import stack_of
 from tiered_kv.base import make_offload_key
 from tiered_kv.errors import ConfigError, TierUnavailableError
-from tiered_kv.hooks import tier_plugins
+from tiered_kv.hooks import tier_plugins, tier_settings
 from tiered_kv.stack import open_stack
-from tiered_kv.stack_config import tier_settings
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.rig import OpenTier
 from tiered_kv.tiering.base import SecondaryTierManager

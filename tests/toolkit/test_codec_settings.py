@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.stacks import stack_of
 from tiered_kv.errors import ConfigError
-from tiered_kv.hooks import tier_plugins
+from tiered_kv.hooks import tier_plugins, tier_settings
 from tiered_kv.reasons import RecordStatus
-from tiered_kv.stack_config import load_config, stack_schema, tier_settings
+from tiered_kv.stack_config import load_config, stack_schema
 from tiered_kv.toolkit.codec_settings import CodecSettings
 from tiered_kv.toolkit.codecs import AES_ID, CodecSet, binding_of
 

@@ -15,7 +15,7 @@ from tiered_kv.config.redaction import error_text
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.errors import ConfigError
-from tiered_kv.hooks import tier_plugins
+from tiered_kv.hooks import tier_type_of
 from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.toolkit.administration import (
     Ages,
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> Status:
 def _inspect(config: StackConfig, settings: TierSettings, args: argparse.Namespace) -> TierInspection:
     tier = TierInspection(settings.name, settings.type)
     try:
-        load = tier_plugins().resolve(settings.type).administration
+        load = tier_type_of(settings).administration
         if load is None:
             tier.unavailable = f"tiers of type '{settings.type}' show nothing to other processes"
             return tier

@@ -15,7 +15,7 @@ from tiered_kv.config.redaction import error_text
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ConfigError
-from tiered_kv.hooks import tier_plugins
+from tiered_kv.hooks import tier_type_of
 from tiered_kv.stack_config import load_config
 from tiered_kv.toolkit.administration import DIGEST_HEX, TierAdministration
 
@@ -138,7 +138,7 @@ def _purge(settings: TierSettings, tier: TierPurge, timeout_s: float) -> None:
 def _administer(settings: TierSettings, tier: TierPurge, work: Callable[[TierAdministration], None]) -> None:
     """Call `work` with the tier's administration; an exception becomes the tier's error."""
     try:
-        load = tier_plugins().resolve(settings.type).administration
+        load = tier_type_of(settings).administration
         if load is None:
             tier.error = f"tiers of type '{settings.type}' cannot be purged by this command"
             return

@@ -20,7 +20,7 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.history.fates import SENTENCES
-from tiered_kv.hooks import tier_plugins
+from tiered_kv.hooks import tier_type_of
 from tiered_kv.stack_config import PRIMARY_TIER_NAME, StackConfig, load_config
 
 _TIMEOUT_S: Final = 10.0
@@ -200,7 +200,7 @@ def tier_namespaces(config: StackConfig, settings: TierSettings, deadline: float
     """Return the namespaces in a tier's storage, by I/O until `deadline` (of `time.monotonic()`). It opens no stack."""
     own = config.identity
     try:
-        load = tier_plugins().resolve(settings.type).administration
+        load = tier_type_of(settings).administration
         if load is None:
             return TierNamespaces(settings.name, error=f"tiers of type '{settings.type}' cannot list their namespaces")
         with closing(load()(settings)) as administration:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import (
     BaseModel,
@@ -87,6 +87,11 @@ def _shown(value: object, name: str) -> object:
 
 class TierSettings(StrictModel):
     """The settings that every secondary tier has. A tier's author adds fields in a subclass."""
+
+    __slots__ = ("_tier_type",)
+    """What `hooks.tier_type_of` found for `type`. It is no setting: no copy, comparison or text has it."""
+    if TYPE_CHECKING:
+        _tier_type: object
 
     unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("name_key", "name_key_file"),

@@ -9,7 +9,7 @@ from pydantic import Field, SerializeAsAny, field_validator
 
 from tiered_kv.config.settings import StrictModel, TierSettings
 from tiered_kv.errors import ConfigError
-from tiered_kv.stack_config import tier_settings
+from tiered_kv.hooks import tier_settings
 
 OWN_STORAGE = ("nvme", "memory")
 """Tier types whose storage belongs to one process and one namespace. Storage of other types is shared."""

@@ -22,9 +22,9 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.direct.tasks import Done, Task
 from tiered_kv.direct.thread import TierThread
 from tiered_kv.errors import ConfigError, needing_resources
+from tiered_kv.hooks import tier_settings
 from tiered_kv.interrupts import CallThread
 from tiered_kv.limits import compare, require
-from tiered_kv.stack_config import tier_settings
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.guarded import GuardedTier

@@ -52,6 +52,16 @@ class AuditRules:
     stops: bool = False
     dtype: str = "auto"
 
+    def begin(
+        self,
+        primary: CPUOffloadingManager,
+        tiers: Sequence[GuardedTier],
+        clock: Callable[[], float],
+        on_active: Callable[[], None],
+    ) -> Audit:
+        """Return the audit of a manager: a stack without one does not import this module."""
+        return Audit(self, primary, tiers, clock, on_active)
+
 
 class Audit:
     """Chooses requests, one at a time, and follows their blocks until they are compared. Owned by the manager's thread.

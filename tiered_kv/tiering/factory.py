@@ -9,8 +9,7 @@ from tiered_kv.config.redaction import scrub
 from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.config.validation import suggestion
 from tiered_kv.errors import ConfigError, ResourceError, TieredKVError, TierError, remedy_of
-from tiered_kv.hooks import TierType, hookimpl, tier_plugins, tier_type_of_class
-from tiered_kv.stack_config import tier_settings
+from tiered_kv.hooks import TierType, hookimpl, tier_plugins, tier_settings, tier_type_of, tier_type_of_class
 from tiered_kv.tiering.base import SecondaryTierManager
 
 _SEED_ARGUMENTS = 3
@@ -66,7 +65,7 @@ class SecondaryTierFactory:
                 its settings.
         """
         checked = tier_settings(settings)
-        tier_type = tier_plugins().resolve(checked.type)
+        tier_type = tier_type_of(checked)
         tier_class = _load(tier_type, checked.name)
         arguments: list[object] = [offloading_spec, primary_kv_view, tier_type.name]
         keywords: dict[str, object] = {}

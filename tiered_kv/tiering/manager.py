@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tiered_kv.base import (
     OffloadingEvent,
@@ -23,7 +23,6 @@ from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.instruments import Notices, StepTimer, timed
 from tiered_kv.pauses import PAUSES_MAX, STEP
-from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import GuardedTier
@@ -33,6 +32,9 @@ from tiered_kv.tiering.prefetch import Prefetches
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import ManagerLimits, RequestState, RequestTable
 from tiered_kv.tiering.search import Search
+
+if TYPE_CHECKING:
+    from tiered_kv.tiering.audit import AuditRules
 
 _DRAIN_POLL_S = 0.0005
 
@@ -110,7 +112,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._lookup_below = self._search.below
         self._primary_blocks = primary.blocks  # the same dictionary, one attribute access less
         self._counting_tiers = tuple(guarded for guarded in self._tiers if not guarded.admission.is_open())
-        self._audit = Audit(audit, primary, self._tiers, clock, self._withhold) if audit else None
+        self._audit = audit.begin(primary, self._tiers, clock, self._withhold) if audit else None
         self._prefetches = Prefetches(self, primary, self._promotions, self._search)
         self._observer = Observer(primary, self._tiers, self._search, history, event_sink, block_tokens)
         self.step_timer = StepTimer(clock)

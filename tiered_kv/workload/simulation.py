@@ -16,7 +16,7 @@ from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
-from tiered_kv.hooks import tier_plugins
+from tiered_kv.hooks import tier_type_of
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import limits_of, located
 from tiered_kv.stack_config import PRIMARY_TIER_NAME, StackConfig
@@ -102,11 +102,7 @@ def run_servers(
 ) -> list[Server]:
     """Return the servers after all `requests` have run; see `simulate`."""
     clock = _Clock(requests[0].timestamp_ms / _MS_PER_S)
-    shared = {
-        tier.name: _key_store(config, tier, clock)
-        for tier in config.secondary
-        if tier_plugins().resolve(tier.type).is_shared
-    }
+    shared = {tier.name: _key_store(config, tier, clock) for tier in config.secondary if tier_type_of(tier).is_shared}
     servers = [Server(config, shared, clock) for _ in range(fleet.servers)]
     running: dict[Server, None] = {}
     chosen = routes(fleet.router, requests, len(servers))
@@ -207,7 +203,7 @@ class Server:
 
 
 def _key_store(config: StackConfig, settings: TierSettings, clock: Callable[[], float]) -> KeyStore:
-    load = tier_plugins().resolve(settings.type).key_store
+    load = tier_type_of(settings).key_store
     with located(config, settings):
         return (load() if load else KeyStore)(settings, config.block.bytes, clock)
 

@@ -23,7 +23,7 @@ from lmcache.v1.platform import create_event_notifier
 from tiered_kv.base import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
-from tiered_kv.hooks import tier_plugins
+from tiered_kv.hooks import tier_type_of
 from tiered_kv.integrations.lmcache.settings import read_settings
 from tiered_kv.integrations.lmcache.tier_set import Places, TierSet
 
@@ -85,7 +85,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         if l1_memory_desc is None:
             raise ConfigError("LMCache's L1 is not in this process's memory, and the tiers read and write it in place")
         for tier in self._settings.tiers:
-            tier_plugins().resolve(tier.type).load()  # now, so that a missing library is an error at the start
+            tier_type_of(tier).load()  # now, so that a missing library is an error at the start
         self._l1 = l1_memory_desc
         self._notifiers = {kind: create_event_notifier() for kind in _Kind}
         self._numbers = itertools.count()

@@ -23,6 +23,7 @@ from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import BY_REQUEST, HintReader, Hints
+from tiered_kv.hooks import tier_settings
 from tiered_kv.integrations.vllm.engine import (
     VLLM_ROW_LAYOUT,
     check_chunks,
@@ -33,7 +34,6 @@ from tiered_kv.integrations.vllm.engine import (
 )
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, metric_definitions, vllm_events
 from tiered_kv.limits import compare, require
-from tiered_kv.stack_config import tier_settings
 from tiered_kv.tiering.answers import checked_answer, tier_exceptions
 from tiered_kv.tiering.base import JobMetadata, TierSpec
 from tiered_kv.tiering.base import JobResult as OurResult
