@@ -7,11 +7,9 @@ from dataclasses import replace
 
 from tiered_kv.permissions import check_inner_directory, open_directory
 from tiered_kv.toolkit.claimed import ClaimedDirectory, Identity, absolute, refuse_other_device
-from tiered_kv.toolkit.epoch import MARK_BYTES_MAX
 from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, as_text, fields_of, read_file, replace_file
 from tiered_kv_fs.files import make_directory
 from tiered_kv_fs.layout import (
-    EPOCH_NAME,
     FORMAT_VERSION,
     LEDGER_NAME,
     LOCK_NAME,
@@ -26,7 +24,7 @@ def claimed(path: str, tier: str, *, private: bool) -> ClaimedDirectory:
 
 
 class Directory:
-    """The directory, and the `EpochStore` of its namespace's mark. A missing directory is made.
+    """The directory. A missing one is made.
 
     Any thread may call, except the scheduler's: all calls may wait for the file system.
 
@@ -43,7 +41,6 @@ class Directory:
         self.path = self.claimed.path
         self.namespace = identity.digest.hex()
         self.namespace_path = f"{self.path}/{self.namespace}"
-        self._epoch_path = f"{self.namespace_path}/{EPOCH_NAME}"
         try:
             self.make()
         except OSError as error:
@@ -98,17 +95,3 @@ class Directory:
                 f"{self.namespace_path} holds blocks of {found} bytes, and these have {self._identity.block_bytes}; "
                 "give blocks of another size another namespace or another directory"
             )
-
-    # The epoch's store. A call to a file system that hangs exceeds its deadline: nothing can end it.
-
-    def read(self, deadline: float) -> bytes | None:
-        data = read_file(self._epoch_path, MARK_BYTES_MAX)
-        return b"" if data is None and os.path.lexists(self._epoch_path) else data
-
-    def create(self, data: bytes, deadline: float) -> None:
-        self.make()
-        replace_file(self._epoch_path, data, only_new=True)
-
-    def write(self, data: bytes, deadline: float) -> None:
-        self.make()
-        replace_file(self._epoch_path, data)

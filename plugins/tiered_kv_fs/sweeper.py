@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from tiered_kv.errors import FormatError
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.claimed import TEMPORARY, walk
-from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
-from tiered_kv.toolkit.small_files import read_file, remove
+from tiered_kv.toolkit.small_files import remove
 from tiered_kv_fs.directory import Directory
+from tiered_kv_fs.epoch import is_joined
 from tiered_kv_fs.files import locked, occupied_bytes
-from tiered_kv_fs.layout import BLOCK_PATH, EPOCH, EPOCH_NAME, NAMESPACE, SWEEP_NAME, TEMPORARY_PATH
+from tiered_kv_fs.layout import BLOCK_PATH, EPOCH, NAMESPACE, SWEEP_NAME, TEMPORARY_PATH
 from tiered_kv_fs.ledger import LAPSE_S, SURVEY_INTERVAL_S, Ledger
 
 _CANDIDATES_MAX: Final = 65_536
@@ -152,20 +151,12 @@ class Sweeper:
                     _note_file(path, status, live, found)
                 elif _EPOCH.fullmatch(path) and stat.S_ISDIR(status.st_mode):
                     found.epochs.append(path)
-                    if self._is_joined(path):
+                    namespace, _, epoch = path.partition("/")
+                    if is_joined(f"{self._root}/{namespace}", epoch):
                         live.add(path)
             if self._is_stopped.is_set():
                 return None
         return found
-
-    def _is_joined(self, epoch_path: str) -> bool:
-        """Return whether new processes join an epoch; true also if the namespace's mark cannot be read."""
-        namespace, _, epoch = epoch_path.partition("/")
-        try:
-            mark = EpochMark.decode(read_file(f"{self._root}/{namespace}/{EPOCH_NAME}", MARK_BYTES_MAX) or b"")
-        except (OSError, FormatError):
-            return True
-        return mark is not None and mark.value == epoch
 
     def _evict(self, wanted_bytes: int) -> None:
         """Remove some of the oldest files that were not used since they were listed."""

@@ -24,6 +24,7 @@ from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv_fs.blocks import BlockFiles, Moved, room_bytes_of
 from tiered_kv_fs.directory import Directory
+from tiered_kv_fs.epoch import EpochFile
 from tiered_kv_fs.keeper import GRANTS_MIN, OPENING_BYTES, Keeper
 from tiered_kv_fs.settings import FsSettings
 
@@ -101,7 +102,7 @@ class FsTier(AsyncTier):
         identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
         self._directory = Directory(settings.path, identity, tier=name, private=settings.private)
         self._counters = Counters(_COUNTERS, _COUNTERS_BY_LABEL)
-        self._cache_epoch = Epoch(self._directory)
+        self._cache_epoch = Epoch(EpochFile(self._directory))
         self._saving = BackgroundTask(self._save_epoch, f"tiered-kv-{name}-reset")
         try:
             self._cache_epoch.value(time.monotonic() + _OPEN_TIMEOUT_S)

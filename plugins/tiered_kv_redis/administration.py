@@ -34,7 +34,7 @@ from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.record import HEADER_BYTES, decode_record, record_bytes_max
 from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv_redis.endpoint import check_tls_files
-from tiered_kv_redis.keyspace import KEY_PREFIX
+from tiered_kv_redis.epoch import KEY_PREFIX
 from tiered_kv_redis.reasons import (
     MOVED,
     PERMISSION,
@@ -55,7 +55,7 @@ _BLOCKS_BYTES_MAX: Final = 8 << 20
 _NAME: Final = re.compile(
     re.escape(KEY_PREFIX) + rb"(?P<digest>[0-9a-f]{32}):(?:[0-9a-f]{16}:(?P<key>.*)|namespace|epoch)", re.DOTALL
 )
-"""Every name that the tier gives: see `keyspace.py`. A block's key may be any bytes."""
+"""Every name that the tier gives: see `epoch.py`. A block's key may be any bytes."""
 _MISSING_TTL: Final = -2
 """The reply to PTTL for a missing name."""
 _NO_TOUCH_MISSING: Final = "the server has no CLIENT NO-TOUCH (Redis 7.2): each check counts as a use of the block"

@@ -1,7 +1,7 @@
 """Administration of the bucket without a stack: survey and verify namespaces, and purge one with all its versions.
 
 After a reset a purge leaves the epoch's mark, drawn anew, because a process in an earlier epoch would write its own
-again. Objects whose names are not of the tier's layout (`naming.py`) are foreign: they stay, and are reported.
+again. Objects whose names are not of the tier's layout (`layout.py`) are foreign: they stay, and are reported.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import DELETED_AT_ONCE, Control, Listed, age_s
 from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
-from tiered_kv_s3.mark import MarkObject
-from tiered_kv_s3.naming import Naming
+from tiered_kv_s3.epoch import EpochObject
+from tiered_kv_s3.layout import Naming
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import ABSENCE, Verdict
 
@@ -172,7 +172,7 @@ class S3Administration(TierAdministration):
 
     def _renew_epoch(self, naming: Naming, deadline: float) -> None:
         """Replace the epoch's mark, or delete it if there was no reset; a mark that is written later is of a reset."""
-        store = MarkObject(self._bucket, naming.epoch, self._settings.name)
+        store = EpochObject(self._bucket, naming.epoch, self._settings.name)
         data = store.read(deadline)
         if data is None:
             return

@@ -20,7 +20,7 @@ from tiered_kv.metrics.instruments import Counters
 from tiered_kv.threads import start_thread
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv_s3.control import DELETED_AT_ONCE, Control, Listed
-from tiered_kv_s3.naming import Naming
+from tiered_kv_s3.layout import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import Verdict

@@ -31,8 +31,8 @@ from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control
 from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
-from tiered_kv_s3.mark import MarkObject
-from tiered_kv_s3.naming import Naming
+from tiered_kv_s3.epoch import EpochObject
+from tiered_kv_s3.layout import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.sweeper import Sweeper
@@ -94,7 +94,7 @@ class S3Tier(BlockingTier):
             lookup_timeout_s=settings.lookup_timeout,
             shutdown_timeout_s=_SHUTDOWN_S,
         )
-        self._epoch = Epoch(MarkObject(self._bucket, self._naming.epoch, name))
+        self._epoch = Epoch(EpochObject(self._bucket, self._naming.epoch, name))
         self._presence = Presence(self._bucket, self._control, self._counters, self._naming, settings)
         self._loaded_s = -math.inf  # the last answer of the bucket to a load
         self._unreadable: Unreadable[str] = Unreadable()  # by object names

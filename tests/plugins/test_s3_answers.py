@@ -38,7 +38,7 @@ from tiered_kv_s3 import connection as connection_module
 from tiered_kv_s3 import pool as pool_module
 from tiered_kv_s3.connection import Patience
 from tiered_kv_s3.endpoint import Endpoint, Proxy
-from tiered_kv_s3.naming import Naming
+from tiered_kv_s3.layout import Naming
 from tiered_kv_s3.pool import open_connection, tls_context
 
 pytest.importorskip("boto3", reason="boto3 is not installed")

@@ -12,6 +12,7 @@ from tiered_kv.errors import TierError
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv_fs.directory import Directory
+from tiered_kv_fs.epoch import EpochFile
 from tiered_kv_fs.layout import EPOCH_NAME, LEDGER_NAME, MARKER_NAME, NAMESPACE_NAME
 from tiered_kv_fs.ledger import Holder, Ledger
 
@@ -64,7 +65,7 @@ def _run(data: bytes) -> None:
 
 def _open(path: Path) -> Directory:
     directory = Directory(str(path), Identity(NAMESPACE, {"model": "fuzz"}, 512))
-    value = Epoch(directory).value(time.monotonic() + 60.0)
+    value = Epoch(EpochFile(directory)).value(time.monotonic() + 60.0)
     assert len(value) == 16
     assert set(value) <= set("0123456789abcdef")
     return directory

@@ -1,4 +1,4 @@
-"""The names of blocks in a server: `tkv1:<namespace>:<epoch>:<key>`.
+"""The epoch of a namespace in a server, which is in the names of its blocks: `tkv1:<namespace>:<epoch>:<key>`.
 
 A reset replaces the epoch; see `tiered_kv.toolkit.epoch`. Its mark is under `tkv1:<namespace>:epoch`.
 """

@@ -7,7 +7,7 @@ from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.verdict import BucketError, Verdict
 
 
-class MarkObject:
+class EpochObject:
     """An `EpochStore`; every method raises `BucketError` if the request fails or its time is over."""
 
     def __init__(self, bucket: Bucket, name: str, tier: str) -> None:

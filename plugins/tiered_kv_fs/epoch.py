@@ -1,0 +1,40 @@
+"""The file that keeps a namespace's epoch mark. The rules are in `tiered_kv.toolkit.epoch`."""
+
+from __future__ import annotations
+
+import os
+
+from tiered_kv.errors import FormatError
+from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
+from tiered_kv.toolkit.small_files import read_file, replace_file
+from tiered_kv_fs.directory import Directory
+from tiered_kv_fs.layout import EPOCH_NAME
+
+
+class EpochFile:
+    """An `EpochStore`. A call to a file system that hangs exceeds its deadline: nothing can end it."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._path = f"{directory.namespace_path}/{EPOCH_NAME}"
+
+    def read(self, deadline: float) -> bytes | None:
+        data = read_file(self._path, MARK_BYTES_MAX)
+        return b"" if data is None and os.path.lexists(self._path) else data
+
+    def create(self, data: bytes, deadline: float) -> None:
+        self._directory.make()
+        replace_file(self._path, data, only_new=True)
+
+    def write(self, data: bytes, deadline: float) -> None:
+        self._directory.make()
+        replace_file(self._path, data)
+
+
+def is_joined(namespace_path: str, epoch: str) -> bool:
+    """Return whether new processes join an epoch; true also if the namespace's mark cannot be read."""
+    try:
+        mark = EpochMark.decode(read_file(f"{namespace_path}/{EPOCH_NAME}", MARK_BYTES_MAX) or b"")
+    except (OSError, FormatError):
+        return True
+    return mark is not None and mark.value == epoch
