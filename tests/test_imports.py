@@ -65,7 +65,7 @@ ROOMS: list[tuple[str, ...]] = [
 """Who may import whom: each room those above it, and itself."""
 
 LINES_MIN, LINES_MAX = 100, 400
-ROOMS_OF_ANY_GRAIN = ("tiered_kv.tiering", "tiered_kv_")
+ROOMS_OF_ANY_GRAIN = ("tiered_kv.tiering",)
 OF_ANOTHER_SIZE = {
     "tiered_kv.base": "an interface as it was given",
     "tiered_kv.backend": "an interface as it was given",

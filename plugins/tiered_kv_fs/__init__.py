@@ -19,6 +19,6 @@ def tiered_kv_register_tiers() -> Iterable[TierType]:
             "One file a block, in a directory that hosts may share.",
             imported("tiered_kv_fs.administration:FsAdministration"),
             is_shared=True,
-            key_store=imported("tiered_kv_fs.simulation:FsKeys"),
+            key_store=imported("tiered_kv_fs.sweeper:FsKeys"),
         )
     ]

@@ -17,10 +17,11 @@ from typing import Final
 
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.claimed import TEMPORARY, walk
+from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv.toolkit.small_files import remove
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.epoch import is_joined
-from tiered_kv_fs.files import locked, occupied_bytes
+from tiered_kv_fs.files import locked, occupied_bytes, round_up
 from tiered_kv_fs.layout import BLOCK_PATH, EPOCH, NAMESPACE, SWEEP_NAME, TEMPORARY_PATH
 from tiered_kv_fs.ledger import LAPSE_S, SURVEY_INTERVAL_S, Ledger
 
@@ -199,3 +200,13 @@ def _note_file(path: str, status: os.stat_result, live: set[str], found: _Count)
             heapq.heapreplace(found.oldest, entry)
     elif match := _TEMPORARY.fullmatch(path):
         found.temporaries.append((path, match["owner"], status))
+
+
+class FsKeys(KeyStore):
+    """A directory without bytes, for `tiered-kv simulate`. Files take whole blocks of the file system."""
+
+    load_steps = 4
+
+    @staticmethod
+    def room_bytes(record_bytes: int) -> int:
+        return round_up(record_bytes)

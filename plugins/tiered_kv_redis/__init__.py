@@ -19,6 +19,6 @@ def tiered_kv_register_tiers() -> Iterable[TierType]:
             "A Redis server or cluster that several machines share.",
             imported("tiered_kv_redis.administration:RedisAdministration", library="redis", extra="redis"),
             is_shared=True,
-            key_store=imported("tiered_kv_redis.simulation:RedisKeys"),
+            key_store=imported("tiered_kv_redis.settings:RedisKeys"),
         )
     ]

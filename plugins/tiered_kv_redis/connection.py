@@ -15,8 +15,7 @@ from redis.connection import AbstractConnection, Connection, SSLConnection
 from redis.connection import UnixDomainSocketConnection as RedisUnixConnection
 
 from tiered_kv.toolkit.resolver import connect
-from tiered_kv_redis.replies import ReplyReader
-from tiered_kv_redis.stream import Stream, TlsStream
+from tiered_kv_redis.replies import ReplyReader, Stream, TlsStream
 
 _CONNECT_MIN_S = 0.001
 

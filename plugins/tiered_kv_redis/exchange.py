@@ -16,8 +16,7 @@ from tiered_kv.toolkit.record import encode_record
 from tiered_kv_redis.connection import Link, WireConnection
 from tiered_kv_redis.node import Node
 from tiered_kv_redis.reasons import PROTOCOL, READ_ONLY, TIMEOUT, NodeError, reason_of_error
-from tiered_kv_redis.replies import Refusal, Reply
-from tiered_kv_redis.stream import Buffer
+from tiered_kv_redis.replies import Buffer, Refusal, Reply
 
 Failures = dict[int, str]
 """Why blocks failed, by their position in a batch."""

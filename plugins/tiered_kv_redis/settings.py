@@ -12,6 +12,7 @@ from pydantic import Field, SecretStr, model_validator
 from tiered_kv.config.units import Bytes, Count, FilePath, Seconds
 from tiered_kv.limits import Take
 from tiered_kv.toolkit.codec_settings import CodecSettings
+from tiered_kv.toolkit.keys_only import KeyStore
 
 _HOST_CHARACTERS = r"[^\s:/@\[\]]+"
 _ADDRESS = re.compile(rf"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>{_HOST_CHARACTERS})):(?P<port>\d{{1,5}})")
@@ -177,3 +178,15 @@ def _without_userinfo(url: str) -> str:
     scheme, _, rest = url.partition("://")
     authority, slash, path = rest.partition("/")
     return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
+
+
+class RedisKeys(KeyStore):
+    """A server without bytes, for `tiered-kv simulate`: it evicts by `allkeys-lru`."""
+
+    load_steps = 4
+
+    @staticmethod
+    def room_bytes(record_bytes: int) -> int:
+        """Return what Redis's allocator, jemalloc, takes: it has four sizes between two powers of two."""
+        step = 1 << max(4, (record_bytes - 1).bit_length() - 3)
+        return -(-record_bytes // step) * step

@@ -1,8 +1,8 @@
-"""HTTP/1.1 connections to the bucket's server. They send bodies from the caller's memory, and receive into it.
+"""The bucket's server with its proxy, and HTTP/1.1 connections to it.
 
-The standard library's client parses headers with the e-mail package, which takes longer than signing the request. S3
-needs only a little of HTTP: requests of a known length, and answers of a known length, in chunks, or up to the end of
-the connection.
+Connections send bodies from the caller's memory, and receive into it. The standard library's client parses headers with
+the e-mail package, which takes longer than signing the request. S3 needs only a little of HTTP: requests of a known
+length, and answers of a known length, in chunks, or up to the end of the connection.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ import select
 import socket
 import ssl
 import time
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Self
+from urllib.parse import quote, unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from tiered_kv.toolkit.small_files import rest_of
-from tiered_kv_s3.endpoint import Endpoint
+
+_PORTS = {"http": 80, "https": 443}
 
 HEAD_BYTES_MAX = 64 << 10
 """Status line and headers of an answer."""
@@ -33,6 +38,67 @@ _BUFFER_BYTES = 4096
 _UNSIZED_BUFFER_BYTES = 256 << 10
 _TLS_SEND_BYTES = 256 << 10
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) (\d{3})(?: |$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    host: str
+    port: int
+    authorization: str = field(default="", repr=False)
+
+    @classmethod
+    def of_environment(cls, scheme: str, host: str) -> Self | None:
+        """Return the proxy that HTTP_PROXY, HTTPS_PROXY and NO_PROXY set for a server, if any.
+
+        Raises:
+            ValueError: The value is no URL of an HTTP proxy.
+        """
+        url = getproxies().get(scheme, "")
+        if not url or proxy_bypass(host):
+            return None
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"{scheme.upper()}_PROXY is no URL of an HTTP proxy")
+        secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username else ""
+        header = f"Proxy-Authorization: Basic {b64encode(secret.encode()).decode()}\r\n" if secret else ""
+        return cls(parts.hostname, parts.port or _PORTS["http"], header)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The server of a bucket."""
+
+    host: str
+    port: int
+    is_tls: bool
+    base_path: str  # before the name of every object: the quoted bucket, or nothing
+    proxy: Proxy | None = None
+
+    @classmethod
+    def of_url(cls, url: str) -> Self:
+        """Return the endpoint of the bucket that has an object "x" at `url`; raises as `Proxy.of_environment`."""
+        parts = urlsplit(url)
+        assert parts.hostname, "boto3 gives whole URLs"
+        return cls(
+            parts.hostname,
+            parts.port or _PORTS[parts.scheme],
+            parts.scheme == "https",
+            parts.path.removesuffix("/x"),
+            Proxy.of_environment(parts.scheme, parts.hostname),
+        )
+
+    @property
+    def address(self) -> str:
+        """Host and port."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def authority(self) -> str:
+        """The value of the header `host`, without the scheme's own port."""
+        return self.address.removesuffix(":443" if self.is_tls else ":80")
+
+    def path_of(self, name: str) -> str:
+        return f"{self.base_path}/{quote(name, safe='/~')}"
 
 
 class BadAnswerError(ConnectionError):

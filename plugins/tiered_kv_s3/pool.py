@@ -14,8 +14,7 @@ from collections.abc import Generator
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.resolver import addresses_of
-from tiered_kv_s3.connection import BadAnswerError, Connection, Patience
-from tiered_kv_s3.endpoint import Endpoint, Proxy
+from tiered_kv_s3.connection import BadAnswerError, Connection, Endpoint, Patience, Proxy
 
 IDLE_S_MAX = 15.0
 """The longest pause after which a connection is used again: S3 closes idle ones after 20 seconds or so."""

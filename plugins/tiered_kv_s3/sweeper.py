@@ -19,9 +19,10 @@ from tiered_kv.errors import ResourceError, TierError
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.threads import start_thread
 from tiered_kv.toolkit.background import BackgroundTask
+from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv_s3.control import DELETED_AT_ONCE, Control, Listed
 from tiered_kv_s3.layout import Naming
-from tiered_kv_s3.presence import Presence
+from tiered_kv_s3.presence import ASKED_AT_ONCE, Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import Verdict
 
@@ -170,3 +171,18 @@ class Sweeper:
         now_s = time.monotonic()
         for each in blocks:
             self._presence.note(each.name, Verdict.ABSENT, now_s)
+
+
+class S3Keys(KeyStore):
+    """A bucket without bytes, for `tiered-kv simulate`.
+
+    A sweep deletes the oldest objects, and used ones are renewed before their `ttl` ends.
+    """
+
+    evicts_by_use = False
+    renews = True
+    load_steps = 4
+
+    def note_lookup(self, count: int) -> None:
+        rounds = math.ceil(math.log(count + 1, ASKED_AT_ONCE + 1)) if count else 0
+        self.lookup_requests += min(count, rounds * ASKED_AT_ONCE)

@@ -36,8 +36,7 @@ from tiered_kv.toolkit.record import encode_record
 from tiered_kv.toolkit.resolver import Addresses, addresses_of
 from tiered_kv_s3 import connection as connection_module
 from tiered_kv_s3 import pool as pool_module
-from tiered_kv_s3.connection import Patience
-from tiered_kv_s3.endpoint import Endpoint, Proxy
+from tiered_kv_s3.connection import Endpoint, Patience, Proxy
 from tiered_kv_s3.layout import Naming
 from tiered_kv_s3.pool import open_connection, tls_context
 

@@ -11,9 +11,8 @@ import pytest
 
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.testing.control import wait_until
-from tiered_kv_s3.connection import HEAD_BYTES_MAX, BadAnswerError, Connection, Patience
+from tiered_kv_s3.connection import HEAD_BYTES_MAX, BadAnswerError, Connection, Endpoint, Patience
 from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
-from tiered_kv_s3.endpoint import Endpoint
 from tiered_kv_s3.heads import Heads
 from tiered_kv_s3.pool import ConnectionPool, open_connection
 from tiered_kv_s3.verdict import Verdict, verdict_of_error

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tiered_kv_s3.endpoint import Endpoint
+from tiered_kv_s3.connection import Endpoint
 from tiered_kv_s3.signer import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Signer
 
 botocore_auth = pytest.importorskip("botocore.auth", reason="boto3 is not installed")

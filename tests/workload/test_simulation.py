@@ -28,13 +28,13 @@ from tiered_kv.workload.replay import replay
 from tiered_kv.workload.request import ChatWorkload, Request, block_key
 from tiered_kv.workload.sampling import draw, sessions
 from tiered_kv.workload.simulation import ROUTERS, Fleet, Simulated, routes, simulate, with_tier
-from tiered_kv_fs.simulation import FsKeys
+from tiered_kv_fs.sweeper import FsKeys
 from tiered_kv_memory.settings import MemorySettings
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.simulation import NvmeKeys
-from tiered_kv_redis.simulation import RedisKeys
+from tiered_kv_redis.settings import RedisKeys
 from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.simulation import S3Keys
+from tiered_kv_s3.sweeper import S3Keys
 
 __all__ = ["moto_bucket", "moto_server", "redis_server"]
 KIB = 1 << 10

@@ -11,8 +11,7 @@ from tests.support.fuzzing import Target
 from tiered_kv.errors import FormatError
 from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv_s3.bucket import seconds_of
-from tiered_kv_s3.connection import ERROR_BYTES_MAX, HEAD_BYTES_MAX, Answer, Connection, Patience
-from tiered_kv_s3.endpoint import Endpoint
+from tiered_kv_s3.connection import ERROR_BYTES_MAX, HEAD_BYTES_MAX, Answer, Connection, Endpoint, Patience
 from tiered_kv_s3.signer import EMPTY_PAYLOAD, Credentials, Signer
 from tiered_kv_s3.verdict import Verdict, verdict_of
 

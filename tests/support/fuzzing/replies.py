@@ -11,13 +11,12 @@ from tests.support.fuzzing import Target
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
 from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.record import encode_record
+from tiered_kv_redis.blocks import Loads
 from tiered_kv_redis.connection import Link
 from tiered_kv_redis.exchange import Batch, Transfer
-from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import Node
 from tiered_kv_redis.reasons import NodeError
-from tiered_kv_redis.replies import Refusal, ReplyReader
-from tiered_kv_redis.stream import Buffer, Stream
+from tiered_kv_redis.replies import Buffer, Refusal, ReplyReader, Stream
 
 BLOCK_BYTES = 256
 NAMESPACE = bytes(range(16))
