@@ -1,8 +1,8 @@
 """Runs in an environment with LMCache: drives our adapter as its controllers do, over memory of its own.
 
-    python lmcache_adapter_program.py DIRECTORY [CHECK...]
+    python lmcache_adapter_program.py DIRECTORY [CHECK...|namespaces]
 
-Prints a line of JSON for each check: its name, and what went wrong or "".
+Prints a line of JSON for each check: its name, and what went wrong or "". Or for each case of `namespaces.toml`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from lmcache_program_parts import (  # type: ignore[import-not-found]  # found b
 )
 from program_checks import run_checks  # type: ignore[import-not-found]  # as well
 
+from tests.support.namespaces import all_cases
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.lmcache import LMCACHE_VERSION, TieredKVL2Adapter, tier_set
@@ -304,59 +305,37 @@ class Checks:
         raise AssertionError("it was opened")
 
 
-VARIATIONS: dict[str, Mapping[str, Any]] = {
-    "model": {"key": {"model_name": "other"}},
+BY_HAND: dict[str, Mapping[str, Any]] = {
     "data type": {"shape": Shape(dtype=torch.float16)},
     "shape": {"shape": Shape(((4, 2, 16, 32),))},
     "arrays": {"shape": Shape(((2, 4, 16, 16), (2, 4, 16, 16)))},
-    "ranks": {"key": {"kv_rank": 0x02000200}},
-    "rank": {"key": {"kv_rank": 0x01010100}},
-    "object group": {"key": {"object_group_id": 1}},
-    "salt": {"key": {"cache_salt": "user"}},
     "tokens": {"name": "another prompt"},
-    "padding": {"params": {"align_bytes": 4 * ALIGN_BYTES}},
     "lmcache version": {"version": "0.5.7"},
-    "revision": {"namespace": {"revision": "2"}},
-    "quantization": {"namespace": {"quantization": "fp8"}},
-    "tenant": {"namespace": {"tenant": "a"}},
-    "hash algorithm": {"namespace": {"hash_algorithm": "sha256"}},
-    "hash seed": {"namespace": {"hash_seed": 1}},
-    "extra": {"namespace": {"extra": {"adapters": "1"}}},
-    "same: sets": {"params": {"sets": 3}},
-    "same: L1": {"params": {"memory_bytes": MEMORY_BYTES // 2}},
-    "same: tiers": {"tier": {"store_budget": "1MiB", "name": "files", "capacity": "128MiB"}},
 }
-"""By the name in the table of lmcache.md, how the second adapter differs from the first."""
+"""What data does not say of a second adapter, by the name of a case in `namespaces.toml`."""
 
 
-class Namespaces:
-    """A check for each variation: whether the second adapter finds what the first has stored in a shared directory."""
-
-    def __init__(self, directory: Path) -> None:
-        self._tier = {"type": "fs", "path": str(directory / "shared"), "capacity": "64MiB"}
-        with host(self._tier) as rig:
-            assert rig.store(keys_of(4), rig.objects(4)).is_successful()
-
-    def check(self, name: str) -> None:
-        changes = VARIATIONS[name]
-        keys = keys_of(4, changes.get("name", "prompt"), **changes.get("key", {}))
-        told = {"namespace": {"revision": "1", **changes.get("namespace", {})}, **changes.get("params", {})}
-        version = changes.get("version", LMCACHE_VERSION)
+def print_namespaces(directory: Path) -> None:
+    """Print for each case which blocks of a first adapter a second one finds in a shared directory."""
+    tier = {"type": "fs", "path": str(directory / "shared"), "capacity": "64MiB"}
+    with host(tier) as rig:
+        assert rig.store(keys_of(4), rig.objects(4)).is_successful()
+    for name, case in all_cases("lmcache", BY_HAND).items():
+        more = BY_HAND.get(name, {})
+        keys = keys_of(4, more.get("name", "prompt"), **case.get("place", {}))
+        params = {"namespace": {"revision": "1", **case.get("namespace", {})}, **case.get("options", {})}
         with (
-            mock.patch("lmcache.__version__", version),
-            host({**self._tier, **changes.get("tier", {})}, **told) as rig,
+            mock.patch("lmcache.__version__", more.get("version", LMCACHE_VERSION)),
+            host({**tier, **case.get("settings", {}).get("tier", {})}, **params) as rig,
         ):
-            group = keys[0].object_group_id
-            found = rig.lookup(keys, {group: changes.get("shape", FULL)})
-        assert found == [name.startswith("same: ")] * 4, f"found {found}"
+            found = rig.lookup(keys, {keys[0].object_group_id: more.get("shape", FULL)})
+        print(json.dumps({"engine": name, "found": found}), flush=True)
 
 
 def main() -> None:
     directory, names = Path(sys.argv[1]), sys.argv[2:]
     if names == ["namespaces"]:
-        namespaces = Namespaces(directory)
-        checks = type("Each", (), {name: lambda _, name=name: namespaces.check(name) for name in VARIATIONS})()
-        run_checks(checks, list(VARIATIONS))
+        print_namespaces(directory)
     else:
         run_checks(Checks(directory), names)
 

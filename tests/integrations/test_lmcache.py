@@ -27,16 +27,15 @@ from tests.support.lmcache_programs import (
     bench,
     bench_command,
     run,
+    run_adapter_program,
 )
 from tests.support.mounts import command_in_namespace, missing_for_tmpfs, small_tmpfs
-from tests.support.pages import names_in
 from tests.support.redis_servers import RedisServer, redis_server
 from tests.support.vllm_programs import (
     LMCACHE,
     TIMEOUT_S,
     Message,
     damage_segments,
-    environment_of_programs,
     interpreter,
     run_example,
     running,
@@ -49,8 +48,6 @@ __all__ = ["redis_server"]  # a fixture
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "how-to" / "lmcache.md"
-PROGRAM = HERE / "lmcache_adapter_program.py"
 FILE_SYSTEM_BYTES = 28 << 20
 CHAT: Mapping[str, Any] = {"mode": "chat", "threads": 1, "conversations": 12, "turns": 2, "prefix_caching": False}
 """LMCache keeps a request's blocks from vLLM's prefix cache for steps after its end, so the cache cannot be dropped."""
@@ -60,34 +57,13 @@ def nvme(tmp_path: Path, capacity: str = "512MiB", **settings: object) -> Entry:
     return {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": capacity, **settings}
 
 
-def checks(tmp_path: Path, *arguments: str) -> dict[str, str]:
-    """Return what went wrong in each check of the adapter's program."""
-    done = subprocess.run(
-        [interpreter(LMCACHE), str(PROGRAM), str(tmp_path), *arguments],
-        env={**environment_of_programs(tmp_path), "LMCACHE_TRACK_USAGE": "false"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {result["check"]: result["error"] for result in results}
-
-
 # The adapter alone.
 
 
 def test_the_adapter_keeps_lmcache_s_interface(tmp_path: Path) -> None:
-    results = checks(tmp_path)
+    results = {message["check"]: message["error"] for message in run_adapter_program(tmp_path)}
     assert {check: error for check, error in results.items() if error} == {}
     assert len(results) >= 20
-
-
-def test_objects_that_differ_in_a_row_of_the_table_share_nothing(tmp_path: Path) -> None:
-    results = checks(tmp_path, "namespaces")
-    assert {check: error for check, error in results.items() if error} == {}
-    same = {f"same: {name}" for name in names_in(PAGE, "What changes nothing")}
-    assert results.keys() == {*names_in(PAGE, "What shapes the bytes"), *same}
 
 
 # LMCache's own benchmarks.

@@ -1,98 +1,100 @@
 """Engines that differ in what shapes a block share nothing, and what does not shape it changes nothing.
 
-The rows are those of the tables in vllm.md and sglang.md: every name in their last columns is an engine of a program
-beside this.
+The cases are those of `namespaces.toml`. Transformers needs no engine, and has a file of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.pages import names_in
+from tests.support.lmcache_programs import run_adapter_program
+from tests.support.namespaces import ENGINES, FIRST, Cell, cases, cells_of_the_page, rows
 from tests.support.sglang_programs import run_program
 from tests.support.vllm_programs import running
 
-pytestmark = pytest.mark.slow
-
 HERE = Path(__file__).parent
-HOW_TO = HERE.parents[1] / "docs" / "how-to"
-SGLANG = "sglang"
 
-REFUSALS = {
-    "vllm": {
-        "adapters": '"extra": {"adapters": "1"}',
-        "weights without a file": 'name them by "revision"',
-        "a hub without a commit": 'name them by "revision"',
-        "weights from elsewhere": 'name them by "revision"',
-        "weights that are replaced": 'name the run by "revision"',
-        "a name that is taken": "namespace.extra: vLLM sets 'weights'",
-        "another connector": '"kv_connector": "TieredKVConnector"',
-    },
-    "sglang": {
-        "weights without a file": 'name them by "revision" here',
-        "weights from elsewhere": "load format remote",
-        "adapters": '"extra": {"adapters": "1"}',
-        "a name that is taken": "SGLang sets 'weights'",
-    },
-}
+
+def test_the_page_has_a_row_for_each_thing_and_no_other() -> None:
+    cells = list(cells_of_the_page())
+    for section in ("counts", "same"):
+        proved_elsewhere = {cell.row for cell in cells if cell.words.endswith("¹")}
+        shown = {cell.row for cell in cells if cell.section == section}
+        assert rows(section).keys() <= shown
+        assert shown - rows(section).keys() <= proved_elsewhere
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_page_says_of_each_thing_what_its_cases_prove(engine: str) -> None:
+    assert [(cell, doubt) for cell in cells_of_the_page() if cell.engine == engine and (doubt := _doubt(cell))] == []
+
+
+def _doubt(cell: Cell) -> str:
+    """Return what a cell says without a case that proves it, or ""."""
+    found = rows(cell.section).get(cell.row, {}).get(cell.engine, {})
+    if not cell.words or cell.words.endswith("¹"):
+        return "it has cases" if found else ""
+    if cell.section == "same":
+        return "" if found and cell.words.startswith("no") else "nothing proves it"
+    if cell.words.startswith("**you**"):
+        found = found or {"revision": cases(cell.engine, "counts")["revision"]}
+    if not found or cell.words.startswith("no"):
+        return "nothing proves it"
+    says_refused = any(word in cell.words for word in ("refused", "no start"))
+    is_refused = any("refused" in case for case in found.values())
+    return "" if says_refused or not is_refused else "a case is refused"
 
 
 class Engines(NamedTuple):
-    """What a program printed of its engines, by name, and the names in the tables of a page."""
+    """An engine's name, and what its program printed of each case."""
 
+    name: str
     printed: Mapping[str, Mapping[str, Any]]
-    differing: Sequence[str]
-    same: Sequence[str]
-    refusals: Mapping[str, str]
 
     def shares(self, name: str) -> set[bool]:
-        """Return whether an engine's namespaces are those of the engine beside it."""
-        engine = self.printed[name]
-        beside = self.printed[engine["beside"]]
+        """Return whether a case's blocks are those of the case beside it."""
+        case = {**cases(self.name, "counts"), **cases(self.name, "same")}[name]
+        engine, beside = self.printed[name], self.printed[case.get("beside", FIRST)]
+        if "found" in engine:
+            return set(engine["found"])
         return {engine[face] == beside[face] for face in ("spec", "tier", "namespace") if face in engine}
 
 
 @pytest.fixture(
     scope="module",
-    params=[*(pytest.param(version, marks=pytest.mark.full) for version in ("0.32.0", "0.33.0")), SGLANG],
+    params=[*(pytest.param(version, marks=pytest.mark.full) for version in ("0.32.0", "0.33.0")), "sglang", "lmcache"],
 )
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     directory = tmp_path_factory.mktemp("namespaces")
-    if request.param == SGLANG:
-        name, prefix = "sglang", ""
-        messages = run_program(HERE / "sglang_namespace_program.py", directory, str(directory))
+    if request.param == "sglang":
+        name, messages = "sglang", run_program(HERE / "sglang_namespace_program.py", directory, str(directory))
+    elif request.param == "lmcache":
+        name, messages = "lmcache", run_adapter_program(directory, "namespaces")
     else:
-        name, prefix = "vllm", "same: "
+        name = "vllm"
         with running(request.param, HERE / "vllm_namespace_program.py", str(directory / "vllm")) as program:
             messages = list(program.messages())
-    page = HOW_TO / f"{name}.md"
-    return Engines(
-        {message["engine"]: message for message in messages if "engine" in message},
-        names_in(page, "What shapes the bytes"),
-        [prefix + each for each in names_in(page, "What changes nothing")],
-        REFUSALS[name],
-    )
+    return Engines(name, {message["engine"]: message for message in messages if "engine" in message})
 
 
-def test_engines_that_differ_in_a_row_share_nothing(engines: Engines) -> None:
-    refused = {name for name in engines.differing if name.startswith("refused: ")}
-    assert {name for name in engines.differing if "refusal" in engines.printed[name]} == refused
-    assert [name for name in engines.differing if name not in refused and engines.shares(name) != {False}] == []
+@pytest.mark.slow
+def test_engines_that_differ_in_a_row_share_nothing_or_are_refused(engines: Engines) -> None:
+    wrong = {}
+    for name, case in cases(engines.name, "counts").items():
+        refusal = engines.printed[name].get("refusal", "")
+        if "refused" in case:
+            is_right = bool(refusal) and case["refused"] in refusal
+        else:
+            is_right = not refusal and engines.shares(name) == {False}
+        if not is_right:
+            wrong[name] = engines.printed[name]
+    assert wrong == {}
 
 
+@pytest.mark.slow
 def test_what_does_not_shape_a_block_changes_nothing(engines: Engines) -> None:
-    assert [name for name in engines.same if engines.shares(name) != {True}] == []
-
-
-def test_every_engine_of_the_program_has_its_row(engines: Engines) -> None:
-    compared_with = {engine["beside"] for engine in engines.printed.values()}
-    assert engines.printed.keys() - compared_with - {*engines.differing, *engines.same} == set()
-
-
-def test_what_an_engine_does_not_tell_is_asked_for(engines: Engines) -> None:
-    for name, says in engines.refusals.items():
-        assert says in engines.printed[f"refused: {name}"]["refusal"], name
+    assert [name for name in cases(engines.name, "same") if engines.shares(name) != {True}] == []

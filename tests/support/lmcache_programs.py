@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.vllm_programs import LMCACHE, environment_of_programs, interpreter, output_of
+from tests.support.vllm_programs import LMCACHE, SOURCE, Message, environment_of_programs, interpreter, output_of
 from tiered_kv.testing.servers import ServerProcess, free_port
 
 CHUNKS = 4
@@ -24,6 +24,14 @@ _KV_SHAPE = "(2,512,8,4,32):float16:8"
 _ANSWER_TIMEOUT_S = 10.0
 
 Entry = Mapping[str, object]
+
+
+def run_adapter_program(directory: Path, *arguments: str) -> list[Message]:
+    """Run the adapter's program to its end and return its lines of JSON."""
+    program = SOURCE / "tests" / "integrations" / "lmcache_adapter_program.py"
+    environment = {**environment_of_programs(directory), "LMCACHE_TRACK_USAGE": "false"}
+    output = output_of([interpreter(LMCACHE), str(program), str(directory), *arguments], directory, environment)
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 def adapter(tiers: Sequence[Entry], **params: object) -> str:

@@ -48,10 +48,3 @@ def undescribed(names: Iterable[str], page: str, section: str = "") -> set[str]:
     if section:
         text = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     return {name for name in names if f"`{name}`" not in text}
-
-
-def names_in(page: Path, section: str) -> list[str]:
-    """Return the names in the last column of a section's table."""
-    (text,) = re.findall(rf"^### {section}\n(.*?)(?=^##|\Z)", page.read_text(), re.DOTALL | re.MULTILINE)
-    rows = [row.split("|") for row in text.splitlines() if row.startswith("| ")][2:]
-    return [name for row in rows for name in re.findall(r"`([^`]+)`", row[-2])]
