@@ -1,7 +1,7 @@
 """What shapes the bytes of an engine's pages, from SGLang's whole configuration; and the namespace of each host pool.
 
 Everything counts that is not known to be irrelevant, so what a later SGLang adds counts by default: settings, variables
-of the environment, packages. `irrelevant` names the rest. The table in docs/how-to/sglang.md has the reasons.
+of the environment, packages. `irrelevant` names the rest. The page docs/reference/namespaces.md lists all.
 """
 
 from __future__ import annotations

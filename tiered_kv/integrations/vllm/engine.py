@@ -1,7 +1,7 @@
 """What shapes the bytes of an engine's blocks, from vLLM's whole configuration; and the namespace of its blocks.
 
 Everything counts that is not known to be irrelevant, so what a later vLLM adds counts by default: settings, variables
-of the environment, packages. `irrelevant` names the rest. The table in docs/how-to/vllm.md has the reasons.
+of the environment, packages. `irrelevant` names the rest. The page docs/reference/namespaces.md lists all.
 
 vLLM's summary for an offloading backend has the model's name, the data type, the layout, the groups and the parallel
 sizes. `engine_facts` takes the rest from its whole configuration. The user says what that does not have.
