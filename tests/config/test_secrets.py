@@ -136,3 +136,21 @@ def test_a_secret_from_a_variable_is_hidden_in_what_a_server_says(monkeypatch: p
     (settings,) = load_config({**STACK, "secondary": [entry]}).secondary
     said = foreign_text("AUTH user-of-a-variable password-of-a-variable", settings.secret_texts())
     assert said == "AUTH *** ***"
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "said"),
+    [
+        ({"type": BY_CLASS, "address": "${SECRET}"}, "kv://user:the-secret@host", "wrong password: the-secret"),
+        ({"type": BY_CLASS, "header": "Bearer ${SECRET}"}, "the-secret", "no such token: the-secret"),
+        ({"type": BY_CLASS, "headers": {"x": ["Bearer ${SECRET}"]}}, "the-secret", "no such token: the-secret"),
+        ({"type": "redis", "host": "h", "service": "of ${SECRET}"}, "the-secret", "no such tenant: the-secret"),
+        ({"type": "redis", "host": "h", "password": "${SECRET}"}, "the-secret\n", "wrong: the-secret"),
+        ({"type": "redis", "host": "h", "password": "${SECRET}"}, "a  the-secret", "wrong: a  the-secret"),
+    ],
+)
+def test_a_secret_is_hidden_however_a_server_repeats_it(given: dict[str, object], variable: str, said: str) -> None:
+    sentinel = {"mode": "sentinel"} if "service" in given else {}
+    source = {**STACK, "secondary": [{**given, **sentinel}]}
+    (settings,) = load_config(source, environ={"SECRET": variable}).secondary
+    assert "the-secret" not in foreign_text(said, settings.secret_texts())

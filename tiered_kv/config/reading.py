@@ -139,10 +139,9 @@ def _fill(value: object, location: str, environ: Mapping[str, str]) -> object:
 
 
 def _fill_text(text: str, location: str, environ: Mapping[str, str]) -> str:
-    from_environment = False
+    values: list[str] = []  # of variables
 
     def replacement(match: re.Match[str]) -> str:
-        nonlocal from_environment
         name, default = match["name"], match["default"]
         if match[0] == "$$":
             return "$"
@@ -156,11 +155,11 @@ def _fill_text(text: str, location: str, environ: Mapping[str, str]) -> str:
                 f"the environment variable {name} is not set; set it, or write ${{{name}:-default}}",
                 location=location,
             )
-        from_environment = True
+        values.append(found)
         return found
 
     filled = _VARIABLE.sub(replacement, text)
-    return EnvironmentText(filled) if from_environment else filled
+    return EnvironmentText(filled, values) if values else filled
 
 
 class _StackFileError(yaml.MarkedYAMLError):

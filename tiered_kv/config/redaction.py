@@ -7,7 +7,8 @@ setting that holds it is named like one. User, password, query and fragment of a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Self
 from urllib.parse import quote, unquote
 
 from pydantic import SecretBytes, SecretStr
@@ -16,6 +17,8 @@ from tiered_kv.errors import TieredKVError
 
 HIDDEN = "***"
 _FOREIGN_CHARACTERS_MAX = 240
+_PART_MIN = 4
+"""Characters from which a variable's value is hidden without the text around it: a shorter one is in any message."""
 
 _SECRET_NAME = re.compile(
     r"pass(word|wd|phrase)|secret|token(?!s)|credential|(api|access|private|encryption|account|name)_?key|"
@@ -33,9 +36,19 @@ _PASSWORD = re.compile(r"^(?:[A-Za-z][\w+.-]*:/{1,2})?[^/\s@:]*:(.*)@", re.DOTAL
 
 
 class EnvironmentText(str):
-    """A text that came, whole or in part, from an environment variable."""
+    """A text that came, whole or in part, from environment variables."""
 
-    __slots__ = ()
+    __slots__ = ("values",)
+    values: frozenset[str]
+    """Those of the variables: a server may repeat one without the rest of the text."""
+
+    def __new__(cls, text: str, values: Iterable[str] = ()) -> Self:
+        made = super().__new__(cls, text)
+        made.values = frozenset(value for value in values if len(value) >= _PART_MIN)
+        return made
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, frozenset[str]]]:
+        return type(self), (str(self), self.values)
 
 
 def is_secret_name(name: str) -> bool:
@@ -46,6 +59,11 @@ def is_secret_name(name: str) -> bool:
 def has_environment_text(value: object) -> bool:
     """Return whether `value`, or anything in it, came from an environment variable."""
     return any(isinstance(leaf, EnvironmentText) for _, leaf in _leaves(value))
+
+
+def variables_in(value: object) -> frozenset[str]:
+    """Return the values of environment variables that are parts of the texts in `value`."""
+    return frozenset().union(*(leaf.values for _, leaf in _leaves(value) if isinstance(leaf, EnvironmentText)))
 
 
 def redact(value: object, name: str = "") -> object:
@@ -78,7 +96,7 @@ def texts_in(value: object) -> set[str]:
 
 def scrub(text: str, secrets: Set[str]) -> str:
     """Return a library's `text` without any of `secrets`, and without the secret parts of URLs."""
-    for secret in sorted(secrets, key=len, reverse=True):
+    for secret in sorted(secrets | {" ".join(each.split()) for each in secrets}, key=len, reverse=True):
         if secret:
             text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
     return _QUERY.sub(rf"\1{HIDDEN}", _USERINFO_IN_TEXT.sub(rf"\1{HIDDEN}@", text))
@@ -112,7 +130,6 @@ def _secrets_of(leaf: object, name: str) -> set[str]:
         return {leaf.get_secret_value()}
     if isinstance(leaf, SecretBytes):
         return {leaf.get_secret_value().decode("utf-8", "replace")}
-    if isinstance(leaf, EnvironmentText) or is_secret_name(name):
-        return texts_in(leaf)
+    found = texts_in(leaf) if isinstance(leaf, EnvironmentText) or is_secret_name(name) else set()
     password = _PASSWORD.match(leaf) if isinstance(leaf, str) else None
-    return {password[1], unquote(password[1])} if password else set()
+    return found | {password[1], unquote(password[1])} if password else found

@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from tiered_kv.config.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
+from tiered_kv.config.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in, variables_in
 from tiered_kv.config.units import Bytes, BytesPerDay, Count, Seconds, formatted_setting
 from tiered_kv.limits import Take
 
@@ -27,8 +27,8 @@ class StrictModel(BaseModel):
     unknown_key_hints: ClassVar[Mapping[str, str]] = {}
     """For keys that users may expect and that are no settings: the hint that the error gives."""
 
-    _from_environment: frozenset[str] = PrivateAttr(default=frozenset())
-    """Settings whose value came from an environment variable."""
+    _from_environment: Mapping[str, frozenset[str]] = PrivateAttr(default={})
+    """Settings whose value came from environment variables, and the variables' values."""
 
     def secret_texts(self) -> set[str]:
         """Return every secret text in the settings, for use with `redaction.scrub`."""
@@ -40,7 +40,7 @@ class StrictModel(BaseModel):
                 else:
                     found |= secrets_in(item, name)
                     if name in self._from_environment:
-                        found |= texts_in(item)
+                        found |= texts_in(item) | self._from_environment[name]
         return found
 
     def shown(self) -> dict[str, object]:
@@ -64,12 +64,12 @@ class StrictModel(BaseModel):
     def _note_variables(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
         model = handler(data)
         if isinstance(data, Mapping):
-            names = (name for name, value in data.items() if has_environment_text(value))
-            model._from_environment = frozenset(
-                name
-                for name in names
-                if not any(isinstance(each, StrictModel) for each in _items(getattr(model, name)))
-            )
+            model._from_environment = {
+                name: variables_in(value)
+                for name, value in data.items()
+                if has_environment_text(value)
+                and not any(isinstance(each, StrictModel) for each in _items(getattr(model, name)))
+            }
         return model
 
 
