@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from tiered_kv.metrics.instruments import (
 )
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 
@@ -100,6 +102,26 @@ def test_the_calls_of_one_step_of_several_are_timed_once_each_without_lookups_of
         calls.complete_load()
         calls.on_schedule_end()
     assert {name: calls.step_timer.seconds.snapshot()[name] for name in ("count", "sum")} == {"count": 2, "sum": 32.0}
+
+
+def test_jobs_that_an_engine_collects_before_its_lookups_count_in_the_time_of_its_step() -> None:
+    now_s = 0.0
+
+    class SlowTier(InstantTier):
+        def get_finished(self) -> Iterable[JobResult]:
+            nonlocal now_s
+            now_s += 1
+            return super().get_finished()
+
+    region = PrimaryRegion(16, 4096)
+    primary = CPUOffloadingManager(CPUBackend(region), "lru")
+    manager = TieringOffloadingManager(primary, [SlowTier(region.kv_view)], block_tokens=16, clock=lambda: now_s)
+    for _ in range(EVERY_STEPS + 1):
+        manager.poll()
+        manager.on_schedule_end()
+    seconds = manager.counters()["cpu"]["step_seconds"]
+    assert (seconds["count"], seconds["sum"]) == (1, 2.0)
+    manager.shutdown()
 
 
 def test_restored_tokens_are_those_of_the_group_that_loads_most() -> None:

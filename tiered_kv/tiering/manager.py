@@ -328,7 +328,7 @@ class TieringOffloadingManager(OffloadingManager):
         began_s = self._clock()
         self._prefetches.ask()
         self._submit()
-        self.poll()
+        self._collect()
         self.primary.on_schedule_end()
         self._observer.publish()
         STEP.end()
@@ -336,8 +336,12 @@ class TieringOffloadingManager(OffloadingManager):
             self._stop_audited_tiers(self._audit.stopped)
         self.step_timer.end_step(began_s)
 
+    @timed
     def poll(self) -> None:
         """Process finished jobs and passed deadlines; part of `on_schedule_end`."""
+        self._collect()
+
+    def _collect(self) -> None:
         now_s, audit = self._clock(), self._audit
         for guarded in self._tiers:
             for job, result in guarded.collect():
