@@ -3,11 +3,13 @@ type, in each way in which a secret gets there, and looked for in all that is sa
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
 
+from tests.support.paced_tier import PacedTier
 from tests.support.secret_hunt import (
     BY_CLASS,
     MISTAKES,
@@ -29,6 +31,7 @@ from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import open_stack
 from tiered_kv.stack_config import StackConfig, load_config
+from tiered_kv.tiering.base import JobMetadata
 
 TYPES = [*tier_plugins().tier_types(), BY_CLASS]
 
@@ -136,6 +139,30 @@ def test_a_secret_from_a_variable_is_hidden_in_what_a_server_says(monkeypatch: p
     (settings,) = load_config({**STACK, "secondary": [entry]}).secondary
     said = foreign_text("AUTH user-of-a-variable password-of-a-variable", settings.secret_texts())
     assert said == "AUTH *** ***"
+
+
+class BrokenTier(PacedTier):
+    """Says its settings in what it raises."""
+
+    def __init__(self, spec: object, view: memoryview, tier_type: str, *, address: str) -> None:
+        super().__init__(spec, view, tier_type, bytes_per_s=1.0)
+        self._address = address
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        raise RuntimeError(f"cannot log in at {self._address}")
+
+
+def test_bench_hides_a_secret_in_what_a_tier_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ADDRESS", "kv://user:the-secret@host")
+    file = tmp_path / "stack.yaml"
+    tier = {"type": f"{__name__}:BrokenTier", "address": "${ADDRESS}"}
+    file.write_text(json.dumps({**STACK, "secondary": [tier]}))
+    assert main(["bench", str(file), "--blocks", "1", "--debug"]) == 2
+    said = capsys.readouterr().err
+    assert "RuntimeError: cannot log in at ***" in said
+    assert "the-secret" not in said
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ from tiered_kv._cli.measuring import add_report_argument, start_report, write_re
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv._cli.report.bench_page import BENCH_COLUMNS, bench_page, bench_remarks, bench_rows
 from tiered_kv._cli.report.page import Run, quantity
+from tiered_kv.config.redaction import error_text
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, TieredKVError, TierError
 from tiered_kv.stack import open_tier, shut_down
 from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.workload.bench import BenchSettings, TierBench, bench_tier
@@ -98,6 +99,11 @@ def _bench(
             if reported is not None:
                 reported.note_tiers([settings.name], [tier])
             return bench_tier(tier, settings.name, region.kv_view, bench, on_round=on_round)
+        except TieredKVError:
+            raise
+        except Exception as error:  # a third-party tier may raise anything, and its text may hold a secret
+            message = error_text(error, settings.secret_texts())
+            raise TierError(message, tier=settings.name, operation="bench") from None
         finally:
             shut_down([tier], config)
 
