@@ -122,7 +122,7 @@ class Pace:
         slope = y / x  # loads of one size cannot separate the two times: larger ones are assumed to take longer
         if variance > (_SPREAD_MIN * mean) ** 2:
             slope = min(slope, max(0.0, (xy / weight - mean * y / weight) / variance))
-        self._block_s, self._load_s = slope, y / weight - slope * mean
+        self._block_s, self._load_s = slope, max(0.0, y / weight - slope * mean)  # rounding
 
     @property
     def is_known(self) -> bool:
