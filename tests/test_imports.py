@@ -41,7 +41,7 @@ EXTRAS = frozenset(
 IMPORT_LIMIT_S = 0.150
 PLUGINS = sorted(path.name for path in (ROOT / "plugins").glob("tiered_kv_*"))
 
-GROUND = "base mediums abstract backend errors hints hit_density permissions threads pauses reasons"
+GROUND = "base mediums abstract backend errors hints hit_density permissions threads pauses reasons buffers"
 """The interfaces and words that every room uses."""
 ROOMS: list[tuple[str, ...]] = [
     tuple(f"tiered_kv.{name}" for name in GROUND.split()),
@@ -54,7 +54,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.toolkit",),
     ("tiered_kv_",),  # the plugins
     ("tiered_kv.exporters",),
-    ("tiered_kv.interrupts", "tiered_kv.facade", "tiered_kv.stack"),
+    ("tiered_kv.interrupts", "tiered_kv.calls", "tiered_kv.facade", "tiered_kv.stack"),
     ("tiered_kv.direct",),
     ("tiered_kv.worker",),
     ("tiered_kv.workload",),

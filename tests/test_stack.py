@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +17,9 @@ import tiered_kv
 from tests.support.shortages import DescriptorsLeft, Resource, Shortage, outage
 from tests.support.stacks import PATIENT, Register, stack_of
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.buffers import Blocks
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.errors import ConfigError, ResourceError, ShutdownError, TierError
-from tiered_kv.facade import Blocks
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack, open_region, open_stack
 from tiered_kv.stack_config import load_config
@@ -224,11 +225,14 @@ class TestPutAndGet:
         [
             (["text"], empty(1), "made by make_offload_key; found 'text'"),
             ([b"abc"], empty(1), "made by make_offload_key"),
-            (make_keys(2), empty(1), r"of shape \(keys, block_bytes\) = \(2, 4096\), found \(1, 4096\)"),
-            (make_keys(1), empty(1)[0], "of shape"),
-            (make_keys(1), empty(1).astype(np.int8), "uint8, found int8"),
-            (make_keys(1), [b"0" * BLOCK_BYTES], "uint8, found list"),
+            (make_keys(2), empty(1), "must be 2 blocks of 4096 bytes, found 4096 bytes"),
+            (make_keys(1), b"", "must be 1 blocks of 4096 bytes, found 0 bytes"),
+            (make_keys(1), [b"0" * BLOCK_BYTES], r"must be a buffer \(bytes, .* torch\), found list"),
+            (make_keys(1), np.full(BLOCK_BYTES // 8, None), "found one of Python objects"),
+            (make_keys(1), np.full(BLOCK_BYTES // 8, None).data, "found one of Python objects"),
             (make_keys(2), np.zeros((2, 2 * BLOCK_BYTES), np.uint8)[:, ::2], "contiguous rows"),
+            (make_keys(2), np.zeros((1024, 2), np.float32).T, "contiguous, in C order"),
+            (make_keys(1), memoryview(bytearray(2 * BLOCK_BYTES))[::2], "contiguous, in C order"),
         ],
     )
     def test_arguments_that_do_not_fit_are_refused(self, keys: Any, blocks: Any, message: str, stack: Stack) -> None:
@@ -236,11 +240,54 @@ class TestPutAndGet:
             with pytest.raises((TypeError, ValueError), match=message):
                 method(keys, blocks)
 
-    def test_a_read_only_array_cannot_be_loaded_into(self, stack: Stack) -> None:
+    def test_a_read_only_buffer_cannot_be_loaded_into(self, stack: Stack) -> None:
         out = empty(1)
         out.flags.writeable = False
-        with pytest.raises(ValueError, match="read-only"):
-            stack.get(make_keys(1), out)
+        for each in (out, bytes(BLOCK_BYTES), out.data):
+            with pytest.raises(ValueError, match="out is read-only"):
+                stack.get(make_keys(1), each)
+
+    @pytest.mark.parametrize(
+        "of",
+        [
+            bytearray,
+            lambda data: memoryview(bytearray(data)).cast("f", (3, 1024)),
+            lambda data: (ctypes.c_short * 6144).from_buffer_copy(data),
+            lambda data: np.frombuffer(bytearray(data), "<f2").reshape(3, 2, 1024),
+            lambda data: np.frombuffer(bytearray(data), "datetime64[s]"),
+        ],
+        ids=["bytearray", "memoryview", "ctypes", "half", "datetime"],
+    )
+    def test_any_contiguous_buffer_of_the_right_size_is_blocks(self, of: Callable[[bytes], Any], stack: Stack) -> None:
+        data, out = blocks_of(3).tobytes(), of(bytes(3 * BLOCK_BYTES))
+        assert stack.put(make_keys(3), of(data)) == 3
+        assert stack.get(make_keys(3), out) == 3
+        assert (out.tobytes() if isinstance(out, np.ndarray) else bytes(out)) == data
+        assert stack.put(make_keys(3, "others"), data) == 3
+        assert stack.get(make_keys(3, "others")).tobytes() == data
+
+    def test_a_tensor_of_torch_on_the_cpu_is_blocks(self, stack: Stack) -> None:
+        torch = pytest.importorskip("torch")
+        blocks = torch.randn(3, 2, BLOCK_BYTES // 4, requires_grad=True).to(torch.bfloat16)
+        out = torch.zeros_like(blocks)
+        assert stack.put(make_keys(3), blocks) == 3
+        assert stack.get(make_keys(3), out) == 3
+        assert torch.equal(out, blocks)
+        with pytest.raises(TypeError, match="in the CPU's memory, found a tensor on meta"):
+            stack.put(make_keys(3), blocks.to("meta"))
+        with pytest.raises(ValueError, match=r"contiguous, in C order; pass its \.contiguous"):
+            stack.put(make_keys(3), blocks.transpose(0, 1))
+        with pytest.raises(ValueError, match="3 blocks of 4096 bytes, found 8192 bytes"):
+            stack.get(make_keys(3), out[:2])
+
+    def test_a_get_into_nothing_returns_the_blocks_that_were_found(self, stack: Stack) -> None:
+        keys, blocks = make_keys(4), blocks_of(4)
+        assert stack.get(keys).shape == (0, BLOCK_BYTES)
+        stack.put(keys[:2], blocks[:2])
+        found = stack.get(keys)
+        assert found.dtype == np.uint8
+        assert np.array_equal(found, blocks[:2])
+        assert stack.get([]).shape == (0, BLOCK_BYTES)
 
 
 class TestPrefetch:

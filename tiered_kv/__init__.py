@@ -4,7 +4,7 @@
 
     with tiered_kv.open_stack("stack.yaml") as stack:
         stack.put(keys, blocks)
-        stack.get(keys, out)
+        found = stack.get(keys)
 
 Names are imported when they are first used, so that importing the package costs next to nothing.
 """

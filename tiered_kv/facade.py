@@ -1,40 +1,26 @@
-"""`put` and `get` over a tiering manager, for programs other than engines.
-
-An engine drives the manager from its scheduler's thread. The facade does that for programs with several threads. One
-lock serializes their calls of the manager. It is never held while blocks are copied or waited for.
-
-The main thread's calls run on a thread of their own, so that a signal handler that raises leaves the manager whole.
-"""
+"""`put` and `get` over a tiering manager, for programs other than engines."""
 
 from __future__ import annotations
 
-import itertools
-import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from tiered_kv.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext
+from tiered_kv.buffers import Blocks, rows_in
+from tiered_kv.calls import PAUSE_MIN_S, Calls, HintsAsGiven, pause
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.errors import ShutdownError
-from tiered_kv.hints import HINTS_KEY, Hints
-from tiered_kv.interrupts import CallThread
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
-Blocks = np.ndarray[Any, np.dtype[np.uint8]]
-HintsAsGiven = Mapping[str, object] | None
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from tiered_kv.buffers import AnyBuffer
 
 _KEY_BYTES_MIN = 4
-_PAUSE_MIN_S = 50e-6
-_PAUSE_MAX_S = 2e-3
 
 
-class BlockFacade:
+class BlockFacade(Calls):
     """The part of a `Stack` that stores and loads blocks by key. Any thread of its process may call its methods.
 
     Args:
@@ -44,25 +30,16 @@ class BlockFacade:
     """
 
     def __init__(self, manager: TieringOffloadingManager, region: PrimaryRegion, batch_blocks: int) -> None:
-        self.manager = manager
+        super().__init__(manager)
         # Not its array: an array that is kept would keep the memory mapped after the region was closed.
         self.region = region
         self._batch_blocks = batch_blocks
         self._has_secondary = bool(manager.secondary_tiers)
-        self._lock = threading.Lock()
-        """Guards the manager, and the three fields below."""
-        self._idle = threading.Condition(self._lock)
-        self._calls = 0
-        self._is_closed = False  # no call begins, and those that run end at their next step
-        self._is_shut_down = False  # the manager is gone
-        self._pid = os.getpid()
-        self._request_numbers = itertools.count()
-        self._call_thread = CallThread("tiered-kv-calls")
 
     def put(
         self,
         keys: Sequence[OffloadKey],
-        blocks: Blocks,
+        blocks: AnyBuffer,
         *,
         timeout: float = 10.0,
         hints: HintsAsGiven = None,
@@ -76,7 +53,8 @@ class BlockFacade:
 
         Args:
             keys: In the order of their prefix. A key that appears twice is stored once, with its first block.
-            blocks: uint8 of shape (len(keys), block_bytes), rows contiguous.
+            blocks: len(keys) * block_bytes bytes: any contiguous buffer, numpy array, or tensor of torch on the CPU.
+                It must not change before `put` returns.
             timeout: Seconds to wait, in all, for room.
             hints: Hints about the blocks; see docs/how-to/hints.md.
             epoch: The `epoch` in which the blocks were computed, by default that of the call.
@@ -90,33 +68,53 @@ class BlockFacade:
             ShutdownError: The stack is closed, or another process opened it before a fork.
         """
         began = self.epoch if epoch is None else epoch  # not when the call gets the lock, which a reset may hold
-        self._check(keys, blocks, "blocks")
-        return self._run(lambda: self._put(keys, blocks, time.monotonic() + timeout, hints, began))
+        self._check_keys(keys)
+        rows = rows_in(blocks, len(keys), self.region.block_bytes, "blocks")
+        return self._run(lambda: self._put(keys, rows, time.monotonic() + timeout, hints, began))
 
-    def get(self, keys: Sequence[OffloadKey], out: Blocks, timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
-        """Load the longest available prefix of `keys`.
+    @overload
+    def get(
+        self, keys: Sequence[OffloadKey], out: None = None, timeout: float = ..., *, hints: HintsAsGiven = ...
+    ) -> Blocks: ...
+
+    @overload
+    def get(
+        self, keys: Sequence[OffloadKey], out: AnyBuffer, timeout: float = ..., *, hints: HintsAsGiven = ...
+    ) -> int: ...
+
+    def get(
+        self,
+        keys: Sequence[OffloadKey],
+        out: AnyBuffer | None = None,
+        timeout: float = 1.0,
+        *,
+        hints: HintsAsGiven = None,
+    ) -> Blocks | int:
+        """Load the longest available prefix of `keys`. After a reset no more blocks are loaded.
 
         Args:
             keys: In the order of their prefix.
-            out: uint8 of shape (len(keys), block_bytes), rows contiguous, writable; row i gets block i.
+            out: Receives block i at byte i * block_bytes. As the blocks of `put`, and writable. By default a new array.
             timeout: Seconds to wait, in all, for secondary tiers.
             hints: As of `put`.
 
         Returns:
-            The number of blocks that were loaded; later rows of `out` are unchanged. After a reset no more are loaded.
+            Without `out`, the blocks that were loaded, as uint8 of shape (n, block_bytes). With `out`, their number;
+            the bytes after them are unchanged.
 
         Raises:
             TypeError, ValueError: The arguments do not fit each other, or hints cannot be used.
             ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
-        self._check(keys, out, "out")
-        if not out.flags.writeable:
-            raise ValueError("out is read-only")
-        return self._run(
+        self._check_keys(keys)
+        shape = len(keys), self.region.block_bytes
+        rows = np.empty(shape, np.uint8) if out is None else rows_in(out, *shape, "out", writable=True)
+        loaded = self._run(
             lambda: self._prefix(
-                "get", keys, timeout, hints, lambda wanted, first, context: self._load(wanted, out[first:], context)
+                "get", keys, timeout, hints, lambda wanted, first, context: self._load(wanted, rows[first:], context)
             )
         )
+        return rows[:loaded] if out is None else loaded
 
     def prefetch(self, keys: Sequence[OffloadKey], timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
         """Load the longest available prefix of `keys` into the primary tier, before a `get` needs it.
@@ -141,22 +139,6 @@ class BlockFacade:
         ahead = keys[: max(self.region.num_blocks // 2, 1)]
         return self._run(lambda: self._prefetch(ahead, timeout, hints))
 
-    def flush(self, timeout: float = 10.0) -> bool:
-        """Wait until no transfer to or from a secondary tier is in flight, `timeout` seconds at most.
-
-        Returns:
-            Whether all have ended. A tier that hangs keeps its transfers in flight beyond their deadline.
-
-        Raises:
-            ShutdownError: The stack is closed, or another process opened it before a fork.
-        """
-        return self._run(lambda: self._flush(time.monotonic() + timeout))
-
-    @property
-    def epoch(self) -> int:
-        """The number of resets since the stack was opened."""
-        return self.manager.primary.epoch
-
     def reset_cache(self) -> None:
         """Remove every block from every tier, as after new weights.
 
@@ -166,19 +148,6 @@ class BlockFacade:
             ShutdownError: The stack is closed, or another process opened it before a fork.
         """
         self._run(self._reset_cache)
-
-    def close(self, timeout: float = 5.0) -> None:
-        """Wait for calls and for transfers, `timeout` seconds each at most, and close every tier.
-
-        A call that takes several steps ends with `ShutdownError` at its next step. If a call still copies blocks after
-        `timeout`, the memory stays mapped while the stack is referenced. A second call does nothing, and so does a call
-        in a forked child.
-        """
-        if os.getpid() != self._pid:  # files, sockets and the ends of transfers are the parent's
-            return
-        self._is_closed = True
-        self._call_thread.run(lambda: self._close(timeout))
-        self._call_thread.stop()
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return the counters by tier; the primary tier is "cpu". See docs/reference/counters.md.
@@ -193,7 +162,7 @@ class BlockFacade:
         count = len(keys) if self._has_secondary else _fitting(keys, self.region.num_blocks)
         done, batch = 0, self._batch_blocks
         with self._request("put", hints, epoch) as context:
-            pause_s = _PAUSE_MIN_S
+            pause_s = PAUSE_MIN_S
             while done < count:
                 if self.manager.primary.skips_store(context):
                     return 0
@@ -203,31 +172,19 @@ class BlockFacade:
                 reserved = stop - done if self._has_secondary and self._reserve(stop - done, end_s) else 0
                 if self._store(keys[first:stop], blocks[first:stop], context, reserved):
                     done = stop
-                    batch, pause_s = self._batch_blocks, _PAUSE_MIN_S
+                    batch, pause_s = self._batch_blocks, PAUSE_MIN_S
                 elif stop - done > 1:
                     batch = (stop - done) // 2
                 elif time.monotonic() >= end_s or not (self._step() or self._calls > 1):
                     break  # neither a transfer nor another call will make room
                 else:
-                    pause_s = _pause(pause_s)
+                    pause_s = pause(pause_s)
             return 0 if self.manager.primary.is_outdated(context) else done
 
     def _prefetch(self, keys: Sequence[OffloadKey], timeout: float, hints: HintsAsGiven) -> int:
         epoch = self.epoch
         found = self._prefix("prefetch", keys, timeout, hints, lambda wanted, _, context: self._find(wanted, context))
         return found if self.epoch == epoch else 0
-
-    def _flush(self, end_s: float) -> bool:
-        with self._call():
-            self._step()  # an idle stack publishes what its tiers have removed meanwhile
-            return self._wait(lambda: not self.manager.jobs_in_flight, end_s)
-
-    def _close(self, timeout: float) -> None:
-        with self._lock:
-            self._idle.wait_for(lambda: self._calls == 0, timeout)
-            if not self._is_shut_down:
-                self._is_shut_down = True
-                self.manager.shutdown(timeout)
 
     def _reset_cache(self) -> None:
         with self._call(), self._lock:
@@ -253,7 +210,7 @@ class BlockFacade:
         end_s = time.monotonic() + timeout
         taken, count = 0, len(keys)
         with self._request(verb, hints) as context:
-            pause_s = _PAUSE_MIN_S
+            pause_s = PAUSE_MIN_S
             while taken < count:
                 wanted = keys[taken : min(taken + self._batch_blocks, count)]
                 ready, known = take(wanted, taken, context)
@@ -263,9 +220,9 @@ class BlockFacade:
                 if ready < len(wanted) and time.monotonic() >= end_s:
                     break  # also if a slow tier loads one block after another
                 if ready:
-                    pause_s = _PAUSE_MIN_S
+                    pause_s = PAUSE_MIN_S
                 elif taken < count:
-                    pause_s = _pause(pause_s)
+                    pause_s = pause(pause_s)
         return taken
 
     # One step each, under the lock but for the copies.
@@ -332,94 +289,12 @@ class BlockFacade:
         known = answers.index(False) if False in answers else len(answers)
         return next((index for index in range(known) if not answers[index]), known), known
 
-    def _step(self) -> int:
-        """Let the manager collect finished jobs; return how many are still in flight."""
-        with self._lock:
-            self._raise_if_closed()
-            self.manager.on_schedule_end()
-            return self.manager.jobs_in_flight
-
-    def _reserve(self, num_blocks: int, end_s: float) -> bool:
-        """Wait until every tier has reserved room for `num_blocks`; a tier without room skips them."""
-        return self._wait(lambda: self.manager.reserve_stores(num_blocks), end_s)
-
-    def _wait(self, is_over: Callable[[], bool], end_s: float) -> bool:
-        """Step until `is_over()`, called under the lock; return whether that happened in time."""
-        pause_s = _PAUSE_MIN_S
-        while True:
-            with self._lock:
-                self._raise_if_closed()
-                if is_over():
-                    return True
-                self.manager.on_schedule_end()
-            if time.monotonic() >= end_s:
-                return False
-            pause_s = _pause(pause_s)
-
-    # Calls and their arguments.
-
-    def _run(self, call: Callable[[], T]) -> T:
-        self._raise_if_closed()  # before the lock: `close` holds it until the manager is shut down
-        return self._call_thread.run(call)  # not in a forked child: there a lock may be held for ever
-
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        """Count a running call, so that `close` can wait for it."""
-        with self._lock:
-            self._raise_if_closed()
-            self._calls += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._calls -= 1
-                self._idle.notify_all()
-
-    @contextmanager
-    def _request(self, verb: str, hints: HintsAsGiven, epoch: int | None = None) -> Iterator[ReqContext]:
-        """Make one request of the manager for a call; `epoch` is its epoch, by default the current one."""
-        if hints is not None:
-            Hints.parse(hints)  # a mistake in a program is an error, unlike one of a server's client
-        context = ReqContext(f"{verb}-{next(self._request_numbers)}", None if hints is None else {HINTS_KEY: hints})
-        with self._call():
-            with self._lock:
-                self.manager.on_new_request(context)
-                if epoch not in (None, self.epoch):
-                    self.manager.outdate(context)
-            try:
-                yield context
-            finally:
-                with self._lock:
-                    if not self._is_shut_down:
-                        self.manager.on_request_finished(context)
-                        self.manager.on_schedule_end()
-
-    def _raise_if_closed(self) -> None:
-        self._call_thread.check()
-        if self._is_closed:
-            raise ShutdownError("the stack is closed")
-
-    def _raise_if_shut_down(self) -> None:
-        if self._is_shut_down:
-            raise ShutdownError("the stack was closed before this call had ended")
-
     def _check_keys(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
             if not isinstance(key, bytes) or len(key) < _KEY_BYTES_MIN:
                 raise TypeError(
                     f"a key is a block hash and a 4-byte group index, made by make_offload_key; found {key!r}"
                 )
-
-    def _check(self, keys: Sequence[OffloadKey], blocks: Blocks, name: str) -> None:
-        self._check_keys(keys)
-        if not isinstance(blocks, np.ndarray) or blocks.dtype != np.uint8:
-            found = blocks.dtype if isinstance(blocks, np.ndarray) else type(blocks).__name__
-            raise TypeError(f"{name} must be a numpy array of uint8, found {found}")
-        wanted = (len(keys), self.region.block_bytes)
-        if blocks.shape != wanted:
-            raise ValueError(f"{name} must be of shape (keys, block_bytes) = {wanted}, found {blocks.shape}")
-        if blocks.size and blocks.strides[1] != 1:
-            raise ValueError(f"{name} must have contiguous rows; pass numpy.ascontiguousarray({name})")
 
 
 def rows_of(spec: object) -> list[int]:
@@ -437,9 +312,3 @@ def _fitting(keys: Sequence[OffloadKey], rows: int) -> int:
         known.add(keys[count])
         count += 1
     return count
-
-
-def _pause(pause_s: float) -> float:
-    """Sleep, and return how long to sleep the next time."""
-    time.sleep(pause_s)
-    return min(2 * pause_s, _PAUSE_MAX_S)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tests.support.interrupt_cases import BLOCKS, CONTENT, WAIT_S, new_keys
 from tests.support.interrupts import interrupts
 from tests.support.stacks import stack_of
-from tiered_kv.facade import Blocks
+from tiered_kv.buffers import Blocks
 from tiered_kv.integrations.transformers.saver import Saver
 from tiered_kv.stack import open_stack
 

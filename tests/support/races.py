@@ -17,10 +17,10 @@ import numpy as np
 
 from tiered_kv.backend import BlockStatus
 from tiered_kv.base import OffloadKey
+from tiered_kv.buffers import Blocks
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
-from tiered_kv.facade import Blocks
 from tiered_kv.stack import Stack
 from tiered_kv.stack_config import load_config
 from tiered_kv.testing.rig import block_content, make_keys

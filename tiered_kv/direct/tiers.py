@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.buffers import bytes_in
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
@@ -49,7 +50,8 @@ class DirectTiers:
     memory, and at most 256 MiB.
 
     Args:
-        memory: A writable, contiguous buffer, or (address, bytes). It must stay mapped until `close` has returned True.
+        memory: A writable, contiguous buffer, or a tensor of torch, or (address, bytes). It must stay mapped until
+            `close` has returned True.
         tiers: Entries as in a stack's `secondary`, in the order of the search.
         namespace: What must agree, besides the sizes, for blocks to be interchangeable.
         block_tokens: Tokens of a block; a part of the namespace's identity.
@@ -58,7 +60,7 @@ class DirectTiers:
             evicted, damaged, or missing in a load. Not called for a `reset`.
 
     Raises:
-        ValueError: The memory cannot be used, or there is no tier.
+        TypeError, ValueError: The memory cannot be used, or there is no tier.
         ConfigError, TierError: A tier cannot be opened, or cannot be used over a host's memory.
         ResourceError: The system refuses a thread, a descriptor or memory.
     """
@@ -287,11 +289,7 @@ def _bytes_of(memory: Any, block_bytes: int) -> memoryview:  # Any: as in `Direc
     if isinstance(memory, tuple):
         address, size_bytes = memory
         memory = (ctypes.c_ubyte * size_bytes).from_address(address)
-    try:
-        view = memoryview(memory)
-        flat = view.cast("B")
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise ValueError(f"the memory must be a contiguous buffer of numbers, or (address, bytes): {error}") from error
+    flat = bytes_in(memory, "the memory").data
     if flat.readonly:
         raise ValueError("the memory must be writable")
     if not 0 < block_bytes <= len(flat):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiered_kv.base import OffloadKey, make_offload_key
-from tiered_kv.facade import Blocks
+from tiered_kv.buffers import Blocks
 
 if TYPE_CHECKING:
     import torch

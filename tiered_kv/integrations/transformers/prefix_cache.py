@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.buffers import Blocks
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import from_source
 from tiered_kv.errors import ConfigError, MissingExtraError
-from tiered_kv.facade import Blocks
 from tiered_kv.integrations.transformers.identity import Weights, namespace_fields
 from tiered_kv.integrations.transformers.layout import BlockLayout, States, block_keys
 from tiered_kv.integrations.transformers.saver import Saver

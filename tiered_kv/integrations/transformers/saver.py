@@ -12,8 +12,8 @@ from functools import partial
 from typing import Final
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.buffers import Blocks
 from tiered_kv.errors import ResourceError, ShutdownError
-from tiered_kv.facade import Blocks
 from tiered_kv.interrupts import CallThread
 from tiered_kv.stack import Stack
 from tiered_kv.threads import DaemonThreads

@@ -1,0 +1,167 @@
+"""Calls of a manager by a program with several threads.
+
+An engine drives the manager from its scheduler's thread. For other programs, one lock serializes the calls of the
+manager. It is never held while blocks are copied or waited for.
+
+The main thread's calls run on a thread of their own, so that a signal handler that raises leaves the manager whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+from tiered_kv.base import ReqContext
+from tiered_kv.errors import ShutdownError
+from tiered_kv.hints import HINTS_KEY, Hints
+from tiered_kv.interrupts import CallThread
+from tiered_kv.tiering.manager import TieringOffloadingManager
+
+HintsAsGiven = Mapping[str, object] | None
+T = TypeVar("T")
+
+PAUSE_MIN_S = 50e-6
+_PAUSE_MAX_S = 2e-3
+
+
+class Calls:
+    """What the calls of a `BlockFacade` have in common: their lock, their steps, and their end.
+
+    Args:
+        manager: The manager; no other code may call it meanwhile.
+    """
+
+    def __init__(self, manager: TieringOffloadingManager) -> None:
+        self.manager = manager
+        self._lock = threading.Lock()
+        """Guards the manager, and the three fields below."""
+        self._idle = threading.Condition(self._lock)
+        self._calls = 0
+        self._is_closed = False  # no call begins, and those that run end at their next step
+        self._is_shut_down = False  # the manager is gone
+        self._pid = os.getpid()
+        self._request_numbers = itertools.count()
+        self._call_thread = CallThread("tiered-kv-calls")
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until no transfer to or from a secondary tier is in flight, `timeout` seconds at most.
+
+        Returns:
+            Whether all have ended. A tier that hangs keeps its transfers in flight beyond their deadline.
+
+        Raises:
+            ShutdownError: The stack is closed, or another process opened it before a fork.
+        """
+        return self._run(lambda: self._flush(time.monotonic() + timeout))
+
+    @property
+    def epoch(self) -> int:
+        """The number of resets since the stack was opened."""
+        return self.manager.primary.epoch
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Wait for calls and for transfers, `timeout` seconds each at most, and close every tier.
+
+        A call that takes several steps ends with `ShutdownError` at its next step. If a call still copies blocks after
+        `timeout`, the memory stays mapped while the stack is referenced. A second call does nothing, and so does a call
+        in a forked child.
+        """
+        if os.getpid() != self._pid:  # files, sockets and the ends of transfers are the parent's
+            return
+        self._is_closed = True
+        self._call_thread.run(lambda: self._close(timeout))
+        self._call_thread.stop()
+
+    # On the call thread or a thread of the program.
+
+    def _flush(self, end_s: float) -> bool:
+        with self._call():
+            self._step()  # an idle stack publishes what its tiers have removed meanwhile
+            return self._wait(lambda: not self.manager.jobs_in_flight, end_s)
+
+    def _close(self, timeout: float) -> None:
+        with self._lock:
+            self._idle.wait_for(lambda: self._calls == 0, timeout)
+            if not self._is_shut_down:
+                self._is_shut_down = True
+                self.manager.shutdown(timeout)
+
+    def _step(self) -> int:
+        """Let the manager collect finished jobs; return how many are still in flight."""
+        with self._lock:
+            self._raise_if_closed()
+            self.manager.on_schedule_end()
+            return self.manager.jobs_in_flight
+
+    def _reserve(self, num_blocks: int, end_s: float) -> bool:
+        """Wait until every tier has reserved room for `num_blocks`; a tier without room skips them."""
+        return self._wait(lambda: self.manager.reserve_stores(num_blocks), end_s)
+
+    def _wait(self, is_over: Callable[[], bool], end_s: float) -> bool:
+        """Step until `is_over()`, called under the lock; return whether that happened in time."""
+        pause_s = PAUSE_MIN_S
+        while True:
+            with self._lock:
+                self._raise_if_closed()
+                if is_over():
+                    return True
+                self.manager.on_schedule_end()
+            if time.monotonic() >= end_s:
+                return False
+            pause_s = pause(pause_s)
+
+    def _run(self, call: Callable[[], T]) -> T:
+        self._raise_if_closed()  # before the lock: `close` holds it until the manager is shut down
+        return self._call_thread.run(call)  # not in a forked child: there a lock may be held for ever
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Count a running call, so that `close` can wait for it."""
+        with self._lock:
+            self._raise_if_closed()
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                self._idle.notify_all()
+
+    @contextmanager
+    def _request(self, verb: str, hints: HintsAsGiven, epoch: int | None = None) -> Iterator[ReqContext]:
+        """Make one request of the manager for a call; `epoch` is its epoch, by default the current one."""
+        if hints is not None:
+            Hints.parse(hints)  # a mistake in a program is an error, unlike one of a server's client
+        context = ReqContext(f"{verb}-{next(self._request_numbers)}", None if hints is None else {HINTS_KEY: hints})
+        with self._call():
+            with self._lock:
+                self.manager.on_new_request(context)
+                if epoch not in (None, self.epoch):
+                    self.manager.outdate(context)
+            try:
+                yield context
+            finally:
+                with self._lock:
+                    if not self._is_shut_down:
+                        self.manager.on_request_finished(context)
+                        self.manager.on_schedule_end()
+
+    def _raise_if_closed(self) -> None:
+        self._call_thread.check()
+        if self._is_closed:
+            raise ShutdownError("the stack is closed")
+
+    def _raise_if_shut_down(self) -> None:
+        if self._is_shut_down:
+            raise ShutdownError("the stack was closed before this call had ended")
+
+
+def pause(pause_s: float) -> float:
+    """Sleep, and return how long to sleep the next time."""
+    time.sleep(pause_s)
+    return min(2 * pause_s, _PAUSE_MAX_S)
