@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from tiered_kv import make_offload_key, open_stack
+from tiered_kv import open_stack
 
 STACK = {
     "namespace": {"model": "example"},
@@ -84,7 +84,7 @@ def main() -> None:
         STACK["secondary"][0]["path"] = f"{directory}/kv"
         with open_stack(STACK) as stack:
             router = Router(stack.events.publish_address, stack.events.replay_address)
-            keys = [make_offload_key(f"block-{number:03}".encode(), 0) for number in range(40)]
+            keys = [f"block-{number:03}".encode() for number in range(40)]
             blocks = np.zeros((len(keys), 64 << 10), np.uint8)
 
             stack.put(keys[:10], blocks[:10])

@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-import numpy as np
-
 import tiered_kv
 
 BLOCK_BYTES = 4096
@@ -20,19 +18,19 @@ STACK = {
 }
 
 
-def prompt(name: str) -> list[tiered_kv.OffloadKey]:
+def prompt(name: str) -> list[bytes]:
     """Return the keys of a prompt's four blocks."""
-    return [tiered_kv.make_offload_key(hashlib.sha256(f"{name} {n}".encode()).digest(), 0) for n in range(4)]
+    return [hashlib.sha256(f"{name} {n}".encode()).digest() for n in range(4)]
 
 
 def store(stack: tiered_kv.Stack, name: str, hints: Mapping[str, object] | None = None) -> None:
-    stored = stack.put(prompt(name), np.zeros((4, BLOCK_BYTES), np.uint8), hints=hints)
+    stored = stack.put(prompt(name), bytes(4 * BLOCK_BYTES), hints=hints)
     print(f"{name}: {stored} blocks stored")
 
 
 def ask(stack: tiered_kv.Stack, name: str, hints: Mapping[str, object] | None = None) -> None:
-    found = stack.get(prompt(name), np.zeros((4, BLOCK_BYTES), np.uint8), hints=hints)
-    print(f"{name}: {found} blocks found")
+    found = stack.get(prompt(name), hints=hints)
+    print(f"{name}: {len(found)} blocks found")
 
 
 def main() -> None:

@@ -10,8 +10,6 @@ import json
 import tempfile
 from urllib.request import urlopen
 
-import numpy as np
-
 import tiered_kv
 
 BLOCK_BYTES = 64 << 10
@@ -28,11 +26,10 @@ def main() -> None:
             "metrics": {"listen": "127.0.0.1:0"},  # any free port; a server has one of its own
         }
         with tiered_kv.open_stack(config) as stack:
-            keys = [tiered_kv.make_offload_key(number.to_bytes(32, "big"), 0) for number in range(64)]
-            blocks = np.zeros((len(keys), BLOCK_BYTES), np.uint8)
-            stack.put(keys, blocks)
+            keys = [number.to_bytes(32, "big") for number in range(64)]
+            stack.put(keys, bytes(len(keys) * BLOCK_BYTES))
             stack.flush()
-            stack.get(keys, blocks)
+            stack.get(keys)
 
             assert stack.server is not None
             url = f"http://{stack.server.host}:{stack.server.port}"

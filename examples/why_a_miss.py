@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 
-import numpy as np
-
 import tiered_kv
 
 BLOCK_BYTES = 4096
@@ -23,20 +21,20 @@ STACK = {
 }
 
 
-def prompt(name: str, blocks: int = 4) -> list[tiered_kv.OffloadKey]:
+def prompt(name: str, blocks: int = 4) -> list[bytes]:
     """Return the keys of a prompt's blocks."""
-    return [tiered_kv.make_offload_key(hashlib.sha256(f"{name} {n}".encode()).digest(), 0) for n in range(blocks)]
+    return [hashlib.sha256(f"{name} {n}".encode()).digest() for n in range(blocks)]
 
 
-def store(stack: tiered_kv.Stack, keys: list[tiered_kv.OffloadKey]) -> None:
-    stack.put(keys, np.zeros((len(keys), BLOCK_BYTES), np.uint8))
+def store(stack: tiered_kv.Stack, keys: list[bytes]) -> None:
+    stack.put(keys, bytes(len(keys) * BLOCK_BYTES))
     stack.flush()
 
 
 def ask(stack: tiered_kv.Stack, name: str) -> None:
     """Ask for a prompt's blocks, and say why the first was a miss."""
     keys = prompt(name)
-    found = stack.get(keys, np.zeros((len(keys), BLOCK_BYTES), np.uint8))
+    found = len(stack.get(keys))
     stack.flush()  # a load is a use: it may be why a tier stores the block now
     (explanation,) = stack.explain(keys[:1])
     print(f"{name}: {found} of {len(keys)} blocks; the first: ", end="")

@@ -15,8 +15,8 @@ import pytest
 
 import tiered_kv
 from tests.support.shortages import DescriptorsLeft, Resource, Shortage, outage
-from tests.support.stacks import PATIENT, Register, stack_of
-from tiered_kv.base import OffloadKey, ReqContext
+from tests.support.stacks import PATIENT, Register, block_hashes, stack_of
+from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.buffers import Blocks
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.errors import ConfigError, ResourceError, ShutdownError, TierError
@@ -30,6 +30,10 @@ from tiered_kv.tiering.base import TierSpec
 
 BLOCK_BYTES = 4096
 WAIT_S = 60.0
+
+
+def hashes(count: int, label: str = "block") -> list[bytes]:
+    return block_hashes(make_keys(count, label))
 
 
 def blocks_of(count: int, seed: int = 0) -> Blocks:
@@ -115,7 +119,7 @@ def four(register: Register) -> None:
 class TestResets:
     @pytest.mark.parametrize("at", [0, 15])
     def test_a_put_that_began_before_a_reset_stores_nothing(self, at: int, stack: Stack) -> None:
-        keys, blocks = make_keys(16), blocks_of(16)
+        keys, blocks = hashes(16), blocks_of(16)
 
         def reset(index: int) -> None:
             if index == at:
@@ -126,7 +130,7 @@ class TestResets:
         assert stack.put(keys, blocks) == 16
 
     def test_a_put_that_waits_for_a_reset_stores_nothing(self, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-        keys, blocks, run = make_keys(4), blocks_of(4), stack._call_thread.run
+        keys, blocks, run = hashes(4), blocks_of(4), stack._call_thread.run
 
         def run_late(call: Callable[[], int]) -> int:
             run(stack.manager.reset_cache)
@@ -138,7 +142,7 @@ class TestResets:
         assert stack.get(keys, empty(4)) == 0
 
     def test_a_get_that_began_before_a_reset_loads_no_block_after_it(self, stack: Stack) -> None:
-        keys, old, new = make_keys(16), blocks_of(16), blocks_of(16, seed=1)
+        keys, old, new = hashes(16), blocks_of(16), blocks_of(16, seed=1)
         stack.put(keys, old)
         out = empty(16)
 
@@ -155,7 +159,7 @@ class TestResets:
         assert np.array_equal(out, new)
 
     def test_blocks_of_an_earlier_epoch_are_refused(self, stack: Stack) -> None:
-        keys, blocks, epoch = make_keys(4), blocks_of(4), stack.epoch
+        keys, blocks, epoch = hashes(4), blocks_of(4), stack.epoch
         assert stack.put(keys[:2], blocks[:2], epoch=epoch) == 2
         stack.reset_cache()
         assert stack.put(keys, blocks, epoch=epoch) == 0
@@ -165,7 +169,7 @@ class TestResets:
 
 class TestPutAndGet:
     def test_get_ends_at_the_first_miss_and_leaves_the_rest_alone(self, stack: Stack) -> None:
-        keys, blocks, out = make_keys(6), blocks_of(6), empty(6)
+        keys, blocks, out = hashes(6), blocks_of(6), empty(6)
         stack.put(keys[:3], blocks[:3])
         stack.put(keys[4:], blocks[4:])
         assert stack.get(keys, out) == 3
@@ -173,7 +177,7 @@ class TestPutAndGet:
         assert not out[3:].any()
 
     def test_stored_blocks_count_as_stored_again_and_stay(self, stack: Stack) -> None:
-        keys, blocks, out = make_keys(4), blocks_of(4), empty(4)
+        keys, blocks, out = hashes(4), blocks_of(4), empty(4)
         stack.put(keys[:2], blocks[:2])
         assert stack.put(keys, np.zeros_like(blocks) + 7) == 4
         assert stack.get(keys, out) == 4
@@ -181,13 +185,13 @@ class TestPutAndGet:
         assert (out[2:] == 7).all()
 
     def test_a_repeated_key_is_stored_with_its_first_block(self, stack: Stack) -> None:
-        key, blocks, out = make_keys(1)[0], blocks_of(2), empty(1)
+        key, blocks, out = hashes(1)[0], blocks_of(2), empty(1)
         assert stack.put([key, key], blocks) == 2
         assert stack.get([key], out) == 1
         assert np.array_equal(out[0], blocks[0])
 
     def test_without_other_tiers_no_more_is_stored_than_the_primary_tier_holds(self, stack: Stack) -> None:
-        keys, blocks, out = make_keys(40), blocks_of(40), empty(40)
+        keys, blocks, out = hashes(40), blocks_of(40), empty(40)
         assert stack.put(keys, blocks) == 16
         assert stack.get(keys, out) == 16
         assert stack.counters()["cpu"]["evicted_blocks_total"] == 0
@@ -195,7 +199,7 @@ class TestPutAndGet:
 
     @pytest.mark.usefixtures("four")
     def test_far_more_than_the_primary_tier_holds_goes_through_it(self) -> None:
-        keys, blocks, out = make_keys(100), blocks_of(100), empty(100)
+        keys, blocks, out = hashes(100), blocks_of(100), empty(100)
         with open_stack(stack_of({"type": "four", **PATIENT})) as stack:
             assert stack.put(keys, blocks, timeout=WAIT_S) == 100
             assert stack.flush(WAIT_S)
@@ -204,35 +208,45 @@ class TestPutAndGet:
         assert np.array_equal(out, blocks)
 
     def test_a_full_primary_tier_of_pinned_blocks_takes_fewer_and_does_not_hang(self, stack: Stack) -> None:
-        keys, blocks = make_keys(16), blocks_of(16)
+        keys, blocks = hashes(16), blocks_of(16)
         stack.put(keys, blocks)
         context = ReqContext(req_id="engine")
-        stack.manager.prepare_load(keys[:13], context)
-        assert stack.put(make_keys(8, "other"), blocks_of(8)) == 3
-        stack.manager.complete_load(keys[:13], context)
+        stack.manager.prepare_load(make_keys(13), context)
+        assert stack.put(hashes(8, "other"), blocks_of(8)) == 3
+        stack.manager.complete_load(make_keys(13), context)
         stack.manager.on_request_finished(context)
+
+    def test_a_block_hash_is_a_key_and_an_engine_s_of_group_0(self, stack: Stack) -> None:
+        stack.put([b"a hash"], blocks_of(1))
+        context = ReqContext(req_id="engine")
+        assert stack.manager.lookup(make_offload_key(b"a hash", 0), context) is True
+        assert stack.manager.lookup(make_offload_key(b"a hash", 1), context) is False
+        stack.manager.on_request_finished(context)
+        (explanation,) = stack.explain([b"a hash"])
+        assert (explanation.key, explanation.tiers[0].fate) == (b"a hash", "present")
 
     def test_rows_of_a_larger_array_will_do(self, stack: Stack) -> None:
         wide = np.zeros((3, 2 * BLOCK_BYTES), dtype=np.uint8)
         wide[:, :BLOCK_BYTES] = blocks_of(3)
         out = np.zeros_like(wide)
-        assert stack.put(make_keys(3), wide[:, :BLOCK_BYTES]) == 3
-        assert stack.get(make_keys(3), out[:, BLOCK_BYTES:]) == 3
+        assert stack.put(hashes(3), wide[:, :BLOCK_BYTES]) == 3
+        assert stack.get(hashes(3), out[:, BLOCK_BYTES:]) == 3
         assert np.array_equal(out[:, BLOCK_BYTES:], wide[:, :BLOCK_BYTES])
 
     @pytest.mark.parametrize(
         ("keys", "blocks", "message"),
         [
-            (["text"], empty(1), "made by make_offload_key; found 'text'"),
-            ([b"abc"], empty(1), "made by make_offload_key"),
-            (make_keys(2), empty(1), "must be 2 blocks of 4096 bytes, found 4096 bytes"),
-            (make_keys(1), b"", "must be 1 blocks of 4096 bytes, found 0 bytes"),
-            (make_keys(1), [b"0" * BLOCK_BYTES], r"must be a buffer \(bytes, .* torch\), found list"),
-            (make_keys(1), np.full(BLOCK_BYTES // 8, None), "found one of Python objects"),
-            (make_keys(1), np.full(BLOCK_BYTES // 8, None).data, "found one of Python objects"),
-            (make_keys(2), np.zeros((2, 2 * BLOCK_BYTES), np.uint8)[:, ::2], "contiguous rows"),
-            (make_keys(2), np.zeros((1024, 2), np.float32).T, "contiguous, in C order"),
-            (make_keys(1), memoryview(bytearray(2 * BLOCK_BYTES))[::2], "contiguous, in C order"),
+            (["text"], empty(1), "a key is a block hash, bytes that are not empty; found 'text'"),
+            ([b""], empty(1), "a key is a block hash"),
+            (b"a hash", empty(6), "a key is a block hash"),
+            (hashes(2), empty(1), "must be 2 blocks of 4096 bytes, found 4096 bytes"),
+            (hashes(1), b"", "must be 1 blocks of 4096 bytes, found 0 bytes"),
+            (hashes(1), [b"0" * BLOCK_BYTES], r"must be a buffer \(bytes, .* torch\), found list"),
+            (hashes(1), np.full(BLOCK_BYTES // 8, None), "found one of Python objects"),
+            (hashes(1), np.full(BLOCK_BYTES // 8, None).data, "found one of Python objects"),
+            (hashes(2), np.zeros((2, 2 * BLOCK_BYTES), np.uint8)[:, ::2], "contiguous rows"),
+            (hashes(2), np.zeros((1024, 2), np.float32).T, "contiguous, in C order"),
+            (hashes(1), memoryview(bytearray(2 * BLOCK_BYTES))[::2], "contiguous, in C order"),
         ],
     )
     def test_arguments_that_do_not_fit_are_refused(self, keys: Any, blocks: Any, message: str, stack: Stack) -> None:
@@ -245,7 +259,7 @@ class TestPutAndGet:
         out.flags.writeable = False
         for each in (out, bytes(BLOCK_BYTES), out.data):
             with pytest.raises(ValueError, match="out is read-only"):
-                stack.get(make_keys(1), each)
+                stack.get(hashes(1), each)
 
     @pytest.mark.parametrize(
         "of",
@@ -260,28 +274,28 @@ class TestPutAndGet:
     )
     def test_any_contiguous_buffer_of_the_right_size_is_blocks(self, of: Callable[[bytes], Any], stack: Stack) -> None:
         data, out = blocks_of(3).tobytes(), of(bytes(3 * BLOCK_BYTES))
-        assert stack.put(make_keys(3), of(data)) == 3
-        assert stack.get(make_keys(3), out) == 3
+        assert stack.put(hashes(3), of(data)) == 3
+        assert stack.get(hashes(3), out) == 3
         assert (out.tobytes() if isinstance(out, np.ndarray) else bytes(out)) == data
-        assert stack.put(make_keys(3, "others"), data) == 3
-        assert stack.get(make_keys(3, "others")).tobytes() == data
+        assert stack.put(hashes(3, "others"), data) == 3
+        assert stack.get(hashes(3, "others")).tobytes() == data
 
     def test_a_tensor_of_torch_on_the_cpu_is_blocks(self, stack: Stack) -> None:
         torch = pytest.importorskip("torch")
         blocks = torch.randn(3, 2, BLOCK_BYTES // 4, requires_grad=True).to(torch.bfloat16)
         out = torch.zeros_like(blocks)
-        assert stack.put(make_keys(3), blocks) == 3
-        assert stack.get(make_keys(3), out) == 3
+        assert stack.put(hashes(3), blocks) == 3
+        assert stack.get(hashes(3), out) == 3
         assert torch.equal(out, blocks)
         with pytest.raises(TypeError, match="in the CPU's memory, found a tensor on meta"):
-            stack.put(make_keys(3), blocks.to("meta"))
+            stack.put(hashes(3), blocks.to("meta"))
         with pytest.raises(ValueError, match=r"contiguous, in C order; pass its \.contiguous"):
-            stack.put(make_keys(3), blocks.transpose(0, 1))
+            stack.put(hashes(3), blocks.transpose(0, 1))
         with pytest.raises(ValueError, match="3 blocks of 4096 bytes, found 8192 bytes"):
-            stack.get(make_keys(3), out[:2])
+            stack.get(hashes(3), out[:2])
 
     def test_a_get_into_nothing_returns_the_blocks_that_were_found(self, stack: Stack) -> None:
-        keys, blocks = make_keys(4), blocks_of(4)
+        keys, blocks = hashes(4), blocks_of(4)
         assert stack.get(keys).shape == (0, BLOCK_BYTES)
         stack.put(keys[:2], blocks[:2])
         found = stack.get(keys)
@@ -292,27 +306,27 @@ class TestPutAndGet:
 
 class TestPrefetch:
     def test_what_was_prefetched_needs_no_secondary_tier(self) -> None:
-        keys, blocks, out = make_keys(8), blocks_of(8), empty(8)
+        keys, blocks, out = hashes(8), blocks_of(8), empty(8)
         with open_stack(stack_of({"type": "memory", "capacity": "1MiB"})) as stack:
             stack.put(keys[:6], blocks[:6])
             stack.flush(WAIT_S)
             for number in range(4):  # it has room for 16
-                stack.put(make_keys(8, f"other-{number}"), blocks_of(8))
+                stack.put(hashes(8, f"other-{number}"), blocks_of(8))
             stack.flush(WAIT_S)
             assert stack.get(keys, out, timeout=0) == 0
             assert stack.prefetch(keys, timeout=WAIT_S) == 6
             assert stack.get(keys, out, timeout=0) == 6
-            assert stack.put(make_keys(16, "any"), blocks_of(16)) == 16, "nothing is held any more"
+            assert stack.put(hashes(16, "any"), blocks_of(16)) == 16, "nothing is held any more"
         assert np.array_equal(out[:6], blocks[:6])
 
     def test_it_takes_half_of_the_primary_tier_at_most(self) -> None:
-        keys, blocks = make_keys(32), blocks_of(32)
+        keys, blocks = hashes(32), blocks_of(32)
         with open_stack(stack_of({"type": "memory", "capacity": "1MiB"})) as stack:
             stack.put(keys, blocks)
             stack.flush(WAIT_S)
-            stack.put(make_keys(8, "latest"), blocks_of(8, 1))
+            stack.put(hashes(8, "latest"), blocks_of(8, 1))
             assert stack.prefetch(keys, timeout=WAIT_S) == 8
-            assert stack.get(make_keys(8, "latest"), empty(8), timeout=0) == 8
+            assert stack.get(hashes(8, "latest"), empty(8), timeout=0) == 8
 
     def test_a_tier_that_does_not_answer_is_waited_for_until_the_timeout(self, register: Register) -> None:
         class Silent(FourMethodTier):
@@ -320,30 +334,30 @@ class TestPrefetch:
                 return None
 
         register("silent", Silent)
-        keys = make_keys(4)
+        keys = hashes(4)
         with open_stack(stack_of({"type": "silent"})) as stack:
             stack.put(keys[:2], blocks_of(2))
             assert stack.prefetch(keys, timeout=0.01) == 2
 
     def test_what_is_no_key_is_refused(self, stack: Stack) -> None:
-        with pytest.raises(TypeError, match="made by make_offload_key"):
-            stack.prefetch([OffloadKey(b"abc")])
+        with pytest.raises(TypeError, match="a key is a block hash"):
+            stack.prefetch([b""])
 
 
 class TestThreads:
     def test_the_lock_is_free_while_blocks_are_copied(self, stack: Stack) -> None:
-        keys, blocks = make_keys(2), blocks_of(2)
+        keys, blocks = hashes(2), blocks_of(2)
         stack.put(keys, blocks)
         during: list[int] = []
 
         def put_another(number: int) -> None:
-            during.append(stack.put(make_keys(1, f"other-{number}"), blocks_of(1)))
+            during.append(stack.put(hashes(1, f"other-{number}"), blocks_of(1)))
 
         assert stack.get(keys, copied(empty(2), put_another)) == 2
         assert set(during) == {1}
 
     def test_a_copy_that_fails_leaves_neither_pin_nor_half_a_block(self, stack: Stack) -> None:
-        keys, blocks = make_keys(16), blocks_of(16)
+        keys, blocks = hashes(16), blocks_of(16)
 
         def fail(number: int) -> None:
             if number == 1:
@@ -355,7 +369,7 @@ class TestThreads:
         assert stack.put(keys, blocks) == 16
         with pytest.raises(RuntimeError, match="unplugged"):
             stack.get(keys, copied(empty(16), fail))
-        assert stack.put(make_keys(16, "other"), blocks_of(16)) == 16
+        assert stack.put(hashes(16, "other"), blocks_of(16)) == 16
 
 
 class TestOpening:
@@ -413,8 +427,8 @@ class TestClosing:
         stack.close()
         stack.close()
         calls: list[Callable[[], object]] = [
-            lambda: stack.put(make_keys(1), blocks_of(1)),
-            lambda: stack.get(make_keys(1), empty(1)),
+            lambda: stack.put(hashes(1), blocks_of(1)),
+            lambda: stack.get(hashes(1), empty(1)),
             stack.flush,
             stack.counters,
         ]
@@ -433,7 +447,7 @@ class TestClosing:
         register("never", NeverKnows)
         stack = open_stack(stack_of({"type": "never", "lookup_timeout": "1h"}, primary={"promotion_hold": "1h"}))
         with ThreadPoolExecutor(1) as pool:
-            call = pool.submit(stack.get, make_keys(1), empty(1), 600.0)
+            call = pool.submit(stack.get, hashes(1), empty(1), 600.0)
             assert waiting.wait(WAIT_S)
             began_s = time.monotonic()
             stack.close(WAIT_S)
@@ -447,14 +461,14 @@ class TestClosing:
             gate.pass_through()
 
         stack = open_stack(stack_of({"type": "memory", "capacity": "1MiB"}))
-        stack.put(make_keys(1), blocks_of(1))
+        stack.put(hashes(1), blocks_of(1))
         stack.flush()
         gate.close()
         with ThreadPoolExecutor(1) as pool, opened_at_the_end(gate):
             if verb == "put":
-                call = pool.submit(stack.put, make_keys(2), copied(blocks_of(2), hold_up))
+                call = pool.submit(stack.put, hashes(2), copied(blocks_of(2), hold_up))
             else:
-                call = pool.submit(stack.get, make_keys(1), copied(empty(1), hold_up))
+                call = pool.submit(stack.get, hashes(1), copied(empty(1), hold_up))
             wait_until(lambda: gate.waiting == 1)
             stack.close(0.0)
             assert stack.region.array.shape == (16, BLOCK_BYTES), "memory that is still copied to was unmapped"
@@ -479,7 +493,7 @@ class TestClosing:
             closing = pool.submit(stack.close)
             wait_until(lambda: gate.waiting == 1)
             with pytest.raises(ShutdownError, match="closed"):
-                stack.get(make_keys(1), empty(1))
+                stack.get(hashes(1), empty(1))
             assert not closing.done()
             gate.open()
             closing.result(WAIT_S)
@@ -502,7 +516,7 @@ def test_a_tier_that_brings_one_block_after_another_does_not_outlast_the_timeout
     register("trickle", OneAfterAnother)
     entry = {"type": "trickle", "lookup_timeout": "1h"}
     with open_stack(stack_of(entry, primary={"promotion_budget": BLOCK_BYTES})) as stack:
-        keys = make_keys(200)
+        keys = hashes(200)
         assert stack.put(keys, blocks_of(200), timeout=WAIT_S) == 200
         assert stack.flush(WAIT_S)
         assert stack.get(keys[:100], empty(100), timeout=0.25) < 50  # all of them take ten seconds
@@ -529,12 +543,12 @@ def test_a_put_keeps_its_room_in_the_tiers_while_others_put(register: Register) 
         def let_another_put(_: int) -> None:
             """Return when the other put has ended, or has found no room and waits."""
             if not others:
-                others.append(pool.submit(stack.put, make_keys(4, "other"), blocks_of(4), timeout=WAIT_S))
+                others.append(pool.submit(stack.put, hashes(4, "other"), blocks_of(4), timeout=WAIT_S))
                 wait_until(lambda: others[0].done() or False in asked, WAIT_S)
 
         first = copied(blocks_of(4, seed=1), let_another_put)
         stack.manager.reserve_stores = note  # type: ignore[method-assign]  # to see that the other waits
-        assert stack.put(make_keys(4), first, timeout=WAIT_S) == 4
+        assert stack.put(hashes(4), first, timeout=WAIT_S) == 4
         gate.open()
         assert others[0].result(WAIT_S) == 4
         assert stack.flush(WAIT_S)
@@ -545,7 +559,7 @@ def test_a_put_keeps_its_room_in_the_tiers_while_others_put(register: Register) 
 def test_a_put_waits_for_rows_that_other_calls_copy() -> None:
     memory = {"type": "memory", "capacity": "1 MiB", **PATIENT}
     gate, asked = Gate(is_open=False), list[None]()
-    keys = make_keys(16)
+    keys = hashes(16)
     with open_stack(stack_of(memory)) as stack, ThreadPoolExecutor(5) as pool, opened_at_the_end(gate):
         assert stack.put(keys, blocks_of(16), timeout=WAIT_S) == 16
         assert stack.flush(WAIT_S)
@@ -559,7 +573,7 @@ def test_a_put_waits_for_rows_that_other_calls_copy() -> None:
             step()
 
         stack.manager.on_schedule_end = note  # type: ignore[method-assign]  # to see that the put waits
-        put = pool.submit(stack.put, make_keys(4, "other"), blocks_of(4), timeout=WAIT_S)
+        put = pool.submit(stack.put, hashes(4, "other"), blocks_of(4), timeout=WAIT_S)
         wait_until(lambda: put.done() or len(asked) > 3, WAIT_S)
         gate.open()
         assert [other.result(WAIT_S) for other in others] == [4] * 4

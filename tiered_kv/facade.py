@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Final, overload
 
 import numpy as np
 
-from tiered_kv.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext
+from tiered_kv.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext, make_offload_key
 from tiered_kv.buffers import Blocks, rows_in
 from tiered_kv.calls import PAUSE_MIN_S, Calls, HintsAsGiven, pause
 from tiered_kv.cpu.region import PrimaryRegion
@@ -17,11 +17,16 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 if TYPE_CHECKING:
     from tiered_kv.buffers import AnyBuffer
 
-_KEY_BYTES_MIN = 4
+_GROUP: Final = 0
+"""The KV cache group of the blocks."""
 
 
 class BlockFacade(Calls):
     """The part of a `Stack` that stores and loads blocks by key. Any thread of its process may call its methods.
+
+    A key is a block hash: bytes of any length, of your own making. `manager` has its block under the key
+    `make_offload_key(block_hash, 0)`, since engines have a hash in several KV cache groups. Such a whole key is bytes,
+    too, and here it would name another block.
 
     Args:
         manager: The manager; no other code may call it while the facade is in use.
@@ -38,7 +43,7 @@ class BlockFacade(Calls):
 
     def put(
         self,
-        keys: Sequence[OffloadKey],
+        keys: Sequence[bytes],
         blocks: AnyBuffer,
         *,
         timeout: float = 10.0,
@@ -52,7 +57,8 @@ class BlockFacade(Calls):
         further block would evict one before it.
 
         Args:
-            keys: In the order of their prefix. A key that appears twice is stored once, with its first block.
+            keys: Block hashes, in the order of their prefix. A hash that appears twice is stored once, with its first
+                block.
             blocks: len(keys) * block_bytes bytes: any contiguous buffer, numpy array, or tensor of torch on the CPU.
                 It must not change before `put` returns.
             timeout: Seconds to wait, in all, for room.
@@ -68,23 +74,21 @@ class BlockFacade(Calls):
             ShutdownError: The stack is closed, or another process opened it before a fork.
         """
         began = self.epoch if epoch is None else epoch  # not when the call gets the lock, which a reset may hold
-        self._check_keys(keys)
+        offload_keys = keys_of(keys)
         rows = rows_in(blocks, len(keys), self.region.block_bytes, "blocks")
-        return self._run(lambda: self._put(keys, rows, time.monotonic() + timeout, hints, began))
+        return self._run(lambda: self._put(offload_keys, rows, time.monotonic() + timeout, hints, began))
 
     @overload
     def get(
-        self, keys: Sequence[OffloadKey], out: None = None, timeout: float = ..., *, hints: HintsAsGiven = ...
+        self, keys: Sequence[bytes], out: None = None, timeout: float = ..., *, hints: HintsAsGiven = ...
     ) -> Blocks: ...
 
     @overload
-    def get(
-        self, keys: Sequence[OffloadKey], out: AnyBuffer, timeout: float = ..., *, hints: HintsAsGiven = ...
-    ) -> int: ...
+    def get(self, keys: Sequence[bytes], out: AnyBuffer, timeout: float = ..., *, hints: HintsAsGiven = ...) -> int: ...
 
     def get(
         self,
-        keys: Sequence[OffloadKey],
+        keys: Sequence[bytes],
         out: AnyBuffer | None = None,
         timeout: float = 1.0,
         *,
@@ -93,7 +97,7 @@ class BlockFacade(Calls):
         """Load the longest available prefix of `keys`. After a reset no more blocks are loaded.
 
         Args:
-            keys: In the order of their prefix.
+            keys: Block hashes, in the order of their prefix.
             out: Receives block i at byte i * block_bytes. As the blocks of `put`, and writable. By default a new array.
             timeout: Seconds to wait, in all, for secondary tiers.
             hints: As of `put`.
@@ -106,17 +110,17 @@ class BlockFacade(Calls):
             TypeError, ValueError: The arguments do not fit each other, or hints cannot be used.
             ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
-        self._check_keys(keys)
+        offload_keys = keys_of(keys)
         shape = len(keys), self.region.block_bytes
         rows = np.empty(shape, np.uint8) if out is None else rows_in(out, *shape, "out", writable=True)
-        loaded = self._run(
-            lambda: self._prefix(
-                "get", keys, timeout, hints, lambda wanted, first, context: self._load(wanted, rows[first:], context)
-            )
-        )
+
+        def load(wanted: Sequence[OffloadKey], first: int, context: ReqContext) -> tuple[int, int]:
+            return self._load(wanted, rows[first:], context)
+
+        loaded = self._run(lambda: self._prefix("get", offload_keys, timeout, hints, load))
         return rows[:loaded] if out is None else loaded
 
-    def prefetch(self, keys: Sequence[OffloadKey], timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
+    def prefetch(self, keys: Sequence[bytes], timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
         """Load the longest available prefix of `keys` into the primary tier, before a `get` needs it.
 
         A server calls it while a request waits for its turn, so that its `get` needs no secondary tier. The blocks are
@@ -124,7 +128,7 @@ class BlockFacade(Calls):
         as a request, also in hits and misses.
 
         Args:
-            keys: In the order of their prefix.
+            keys: Block hashes, in the order of their prefix.
             timeout: Seconds to wait, in all, for secondary tiers.
             hints: As of `put`.
 
@@ -132,11 +136,10 @@ class BlockFacade(Calls):
             The length of the prefix that is in the primary tier now.
 
         Raises:
-            TypeError, ValueError: A key is none, or hints cannot be used.
+            TypeError, ValueError: A key is not a block hash, or hints cannot be used.
             ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
-        self._check_keys(keys)
-        ahead = keys[: max(self.region.num_blocks // 2, 1)]
+        ahead = keys_of(keys)[: max(self.region.num_blocks // 2, 1)]
         return self._run(lambda: self._prefetch(ahead, timeout, hints))
 
     def reset_cache(self) -> None:
@@ -289,12 +292,17 @@ class BlockFacade(Calls):
         known = answers.index(False) if False in answers else len(answers)
         return next((index for index in range(known) if not answers[index]), known), known
 
-    def _check_keys(self, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            if not isinstance(key, bytes) or len(key) < _KEY_BYTES_MIN:
-                raise TypeError(
-                    f"a key is a block hash and a 4-byte group index, made by make_offload_key; found {key!r}"
-                )
+
+def keys_of(block_hashes: Sequence[bytes]) -> list[OffloadKey]:
+    """Return the manager's keys of blocks that a program names by their hashes.
+
+    Raises:
+        TypeError: One is not bytes, or empty.
+    """
+    for block_hash in block_hashes:
+        if not isinstance(block_hash, bytes) or not block_hash:
+            raise TypeError(f"a key is a block hash, bytes that are not empty; found {block_hash!r}")
+    return [make_offload_key(block_hash, _GROUP) for block_hash in block_hashes]
 
 
 def rows_of(spec: object) -> list[int]:

@@ -10,14 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tiered_kv.base import OffloadKey
 from tiered_kv.config.redaction import error_text
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError, needing_resources
-from tiered_kv.facade import BlockFacade
+from tiered_kv.facade import BlockFacade, keys_of
 from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.interrupts import CallThread
 from tiered_kv.limits import Need, Take, compare, require
@@ -151,12 +150,16 @@ class Stack(BlockFacade):
             self.server.close(timeout)
         super()._close(timeout)
 
-    def explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
+    def explain(self, keys: Sequence[bytes]) -> list[Explanation]:
         """Return for each block where it is, or why a tier does not have it. Any thread may call.
 
         The answer comes from the history in memory; no tier is asked. "stored" means that no miss was noted since.
 
+        Args:
+            keys: Block hashes, as of `put`.
+
         Raises:
+            TypeError: A key is not a block hash.
             ConfigError: The stack keeps no history.
             ShutdownError: Another process opened the stack before a fork.
         """
@@ -165,7 +168,8 @@ class Stack(BlockFacade):
         from tiered_kv.exporters.status import explain
 
         history = self.history
-        return self._call_thread.run(lambda: explain(history, self.primary.blocks, keys))
+        found = self._call_thread.run(lambda: explain(history, self.primary.blocks, keys_of(keys)))
+        return [replace(explanation, key=key) for explanation, key in zip(found, keys, strict=True)]
 
     def __enter__(self) -> Stack:
         return self

@@ -31,21 +31,19 @@ def config(directory: str) -> dict[str, object]:
     }
 
 
-def keys_of(prompt: str) -> list[tiered_kv.OffloadKey]:
-    hashes = [hashlib.sha256(f"{prompt}, block {number}".encode()).digest() for number in range(BLOCKS)]
-    return [tiered_kv.make_offload_key(block_hash, 0) for block_hash in hashes]
+def keys_of(prompt: str) -> list[bytes]:
+    return [hashlib.sha256(f"{prompt}, block {number}".encode()).digest() for number in range(BLOCKS)]
 
 
-def compute(keys: list[tiered_kv.OffloadKey], weights: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def compute(keys: list[bytes], weights: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     blocks = [np.random.default_rng([weights, *key]).normal(size=BLOCK_VALUES) for key in keys]
-    return np.array(blocks, dtype=np.float32).reshape(len(keys), BLOCK_VALUES).view(np.uint8)
+    return np.array(blocks, dtype=np.float32)
 
 
 def serve(stack: tiered_kv.Stack, prompt: str, weights: int) -> int:
     """Load a prompt's blocks, compute and store the rest; return how many were found."""
     keys = keys_of(prompt)
-    blocks = np.empty((BLOCKS, 4 * BLOCK_VALUES), dtype=np.uint8)
-    found = stack.get(keys, blocks)
+    found = len(stack.get(keys))
     stack.put(keys[found:], compute(keys[found:], weights))
     stack.flush()
     return found

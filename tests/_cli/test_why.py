@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.support.obedient import Engine, obedient, obedient_plugin, put, put_below, stack_of
+from tests.support.stacks import block_hashes
 from tests.support.threads import meanwhile
 from tiered_kv._cli.why import tier_namespaces
 from tiered_kv.cli import main
@@ -70,21 +71,21 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
 def test_a_stack_without_a_history_says_so() -> None:
     with open_stack(stack_of(history=0)) as stack:
         with pytest.raises(ConfigError, match="history"):
-            stack.explain(KEYS)
+            stack.explain(block_hashes(KEYS))
         with pytest.raises(ConfigError, match="history"):
             explain_query(stack, {})
 
 
 def test_a_closed_stack_still_explains(stack: Stack) -> None:
     stack.close()
-    assert [each.fate for each in stack.explain(KEYS)[0].tiers] == ["evicted", "evicted"]
+    assert [each.fate for each in stack.explain(block_hashes(KEYS))[0].tiers] == ["evicted", "evicted"]
 
 
 def test_threads_may_ask_while_an_engine_runs() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
 
         def ask() -> None:
-            assert len(stack.explain(KEYS)) == 4
+            assert len(stack.explain(block_hashes(KEYS))) == 4
             explain_query(stack, {"last": ["3"]})
             stack.counters()
 

@@ -17,7 +17,7 @@ import zmq
 
 from tests.support.event_subscriber import Index, Message, Subscriber, index_of
 from tests.support.obedient import BLOCK_BYTES, put, stack_of
-from tests.support.stacks import ReplaceModule
+from tests.support.stacks import ReplaceModule, block_hashes
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, make_offload_key
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.exporters.events import (
@@ -100,7 +100,7 @@ def test_the_events_of_tiers_that_evict_add_up_to_their_blocks(open_with_events:
     with Subscriber(publisher_of(stack)) as subscriber:
         for start in range(0, len(keys), 60):
             put(stack, keys[start : start + 60])
-            stack.get(keys[start : start + 10], np.empty((10, BLOCK_BYTES), np.uint8))
+            stack.get(block_hashes(keys[start : start + 10]), np.empty((10, BLOCK_BYTES), np.uint8))
 
         def is_right(index: Index) -> bool:
             held = {"CPU": set(stack.primary.blocks)}
@@ -130,7 +130,7 @@ def test_what_happened_before_the_stack_closes_is_published(open_with_events: Op
     stack = open_with_events({"type": "memory", "capacity": "1MiB"})
     with Subscriber(publisher_of(stack)) as subscriber:
         subscriber.connect(lambda: publisher_of(stack).publish([stored(*make_keys(1, "probe"))]))
-        stack.put(make_keys(2), np.zeros((2, BLOCK_BYTES), np.uint8))
+        stack.put(block_hashes(make_keys(2)), np.zeros((2, BLOCK_BYTES), np.uint8))
         stack.close()
         received: list[Message] = []
         while message := subscriber.receive(0.2):

@@ -21,6 +21,7 @@ from tests.support.obedient import (
     put_below,
     stack_of,
 )
+from tests.support.stacks import block_hashes
 from tiered_kv.base import ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -100,7 +101,7 @@ def test_the_reason_is_that_of_the_miss_although_the_block_is_stored_in_the_same
         engine.store(KEYS, "another")  # and ends the step
         engine.end(context)
         assert misses(stack, "disk") == {"absent": 6}
-        assert [each.fate for each in stack.explain(KEYS)[0].tiers] == ["present", fate]
+        assert [each.fate for each in stack.explain(block_hashes(KEYS))[0].tiers] == ["present", fate]
 
 
 def test_a_request_that_asks_again_and_misses_another_block_between_two_counts_it(stack: Stack) -> None:

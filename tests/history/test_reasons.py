@@ -22,7 +22,7 @@ from tests.support.obedient import (
     put_below,
     stack_of,
 )
-from tests.support.stacks import Register
+from tests.support.stacks import Register, block_hashes
 from tiered_kv import stack as stack_module
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.history.recorder import PENDING_KEYS_MAX
@@ -52,7 +52,7 @@ def clock(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> ManualClock:
 
 def fates(stack: Stack, index: int = 0) -> list[str]:
     """Return the fate of one of KEYS in each tier."""
-    return [each.fate for each in stack.explain([KEYS[index]])[0].tiers]
+    return [each.fate for each in stack.explain(block_hashes([KEYS[index]]))[0].tiers]
 
 
 def test_what_a_full_tier_evicted() -> None:
@@ -62,7 +62,7 @@ def test_what_a_full_tier_evicted() -> None:
         assert get(stack, KEYS) == 0
         assert misses(stack, "cpu") == misses(stack, "memory") == {"evicted": 4}
         assert fates(stack) == ["evicted", "evicted"]
-        ages = [each.age_s for each in stack.explain(KEYS)[0].tiers]
+        ages = [each.age_s for each in stack.explain(block_hashes(KEYS))[0].tiers]
         assert all(age is not None and 0 <= age < 3600 for age in ages)
 
 

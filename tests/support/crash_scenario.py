@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from tests.support.disk_use import flush_file_system
-from tests.support.stacks import stack_of
+from tests.support.stacks import block_hashes, stack_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import TierError
 from tiered_kv.metrics.instruments import count_of
@@ -276,12 +276,12 @@ def _is_phantom(stack: Stack, key: OffloadKey) -> bool:
 def put(stack: Stack, keys: Sequence[OffloadKey], version: int) -> int:
     """Store `keys` with the contents of a version; return how many the stack took."""
     rows = np.frombuffer(b"".join(block_content(key, BLOCK_BYTES, version) for key in keys), np.uint8)
-    return stack.put(keys, rows.reshape(-1, BLOCK_BYTES), timeout=_WAIT_S)
+    return stack.put(block_hashes(keys), rows.reshape(-1, BLOCK_BYTES), timeout=_WAIT_S)
 
 
 def load(stack: Stack, key: OffloadKey) -> bytes | None:
     out = np.zeros((1, BLOCK_BYTES), np.uint8)
-    return out.tobytes() if stack.get([key], out, timeout=_WAIT_S) else None
+    return out.tobytes() if stack.get(block_hashes([key]), out, timeout=_WAIT_S) else None
 
 
 def ask(stack: Stack, keys: Sequence[OffloadKey]) -> list[bool]:

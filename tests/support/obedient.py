@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support import stacks
-from tests.support.stacks import PATIENT
+from tests.support.stacks import PATIENT, block_hashes
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import Seconds
@@ -108,13 +108,13 @@ def obedient(stack: Stack, index: int = 0) -> ObedientTier:
 
 def put(stack: Stack, keys: Sequence[OffloadKey]) -> None:
     """Store blocks in all tiers."""
-    assert stack.put(keys, np.zeros((len(keys), BLOCK_BYTES), np.uint8), timeout=WAIT_S) == len(keys)
+    assert stack.put(block_hashes(keys), np.zeros((len(keys), BLOCK_BYTES), np.uint8), timeout=WAIT_S) == len(keys)
     assert stack.flush(WAIT_S)
 
 
 def get(stack: Stack, keys: Sequence[OffloadKey], timeout: float = WAIT_S) -> int:
     """Load blocks; return how many were found."""
-    return stack.get(keys, np.zeros((len(keys), BLOCK_BYTES), np.uint8), timeout=timeout)
+    return stack.get(block_hashes(keys), np.zeros((len(keys), BLOCK_BYTES), np.uint8), timeout=timeout)
 
 
 def evict_all(stack: Stack) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tests.support.stacks import block_hashes
 from tiered_kv.backend import BlockStatus
 from tiered_kv.base import OffloadKey
 from tiered_kv.buffers import Blocks
@@ -130,13 +131,13 @@ def _call_facade(stack: Stack, prompts: Prompts, chance: random.Random, race: Ra
     race.calls += 1
     what = chance.random()
     if what < 0.45:
-        stored = stack.put(keys, prompts.contents(keys), timeout=_CALL_TIMEOUT_S)
+        stored = stack.put(block_hashes(keys), prompts.contents(keys), timeout=_CALL_TIMEOUT_S)
         race.stored_blocks += stored
         if not 0 <= stored <= len(keys):
             race.note([f"put of {len(keys)} blocks says that it stored {stored}"])
     elif what < 0.95:
         out = np.full((len(keys), prompts.block_bytes), GARBAGE, dtype=np.uint8)
-        loaded = stack.get(keys, out, timeout=_CALL_TIMEOUT_S)
+        loaded = stack.get(block_hashes(keys), out, timeout=_CALL_TIMEOUT_S)
         race.verified_blocks += loaded
         race.note(prompts.differences(keys[:loaded], out[:loaded], 0, "get"))
         if (out[loaded:] != GARBAGE).any():

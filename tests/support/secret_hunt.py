@@ -21,7 +21,6 @@ from typing import get_args, get_origin
 import numpy as np
 from pydantic import BaseModel, SecretBytes, SecretStr
 
-from tiered_kv.base import make_offload_key
 from tiered_kv.config.secret_keys import KEY_BYTES
 from tiered_kv.config.settings import StrictModel, TierSettings
 from tiered_kv.errors import ConfigError, TieredKVError
@@ -126,7 +125,7 @@ def process_as_seen() -> Iterator[str]:
 
 
 def _use(sheet: Sheet, place: str, stack: Stack, wait_s: float) -> None:
-    keys = [make_offload_key(bytes([number]) * 32, 0) for number in range(_BLOCKS)]
+    keys = [bytes([number]) * 32 for number in range(_BLOCKS)]
     blocks = np.zeros((_BLOCKS, stack.config.block.bytes), dtype=np.uint8)
     sheet.note(f"{place}: put", stack.put(keys, blocks, timeout=wait_s), stack.flush(wait_s))
     stack.manager.reset_cache()

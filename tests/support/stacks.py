@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tiered_kv.base import OffloadKey, get_offload_block_hash
 from tiered_kv.hooks import TierType, hookimpl, tier_plugins
 
 BUILT_IN_TIERS: dict[str, dict[str, object]] = {
@@ -33,6 +34,11 @@ Register = Callable[[str, Any], None]
 """Makes a tier class known by a name for one test: the fixture `register`."""
 ReplaceModule = Callable[..., None]
 """Has an import find another module, or none, for one test: the fixture `replace_module`."""
+
+
+def block_hashes(keys: Iterable[OffloadKey]) -> list[bytes]:
+    """Return the hashes by which `put` and `get` name blocks that a manager has under `keys`, of group 0."""
+    return [get_offload_block_hash(key) for key in keys]
 
 
 def stack_of(

@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 
 from tests.support.children import Child
-from tests.support.stacks import stack_of
+from tests.support.stacks import block_hashes, stack_of
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.cli import main
 from tiered_kv.metrics.instruments import count_of
@@ -56,7 +56,7 @@ class Stored:
         blocks = np.frombuffer(b"".join(map(self.content, keys)), np.uint8).reshape(len(keys), BLOCK_BYTES)
         name = stack.tier_names[0]
         before = count_of(stack.counters(), name, "stored_blocks_total")
-        stack.put(keys, blocks, timeout=WAIT_S)
+        stack.put(block_hashes(keys), blocks, timeout=WAIT_S)
         assert stack.flush(WAIT_S), "the stores do not end"
         return count_of(stack.counters(), name, "stored_blocks_total") - before
 
@@ -65,7 +65,7 @@ class Stored:
         came = wrong = 0
         out = np.zeros((1, BLOCK_BYTES), np.uint8)
         for key in keys:
-            if stack.get([key], out, WAIT_S):
+            if stack.get(block_hashes([key]), out, WAIT_S):
                 came += 1
                 wrong += out.tobytes() != self.content(key)
         return came, wrong

@@ -129,9 +129,9 @@ class TierFate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What became of a block in each tier, in the order of the search."""
+    """What became of a block in each tier, in the order of the search. Its `key` is as it was asked for."""
 
-    key: OffloadKey
+    key: bytes
     tiers: tuple[TierFate, ...]
 
 
@@ -144,8 +144,6 @@ class Observed(Protocol):
     opened_s: float
 
     def counters(self) -> dict[str, dict[str, Any]]: ...  # Any: as `Counters.snapshot`
-
-    def explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]: ...
 
 
 def explain(
@@ -196,7 +194,7 @@ def explain_query(stack: Observed, query: Mapping[str, Sequence[str]]) -> dict[s
     return {
         "namespace": stack.config.identity.digest.hex(),
         "tiers": list(stack.history.names),
-        "keys": list(_in_slices(map(_described, stack.explain(keys)))),
+        "keys": list(_in_slices(map(_described, explain(stack.history, stack.manager.primary.blocks, keys)))),
         "requests": list(_in_slices(_described_request(stack, stack.history, request) for request in requests)),
         "estimates": stack.manager.estimates(),
         "unexplained_blocks_total": stack.history.dropped_blocks,
@@ -218,14 +216,15 @@ def _described(explanation: Explanation) -> dict[str, object]:
 
 
 def _described_request(stack: Observed, history: BlockHistory, request: EndedRequest) -> dict[str, object]:
-    first = request.first_missed
+    first = [] if request.first_missed is None else [request.first_missed]
+    found = explain(history, stack.manager.primary.blocks, first)
     return {
         "request": request.req_id,
         "age_seconds": history.age_s(request),
         "hits": dict(request.hits),
         "misses": {tier: dict(reasons) for tier, reasons in request.misses.items()},
         "missed_blocks": request.missed_blocks,
-        "first_missed": None if first is None else _described(stack.explain([first])[0]),
+        "first_missed": _described(found[0]) if found else None,
         "first_missed_because": dict(request.first_because),
     }
 

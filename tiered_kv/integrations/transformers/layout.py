@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.buffers import Blocks
 
 if TYPE_CHECKING:
@@ -107,10 +106,9 @@ ALGORITHM = "blake2b-256-int64le-v1"
 _DIGEST_BYTES = 32
 _PERSON = b"tiered-kv-tok-v1"
 _ID_BYTES = 8
-_GROUP = 0
 
 
-def block_keys(token_ids: np.ndarray[Any, np.dtype[Any]], block_tokens: int, seed: str = "") -> list[OffloadKey]:
+def block_keys(token_ids: np.ndarray[Any, np.dtype[Any]], block_tokens: int, seed: str = "") -> list[bytes]:
     """Return the keys of a prompt's full blocks; tokens of a partial last block have none.
 
     They are a chain of hashes over the ids, which `transformers.md` defines. The hash is cryptographic, with 32 bytes,
@@ -128,5 +126,5 @@ def block_keys(token_ids: np.ndarray[Any, np.dtype[Any]], block_tokens: int, see
         state = hashlib.blake2b(digest, digest_size=_DIGEST_BYTES, person=_PERSON)
         state.update(data[start : start + block_bytes])
         digest = state.digest()
-        keys.append(make_offload_key(digest, _GROUP))
+        keys.append(digest)
     return keys

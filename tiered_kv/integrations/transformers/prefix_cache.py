@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from tiered_kv.base import OffloadKey
 from tiered_kv.buffers import Blocks
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import from_source
@@ -48,7 +47,7 @@ class Restored(NamedTuple):
 class _Given(NamedTuple):
     """What the stack was given of a cache: the key of the last block, if any, and the epoch of the cache."""
 
-    last_key: OffloadKey | None
+    last_key: bytes | None
     epoch: int
 
 
@@ -227,7 +226,7 @@ class PrefixCache:
             with self._lock:
                 self._given[cache] = _Given(None, self._given[cache].epoch)
 
-    def _load(self, keys: Sequence[OffloadKey], device: torch.device, end_s: float, epoch: int) -> tuple[States, int]:
+    def _load(self, keys: Sequence[bytes], device: torch.device, end_s: float, epoch: int) -> tuple[States, int]:
         """Return tensors with the longest prefix of `keys` that is loaded in time, and its number of blocks.
 
         Nothing is loaded after a reset, which ends the `epoch`.

@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from tiered_kv.base import OffloadKey
 from tiered_kv.buffers import Blocks
 from tiered_kv.errors import ResourceError, ShutdownError
 from tiered_kv.interrupts import CallThread
@@ -43,7 +42,7 @@ class Saver:
         self._dropped_blocks = 0
 
     def save(
-        self, keys: Sequence[OffloadKey], copy_blocks: Callable[[int], Blocks], on_loss: Callable[[], None], epoch: int
+        self, keys: Sequence[bytes], copy_blocks: Callable[[int], Blocks], on_loss: Callable[[], None], epoch: int
     ) -> int:
         """Queue as many of a prompt's next blocks as there is room for, drop the others, and return how many.
 
@@ -99,7 +98,7 @@ class Saver:
             return self._stored_blocks, self._dropped_blocks, sum(self._pending.values())
 
     def _submit(
-        self, saving: object, keys: Sequence[OffloadKey], rows: Blocks, on_loss: Callable[[], None], epoch: int
+        self, saving: object, keys: Sequence[bytes], rows: Blocks, on_loss: Callable[[], None], epoch: int
     ) -> None:
         future = self._threads.submit(self._put, keys, rows, epoch)
 
@@ -114,7 +113,7 @@ class Saver:
 
         future.add_done_callback(end)
 
-    def _put(self, keys: Sequence[OffloadKey], rows: Blocks, epoch: int) -> int:
+    def _put(self, keys: Sequence[bytes], rows: Blocks, epoch: int) -> int:
         try:
             return self._stack.put(keys, rows, timeout=self._put_timeout_s, epoch=epoch)
         except ShutdownError:
