@@ -69,7 +69,6 @@ ROOMS_OF_ANY_GRAIN = ("tiered_kv.tiering",)
 OF_ANOTHER_SIZE = {
     "tiered_kv.base": "an interface as it was given",
     "tiered_kv.backend": "an interface as it was given",
-    "tiered_kv.facade": "one class",
     "tiered_kv.cpu.manager": "one class",
     "tiered_kv.history.ghosts": "the ledger, which alone needs it, has no room",
     "tiered_kv.integrations.prefill_meter": "other engines may need it",

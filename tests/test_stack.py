@@ -304,6 +304,44 @@ class TestPutAndGet:
         assert stack.get([]).shape == (0, BLOCK_BYTES)
 
 
+class TestContains:
+    def test_it_counts_the_prefix_in_all_tiers_and_loads_nothing(self) -> None:
+        keys = hashes(8)
+        with open_stack(stack_of({"type": "memory", "capacity": "1MiB", **PATIENT})) as stack:
+            assert stack.contains(keys, timeout=WAIT_S) == 0
+            stack.put(keys[:6], blocks_of(6))
+            for number in range(4):
+                stack.put(hashes(8, f"other-{number}"), blocks_of(8))
+            stack.flush(WAIT_S)
+            before = stack.counters()
+            assert stack.contains(keys, timeout=WAIT_S) == 6
+            assert stack.contains(keys[6:], timeout=WAIT_S) == 0
+            assert stack.contains([*hashes(2, "other-3"), keys[0], keys[7], keys[1]], timeout=WAIT_S) == 3
+            after = stack.counters()
+            for name in ("blocks_total", "misses_total", "submitted_jobs_total"):
+                assert [each.get(name) for each in after.values()] == [each.get(name) for each in before.values()]
+            assert stack.get(keys, empty(8), timeout=0) == 0, "it is not in the primary tier"
+            stack.reset_cache()
+            assert stack.contains(keys, timeout=WAIT_S) == 0
+
+    def test_a_tier_that_does_not_answer_or_fails_has_no_block(self, register: Register) -> None:
+        class Silent(FourMethodTier):
+            def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+                return None
+
+        class Failing(FourMethodTier):
+            def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+                raise OSError("cannot look")
+
+        register("silent", Silent)
+        register("failing", Failing)
+        with open_stack(stack_of({"type": "failing"}, {"type": "silent"})) as stack:
+            stack.put(hashes(2), blocks_of(2))
+            assert stack.contains(hashes(4), timeout=0.01) == 2
+            assert stack.contains(hashes(4), timeout=0) == 2
+            assert stack.counters()["failing"]["exceptions_total"]
+
+
 class TestPrefetch:
     def test_what_was_prefetched_needs_no_secondary_tier(self) -> None:
         keys, blocks, out = hashes(8), blocks_of(8), empty(8)
@@ -429,6 +467,7 @@ class TestClosing:
         calls: list[Callable[[], object]] = [
             lambda: stack.put(hashes(1), blocks_of(1)),
             lambda: stack.get(hashes(1), empty(1)),
+            lambda: stack.contains(hashes(1)),
             stack.flush,
             stack.counters,
         ]

@@ -17,6 +17,7 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 if TYPE_CHECKING:
     from tiered_kv.buffers import AnyBuffer
 
+_Ask = Callable[[Sequence[OffloadKey], ReqContext], list[bool | None]]
 _GROUP: Final = 0
 """The KV cache group of the blocks."""
 
@@ -120,6 +121,23 @@ class BlockFacade(Calls):
         loaded = self._run(lambda: self._prefix("get", offload_keys, timeout, hints, load))
         return rows[:loaded] if out is None else loaded
 
+    def contains(self, keys: Sequence[bytes], timeout: float = 1.0) -> int:
+        """Return the length of the prefix of `keys` that is stored in any tier: what `get` would load, if it had time.
+
+        No block is loaded, and no use, hit or miss is counted. A block may be evicted after the call.
+
+        Args:
+            keys: Block hashes, in the order of their prefix.
+            timeout: Seconds to wait, in all, for secondary tiers. A block of which a tier says nothing in time is not
+                stored.
+
+        Raises:
+            TypeError: A key is not a block hash.
+            ShutdownError: The stack is closed, or was opened before a fork by another process.
+        """
+        offload_keys, ask = keys_of(keys), self.manager.contains_many
+        return self._run(lambda: self._count_prefix("contains", offload_keys, timeout, None, ask))
+
     def prefetch(self, keys: Sequence[bytes], timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
         """Load the longest available prefix of `keys` into the primary tier, before a `get` needs it.
 
@@ -140,7 +158,7 @@ class BlockFacade(Calls):
             ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
         ahead = keys_of(keys)[: max(self.region.num_blocks // 2, 1)]
-        return self._run(lambda: self._prefetch(ahead, timeout, hints))
+        return self._run(lambda: self._count_prefix("prefetch", ahead, timeout, hints, self.manager.lookup_many))
 
     def reset_cache(self) -> None:
         """Remove every block from every tier, as after new weights.
@@ -184,10 +202,20 @@ class BlockFacade(Calls):
                     pause_s = pause(pause_s)
             return 0 if self.manager.primary.is_outdated(context) else done
 
-    def _prefetch(self, keys: Sequence[OffloadKey], timeout: float, hints: HintsAsGiven) -> int:
+    def _count_prefix(
+        self, verb: str, keys: Sequence[OffloadKey], timeout: float, hints: HintsAsGiven, ask: _Ask
+    ) -> int:
+        """Return the length of the prefix that `ask` answers True; 0 after a reset."""
         epoch = self.epoch
-        found = self._prefix("prefetch", keys, timeout, hints, lambda wanted, _, context: self._find(wanted, context))
-        return found if self.epoch == epoch else 0
+
+        def take(wanted: Sequence[OffloadKey], _: int, context: ReqContext) -> tuple[int, int]:
+            with self._lock:
+                found = self._look_up(wanted, context, ask)
+                self.manager.on_schedule_end()
+            return found
+
+        count = self._prefix(verb, keys, timeout, hints, take)
+        return count if self.epoch == epoch else 0
 
     def _reset_cache(self) -> None:
         with self._call(), self._lock:
@@ -261,7 +289,7 @@ class BlockFacade(Calls):
     def _load(self, keys: Sequence[OffloadKey], out: Blocks, context: ReqContext) -> tuple[int, int]:
         """Load the ready blocks at the head of `keys`; return their number, and how many precede the first miss."""
         with self._lock:
-            ready, known = self._look_up(keys, context)
+            ready, known = self._look_up(keys, context, self.manager.lookup_many)
             # In the step of the lookup: an answer is valid until the step ends.
             spec = self.manager.prepare_load(keys[:ready], context) if ready else None
             if spec is None:
@@ -278,17 +306,10 @@ class BlockFacade(Calls):
                 self.manager.on_schedule_end()
         return ready, known
 
-    def _find(self, keys: Sequence[OffloadKey], context: ReqContext) -> tuple[int, int]:
-        """Promote `keys`; return as `_look_up`."""
-        with self._lock:
-            found = self._look_up(keys, context)
-            self.manager.on_schedule_end()
-        return found
-
-    def _look_up(self, keys: Sequence[OffloadKey], context: ReqContext) -> tuple[int, int]:
-        """Return how many at the head of `keys` are in the primary tier, and how many precede the first miss."""
+    def _look_up(self, keys: Sequence[OffloadKey], context: ReqContext, ask: _Ask) -> tuple[int, int]:
+        """Return how many at the head of `keys` are answered True, and how many precede the first False."""
         self._raise_if_closed()
-        answers = self.manager.lookup_many(keys, context)
+        answers = ask(keys, context)
         known = answers.index(False) if False in answers else len(answers)
         return next((index for index in range(known) if not answers[index]), known), known
 

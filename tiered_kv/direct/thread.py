@@ -18,8 +18,8 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.direct.tasks import Task, TierQueue
 from tiered_kv.errors import ShutdownError
 from tiered_kv.metrics.instruments import Counters
-from tiered_kv.tiering.answers import checked_answers, tier_exceptions
 from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.search import ask_tier
 
 _log = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class TierThread:
         for level, queue in enumerate(self.queues):
             places, task.asked[level] = task.asked[level], []
             if places:
-                answers = _answers(queue.guarded, task, places, now_s)
+                answers = ask_tier(queue.guarded, [task.keys[place] for place in places], task.context, now_s)
                 is_late = now_s >= task.until_s[level]
                 for place, answer in zip(places, answers, strict=True):
                     if answer:
@@ -286,14 +286,3 @@ def _each_key_once(blocks: Sequence[CPUBlock]) -> list[list[CPUBlock]]:
             parts.append([])
         parts[before].append(block)
     return parts
-
-
-def _answers(guarded: GuardedTier, task: Task, places: Sequence[int], now_s: float) -> Sequence[bool | None]:
-    if guarded.is_searched:
-        try:
-            asked = [task.keys[place] for place in places]
-            return checked_answers(guarded.tier.lookup_many(asked, task.context), len(places))
-        except tier_exceptions():
-            guarded.observer.note_exception("lookup_many")
-        guarded.breaker.fail(now_s)
-    return [False] * len(places)

@@ -31,7 +31,7 @@ from tiered_kv.tiering.pace import EngineCost
 from tiered_kv.tiering.prefetch import Prefetches
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import ManagerLimits, RequestState, RequestTable
-from tiered_kv.tiering.search import Search
+from tiered_kv.tiering.search import Search, ask_tier
 
 if TYPE_CHECKING:
     from tiered_kv.tiering.audit import AuditRules
@@ -163,6 +163,19 @@ class TieringOffloadingManager(OffloadingManager):
             return [True] * len(keys)
         below = self._search.below_many(missing, self._primary_blocks, req_context)
         return [below.get(key, True) for key in keys]
+
+    def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Return for each block whether a tier has it, None while a tier has not answered. Nothing is promoted."""
+        get = self._primary_blocks.get
+        found: dict[OffloadKey, bool | None] = {
+            key: True for key in keys if (block := get(key)) is not None and block.ref_cnt >= 0
+        }
+        rest = [key for key in dict.fromkeys(keys) if key not in found]
+        for guarded in self._tiers:
+            if rest:
+                found.update(zip(rest, ask_tier(guarded, rest, req_context, self._clock()), strict=True))
+                rest = [key for key in rest if found[key] is False]
+        return [found.get(key, False) for key in keys]
 
     def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Begin to promote the prefix `keys`, up to its first miss, for a request that will need it.

@@ -385,3 +385,14 @@ class Search:
         guarded.breaker.fail(now_s)
         self.refresh(now_s)
         self._attend(state)
+
+
+def ask_tier(guarded: GuardedTier, keys: list[OffloadKey], req_context: ReqContext, now_s: float) -> list[bool | None]:
+    """Return which blocks a tier has, None while it has not answered; all False if it is not searched, or raises."""
+    if guarded.is_searched:
+        try:
+            return checked_answers(guarded.tier.lookup_many(keys.copy(), req_context), len(keys))
+        except tier_exceptions():
+            guarded.observer.note_exception("lookup_many")
+        guarded.breaker.fail(now_s)
+    return [False] * len(keys)
