@@ -15,6 +15,7 @@ import importlib
 
 TYPE_CHECKING = False  # as `typing` has it, which takes longer to import than all the rest; type checkers know the name
 if TYPE_CHECKING:
+    from tiered_kv.async_stack import AsyncStack
     from tiered_kv.base import (
         OffloadingManager,
         OffloadKey,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AsyncStack",
     "ConfigError",
     "DirectTiers",
     "FormatError",
@@ -82,6 +84,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "tiered_kv.async_stack": "AsyncStack",
     "tiered_kv.base": "OffloadKey OffloadingManager ReqContext get_offload_block_hash get_offload_group_idx "
     "make_offload_key",
     "tiered_kv.config.namespace": "Namespace",

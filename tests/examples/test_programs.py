@@ -15,6 +15,13 @@ PRINTED: dict[str, list[str]] = {
         "40 blocks stored: {'CPU': 16, 'NVME': 40}",
         "after a reset: {}",
     ],
+    "async_stack.py": [
+        "summary: 0 of 3 blocks found",
+        "who: 2 of 3 blocks found",
+        "when: 2 of 3 blocks found",
+        "where: 2 of 3 blocks found",
+        "stored: 3",
+    ],
     "why_a_miss.py": [
         "a prompt that nobody has asked before: 0 of 4 blocks; the first: cpu unknown, small unknown, picky unknown",
         "an old prompt: 0 of 4 blocks; the first: cpu evicted, small evicted, picky admission",
