@@ -45,6 +45,7 @@ from vllm_spec_program import (  # type: ignore[import-not-found]  # the same
     engine_with,
 )
 
+from tests.support.stacks import block_hashes
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.vllm.spec import stack_config
 from tiered_kv.stack import Stack, open_stack
@@ -144,7 +145,7 @@ class Checks:
             assert stack.events is not None
             with reading(stack.events.publish_address, stack.events.replay_address) as reader:
                 began_s = time.time()
-                assert stack.put(keys, np.zeros((24, BLOCK_BYTES), np.uint8)) == 24
+                assert stack.put(block_hashes(keys), np.zeros((24, BLOCK_BYTES), np.uint8)) == 24
                 assert stack.flush()
                 expected = {
                     (MEDIUM_CPU, None): hashes_of(stack.primary.blocks),
@@ -160,7 +161,7 @@ class Checks:
                 stack.manager.reset_cache()
                 wait_for(lambda: [*reader.replay()][-1][1].events == [AllBlocksCleared()])
                 # By now it is surely connected, so what follows comes live, after the rest.
-                assert stack.put(keys[:1], np.zeros((1, BLOCK_BYTES), np.uint8)) == 1
+                assert stack.put(block_hashes(keys[:1]), np.zeros((1, BLOCK_BYTES), np.uint8)) == 1
                 assert stack.flush()
 
                 def sees_the_block() -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.obedient import BLOCK_BYTES, WAIT_S, misses, put, stack_of
+from tests.support.stacks import block_hashes
 from tests.tiering.conftest import Bench, MakeBench, keys
 from tiered_kv.base import OffloadPolicy, ReqContext
 from tiered_kv.hints import HINTS_KEY
@@ -114,11 +115,12 @@ def stack() -> Iterator[Stack]:
 
 
 def test_put_and_get_take_hints(stack: Stack) -> None:
-    wanted = make_keys(4)
+    named = make_keys(4)
+    wanted = block_hashes(named)
     blocks = np.zeros((4, BLOCK_BYTES), np.uint8)
     assert stack.put(wanted, blocks, hints={"skip": "store"}) == 0
     assert stack.get(wanted, blocks, WAIT_S) == 0
-    put(stack, wanted)
+    put(stack, named)
     assert stack.get(wanted, blocks, WAIT_S, hints={"skip": "load"}) == 0
     assert stack.get(wanted, blocks, WAIT_S, hints={"priority": 1, "ttl": 60}) == 4
     with pytest.raises(ValueError, match="priority"):
@@ -126,8 +128,9 @@ def test_put_and_get_take_hints(stack: Stack) -> None:
 
 
 def test_a_skipped_load_is_a_miss_by_request_in_every_tier(stack: Stack) -> None:
-    wanted = make_keys(4)
-    put(stack, wanted)
+    named = make_keys(4)
+    wanted = block_hashes(named)
+    put(stack, named)
     stack.get(wanted, np.zeros((4, BLOCK_BYTES), np.uint8), hints={"skip": "load"})
     assert misses(stack, "cpu") == misses(stack, "memory") == {"by_request": 4}
     assert [tier.fate for tier in stack.explain(wanted[:1])[0].tiers] == ["present", "stored"]
