@@ -15,20 +15,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 import tiered_kv
-from tiered_kv.base import OffloadKey, ReqContext, get_offload_group_idx, make_offload_key
-from tiered_kv.tiering.base import JobMetadata, JobResult
+from tiered_kv.base import get_offload_group_idx, make_offload_key
+from tiered_kv.toolkit import JobMetadata, JobResult, OffloadKey, ReqContext, SecondaryTierFactory, WrapperTier
 
 
-class KeyedNames(tiered_kv.WrapperTier):
+class KeyedNames(WrapperTier):
     """Gives the tier of the entry `inner` names by `secret`, 64 hexadecimal digits."""
 
     reports_stored = False
 
     def __init__(self, spec: object, view: memoryview, tier_type: str, *, secret: str, inner: Mapping[str, object]):
-        super().__init__(tiered_kv.SecondaryTierFactory.create(spec, view, inner))
+        super().__init__(SecondaryTierFactory.create(spec, view, inner))
         self._mac = hashlib.blake2b(getattr(spec, "namespace_digest", b""), digest_size=32, key=bytes.fromhex(secret))
         self._key_of: dict[int, dict[OffloadKey, OffloadKey]] = {}  # the names of each job in flight
 
@@ -64,14 +62,14 @@ class KeyedNames(tiered_kv.WrapperTier):
 
 
 def main() -> None:
-    keys, blocks = [make_offload_key(secrets.token_bytes(32), 0) for _ in range(4)], np.ones((4, 4096), np.uint8)
+    keys, blocks = [secrets.token_bytes(32) for _ in range(4)], bytes(4 * 4096)
     stack = {"namespace": {"model": "example"}, "block": {"bytes": 4096}, "primary": {"capacity": "64KiB"}}
     with tempfile.TemporaryDirectory() as directory:
         fs = {"type": "fs", "path": directory, "capacity": "1MiB"}
         for secret in ("5a" * 32, "5a" * 32, "a5" * 32):
             entry = {"type": f"{__name__}:KeyedNames", "secret": secret, "inner": fs}
             with tiered_kv.open_stack({**stack, "secondary": [entry]}) as opened:
-                print(f"found {opened.get(keys, np.empty_like(blocks))} of 4 blocks, stored {opened.put(keys, blocks)}")
+                print(f"found {len(opened.get(keys))} of 4 blocks, stored {opened.put(keys, blocks)}")
         content = b"".join(path.read_bytes() for path in Path(directory).rglob("*") if path.is_file())
         print(f"the files contain {sum(map(content.count, keys))} keys")
 

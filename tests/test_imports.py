@@ -11,10 +11,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tiered_kv
+from tiered_kv import toolkit
 
 ROOT = Path(__file__).parent.parent
 EXTRAS = frozenset(
@@ -174,8 +176,9 @@ def test_importing_the_package_is_fast_and_loads_nothing_heavy() -> None:
 
 def test_every_public_name_is_there_and_needs_no_extra() -> None:
     program = (
-        "import sys, json, tiered_kv; tiered_kv.tier_plugins();"
+        "import sys, json, tiered_kv; from tiered_kv import toolkit; toolkit.tier_plugins();"
         "[getattr(tiered_kv, name) for name in tiered_kv.__all__ if name != 'AsyncStack'];"
+        "[getattr(toolkit, name) for name in toolkit.__all__ if name != 'AsyncTier'];"
         "print(json.dumps(sorted(sys.modules)))"
     )
     modules = run_fresh(program)
@@ -200,11 +203,25 @@ def test_a_stack_imports_what_it_uses_and_nothing_else(tmp_path: Path) -> None:
     assert set(modules) & {*unused, *EXTRAS, "http.server", "rich", "asyncio"} == set()
 
 
-def test_the_public_names_are_sorted_and_complete() -> None:
-    assert tiered_kv.__all__ == sorted(tiered_kv.__all__)
-    assert set(tiered_kv.__all__) <= set(dir(tiered_kv))
+@pytest.mark.parametrize("package", [tiered_kv, toolkit])
+def test_the_public_names_are_sorted_and_complete(package: Any) -> None:
+    assert package.__all__ == sorted(package.__all__)
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    assert set(package.__all__) <= set(dir(package))
     with pytest.raises(AttributeError, match="no attribute 'nonesuch'"):
-        tiered_kv.nonesuch  # noqa: B018 - the look-up is the point
+        package.nonesuch  # noqa: B018 - the look-up is the point
+
+
+def test_a_tier_s_author_and_a_user_have_names_of_their_own() -> None:
+    assert not set(tiered_kv.__all__) & set(toolkit.__all__)
+
+
+def test_announcing_a_tier_loads_no_other_part_of_the_toolkit() -> None:
+    modules = run_fresh(
+        "import sys, json; from tiered_kv.toolkit import TierType, hookimpl; print(json.dumps(sorted(sys.modules)))"
+    )
+    assert isinstance(modules, list)
+    assert not set(modules) & {"numpy", "asyncio", "tiered_kv.tiering.base", "tiered_kv.toolkit.blocking"}
 
 
 def test_the_version_is_the_distribution_s() -> None:

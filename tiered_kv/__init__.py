@@ -6,6 +6,8 @@
         stack.put(keys, blocks)
         found = stack.get(keys)
 
+`tiered_kv.toolkit` has what the author of a tier needs, and `tiered_kv.base` the interface of an engine.
+
 Names are imported when they are first used, so that importing the package costs next to nothing.
 """
 
@@ -16,16 +18,8 @@ import importlib
 TYPE_CHECKING = False  # as `typing` has it, which takes longer to import than all the rest; type checkers know the name
 if TYPE_CHECKING:
     from tiered_kv.async_stack import AsyncStack
-    from tiered_kv.base import (
-        OffloadingManager,
-        OffloadKey,
-        ReqContext,
-        get_offload_block_hash,
-        get_offload_group_idx,
-        make_offload_key,
-    )
+    from tiered_kv.base import make_offload_key
     from tiered_kv.config.namespace import Namespace
-    from tiered_kv.config.settings import TierSettings
     from tiered_kv.direct.tiers import DirectTiers
     from tiered_kv.errors import (
         ConfigError,
@@ -38,12 +32,8 @@ if TYPE_CHECKING:
         TierError,
         TierUnavailableError,
     )
-    from tiered_kv.hooks import TierType, hookimpl, tier_plugins
     from tiered_kv.stack import Stack, open_stack
-    from tiered_kv.stack_config import StackConfig, load_config, stack_schema
-    from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
-    from tiered_kv.tiering.factory import SecondaryTierFactory
-    from tiered_kv.tiering.wrapper import WrapperTier
+    from tiered_kv.stack_config import StackConfig, load_config
 
 __version__ = "0.1.0.dev0"
 
@@ -52,52 +42,30 @@ __all__ = [
     "ConfigError",
     "DirectTiers",
     "FormatError",
-    "JobMetadata",
-    "JobResult",
     "MissingExtraError",
     "Namespace",
-    "OffloadKey",
-    "OffloadingManager",
-    "ReqContext",
     "ResourceError",
-    "SecondaryTierFactory",
-    "SecondaryTierManager",
     "ShutdownError",
     "Stack",
     "StackConfig",
     "TierBusyError",
     "TierError",
-    "TierSettings",
-    "TierSpec",
-    "TierType",
     "TierUnavailableError",
     "TieredKVError",
-    "WrapperTier",
-    "get_offload_block_hash",
-    "get_offload_group_idx",
-    "hookimpl",
     "load_config",
     "make_offload_key",
     "open_stack",
-    "stack_schema",
-    "tier_plugins",
 ]
 
 _MODULES = {
     "tiered_kv.async_stack": "AsyncStack",
-    "tiered_kv.base": "OffloadKey OffloadingManager ReqContext get_offload_block_hash get_offload_group_idx "
-    "make_offload_key",
+    "tiered_kv.base": "make_offload_key",
     "tiered_kv.config.namespace": "Namespace",
-    "tiered_kv.config.settings": "TierSettings",
-    "tiered_kv.stack_config": "StackConfig load_config stack_schema",
     "tiered_kv.direct.tiers": "DirectTiers",
     "tiered_kv.errors": "ConfigError FormatError MissingExtraError ResourceError ShutdownError TierBusyError "
     "TierError TierUnavailableError TieredKVError",
-    "tiered_kv.hooks": "TierType hookimpl tier_plugins",
     "tiered_kv.stack": "Stack open_stack",
-    "tiered_kv.tiering.base": "JobMetadata JobResult SecondaryTierManager TierSpec",
-    "tiered_kv.tiering.factory": "SecondaryTierFactory",
-    "tiered_kv.tiering.wrapper": "WrapperTier",
+    "tiered_kv.stack_config": "StackConfig load_config",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -6,10 +6,8 @@ from collections.abc import Iterable
 
 from pydantic import Field
 
-from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import Bytes
-from tiered_kv.hooks import TierType, hookimpl
-from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.toolkit import SecondaryTierManager, TierSettings, TierType, hookimpl
 
 
 class SqliteSettings(TierSettings):

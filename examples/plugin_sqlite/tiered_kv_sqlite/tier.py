@@ -6,9 +6,8 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
-from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError, TierUnavailableError
-from tiered_kv.toolkit import BlockingTier, Outcome
+from tiered_kv.toolkit import BlockingTier, OffloadKey, Outcome
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
 from tiered_kv_sqlite import SqliteSettings
 
