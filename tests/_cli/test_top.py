@@ -22,7 +22,7 @@ from tests.support.pages import undescribed
 from tests.support.stacks import stack_of
 from tests.support.status_server import Status, StatusServer, answer, busy, response, status, tier
 from tests.support.terminal import CTRL_C, Terminal
-from tiered_kv import make_offload_key, open_stack
+from tiered_kv import open_stack
 from tiered_kv._cli.live import NoticeView, ReasonView, Sight, TierView, View, view_of
 from tiered_kv._cli.top import number, plain_rows, screen
 from tiered_kv.cli import main
@@ -168,7 +168,7 @@ def test_what_a_real_stack_did_is_shown(capsys: pytest.CaptureFixture[str]) -> N
     block_bytes = 4096
     ram = {"type": "memory", "name": "ram", "capacity": "1MiB"}
     with open_stack(stack_of(ram, blocks=4, metrics={"listen": "127.0.0.1:0"})) as stack:
-        keys = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(4)]
+        keys = [number.to_bytes(32, "big") for number in range(4)]
         stack.put(keys, np.ones((4, block_bytes), np.uint8))
         assert stack.flush()
         assert stack.server is not None

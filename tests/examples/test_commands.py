@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from tests.support.pages import commands
-from tiered_kv import make_offload_key
 from tiered_kv._cli.output import Status
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
@@ -43,7 +42,7 @@ def test_the_commands_on_the_pages_work(
         page = Path(re.findall(r"\S+\.html", command)[0]).read_text()
         assert page.count("<svg") > 1, command
     with open_stack(str(tmp_path / "stack.yaml")) as stack:
-        keys = [make_offload_key(bytes([number]), 0) for number in range(8)]
+        keys = [bytes([number]) for number in range(8)]
         assert stack.put(keys, np.ones((8, 64 << 10), np.uint8)) == 8
         assert stack.flush()
     found, verified, repaired = (run(command) for command in commands("how-to/inspect.md"))

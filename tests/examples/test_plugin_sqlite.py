@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from tests.support.stacks import stack_of
-from tiered_kv.base import make_offload_key
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.hooks import tier_plugins, tier_settings
 from tiered_kv.stack import open_stack
@@ -67,7 +66,7 @@ def stack_with(path: Path, capacity: str = "1MiB") -> dict[str, object]:
 @pytest.mark.usefixtures("plugin")
 def test_blocks_outlive_the_stack_and_the_file_keeps_its_limit(tmp_path: Path) -> None:
     path = tmp_path / "blocks.db"
-    keys = [make_offload_key(bytes([index]) * 8, 0) for index in range(200)]
+    keys = [bytes([index]) * 8 for index in range(200)]
     blocks = np.random.default_rng(0).integers(0, 256, (200, 4096), dtype=np.uint8)
     out = np.zeros_like(blocks)
     with open_stack(stack_with(path, "256KiB")) as stack:
@@ -91,7 +90,7 @@ def test_a_file_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
         open_stack(stack_with(path))
     path.unlink()
     with open_stack(stack_with(path)) as stack:
-        keys = [make_offload_key(bytes([index]), 0) for index in range(32)]
+        keys = [bytes([index]) for index in range(32)]
         assert stack.put(keys, np.zeros((32, 4096), dtype=np.uint8), timeout=WAIT_S) == 32
         assert stack.flush(WAIT_S)
     with pytest.raises(ConfigError, match=r"secondary\.0\.capacity: .*delete it, or allow that many"):

@@ -115,12 +115,11 @@ def stack() -> Iterator[Stack]:
 
 
 def test_put_and_get_take_hints(stack: Stack) -> None:
-    named = make_keys(4)
-    wanted = block_hashes(named)
-    blocks = np.zeros((4, BLOCK_BYTES), np.uint8)
+    keys, blocks = make_keys(4), np.zeros((4, BLOCK_BYTES), np.uint8)
+    wanted = block_hashes(keys)
     assert stack.put(wanted, blocks, hints={"skip": "store"}) == 0
     assert stack.get(wanted, blocks, WAIT_S) == 0
-    put(stack, named)
+    put(stack, keys)
     assert stack.get(wanted, blocks, WAIT_S, hints={"skip": "load"}) == 0
     assert stack.get(wanted, blocks, WAIT_S, hints={"priority": 1, "ttl": 60}) == 4
     with pytest.raises(ValueError, match="priority"):
@@ -128,9 +127,9 @@ def test_put_and_get_take_hints(stack: Stack) -> None:
 
 
 def test_a_skipped_load_is_a_miss_by_request_in_every_tier(stack: Stack) -> None:
-    named = make_keys(4)
-    wanted = block_hashes(named)
-    put(stack, named)
-    stack.get(wanted, np.zeros((4, BLOCK_BYTES), np.uint8), hints={"skip": "load"})
+    keys = make_keys(4)
+    wanted = block_hashes(keys)
+    put(stack, keys)
+    stack.get(wanted, hints={"skip": "load"})
     assert misses(stack, "cpu") == misses(stack, "memory") == {"by_request": 4}
     assert [tier.fate for tier in stack.explain(wanted[:1])[0].tiers] == ["present", "stored"]

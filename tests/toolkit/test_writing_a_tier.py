@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 from tests.support.pages import write_shown
-from tiered_kv.base import make_offload_key
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import open_stack
 
@@ -55,7 +54,7 @@ def test_the_stack_on_the_page_opens_and_its_blocks_outlive_it(page_files: Path)
     plugins = tier_plugins()
     plugins.register(importlib.import_module("tiered_kv_folder"), "folder-of-the-page")
     try:
-        keys = [make_offload_key(bytes([number]) * 16, 0) for number in range(8)]
+        keys = [bytes([number]) * 16 for number in range(8)]
         blocks = np.random.default_rng(0).integers(0, 256, (8, 65536), dtype=np.uint8)
         with open_stack(page_files / "stack.yaml") as stack:
             assert stack.put(keys, blocks, timeout=60.0) == 8
