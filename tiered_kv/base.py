@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NewType
 
 import numpy as np
@@ -40,6 +41,10 @@ def get_offload_block_hash(key: OffloadKey) -> bytes:
 def get_offload_group_idx(key: OffloadKey) -> int:
     """Return the KV cache group index that `key` was made from."""
     return int.from_bytes(key[-_GROUP_BYTES:], "big")
+
+
+group_of = itemgetter(slice(-_GROUP_BYTES, None))
+"""Returns the bytes of a key's KV cache group: hot paths need no number."""
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from unittest import mock
 
@@ -117,9 +117,9 @@ def unchecked(
 
 
 def finish_early(
-    promotions: Promotions, job: SubmittedJob, result: JobResult, finish: Callable[..., object] = Promotions.finish
+    promotions: Promotions, job: SubmittedJob, result: JobResult, finish: Callable[..., object] = Promotions.ended
 ) -> object:
-    return [] if job.is_expired else finish(promotions, job, result)
+    return None if job.is_expired else finish(promotions, job, result)
 
 
 def release_at_once(promotions: Promotions, job: SubmittedJob) -> None:
@@ -142,9 +142,9 @@ def refusal_in_this_epoch(
 
 
 def collect_twice(
-    guarded: GuardedTier, collect: Callable[..., list[tuple[SubmittedJob, JobResult]]] = GuardedTier.collect
-) -> list[tuple[SubmittedJob, JobResult]]:
-    return 2 * collect(guarded)
+    guarded: GuardedTier, collect: Callable[..., Sequence[tuple[SubmittedJob, JobResult]]] = GuardedTier._collect
+) -> Sequence[tuple[SubmittedJob, JobResult]]:
+    return [*collect(guarded)] * 2
 
 
 def nothing(*_: object) -> None:
@@ -154,10 +154,10 @@ def nothing(*_: object) -> None:
 DEFECTS: dict[str, tuple[list[tuple[object, str, object]], str]] = {
     "a checksum that is not checked": ([(simulated_storage, "decode_record", unchecked)], "hold other bytes"),
     "a block that is released before its transfer ends": (
-        [(Promotions, "expire", release_at_once), (Promotions, "finish", finish_early)],
+        [(Promotions, "expired", release_at_once), (Promotions, "ended", finish_early)],
         "row",
     ),
-    "a job that never expires": ([(GuardedTier, "expire", lambda *_: [])], "outlived its deadline"),
+    "a job that never expires": ([(GuardedTier, "_expire", lambda *_: [])], "outlived its deadline"),
     "a promotion that survives a reset": ([(Promotions, "reset", nothing)], ""),
     "a hold that is never released": ([(Promotions, "release_overdue", lambda *_: 0)], "still pinned"),
     "a job that is reported while parts of it run": ([(PartQueue, "end", end_of_any)], ""),
@@ -173,7 +173,7 @@ DEFECTS: dict[str, tuple[list[tuple[object, str, object]], str]] = {
         [(Search, "_count_wait", nothing)],
         "answered None after it has waited as long as it may",
     ),
-    "a job that is reported twice": ([(GuardedTier, "collect", collect_twice)], ""),
+    "a job that is reported twice": ([(GuardedTier, "_collect", collect_twice)], ""),
 }
 
 

@@ -25,9 +25,9 @@ from tests.support.racing_scheduler import RacingScheduler
 from tests.support.syscalls import Fault
 from tests.trust import defective_crash_server
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.tiering.base import JobMetadata
+from tiered_kv.tiering.base import JobMetadata, JobResult
 from tiered_kv.tiering.cascade import Cascade
-from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
+from tiered_kv.tiering.guarded import SubmittedJob
 from tiered_kv_memory.tier import MemoryTier
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.tier import NvmeTier
@@ -60,30 +60,19 @@ MEMORY_PLACES: list[tuple[object, str]] = [
 
 
 def test_a_store_s_blocks_released_before_its_worker_has_ended_are_found_by_late_workers() -> None:
-    expire, finish = GuardedTier.expire, Cascade.finish
-    cascades: list[Cascade] = []
-    make = Cascade.__init__
+    ended = Cascade.ended
 
-    def remember(cascade: Cascade, *arguments: object) -> None:
-        make(cascade, *arguments)  # type: ignore[arg-type]  # passed on
-        cascades.append(cascade)
+    def release_at_once(cascade: Cascade, job: SubmittedJob) -> None:
+        cascade._primary.unpin(job.blocks)
 
-    def release_at_once(guarded: GuardedTier, now_s: float) -> list[SubmittedJob]:
-        jobs = expire(guarded, now_s)
-        for job in jobs:
-            if not job.metadata.is_promotion:
-                cascades[-1]._primary.unpin(job.blocks)
-        return jobs
-
-    def ignore_expired(cascade: Cascade, job: SubmittedJob) -> None:
+    def ignore_expired(cascade: Cascade, job: SubmittedJob, result: JobResult) -> None:
         if not job.is_expired:
-            finish(cascade, job)
+            ended(cascade, job, result)
 
     # A late store then keeps another block's bytes, with a checksum that fits them.
     with (
-        mock.patch.object(Cascade, "__init__", remember),
-        mock.patch.object(GuardedTier, "expire", release_at_once),
-        mock.patch.object(Cascade, "finish", ignore_expired),
+        mock.patch.object(Cascade, "expired", release_at_once),
+        mock.patch.object(Cascade, "ended", ignore_expired),
     ):
         config = stack_of({**MEMORY, "job_timeout": 0.03, "breaker_failures": 1_000_000})
         races = (race_late_workers(config, MEMORY_PLACES, seed=seed, seconds=SECONDS)[0] for seed in SEEDS)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.tiering.base import JobId
-from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.base import JobId, JobResult
+from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 
 Done = Callable[[list[bool]], None]
 """Called with an answer for each key of a task."""
@@ -98,20 +98,19 @@ class TierQueue:
                 self._end(waiting.popleft()[0])
         self.waiting_blocks = 0
 
-    def collect(self, now_s: float) -> None:
-        """Process the jobs that ended. An expired job stays in flight until the tier reports it."""
-        for job, result in self.guarded.collect():
-            task = self._in_flight.pop(job.metadata.job_id)
-            done = frozenset(job.metadata.keys if result.success else result.successful_keys or ())
-            if task.is_outdated:
-                done = frozenset()
-            failed = [block for block in job.blocks if block.key not in done]
-            for block in job.blocks:
-                task.answers[block.position] |= block.key in done
-            if failed and job.metadata.is_promotion:
-                self._load_below(task, failed)
-            self._end(task)
-        self.guarded.expire(now_s)
+    def ended(self, job: SubmittedJob, result: JobResult) -> None:
+        """Process a job that ended."""
+        task = self._in_flight.pop(job.metadata.job_id)
+        done = frozenset() if task.is_outdated else job.loaded_keys(result)
+        failed = [block for block in job.blocks if block.key not in done]
+        for block in job.blocks:
+            task.answers[block.position] |= block.key in done
+        if failed and job.metadata.is_promotion:
+            self._load_below(task, failed)
+        self._end(task)
+
+    def expired(self, job: SubmittedJob) -> None:
+        """Wait on: the host may not use the blocks before the tier has reported the job."""
 
     def submit(self, now_s: float) -> None:
         """Submit jobs while the budgets allow, loads first."""
@@ -159,7 +158,7 @@ class TierQueue:
         return task, blocks
 
     def _submit(self, task: Task, blocks: list[CPUBlock], *, is_load: bool) -> bool:
-        job = self.guarded.submit([block.key for block in blocks], blocks, task.context, is_promotion=is_load)
+        job = self.guarded.submit([block.key for block in blocks], blocks, task.context, self, is_promotion=is_load)
         if job is not None:
             self._in_flight[job.metadata.job_id] = task
             task.pieces += 1

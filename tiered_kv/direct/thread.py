@@ -180,14 +180,13 @@ class TierThread:
 
     def _step(self, now_s: float) -> None:
         for queue in self.queues:
-            queue.collect(now_s)
+            queue.guarded.poll(now_s)
         for queue in self.queues:
             queue.submit(now_s)
         for task in list(self._lookups):
             self._ask(task, now_s)
         for queue in self.queues:
             queue.guarded.call("on_schedule_end")
-            queue.guarded.tick(now_s)
         self._report()
 
     def _end_piece(self, task: Task) -> None:
@@ -249,7 +248,7 @@ class TierThread:
             self._is_shut_down = True
             for queue in self.queues:
                 queue.guarded.call("shutdown")
-                queue.collect(now_s)
+                queue.guarded.poll(now_s)
         for queue in self.queues:
             queue.drop_waiting()
         for task in self._lookups:

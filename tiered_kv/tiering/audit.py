@@ -218,26 +218,20 @@ class Audit:
 
     # Events of tiers and of time.
 
-    def collect(self, job: SubmittedJob, result: JobResult) -> bool:
-        """Process a load that was reported; return False if it is not the audit's."""
-        pairs = self._loads.pop(job, None)
-        if pairs is None:
-            return False
-        loaded = set(job.metadata.keys if result.success else result.successful_keys or ())
-        for pair in pairs:
+    def ended(self, job: SubmittedJob, result: JobResult) -> None:
+        """Process a load that was reported."""
+        loaded = job.loaded_keys(result)
+        for pair in self._loads.pop(job):
             if job.is_expired:
                 self._spare_rows.free(pair)
             else:
                 self._end_pair(pair, "" if pair.block.key in loaded else "failed_load")
-        return True
 
-    def expire(self, job: SubmittedJob) -> bool:
-        """Abandon an expired load; return False if it is not the audit's. Its spare rows stay with the job."""
-        pairs = self._loads.get(job)
-        for pair in pairs or ():
+    def expired(self, job: SubmittedJob) -> None:
+        """Abandon an expired load. Its spare rows stay with the job."""
+        for pair in self._loads[job]:
             self._spare_rows.expire(pair)
             self._abandon("failed_load", pair.audited is self._current)
-        return pairs is not None
 
     def tick(self, now_s: float) -> None:
         """Process finished comparisons, and end an audit that is complete or takes too long."""
@@ -318,7 +312,7 @@ class Audit:
         if not pairs:
             return
         keys, rows = [pair.block.key for pair in pairs], [pair.spare for pair in pairs]
-        job = guarded.submit(keys, rows, audited.context, is_promotion=True)
+        job = guarded.submit(keys, rows, audited.context, self, is_promotion=True)
         if job is not None:
             self._loads[job] = pairs
             return

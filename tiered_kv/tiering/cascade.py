@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 
 
@@ -39,22 +41,25 @@ class Cascade:
             self._primary.pin(blocks)
         self._submit(selections, req_context, [block.key for block in ready])
 
-    def fill(
-        self, ready: list[CPUBlock], source: GuardedTier, tiers: Sequence[GuardedTier], req_context: ReqContext
-    ) -> None:
-        """Offer blocks that were promoted from `source` to the tiers above it that have `fill_on_promotion`."""
-        above = [each for each in tiers[: tiers.index(source)] if each.settings.fill_on_promotion]
+    def fill(self, ready: list[CPUBlock], tiers: Sequence[GuardedTier], req_context: ReqContext) -> None:
+        """Offer blocks that were promoted from one tier to the tiers above it that have `fill_on_promotion`."""
+        source = ready[0].source
+        upper = itertools.takewhile(lambda guarded: guarded.name != source, tiers)
+        above = [guarded for guarded in upper if guarded.settings.fill_on_promotion]
         if above:
             self.offer(ready, above, req_context)
 
-    def finish(self, job: SubmittedJob) -> None:
-        """Release the blocks of a store that was reported."""
+    def ended(self, job: SubmittedJob, result: JobResult) -> None:
+        """Release the blocks of a store."""
         self._primary.unpin(job.blocks)
+
+    def expired(self, job: SubmittedJob) -> None:
+        """Keep the blocks pinned until the store has ended."""
 
     def _submit(
         self, selections: list[tuple[GuardedTier, list[CPUBlock]]], req_context: ReqContext, offered: list[OffloadKey]
     ) -> None:
         for guarded, blocks in selections:
             keys = offered.copy() if len(blocks) == len(offered) else [block.key for block in blocks]
-            if not guarded.submit(keys, blocks, req_context, is_promotion=False):
+            if not guarded.submit(keys, blocks, req_context, self, is_promotion=False):
                 self._primary.unpin(blocks)

@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -33,6 +33,16 @@ HARMLESS_REASONS: Final = UNUSABLE_REASONS | {"absent", "missing", "no_row", "no
 _job_ids = itertools.count()
 
 
+class JobOwner(Protocol):
+    """Whoever submits jobs. `GuardedTier.poll` tells it what becomes of them."""
+
+    def ended(self, job: SubmittedJob, result: JobResult) -> None:
+        """Process a job that the tier has reported; also one that has expired before, whose result is ignored."""
+
+    def expired(self, job: SubmittedJob) -> None:
+        """Process a job whose deadline has passed. Its blocks are in quarantine until `ended`."""
+
+
 @dataclass(slots=True, eq=False)
 class SubmittedJob:
     """A job that a tier has accepted and not reported yet.
@@ -43,9 +53,14 @@ class SubmittedJob:
 
     metadata: JobMetadata
     blocks: Sequence[CPUBlock]
+    owner: JobOwner
     blocks_in_flight: int
     """Blocks that the tier moves until it has done this job, if it serves jobs in their order."""
     is_expired: bool = False
+
+    def loaded_keys(self, result: JobResult) -> frozenset[OffloadKey]:
+        """Return the keys that the tier has moved."""
+        return frozenset(self.metadata.keys if result.success else result.successful_keys or ())
 
 
 @dataclass(slots=True)
@@ -185,11 +200,12 @@ class GuardedTier:
         keys: Sequence[OffloadKey],
         blocks: Sequence[CPUBlock],
         req_context: ReqContext,
+        owner: JobOwner,
         *,
         is_promotion: bool,
         job_id: JobId | None = None,
     ) -> SubmittedJob | None:
-        """Submit a job that loads `keys` into the rows of `blocks`, or stores them from these rows.
+        """Submit a job of `owner` that loads `keys` into the rows of `blocks`, or stores them from these rows.
 
         Returns:
             The job; None if the tier raised an exception.
@@ -199,7 +215,8 @@ class GuardedTier:
         job_id = next(_job_ids) if job_id is None else job_id
         budget = self.loads if is_promotion else self.stores
         in_flight = self.blocks_before_load(len(blocks)) + len(blocks) if is_promotion else 0
-        job = SubmittedJob(JobMetadata(job_id, keys, block_ids, is_promotion, req_context, deadline), blocks, in_flight)
+        metadata = JobMetadata(job_id, keys, block_ids, is_promotion, req_context, deadline)
+        job = SubmittedJob(metadata, blocks, owner, in_flight)
         try:
             (self.tier.submit_load if is_promotion else self.tier.submit_store)(job.metadata)
         except tier_exceptions():
@@ -216,7 +233,15 @@ class GuardedTier:
         self.counters.add("submitted_jobs_total", direction_of(job.metadata))
         return job
 
-    def collect(self) -> list[tuple[SubmittedJob, JobResult]]:
+    def poll(self, now_s: float) -> None:
+        """Tell owners which jobs have ended, or expired, since the last call; update breaker and admission."""
+        for job, result in self._collect():
+            job.owner.ended(job, result)
+        for job in self._expire(now_s):
+            job.owner.expired(job)
+        self._tick(now_s)
+
+    def _collect(self) -> list[tuple[SubmittedJob, JobResult]]:
         """Return the jobs that the tier has reported, including expired ones, and free their budget."""
         results: list[JobResult] = []
         is_wrong = False
@@ -263,7 +288,7 @@ class GuardedTier:
             ended.append((job, result))
         return ended
 
-    def expire(self, now_s: float) -> list[SubmittedJob]:
+    def _expire(self, now_s: float) -> list[SubmittedJob]:
         """Return the jobs whose deadline has passed since the last call; their blocks are now in quarantine."""
         expired = []
         for job in self._unexpired.values():
@@ -282,8 +307,8 @@ class GuardedTier:
             self.breaker.fail(now_s)
         return expired
 
-    def tick(self, now_s: float) -> None:
-        """Update breaker and admission; called once a step. Lookup failures of the tier count as one failure."""
+    def _tick(self, now_s: float) -> None:
+        """Update breaker and admission. Lookup failures of the tier since the last call count as one failure."""
         try:
             failures = operator.index(self.tier.lookup_failures)
         except tier_exceptions():

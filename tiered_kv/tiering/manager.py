@@ -17,6 +17,7 @@ from tiered_kv.base import (
     RequestOffloadingContext,
 )
 from tiered_kv.config.settings import TierSettings
+from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.history.fates import Fate
 from tiered_kv.history.recorder import BlockHistory
@@ -25,7 +26,7 @@ from tiered_kv.metrics.instruments import Notices, StepTimer, timed
 from tiered_kv.pauses import PAUSES_MAX, STEP
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
-from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv.tiering.observer import EventSink, Observer
 from tiered_kv.tiering.pace import EngineCost
 from tiered_kv.tiering.prefetch import Prefetches
@@ -105,7 +106,7 @@ class TieringOffloadingManager(OffloadingManager):
         )
         self._cascade = Cascade(primary)
         blocks_max = self.limits.promotion_blocks_max or max(num_blocks // 2, 1)
-        self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock, self.cost)
+        self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock, self.cost, self._fill)
         self._requests = RequestTable(self.limits.requests_max, self.limits.wait_max_s, self._end_request, clock)
         self._state_to_load_for = self._requests.get if history is None else self._requests.state_of
         self._search = Search(self._tiers, self._promotions, self._requests, self.limits.wait_max_s, clock, history)
@@ -357,20 +358,7 @@ class TieringOffloadingManager(OffloadingManager):
     def _collect(self) -> None:
         now_s, audit = self._clock(), self._audit
         for guarded in self._tiers:
-            for job, result in guarded.collect():
-                if not job.metadata.is_promotion:
-                    self._cascade.finish(job)
-                    continue
-                if audit is not None and audit.collect(job, result):
-                    continue
-                ready = self._promotions.finish(job, result)
-                context = self._context_of(job.metadata.req_context)
-                if ready and not self._is_closed and not self.primary.hints_of(context).skips_store:
-                    self._cascade.fill(ready, guarded, self._tiers, context)
-            for job in guarded.expire(now_s):
-                if job.metadata.is_promotion and not (audit is not None and audit.expire(job)):
-                    self._promotions.expire(job)
-            guarded.tick(now_s)
+            guarded.poll(now_s)
         self._promotions.release_overdue(now_s)
         for state in [state for state in self._requests.finished if state.unready]:
             found = [self._primary_blocks.get(key) for key in state.unready]
@@ -382,6 +370,12 @@ class TieringOffloadingManager(OffloadingManager):
             audit.tick(now_s)
         self._observer.report()
         self._search.refresh(now_s)
+
+    def _fill(self, job: SubmittedJob, ready: list[CPUBlock]) -> None:
+        """Offer promoted blocks to the tiers above their source."""
+        context = self._context_of(job.metadata.req_context)
+        if not self._is_closed and not self.primary.hints_of(context).skips_store:
+            self._cascade.fill(ready, self._tiers, context)
 
     def take_events(self) -> list[OffloadingEvent]:
         return self._observer.take_events()

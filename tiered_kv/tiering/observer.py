@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from tiered_kv.base import OffloadingEvent, OffloadKey
+from tiered_kv.base import OffloadingEvent, OffloadKey, group_of
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.history.ledger import CPU
 from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.pace import group_of
 from tiered_kv.tiering.requests import RequestState
 from tiered_kv.tiering.search import Search
 

@@ -6,10 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Final
 
-from tiered_kv.base import OffloadKey
+from tiered_kv.base import OffloadKey, group_of
 
 TOO_SLOW: Final = "too_slow"
 """The reason in counters for blocks that are not promoted because the engine computes them sooner."""
@@ -33,8 +32,6 @@ TRY_SHARE: Final = 0.1
 """A request may wait this part of its compute time for the lookup before a try; longer after `RETRY_MAX_S`."""
 _SPREAD_MIN: Final = 0.05
 """Standard deviation of load sizes, relative to their mean, from which both times can be estimated."""
-group_of = itemgetter(slice(-4, None))
-"""Returns the bytes of a key's KV cache group: hot paths need no number."""
 
 
 def computed_blocks(keys: Iterable[OffloadKey]) -> int:

@@ -34,7 +34,7 @@ class Promotions:
 
     A promoted block is pinned for each waiting request (a *hold*) until the request loads it or ends, or until the hold
     expires. Without holds a full primary tier could evict the block before its use, and the request would promote it
-    again, for ever.
+    again, for ever. `on_loaded` is called with a load that has ended, and the blocks that are now ready.
     """
 
     def __init__(
@@ -44,8 +44,10 @@ class Promotions:
         hold_s: float,
         clock: Callable[[], float],
         cost: EngineCost,
+        on_loaded: Callable[[SubmittedJob, list[CPUBlock]], None],
     ) -> None:
         self._primary = primary
+        self._on_loaded = on_loaded
         self._cost = cost
         self.blocks_max = blocks_max
         self.released_holds = 0
@@ -129,7 +131,7 @@ class Promotions:
                         self._refuse(blocks[worth:], guarded, TOO_SLOW, "cut" if worth else "late")
                         del blocks[worth:]
             keys = [block.key for block in blocks]
-            if refusal or (keys and not guarded.submit(keys, blocks, state.req_context, is_promotion=True)):
+            if refusal or (keys and not guarded.submit(keys, blocks, state.req_context, self, is_promotion=True)):
                 self._refuse(blocks, guarded, refusal)
             elif keys and self._cost.is_known and (promotions[0].is_try or not guarded.pace.is_known):
                 guarded.counters.add("learning_jobs_total", "try" if promotions[0].is_try else "first")
@@ -144,13 +146,13 @@ class Promotions:
             self._drop(block, reason)
         self._primary.abandon(blocks)
 
-    def finish(self, job: SubmittedJob, result: JobResult) -> list[CPUBlock]:
-        """Process a load that was reported; return the blocks that are now ready."""
+    def ended(self, job: SubmittedJob, result: JobResult) -> None:
+        """Make the blocks of a load ready, or give them back."""
         if job.is_expired:
             for block in job.blocks:
                 self._primary.backend.free(block)
-            return []
-        ok = set(job.metadata.keys if result.success else result.successful_keys or ())
+            return
+        ok = job.loaded_keys(result)
         ready, until_s = [], self._clock() + self._hold_s
         for block in job.blocks:
             if block.key in ok and self._arrive(block, until_s):
@@ -159,9 +161,10 @@ class Promotions:
                 self._drop(block, result.reason)
                 self._primary.abandon([block])
         self._primary.note_stored([block.key for block in ready])
-        return ready
+        if ready:
+            self._on_loaded(job, ready)
 
-    def expire(self, job: SubmittedJob) -> None:
+    def expired(self, job: SubmittedJob) -> None:
         """Make the keys of an expired load misses. The blocks stay with the job until the tier reports it."""
         for block in job.blocks:
             self._drop(block, "expired")

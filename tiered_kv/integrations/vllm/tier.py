@@ -237,6 +237,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             [block.key for block in blocks],
             blocks,
             job_metadata.req_context,
+            self,
             is_promotion=job_metadata.is_promotion,
             job_id=job_metadata.job_id,
         )
@@ -252,27 +253,30 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._ended.append(JobResult(job_id, is_success, transfer_time=0.0, transfer_bytes=0))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        self._collect()
+        self._guarded.poll(time.monotonic())
         ended, self._ended = self._ended, []
         return ended
 
-    def _collect(self) -> None:
-        self._ended += [self._translate(job, result) for job, result in self._guarded.collect()]
-
-    def _translate(self, job: SubmittedJob, result: OurResult) -> JobResult:
+    def ended(self, job: SubmittedJob, result: OurResult) -> None:
+        """Let the next `get_finished_jobs` report a job of the guarded tier."""
         metadata, keys = job.metadata, job.metadata.keys
-        done = set(keys) if result.success else set(result.successful_keys or ()).intersection(keys)
+        done = job.loaded_keys(result).intersection(keys)
         is_partial = len(done) < len(set(keys))
         if is_partial:
             self._note_failed(metadata, [key for key in keys if key not in done])
         began_s = (metadata.deadline or 0.0) - self._guarded.settings.job_timeout
-        return JobResult(
-            metadata.job_id,
-            success=not is_partial,
-            successful_keys=tuple(done) if metadata.is_promotion and is_partial else None,
-            transfer_time=max(0.0, time.monotonic() - began_s),
-            transfer_bytes=len(done) * self._block_bytes,
+        self._ended.append(
+            JobResult(
+                metadata.job_id,
+                success=not is_partial,
+                successful_keys=tuple(done) if metadata.is_promotion and is_partial else None,
+                transfer_time=max(0.0, time.monotonic() - began_s),
+                transfer_bytes=len(done) * self._block_bytes,
+            )
         )
+
+    def expired(self, job: SubmittedJob) -> None:
+        """Wait on: vLLM may not use the rows before the tier has reported the job."""
 
     def _note_failed(self, job: TransferJob | JobMetadata, keys: Iterable[OffloadKey]) -> None:
         """Note for a load's request the keys that it must not load again."""
@@ -287,11 +291,10 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         """
         guarded = self._guarded
         warn_s = time.monotonic() + DRAIN_WARNING_S
-        self._collect()
+        guarded.poll(time.monotonic())
         while guarded.jobs:
             time.sleep(_POLL_S)
-            self._collect()
-            guarded.expire(time.monotonic())
+            guarded.poll(time.monotonic())
             if time.monotonic() >= warn_s:
                 warn_s += DRAIN_WARNING_S
                 _log.warning(
@@ -320,12 +323,11 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._guarded.call("on_request_finished", req_context)
 
     def on_schedule_end(self, context: Any) -> None:
-        guarded, now_s = self._guarded, time.monotonic()
+        guarded = self._guarded
         # All loads of the step have been submitted. Reserved blocks that remain found no room in the primary tier.
         guarded.loads.reserved_blocks = 0
         guarded.call("on_schedule_end")
-        guarded.expire(now_s)
-        guarded.tick(now_s)
+        guarded.poll(time.monotonic())
 
     # Events, metrics, the end.
 
@@ -361,7 +363,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             end_s = time.monotonic() + CLOSE_TIMEOUT_S
             while self._guarded.jobs and time.monotonic() < end_s:
                 time.sleep(_POLL_S)
-                self._collect()
+                self._guarded.poll(time.monotonic())
             self._guarded.call("shutdown")
             del self._guarded
             gc.collect()  # a tier and its callbacks hold each other
