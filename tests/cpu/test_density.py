@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.performance import hint_gains
-from tests.performance.policy_hits import Prompt, documents, hits_of
-from tiered_kv.base import OffloadKey
+from tests.performance.policy_hits import Prompt, agent_steps, documents, hits_of, open_manager, serve
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.policies import RequestChain
 from tiered_kv.cpu.policies.density import KIND_GROUPS, DensityPolicy
@@ -175,15 +174,23 @@ def test_announced_returns_are_weighed_by_how_often_they_come() -> None:
 
 @pytest.mark.slow
 def test_kept_promises_gain_hits_and_lies_lose_none() -> None:
-    requests = list(itertools.islice(hint_gains.agents(), 1500))
+    requests = list(itertools.islice(agent_steps(), 1500))
 
-    def hits(way: hint_gains.Way) -> int:
-        chance = random.Random(0)
-        return sum(hint_gains.hits_of([(request, way(request, chance)) for request in requests], "density", 1000))
+    def hits(hint: Callable[[float | None], float | None]) -> int:
+        """Return the blocks found in 1,000, where each request tells a function of the time until its agent returns."""
+        now_s, found = 0.0, 0
+        manager = open_manager("density", 1000, clock=lambda: now_s)
+        for number, (now_s, _, ids, wait_s) in enumerate(requests):  # noqa: B007 - the clock reads the time
+            told = hint(wait_s)
+            said = None if told is None else {"tiered_kv": {"expect_return": told}}
+            found += serve(manager, ids, ReqContext(str(number), said))
+        manager.shutdown()
+        return found
 
-    without = hits(hint_gains.nothing)
-    assert hits(hint_gains.returns) > 1.02 * without
-    for lie in (hint_gains.wrong_by_ten, hint_gains.all_at_once):
+    chance = random.Random(0)
+    without = hits(lambda _: None)
+    assert hits(lambda wait_s: wait_s) > 1.02 * without
+    for lie in (lambda wait_s: (wait_s or 20) * chance.choice((0.1, 10)), lambda _: 1):
         assert hits(lie) > 0.99 * without
 
 

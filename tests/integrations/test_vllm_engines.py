@@ -12,20 +12,19 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.performance.first_token import choice
+from tests.performance.first_token import Engine, choice
 from tests.support.redis_servers import RedisServer, redis_server
 from tests.support.s3_entries import s3_entry
 from tests.support.vllm_programs import (
     VERSIONS,
     Message,
-    Program,
     damage_segments,
     interpreter,
     our_spec,
@@ -226,25 +225,18 @@ def restoring(model: Path, directory: Path, *, rounds: int, beside_vllm: bool) -
     if beside_vllm:
         own: Mapping[str, object] = {"type": "fs", "root_dir": str(directory / "fs")}
         configurations["vLLM's tiering, its own fs"] = vllm_tiering(72 * MIB, [own])
-    computed: dict[str, list[Message]] = {}
-    restored: dict[str, list[list[Message]]] = {name: [] for name in configurations}
-    with ExitStack() as engines:
-        programs: dict[str, tuple[Program, Iterator[Message]]] = {}
-        for name, config in configurations.items():
-            options = json.dumps({"mode": "first_token", "threads": 2, "rounds": rounds, "kv_transfer_config": config})
-            program = engines.enter_context(running("0.32.0", HERE / "vllm_engine_program.py", str(model), options))
-            programs[name] = program, program.messages()
-            computed[name] = next(programs[name][1])["computed"]
-        for _ in range(rounds):  # by turns, since the machine is not equally busy all the time
-            for name, (program, messages) in programs.items():
-                program.go_on()
-                restored[name].append(next(messages)["restored"])
-        for _, messages in programs.values():
-            assert list(messages) == []
-    tokens = [result["token"] for result in computed["our stack, nvme"]]
+    prompts = [(seed, 2048) for seed in range(3)]
+    served: dict[str, list[list[Message]]] = {name: [] for name in configurations}
+    with ExitStack() as undo:
+        engines = {name: Engine(undo, model, config, threads=2) for name, config in configurations.items()}
+        for _ in range(rounds + 1):  # by turns, since the machine is not equally busy all the time
+            for name, engine in engines.items():
+                served[name].append([engine.first_token(prompt) for prompt in prompts])
+    tokens = [result["token"] for result in served["our stack, nvme"][0]]
+    assert all([result["token"] for result in results] == tokens for each in served.values() for results in each)
+    computed = {name: each[0] for name, each in served.items()}
+    restored = {name: each[1:] for name, each in served.items()}
     for name in configurations:
-        for results in (computed[name], *restored[name]):
-            assert [result["token"] for result in results] == tokens, name
         assert min(result["found"] for results in restored[name] for result in results) == 2048, name
     compute_s = statistics.median(result["seconds"] for results in computed.values() for result in results)
     # The best of each round: what disturbs the others is the machine's.

@@ -3,18 +3,16 @@
     python vllm_engine_program.py MODEL_DIRECTORY '{"mode": "chat", "kv_transfer_config": {...}, ...}'
 
 `chat` plays conversations of several turns that share system prompts, and drops the engine's own prefix cache after
-each batch of requests, or has none (`prefix_caching`). `first_token` measures how long prompts take to their first
-token, and `serve` how long those take that it is told of, while others keep the engine busy. `hints` serves prompts
-with what their requests say of them. `namespaces` says those of the engine's processes. `audit` serves prompts one by
-one, with other weights from one of them on if told so, and looks up the keys that it is given before and after. `reset`
-resets with other weights while a request runs, and says what requests after it get. Prints
-lines of JSON, the last one the result; after {"pause": true} it waits for a line on its standard input. A test reads
-and writes them.
+each batch of requests, or has none (`prefix_caching`). `serve` measures how long prompts that it is told of take to
+their first token. `hints` serves prompts with what their requests say of them. `namespaces` says those of the engine's
+processes. `audit` serves prompts one by one, with other weights from one of them on if told so, and looks up the keys
+that it is given before and after. `reset` resets with other weights while a request runs, and says what requests after
+it get. Prints lines of JSON, the last one the result; after {"pause": true} it waits for a line on its standard input.
+A test reads and writes them.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -154,77 +152,31 @@ def chat(engine: Any, options: dict[str, Any]) -> None:
     say({"tokens": tokens, "cached_tokens": cached_tokens, "counters": counters_of(engine)})
 
 
-def first_token(engine: Any, options: dict[str, Any]) -> None:
-    """Compute some prompts, then restore them, all in each round; each has lost its place in the primary tier by then.
-
-    Waits for a line before each round, so that a test can run several engines by turns.
-    """
-    random_numbers = random.Random(0)
-    prompts = [[random_numbers.randrange(1024) for _ in range(2048)] for _ in range(3)]
-    generate(engine, [[1] * 40], 1)  # whatever an engine does once
-    say({"computed": [timed(engine, prompt) for prompt in prompts]})
-    for _ in range(options["rounds"]):
-        sys.stdin.readline()
-        say({"restored": [timed(engine, prompt) for prompt in prompts]})
-
-
 def timed(engine: Any, prompt: list[int]) -> dict[str, float]:
     """Return the first token of a prompt, how long it took, and how many of its tokens were found."""
     began_s = time.perf_counter()
     (output,) = generate(engine, [prompt], 1)
     seconds = time.perf_counter() - began_s
-    settle(engine, SETTLE_S)
+    assert engine.reset_prefix_cache()
+    # vLLM's worker stores in the step after the one that computed; a prompt of less than a block gives it steps, in
+    # which what is in flight arrives.
+    for _ in range(3):
+        generate(engine, [[2] * 8], 1)
+        time.sleep(SETTLE_S)
     return {"token": output.outputs[0].token_ids[0], "seconds": seconds, "found": output.num_cached_tokens}
 
 
-def settle(engine: Any, pause_s: float) -> None:
-    """Empty the engine's own prefix cache, and let what is in flight arrive."""
-    assert engine.reset_prefix_cache()
-    # vLLM's worker stores in the step after the one that computed; a prompt of less than a block gives it steps.
-    for _ in range(3):
-        generate(engine, [[2] * 8], 1)
-        time.sleep(pause_s)
+def serve(engine: Any, _: dict[str, Any]) -> None:
+    """Serve what each line of the input tells, such as {"prompt": [SEED, TOKENS]}.
 
-
-def serve(engine: Any, options: dict[str, Any]) -> None:
-    """Serve what each line of the input tells, such as {"prompts": [[SEED, TOKENS]], "answer": 1, "busy": []}.
-
-    All prompts of a line come at once, when prompts that nobody has stored have begun answers of `busy` tokens. Says of
-    each prompt how long its first token took, and how many of its tokens were found.
+    Says how long the first token of a prompt took, and how many of its tokens were found.
     """
-    from vllm import SamplingParams
-
-    core = engine.llm_engine
-    names = itertools.count()
-
-    def add(prompt: list[int], answer: int) -> str:
-        sampling = SamplingParams(max_tokens=answer, temperature=0, detokenize=False, ignore_eos=True)
-        name = f"served-{next(names)}"
-        core.add_request(name, {"prompt_token_ids": prompt}, sampling)
-        return name
-
     generate(engine, [[1] * 40], 1)  # whatever an engine does once
     say({"ready": True})
     for line in sys.stdin:
-        told = json.loads(line)
-        begun: dict[str, dict[str, float]] = {}
-        running = [add([3 + number] * 16, answer) for number, answer in enumerate(told["busy"])]
-        while not begun.keys() >= set(running):
-            begun.update({output.request_id: {} for output in core.step()})
-        prompts = [[random.Random(seed).randrange(1024) for _ in range(size)] for seed, size in told["prompts"]]
-        began_s = time.perf_counter()
-        waiting = [add(prompt, told["answer"]) for prompt in prompts]
-        while core.has_unfinished_requests():
-            for output in core.step():
-                if output.request_id not in begun:
-                    seconds, found = time.perf_counter() - began_s, output.num_cached_tokens
-                    begun[output.request_id] = {
-                        "seconds": seconds,
-                        "found": found,
-                        "token": output.outputs[0].token_ids[0],
-                    }
-        say({"served": [begun[name] for name in waiting], "seconds": time.perf_counter() - began_s})
-        settle(engine, options["pause_s"])
+        seed, size = json.loads(line)["prompt"]
+        numbers = random.Random(seed)
+        say(timed(engine, [numbers.randrange(1024) for _ in range(size)]))
 
 
 def hints(engine: Any, options: dict[str, Any]) -> None:
@@ -328,13 +280,11 @@ def change_weights(model: Any) -> None:
 MODES = {
     "audit": audit,
     "chat": chat,
-    "first_token": first_token,
     "hints": hints,
     "namespaces": namespaces,
     "reset": reset,
     "serve": serve,
 }
-MEASURING = ("first_token", "serve")
 
 
 def main() -> None:
@@ -342,9 +292,9 @@ def main() -> None:
     # Threads that are bound to cores wait for each other for ever where other processes have these cores too.
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(options["threads"]))
     # To measure, the engine is in a process of its own, as in a server. To look into it, it is in this one.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options["mode"] in MEASURING else "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options["mode"] == "serve" else "0"
     model = MIDDLE_MODEL if options.get("model") == "middle" else LARGE_MODEL
-    save_llama(directory, **(model if options["mode"] in MEASURING else CHAT_MODEL), dtype="float32")
+    save_llama(directory, **(model if options["mode"] == "serve" else CHAT_MODEL), dtype="float32")
     more: dict[str, Any] = options.get("engine", {})
     if options["mode"] == "namespaces":
         more = {"distributed_executor_backend": "mp"}  # a worker in a process of its own

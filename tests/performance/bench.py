@@ -47,19 +47,23 @@ class BlockRows:
 
     def store(self, tier: SecondaryTierManager, first: int, count: int, batch: int) -> Taken:
         """Store blocks `first` to `first + count` in jobs of `batch`, at most as many at a time as there are rows."""
-        taken = [
-            self._run(tier, begin, min(self.rows, first + count - begin), batch, is_promotion=False)
-            for begin in range(first, first + count, self.rows)
-        ]
-        return Taken(sum(each.wall_s for each in taken), sum(each.cpu_s for each in taken))
+        return self._all(tier, first, count, batch, is_promotion=False)
 
     def load(self, tier: SecondaryTierManager, first: int, count: int, batch: int) -> Taken:
         """Load blocks into their rows, which are cleared before and compared afterwards."""
-        rows = np.arange(first, first + count) % self.rows
-        self.region.array[rows] = 0
-        taken = self._run(tier, first, count, batch, is_promotion=True)
-        self.compare(rows)
-        return taken
+        return self._all(tier, first, count, batch, is_promotion=True)
+
+    def _all(self, tier: SecondaryTierManager, first: int, count: int, batch: int, *, is_promotion: bool) -> Taken:
+        taken = []
+        for begin in range(first, first + count, self.rows):
+            part = min(self.rows, first + count - begin)
+            rows = np.arange(begin, begin + part) % self.rows
+            if is_promotion:
+                self.region.array[rows] = 0
+            taken.append(self._run(tier, begin, part, batch, is_promotion=is_promotion))
+            if is_promotion:
+                self.compare(rows)
+        return Taken(sum(each.wall_s for each in taken), sum(each.cpu_s for each in taken))
 
     def compare(self, rows: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
         """Raise `AssertionError` unless each of `rows` holds its block."""
@@ -181,14 +185,14 @@ def sample(gigabytes: float, store: Taken, load: Taken) -> Sample:
 def summary(samples: Mapping[str, Sequence[Sample]], pairs: Sequence[tuple[str, str]]) -> dict[str, object]:
     """Return medians of each side's samples, one a round, and the spread of the ratios of pairs of sides.
 
-    A pair whose second side has no samples is left out.
+    Names and pairs whose second side has no samples are left out.
     """
     result: dict[str, object] = {}
     for side, taken in samples.items():
         for name in taken[0]:
             result[f"{side}_{name}"] = round(statistics.median(each[name] for each in taken), 3)
     for ours, theirs in pairs:
-        for name in samples[ours][0] if theirs in samples else ():
+        for name in (each for each in samples[ours][0] if each in samples.get(theirs, [{}])[0]):
             mine, others = ([sample[name] for sample in samples[side]] for side in (ours, theirs))
             result[f"{ours}_{name}_over_{theirs}"] = spread(ratios(mine, others))
     return result

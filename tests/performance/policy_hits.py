@@ -10,7 +10,6 @@ It bounds no prefix hit rate exactly, but no policy that cannot see the future c
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import heapq
 import itertools
@@ -19,19 +18,21 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.performance.bench import command_line
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
-from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.backend import CPUBackend, CPUBlock, RequestChain
 from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.policies.arc import ARCPolicy
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.workload.request import ChatWorkload, Request, read_trace
+from tiered_kv.workload.request import ChatWorkload, read_trace
 
 BLOCK_BYTES = 8
 BOUND = "bound"
-OTHERS = {"s3fifo": "tests.performance.s3fifo:S3FIFOPolicy"}
+OTHERS = {"s3fifo": "tests.performance.policy_hits:S3FIFOPolicy"}
 """Policies that are not built in."""
+S3FIFO_SMALL_SHARE = 0.1
+"""The small queue's share of the blocks, as in the paper."""
 
 Prompt = Sequence[int]
 """The ids of a prompt's blocks, in the order of the prefix."""
@@ -131,6 +132,30 @@ def bound_of(prompts: Sequence[Prompt], num_blocks: int) -> int:
     return hits
 
 
+class S3FIFOPolicy(ARCPolicy):
+    """S3-FIFO, by request: a small queue for new blocks, and a main queue for blocks that were used again.
+
+    After J. Yang, Y. Zhang, Z. Qiu, Y. Yue and R. Vigfusson, "FIFO Queues are All You Need for Cache Eviction" (SOSP
+    2023). The queues are the lists of `ARCPolicy`, with a fixed share. A used block belongs to the request that used it
+    last, so it moves at once; the paper reinserts it when it would be evicted.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._recent_target = S3FIFO_SMALL_SHARE * num_blocks
+        # One list for both queues: a returning block must not be evicted after the head of its prefix.
+        self._frequent_ghosts = self._recent_ghosts
+
+    def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
+        chain.refresh()
+        for block in blocks:
+            block.is_frequent = self._recent_ghosts.pop(block.key, self) is None
+
+    def _trim_ghosts(self) -> None:
+        while len(self._recent_ghosts) > (1 - S3FIFO_SMALL_SHARE) * self.num_blocks:
+            self._recent_ghosts.popitem(last=False)
+
+
 # Workloads. Each is a function of a seed: equal in every run.
 
 
@@ -216,43 +241,6 @@ def phases(seed: int = 0) -> Iterator[Prompt]:
         yield from itertools.islice(source, 1500)
 
 
-def drafts(seed: int = 0) -> Iterator[Prompt]:
-    """Writers who go back: each request goes on from one of the last texts of its writer, mostly the very last."""
-    chance = _random(8, seed)
-    texts = [[[_id("guide", writer % 4, index) for index in range(20)]] for writer in range(120)]
-    for number in range(6000):
-        writer = min(int(chance.expovariate(1 / 12)) + number // 60, 119)  # those who write now, and some ahead
-        back = min(int(chance.expovariate(1)), len(texts[writer]) - 1)
-        text = texts[writer][-1 - back]
-        text = text + [_id("draft", seed, number, index) for index in range(chance.randint(1, 8))]
-        texts[writer].append(text)
-        yield text
-
-
-def batches(seed: int = 0) -> Iterator[Prompt]:
-    """Jobs of 50 to 300 requests over one template each, three at a time, beside chats that come back."""
-    chance = _random(9, seed)
-    jobs: list[list[int]] = []  # the job's number, its template's length, and the requests left
-    chats = [[_id("chat", seed, chat, index) for index in range(6)] for chat in range(60)]
-    for number in range(7000):
-        if chance.random() < 0.3:
-            chat = chance.randrange(60)
-            if len(chats[chat]) > 60:
-                chats[chat] = []
-            chats[chat] += [_id("turn", seed, number, index) for index in range(chance.randint(2, 6))]
-            yield list(chats[chat])
-            continue
-        if len(jobs) < 3:
-            jobs.append([number, chance.randint(10, 80), chance.randint(50, 300)])
-        job = chance.choice(jobs)
-        job[2] -= 1
-        if not job[2]:
-            jobs.remove(job)
-        yield [_id("template", seed, job[0], index) for index in range(job[1])] + [
-            _id("item", seed, number, index) for index in range(chance.randint(2, 20))
-        ]
-
-
 def _random(number: int, seed: int) -> random.Random:
     return random.Random(number + 100 * seed)
 
@@ -285,42 +273,21 @@ WORKLOADS: dict[str, tuple[Callable[..., Iterator[Prompt]], tuple[int, ...]]] = 
     "scans": (scans, (500, 1000, 2000, 4000, 8000)),
     "mixed": (mixed, (500, 1000, 2000, 4000)),
     "phases": (phases, (500, 1000, 2000, 4000)),
-    "drafts": (drafts, (500, 1000, 2000, 4000)),
-    "batches": (batches, (500, 1000, 2000, 4000)),
 }
 TRACE, TRACE_SIZES = "conversation", (1000, 5000, 10_000, 30_000)
 
 
-def workload_line(doc: str | None, **options: Any) -> argparse.ArgumentParser:
-    """Return the parser of a script that measures workloads, a trace, or both."""
-    parser = command_line(doc, trace=Path, **options)
+def main() -> None:
+    parser = command_line(__doc__, trace=Path, seed=0)
     parser.add_argument("--workloads", nargs="*", default=[], choices=sorted(WORKLOADS))
     parser.add_argument("--sizes", nargs="+", type=int, help="blocks; by default those that suit the workload")
-    return parser
-
-
-def chosen(
-    arguments: argparse.Namespace, seed: int = 0, duration_ms: int | None = None
-) -> Iterator[tuple[str, list[Request]]]:
-    """Yield the name and the requests of each workload, and of the trace, that a command line names.
-
-    A workload's requests are evenly spread over `duration_ms`; by default, one follows the other after a millisecond.
-    """
-    for name in arguments.workloads:
-        prompts = list(WORKLOADS[name][0](seed))
-        gap_ms = 1 if duration_ms is None else duration_ms / len(prompts)
-        yield name, [Request(int(number * gap_ms), 0, 0, tuple(ids)) for number, ids in enumerate(prompts)]
-    if arguments.trace:
-        yield TRACE, list(read_trace(arguments.trace))
-
-
-def main() -> None:
-    parser = workload_line(__doc__, seed=0)
     parser.add_argument("--policies", nargs="+", default=["lru", "arc", "s3fifo", "density", BOUND])
     parser.add_argument("--running", type=int, default=1, help="requests at a time; each stores 8 blocks a step")
     arguments = parser.parse_args()
-    for name, requests in chosen(arguments, arguments.seed):
-        prompts = [request.hash_ids for request in requests]
+    chosen = {name: list(WORKLOADS[name][0](arguments.seed)) for name in arguments.workloads}
+    if arguments.trace:
+        chosen[TRACE] = [request.hash_ids for request in read_trace(arguments.trace)]
+    for name, prompts in chosen.items():
         total = sum(len(ids) for ids in prompts)
         for size in arguments.sizes or (TRACE_SIZES if name == TRACE else WORKLOADS[name][1]):
             rates: dict[str, float] = {}

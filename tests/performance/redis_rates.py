@@ -1,4 +1,4 @@
-"""Throughput and CPU time of the redis tier beside raw RESP and LMCache's `resp`, on one redis-server: a JSON object.
+"""Throughput of the redis tier beside raw RESP and LMCache's `resp`, on one redis-server: a JSON object.
 
     python tests/performance/redis_rates.py --block-bytes 65536 --blocks 4096 --rounds 5 --peers PEERS
 
@@ -10,28 +10,23 @@ client (`resp`; with --peers, the folder that `setup_peers.sh` made). Both scrip
 loads counts where LMCache's does.
 
 `redis_limit.py` sends one buffer of 32 blocks again and again and receives into another, and neither leaves the
-processor's caches. `spread` is the same without that help: one raw connection, every block from and to a place of its
-own, nothing checked. The server's allocator keeps what is freed, as in a server that is full and evicts.
+processor's caches. The server's allocator keeps what is freed, as in a server that is full and evicts.
 
-Ratios are medians of the rounds' own ratios, with the lowest and highest. GB = 1e9 bytes. CPU time is the client's,
-without its start: for the other scripts, what passes between their own calls of `time.perf_counter`.
+Ratios are medians of the rounds' own ratios, with the lowest and highest. GB = 1e9 bytes.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
-from tests.performance.bench import BlockRows, Sample, Taken, command_line, sample, summary, timed
+from tests.performance.bench import BlockRows, Sample, command_line, sample, summary
 from tests.support.redis_servers import RedisServer
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv_redis.settings import RedisSettings
@@ -44,16 +39,6 @@ WARM_ROUNDS = 1
 """The first rounds touch the server's memory, and are not counted."""
 KEEP_MEMORY = {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1,lg_extent_max_active_fit:40"}
 """Has jemalloc give nothing back to the kernel, and cut up large pieces of what was freed for small values."""
-
-# The scripts of others read the clock before and after each phase and nowhere else; so this tells what CPU each took.
-_WITH_CPU_TIMES = """
-import json, runpy, sys, time
-clock, cpu = time.perf_counter, []
-time.perf_counter = lambda: (cpu.append(time.process_time()), clock())[1]
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-print(json.dumps([end - begin for begin, end in zip(cpu[::2], cpu[1::2])]))
-"""
 
 
 class Bench:
@@ -80,76 +65,27 @@ class Bench:
             tier.shutdown()
         return sample(self._gigabytes, store, min(taken, key=lambda each: each.wall_s))
 
-    def spread(self) -> Sample:
-        """Store and load over one raw connection, each block from and to its own place, without checks."""
-        self._server.empty()
-        names = [b"$%d\r\n%b\r\n" % (len(name), name) for name in (b"spread:%d" % row for row in range(self._blocks))]
-        opening, size = b"$%d\r\n" % self._block_bytes, self._block_bytes
-        reply_bytes = len(opening) + size + 2
-        received = np.ones(self._blocks * reply_bytes, dtype=np.uint8).data  # ones: written, so that memory is there
-        rows = [row.data for row in self._rows.region.array]
-        with socket.create_connection(("127.0.0.1", self._server.port)) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-            def store(first: int, end: int) -> None:
-                parts: list[bytes | memoryview] = []
-                for name, row in zip(names[first:end], rows[first:end], strict=True):
-                    parts += [b"*3\r\n$3\r\nSET\r\n%b%b" % (name, opening), row, b"\r\n"]
-                _send_all(connection, parts)
-                _receive_all(connection, memoryview(bytearray(len(b"+OK\r\n") * (end - first))))
-
-            def load(first: int, end: int) -> None:
-                connection.sendall(b"".join(b"*2\r\n$3\r\nGET\r\n%b" % name for name in names[first:end]))
-                _receive_all(connection, received[first * reply_bytes : end * reply_bytes])
-
-            return sample(self._gigabytes, self._in_batches(store), self._in_batches(load))
-
     def raw(self, bench: Path) -> Sample:
         """Run the script of the raw limit."""
         total = ("--total-bytes", str(self._blocks * self._block_bytes))
-        rates, cpu = self._other([sys.executable], bench / "redis_limit.py", "--port", str(self._server.port), *total)
-        return self._theirs(rates["set_gb_per_s"], rates["get_gb_per_s"], cpu[0], cpu[1])
+        rates = self._other([sys.executable], bench / "redis_limit.py", "--port", str(self._server.port), *total)
+        return {"store_gb_per_s": rates["set_gb_per_s"], "load_gb_per_s": rates["get_gb_per_s"]}
 
     def resp(self, bench: Path, peers: Path) -> Sample:
         """Run the script of LMCache's client."""
         adapter = json.dumps({"type": "resp", "host": "127.0.0.1", "port": self._server.port})
-        blocks = ("--blocks", str(self._blocks))
-        rates, cpu = self._other([str(peers / "lmcache/run")], bench / "lmcache_l2.py", adapter, *blocks)
-        return self._theirs(rates["store_gb_per_s"], rates["load_gb_per_s"], cpu[0], min(cpu[1:]))
+        rates = self._other(
+            [str(peers / "lmcache/run")], bench / "lmcache_l2.py", adapter, "--blocks", str(self._blocks)
+        )
+        return {name: rates[name] for name in ("store_gb_per_s", "load_gb_per_s")}
 
-    def _in_batches(self, step: Callable[[int, int], None]) -> Taken:
-        def work() -> None:
-            for first in range(0, self._blocks, BATCH):
-                step(first, min(first + BATCH, self._blocks))
-
-        return timed(work)
-
-    def _other(self, python: Sequence[str], script: Path, *arguments: str) -> tuple[dict[str, float], list[float]]:
+    def _other(self, python: Sequence[str], script: Path, *arguments: str) -> dict[str, float]:
         self._server.empty()
         size = ("--block-bytes", str(self._block_bytes), "--batch", str(BATCH))
-        command = [*python, "-c", _WITH_CPU_TIMES, str(script), *arguments, *size]
+        command = [*python, str(script), *arguments, *size]
         output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S).stdout
-        rates, cpu = map(json.loads, output.strip().splitlines()[-2:])
-        return rates, cpu
-
-    def _theirs(self, store: float, load: float, store_cpu_s: float, load_cpu_s: float) -> Sample:
-        size = self._gigabytes
-        return sample(size, Taken(size / store, store_cpu_s), Taken(size / load, load_cpu_s))
-
-
-def _send_all(connection: socket.socket, parts: list[bytes | memoryview]) -> None:
-    sent = connection.sendmsg(parts)
-    for part in parts:
-        if sent < len(part):
-            connection.sendall(memoryview(part)[sent:])
-        sent = max(0, sent - len(part))
-
-
-def _receive_all(connection: socket.socket, buffer: memoryview) -> None:
-    while buffer:
-        count = connection.recv_into(buffer)
-        assert count, "the server closed the connection"
-        buffer = buffer[count:]
+        rates: dict[str, float] = json.loads(output.strip().splitlines()[-1])
+        return rates
 
 
 def main() -> None:
@@ -168,14 +104,13 @@ def main() -> None:
                 samples["one_connection"].append(bench.ours(loads=1, connections=1))
                 if (arguments.bench / "redis_limit.py").exists():
                     samples["raw"].append(bench.raw(arguments.bench))
-                samples["spread"].append(bench.spread())
                 samples["default"].append(bench.ours(loads=2))
                 if arguments.peers is not None:
                     samples["resp"].append(bench.resp(arguments.bench, arguments.peers))
         finally:
             bench.close()
     counted = {side: taken[WARM_ROUNDS:] for side, taken in samples.items()}
-    pairs = [("one_connection", "raw"), ("one_connection", "spread"), ("default", "resp")]
+    pairs = [("one_connection", "raw"), ("default", "resp")]
     about = {"block_bytes": arguments.block_bytes, "rounds": arguments.rounds}
     print(json.dumps({**about, **summary(counted, pairs)}))
 

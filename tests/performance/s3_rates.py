@@ -12,7 +12,10 @@ GB = 1e9 bytes; CPU time is that of this process.
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from tests.performance.bench import BlockRows, Sample, Taken, command_line, sample, summary, timed
-from tests.performance.nginx import start_nginx
 from tests.support.s3_entries import s3_entry
 from tiered_kv.testing.s3_servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
 from tiered_kv.tiering.base import TierSpec
@@ -35,6 +37,59 @@ BLOCK_BYTES = 1 << 20
 CONNECTIONS = 16
 WARM_ROUNDS = 2
 """The first rounds warm connections and pages, and are not counted."""
+
+
+_CONFIGURATION = """
+daemon off;
+{user}
+worker_processes 1;
+pid nginx.pid;
+error_log error.log;
+events {{ worker_connections 1024; }}
+http {{
+  access_log off;
+  sendfile on;
+  tcp_nodelay on;
+  keepalive_requests 10000000;
+  client_max_body_size 0;
+  client_body_buffer_size 8m;
+  client_body_temp_path temp_body;
+  proxy_temp_path temp_proxy;
+  fastcgi_temp_path temp_fastcgi;
+  uwsgi_temp_path temp_uwsgi;
+  scgi_temp_path temp_scgi;
+  server {{
+    listen 127.0.0.1:{port};
+    root data;
+    location / {{
+      dav_methods PUT DELETE;
+      create_full_put_path on;
+    }}
+  }}
+}}
+"""
+
+
+def start_nginx(folder: Path) -> S3Server:
+    """Start nginx on a free port, with its files in `folder`, and return once it listens.
+
+    A bucket is a folder that the first PUT makes. It knows neither listings nor signatures.
+
+    Raises:
+        RuntimeError: It did not start.
+    """
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    server = S3Server(functools.partial(_command, folder))
+    server.start()
+    return server
+
+
+def _command(folder: Path, port: int) -> list[str]:
+    program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+    assert program is not None, "nginx is not installed"
+    configuration = folder / "nginx.conf"
+    configuration.write_text(_CONFIGURATION.format(port=port, user="user root;" if os.geteuid() == 0 else ""))
+    return [program, "-p", str(folder), "-c", str(configuration), "-e", str(folder / "error.log")]
 
 
 class Bench:

@@ -21,14 +21,13 @@ pytestmark = pytest.mark.slow
 def run(script: str, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, str(HERE / script), *arguments]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
-    answer = json.loads(output if script not in LINES else output.splitlines()[0])
+    answer = json.loads(output)
     assert isinstance(answer, dict)
     return answer
 
 
 DIRECTORY = "DIRECTORY"
-LINES = {"write_budgets.py"}
-"""Scripts that print several objects."""
+POLICIES = ("bound", "s3fifo", "arc", "lru", "density")
 DIRECTIONS = ("store_gb_per_s", "load_gb_per_s")
 SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
     "manager_rates.py --blocks 4096 --policy arc": (
@@ -36,21 +35,11 @@ SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
         [],
     ),
     "policy_hits.py --workloads chats --sizes 500 --policies density": (["blocks", "density"], []),
-    "hint_gains.py --workloads agents --sizes 500 --ways nothing returns": (["blocks", "nothing", "returns"], []),
-    "nvme_hits.py --workloads chats --sizes 200 800": (["nvme_hits", "hit_rate"], []),
-    "write_budgets.py --workloads chats --sizes 2000": (["nvme_hits", "hit_rate"], []),
-    "observing_cost.py --rounds 8": ([], ["store", "lookup_hit", "load", "lookup_miss"]),
-    f"nvme_rates.py {DIRECTORY} --blocks 512": ([*DIRECTIONS], []),
+    f"nvme_rates.py {DIRECTORY} --blocks 512 --codec aes-256-gcm": ([*DIRECTIONS, "open_s"], []),
     f"nvme_rates.py {DIRECTORY} --blocks 2048 --capacity-blocks 1024": (["full_over_empty"], []),
-    f"encryption_rates.py {DIRECTORY} --blocks 64 --rounds 1": (
-        [name for each in DIRECTIONS for name in (f"raw_{each}", f"codec_{each}_over_raw")],
-        [],
-    ),
-    f"open_directory.py {DIRECTORY} --blocks 2000 --rounds 1": (["open_seconds"], []),
     "s3_rates.py --blocks 32 --rounds 1": (["ours_store_gb_per_s", "boto3_load_cpu_s_per_gb"], []),
     "redis_rates.py --blocks 64 --rounds 1": (
-        [f"{side}_{each}" for side in ("one_connection", "spread", "default") for each in DIRECTIONS]
-        + ["one_connection_load_gb_per_s_over_spread"],
+        [f"{side}_{each}" for side in ("one_connection", "default") for each in DIRECTIONS],
         [],
     ),
 }
@@ -85,19 +74,22 @@ def test_step_latency(tmp_path: Path, tier: str) -> None:
     assert steps["busy_step_us"]["p50"] < 500_000, "a step waited for transfers"
 
 
+def test_plots(tmp_path: Path) -> None:
+    """Of the results of one workload, and of the page's own table."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "results").write_text(json.dumps({"workload": "chats", "blocks": 500, **dict.fromkeys(POLICIES, 0.5)}))
+    page = HERE.parents[1] / "docs" / "explanation" / "performance.md"
+    for plot, data in (("gains", page), ("hits", tmp_path / "results")):
+        svg = tmp_path / f"{plot}.svg"
+        subprocess.run([sys.executable, str(HERE / "plots.py"), plot, str(data), str(svg)], check=True, timeout=120)
+        assert "<svg" in svg.read_text()
+
+
 def test_gpu_copies() -> None:
     pytest.importorskip("torch")
     copies = run("gpu_copies.py", "--device", "cpu", "--mib", "1", "--rounds", "1")["page_bytes"]
     assert len(copies) == 6
     assert all(rate > 0 for ways in copies.values() for rate in ways["chosen"].values())
-
-
-@pytest.mark.full
-def test_the_cost_of_observing_whole_steps() -> None:
-    sides = run("observing_cost.py", "--rounds", "2", "--steps", "8")["step"]
-    assert sides.keys() == {"plain", "history", "events", "both", "unmeasured", "scraped"}
-    for figures in sides.values():
-        assert min(figures["p99_us"], figures["keys_per_s"], *figures["keys_per_s_ratio_quartiles"]) > 0
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
