@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from pydantic import Field, SecretStr
 
 from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, plugged
 from tiered_kv.config.namespace import Namespace
-from tiered_kv.config.reading import parse_stack_text
+from tiered_kv.config.reading import FILE_BYTES_MAX, parse_stack_text
 from tiered_kv.config.settings import StrictModel, TierSettings
 from tiered_kv.config.units import (
     BYTES_MAX,
@@ -191,6 +193,9 @@ class TestFile:
             ("block: {bytes: 1, <<: {bytes: 2}}\n", "merges nothing with '<<'"),
             ("a: &x 1\nb: *x\n", "no aliases"),
             (f"a: 1{64 * '1'}\n", "a number has at most 64 characters"),
+            (f"a: {400 * '1:'}1.5\n", "a number has at most 64 characters"),  # to the base of 60
+            (f"version: 0x{5000 * 'f'}\n", "a number has at most 64 characters"),
+            (f"block: {{bytes: !!int 0b{60_000 * '1'}}}\n", "a number has at most 64 characters"),
             ("{a: b}: c\n", "a key must be a text"),
             ("a: !!python/object/apply:os.getcwd []\n", "line 1, column 4: tags are not allowed, found"),
             ("- 1\n", "expected a mapping with namespace, block and primary, found a list"),
@@ -421,3 +426,34 @@ def test_the_configuration_reference_or_the_tier_s_page_mentions_every_setting()
         text = "".join(page.read_text() for page in pages)
         missing += [f"{title}.{name}" for name in definition.get("properties", {}) if f"`{name}`" not in text]
     assert [name for name in missing if not name.startswith("tier-vault")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_stack_file_of_the_greatest_size_is_read_in_bounded_time_and_memory(tmp_path: Path) -> None:
+    """A number to the base of 60 took as long as the square of its length: minutes, for a file of the greatest size."""
+    path = tmp_path / "stack.yaml"
+    for text in (
+        "a: " + "1:" * (FILE_BYTES_MAX // 2 - 8) + "1",
+        "a: 0x" + "f" * (FILE_BYTES_MAX - 8),
+        "[" * FILE_BYTES_MAX,
+        "\n".join(f"{number:x}a: 1" for number in range(40_000)),
+    ):
+        path.write_text(text)
+        done = subprocess.run(
+            [sys.executable, "-c", _READ_BOUNDED, str(path)], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert (done.returncode, done.stdout.strip()) == (0, "refused"), done.stderr[-2000:]
+
+
+_READ_BOUNDED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+from tiered_kv.stack_config import load_config
+from tiered_kv.errors import ConfigError
+try:
+    load_config(sys.argv[1], environ={})
+except ConfigError:
+    print("refused")
+"""

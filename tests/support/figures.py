@@ -52,7 +52,6 @@ PROOFS: Mapping[str, Proof] = {
     "fuzz/record": Proof(WRONG_BYTES, "inputs"),
     "fuzz/segment": Proof(WRONG_BYTES, "inputs"),
     "fuzz/replies": Proof(WRONG_BYTES, "inputs"),
-    "fuzz/stack-file": Proof(ENGINE, "inputs"),
     "wire-faults": Proof(WRONG_BYTES, "kinds of fault, each at many bytes"),
     "simulation": Proof(WRONG_BYTES, "seeds"),
     "races": Proof(WRONG_BYTES, "races"),

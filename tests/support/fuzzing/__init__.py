@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 _MODULES = {
     "record": "records",
     "segment": "segments",
-    "small-files": "small_files",
     "replies": "replies",
     "answers": "answers",
-    "stack-file": "stack_files",
 }
 NAMES = tuple(_MODULES)
 _MUTATIONS_MAX = 6
