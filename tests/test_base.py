@@ -1,8 +1,10 @@
-"""The engine's contract: names, signatures and derived sizes."""
+"""The engine's contract: names, signatures, derived sizes, the interface by lists of hashes, and hints."""
 
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.stacks import stack_of
 from tiered_kv import base, mediums
+from tiered_kv.abstract import PrefixOffloadingManager
 from tiered_kv.backend import Backend
 from tiered_kv.base import (
     CanonicalKVCaches,
@@ -23,7 +27,13 @@ from tiered_kv.base import (
     make_offload_key,
 )
 from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.errors import ConfigError
+from tiered_kv.hints import HINTS_KEY, SECONDS_MAX, HintReader, Hints
+from tiered_kv.stack_config import load_config
+from tiered_kv.testing.rig import FourMethodTier
+from tiered_kv.tiering.manager import TieringOffloadingManager
 
 
 @given(block_hash=st.binary(max_size=100), group_idx=st.integers(0, 2**32 - 1))
@@ -130,3 +140,142 @@ def test_groups_of_several_sizes_are_hashed_at_what_divides_them_all() -> None:
 def test_block_sizes_that_do_not_fit_are_an_error(sizes: tuple[int, ...], extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_spec(*sizes, **extra)
+
+
+# The hash-list interface over a manager of today.
+
+
+NUM_BLOCKS = 16
+HASHES = [b"a", b"b", b"c", b"d"]
+
+
+@pytest.fixture
+def manager() -> Iterator[PrefixOffloadingManager]:
+    region = PrimaryRegion(NUM_BLOCKS, 64)
+    primary = CPUOffloadingManager(CPUBackend(region), enable_events=True)
+    tiering = TieringOffloadingManager(primary, [FourMethodTier(None, region.kv_view, "dict")])
+    yield PrefixOffloadingManager(tiering)
+    tiering.shutdown()
+
+
+def store(manager: PrefixOffloadingManager, hashes: list[bytes]) -> list[bytes]:
+    output = manager.prepare_store(hashes)
+    assert output is not None
+    manager.complete_store(output.block_hashes_to_store)
+    return output.block_hashes_evicted
+
+
+def test_lookup_answers_the_length_of_the_prefix(manager: PrefixOffloadingManager) -> None:
+    assert manager.lookup(HASHES) == 0
+    store(manager, [b"a", b"b", b"d"])
+    assert manager.lookup(HASHES) == 2
+    assert manager.lookup([]) == 0
+    spec = manager.prepare_load(HASHES[:2])
+    assert len(spec.block_ids) == 2  # type: ignore[attr-defined]  # a CPULoadStoreSpec
+    manager.complete_load(HASHES[:2])
+
+
+def test_a_store_may_be_completed_after_other_lookups(manager: PrefixOffloadingManager) -> None:
+    output = manager.prepare_store(HASHES)
+    assert output is not None
+    assert output.block_hashes_to_store == HASHES
+    assert manager.lookup(HASHES) == 0
+    manager.complete_store(HASHES[:3])
+    manager.complete_store(HASHES[3:], success=False)
+    assert manager.lookup(HASHES) == 3
+
+
+def test_blocks_below_come_back_for_those_who_ask_again(manager: PrefixOffloadingManager) -> None:
+    store(manager, HASHES)
+    assert isinstance(manager.manager, TieringOffloadingManager)
+    assert manager.manager.drain_jobs(10)
+    assert set(HASHES) <= set(store(manager, [bytes([i]) for i in range(NUM_BLOCKS)]))
+    assert manager.manager.drain_jobs(10)
+    for _ in range(10_000):
+        if manager.lookup([b"a", b"b"]) == 2:
+            break
+        manager.manager.drain_jobs(10)
+    assert manager.lookup([b"a", b"b"]) == 2
+
+
+def test_no_room_is_none(manager: PrefixOffloadingManager) -> None:
+    assert manager.prepare_store([bytes([i]) for i in range(NUM_BLOCKS + 1)]) is None
+
+
+def test_events_and_touches_speak_of_hashes(manager: PrefixOffloadingManager) -> None:
+    store(manager, [b"a"])
+    manager.touch([b"a", b"nothing"])
+    (event,) = manager.take_events()
+    assert (event.block_hashes, event.block_size, event.medium, event.removed) == ([b"a"], 64, "CPU", False)
+
+
+# Hints are read strictly: a wrong one raises no error, and is counted once.
+
+
+STACK = stack_of()
+
+
+def test_every_hint_is_read() -> None:
+    said = {"priority": 1, "ttl": 600, "expect_return": 0.5, "skip": "store"}
+    assert Hints.parse(said) == Hints(1, 600, 0.5, skips_store=True)
+    assert Hints.parse({"skip": ["load", "store"]}) == Hints(skips_store=True, skips_load=True)
+    assert Hints.parse({"ttl": None, "skip": []}) == Hints.parse({}) == Hints()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "priority",
+        ["priority"],
+        {"prioritty": 1},
+        {1: 1},
+        {"priority": 2},
+        {"priority": True},
+        {"priority": 1.0},
+        {"priority": "high"},
+        {"ttl": -1},
+        {"ttl": SECONDS_MAX + 1},
+        {"ttl": math.nan},
+        {"ttl": math.inf},
+        {"expect_return": "5s"},
+        {"expect_return": 10**400},
+        {"expect_return": False},
+        {"skip": "everything"},
+        {"skip": {"store": True}},
+        {"skip": [["store"]]},
+        {"skip": True},
+        {"priority": 1, "ttl": "soon"},
+    ],
+    ids=repr,
+)
+def test_hints_that_cannot_be_used_are_none_and_are_counted(said: object) -> None:
+    reader = HintReader()
+    assert reader.read({HINTS_KEY: said}) is None
+    assert (reader.hinted, reader.refused) == (0, 1)
+
+
+def test_only_the_first_refusal_is_logged_and_repeats_nothing_of_the_client(caplog: pytest.LogCaptureFixture) -> None:
+    reader = HintReader()
+    with caplog.at_level(logging.DEBUG):
+        for _ in range(3):
+            reader.read({HINTS_KEY: {"my secret\n": "my secret\n"}})
+    assert reader.refused == 3
+    (record,) = caplog.records
+    assert "secret" not in record.getMessage()
+
+
+def test_other_parameters_are_ignored() -> None:
+    reader = HintReader()
+    assert reader.read(None) is reader.read({}) is reader.read({"do_remote_prefill": True, "ttl": "x"}) is None
+    assert reader.read(["no mapping"]) is None  # type: ignore[arg-type]  # an engine may pass on whatever it got
+    assert (reader.hinted, reader.refused) == (0, 0)
+
+
+def test_the_stack_s_file_says_which_hints_count() -> None:
+    said = {HINTS_KEY: {"priority": 1, "ttl": 60, "skip": "load"}}
+    some, none = (load_config({**STACK, "hints": names}).hints for names in (["ttl", "skip"], []))
+    assert HintReader(some).read(said) == Hints(0, 60, skips_load=True)
+    assert HintReader(none).read(said) is None
+    assert HintReader(load_config(STACK).hints).read(said) == Hints(1, 60, skips_load=True)
+    with pytest.raises(ConfigError, match=r"hints\.0"):
+        load_config({**STACK, "hints": ["lifetime"]})

@@ -1,11 +1,13 @@
-"""A signal handler that raises amid a call: nothing stays taken, held or open, and the calls after it work.
+"""A signal handler that raises amid a call, and threads that the system refuses: the calls after it work.
 
 A sample of the proof in `tests/trust/test_interrupts.py`.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from types import FrameType
 
@@ -14,14 +16,16 @@ import pytest
 
 from tests.support.interrupt_cases import BLOCK_BYTES, BLOCKS, CONTENT, INTERRUPTED, WAIT_S, check_stack, new_keys
 from tests.support.interrupts import Interrupt, interrupt, signalled
+from tests.support.shortages import Resource, Shortage, outage
 from tests.support.stacks import PATIENT, Register, stack_of
 from tests.support.threads import no_threads
 from tiered_kv import interrupts
-from tiered_kv.errors import ShutdownError
+from tiered_kv.errors import ResourceError, ShutdownError
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.control import Gate
 from tiered_kv.testing.faults import HeldJobsTier
 from tiered_kv.testing.rig import FourMethodTier
+from tiered_kv.threads import DaemonThreads, run_all, start_thread
 from tiered_kv.tiering.base import TierSpec
 
 MEMORY: dict[str, object] = {"type": "memory", "capacity": "1 MiB", **PATIENT}
@@ -103,3 +107,65 @@ def test_without_a_thread_for_it_a_call_runs_all_the_same() -> None:
         keys = new_keys(2)
         assert stack.put(keys, CONTENT[:2]) == 2
         assert stack.get(keys, np.zeros_like(CONTENT[:2])) == 2
+
+
+# Threads that the system refuses: a call that was refused never runs, and others go on with the threads there are.
+
+
+@pytest.fixture
+def threads() -> Iterator[DaemonThreads]:
+    threads = DaemonThreads("tiered-kv-test", 2)
+    yield threads
+    threads.shutdown()
+    threads.join(time.monotonic() + WAIT_S)
+
+
+def test_a_thread_that_cannot_start_is_an_error_that_says_what_to_do() -> None:
+    with outage(Resource.THREAD), pytest.raises(ResourceError, match=r"'mine' cannot be started: .*pids\.max"):
+        start_thread(lambda: None, "mine")
+
+
+def test_a_call_that_was_refused_never_runs(threads: DaemonThreads) -> None:
+    ran: list[str] = []
+    with outage(Resource.THREAD), pytest.raises(ResourceError):
+        threads.submit(ran.append, "refused")
+    threads.submit(ran.append, "accepted").result(WAIT_S)
+    assert ran == ["accepted"]
+
+
+def test_without_a_further_thread_the_running_ones_suffice(threads: DaemonThreads) -> None:
+    with Shortage(Resource.THREAD, 2) as shortage:
+        used = {threads.submit(threading.get_ident).result(WAIT_S) for _ in range(2)}
+    assert shortage.refused
+    assert len(used) == 1
+
+
+def test_calls_that_have_not_begun_can_be_cancelled(threads: DaemonThreads) -> None:
+    have_begun, may_go_on = threading.Barrier(3), threading.Event()
+
+    def wait() -> bool:
+        have_begun.wait(WAIT_S)
+        return may_go_on.wait(WAIT_S)
+
+    running = [threads.submit(wait) for _ in range(2)]
+    have_begun.wait(WAIT_S)
+    waiting = threads.submit(may_go_on.wait)
+    threads.shutdown(cancel_futures=True)
+    may_go_on.set()
+    assert all(each.result(WAIT_S) for each in running)
+    assert waiting.cancelled()
+    with pytest.raises(RuntimeError, match="shut down"):
+        threads.submit(may_go_on.wait)
+
+
+@pytest.mark.parametrize("first_refused", [1, 2, 100])
+def test_all_items_are_done_however_many_threads_there_are(first_refused: int) -> None:
+    def halve(number: int) -> int:
+        if number % 2:
+            raise ValueError(number)
+        return number // 2
+
+    with Shortage(Resource.THREAD, first_refused, 100):
+        calls = run_all(halve, range(50), "tiered-kv-test", 4)
+    assert [call.result() for call in calls[::2]] == list(range(25))
+    assert all(isinstance(call.exception(), ValueError) for call in calls[1::2])

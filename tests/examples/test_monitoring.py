@@ -32,7 +32,7 @@ from tiered_kv.workload.request import ChatWorkload
 BLOCK_BYTES = 8 << 10
 PAUSE_S, PAUSE_S_MAX = 0.004, 0.1
 NONE: set[str] = set()
-FAULTS = {  # test_alerts.py has the others
+FAULTS = {  # test_monitoring_files.py has the others
     "TieredKVDamagedBlocks",
     "TieredKVNoSpace",
     "TieredKVStoresSkipped",

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 import pytest
+import yaml
+
+from tests.support.pages import commands
+from tests.support.redis_servers import PATIENT, RedisServer, redis_server
+from tiered_kv._cli.output import Status
+from tiered_kv.cli import main
+from tiered_kv.stack import open_stack
+from tiered_kv.stack_config import load_config
+from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.rig import OpenTier, make_keys
+from tiered_kv.testing.s3_servers import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server, moto_bucket, moto_server
+from tiered_kv.testing.servers import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PRINTED: dict[str, list[str]] = {
@@ -83,3 +100,98 @@ def test_the_example_of_the_audit_catches_swapped_weights_and_stops_the_tier(tmp
     assert found == [8, 8, 8, *[0] * 9], "wrong blocks are found until the audit stops their tier"
     assert "stopped 1" in second
     assert log.count("log: audit:") == 1
+
+
+# The example of a wrapper keeps the contract of a tier.
+
+
+class TestKeyedNames(TierConformance):
+    survives_reopen: ClassVar[bool] = True
+
+    @pytest.fixture
+    def open_tier(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenTier:
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+        keyed_names = importlib.import_module("keyed_names").KeyedNames
+        nvme = {"type": "nvme", "path": str(tmp_path), "capacity": "64MiB", "segment": "1MiB"}
+        return lambda spec, view: keyed_names(spec, view, "keyed", secret="5a" * 32, inner=nvme)
+
+
+# The stacks over tiers that machines share: what one stores, another that is opened later loads.
+
+
+__all__ = ["moto_bucket", "moto_server", "redis_server"]
+
+
+def check(name: str, **changes: object) -> None:
+    """Store blocks through a stack of the example, and load them through another."""
+    entries = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    entries["secondary"][0] |= {"lookup_timeout": "60s", **changes}  # so that a busy machine makes no block a miss
+    keys = make_keys(6)
+    blocks = np.random.default_rng(0).integers(0, 256, (6, load_config(entries).block.bytes), dtype=np.uint8)
+    with open_stack(entries) as stack:
+        assert stack.put(keys, blocks, timeout=60.0) == 6
+        assert stack.flush(timeout=60.0)
+    out = np.zeros_like(blocks)
+    with open_stack(entries) as stack:
+        assert stack.get(keys, out, timeout=60.0) == 6
+    assert (out == blocks).all()
+
+
+def test_fs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check("fs")
+
+
+def test_redis(redis_server: RedisServer) -> None:
+    check("redis", **PATIENT, url=redis_server.url)
+
+
+@pytest.mark.slow
+def test_s3(moto_server: S3Server, moto_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("S3_ENDPOINT", moto_server.url)
+    monkeypatch.setenv("S3_BUCKET", moto_bucket)
+    monkeypatch.setenv("S3_KEY_ID", ACCESS_KEY_ID)
+    monkeypatch.setenv("S3_SECRET", SECRET_ACCESS_KEY)
+    check("s3")
+
+
+# The commands that the pages about inspection, reports and the live view show do what the pages say.
+
+
+QUICKSTART = EXAMPLES / "quickstart.yaml"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("drawing_library")
+def test_the_commands_on_the_pages_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "quickstart.yaml").write_text(QUICKSTART.read_text())
+    config = {**yaml.safe_load(QUICKSTART.read_text()), "metrics": {"listen": f"127.0.0.1:{free_port()}"}}
+    (tmp_path / "stack.yaml").write_text(yaml.safe_dump(config))
+
+    def run(command: str) -> str:
+        capsys.readouterr()
+        assert main(shlex.split(command, comments=True)[1:]) == Status.OK, command
+        return capsys.readouterr().out
+
+    replayed, measured = commands("reference/command.md")
+    for command in (replayed, measured):
+        run(command)
+        page = Path(re.findall(r"\S+\.html", command)[0]).read_text()
+        assert page.count("<svg") > 1, command
+    with open_stack(str(tmp_path / "stack.yaml")) as stack:
+        keys = [bytes([number]) for number in range(8)]
+        assert stack.put(keys, np.ones((8, 64 << 10), np.uint8)) == 8
+        assert stack.flush()
+    found, verified, repaired = (run(command) for command in commands("how-to/inspect.md"))
+    assert "example/quickstart" in found
+    assert "checksum" in verified
+    assert "checksum" in repaired
+    with open_stack(str(tmp_path / "stack.yaml")):
+        once, as_json = [run(each) for each in commands("how-to/monitoring.md") if "--once" in each or "--json" in each]
+    assert "nvme" in once
+    assert '"tiers"' in as_json

@@ -1,12 +1,19 @@
-"""What the prefix cache for Transformers cannot keep right, it refuses."""
+"""What the prefix cache for Transformers cannot keep right, it refuses; and the thread that stores prompts."""
 
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.interrupt_cases import BLOCKS, CONTENT, WAIT_S, new_keys
+from tests.support.interrupts import interrupts
+from tests.support.stacks import stack_of
+from tiered_kv.buffers import Blocks
+from tiered_kv.stack import open_stack
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
 torch = pytest.importorskip("torch", reason="the extra 'transformers'")
@@ -14,6 +21,7 @@ transformers = pytest.importorskip("transformers", reason="the extra 'transforme
 
 from tiered_kv.integrations.transformers.layout import BlockLayout  # noqa: E402 - after what it needs
 from tiered_kv.integrations.transformers.prefix_cache import PrefixCache  # noqa: E402
+from tiered_kv.integrations.transformers.saver import Saver  # noqa: E402
 from tiered_kv.integrations.transformers.support import layout_of, states_of, token_count  # noqa: E402
 
 SIZES: dict[str, Any] = {
@@ -200,3 +208,35 @@ class TestPrompts:
                 prefixes.restore(input_ids)
             with pytest.raises(error, match=message):
                 prefixes.save(input_ids, transformers.DynamicCache())
+
+
+# The thread that stores prompts: an interrupted call takes no room for good, and holds no lock.
+
+
+def copied(blocks: int) -> Blocks:
+    return CONTENT[:blocks].copy()
+
+
+def test_an_interrupted_save_takes_no_room_for_good_and_holds_no_lock() -> None:
+    lost: list[bool] = []
+    with open_stack(stack_of(blocks=BLOCKS)) as stack, ThreadPoolExecutor(1) as other:
+        saver = Saver(stack, BLOCKS, WAIT_S)
+
+        def save(blocks: int) -> int:
+            return saver.save(new_keys(blocks), copied, lambda: lost.append(True), stack.epoch)
+
+        def check() -> None:
+            assert saver.wait(WAIT_S)
+            before = saver.counts()
+            assert save(BLOCKS) == BLOCKS, "room is taken"
+            assert saver.wait(WAIT_S)
+            assert saver.counts() == (before[0] + BLOCKS, before[1], 0)
+
+        count = 0
+        for _ in interrupts(lambda: lambda: save(2), where_handlers_run=True):
+            other.submit(check).result(2 * WAIT_S)
+            count += 1
+        other.submit(check).result(2 * WAIT_S)
+        assert count >= 10
+        assert lost
+        saver.stop(WAIT_S)

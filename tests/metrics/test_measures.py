@@ -1,4 +1,4 @@
-"""Histograms, and the measures of managers and tiers."""
+"""Histograms, the measures of managers and tiers, and the one vocabulary of both."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from tests.performance.bench import InstantTier, block_key
 from tests.support.obedient import BLOCK_BYTES, Engine, get, put, stack_of
+from tests.support.pages import counters_of
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
@@ -24,6 +25,7 @@ from tiered_kv.metrics.instruments import (
     quantile,
     timed,
 )
+from tiered_kv.metrics.vocabulary import MANAGER, TIER, TOTAL, Metric
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobResult
@@ -165,7 +167,7 @@ def test_bytes_that_are_evicted_without_a_read_are_wasted(tier_type: str, tmp_pa
         own = stack.counters()[tier_type]["tier"]
         assert own["evicted_blocks_total"] > 0
         assert own["wasted_bytes_total"] // own["evicted_blocks_total"] in range(BLOCK_BYTES, BLOCK_BYTES + 256)
-        for number in range(30):
+        for number in range(20):
             keys = make_keys(32, f"batch-{number}")
             put(stack, keys)
             assert get(stack, keys) == 32  # 16 and more of them from the tier
@@ -173,3 +175,37 @@ def test_bytes_that_are_evicted_without_a_read_are_wasted(tier_type: str, tmp_pa
         evicted_bytes = (now["evicted_blocks_total"] - own["evicted_blocks_total"]) * BLOCK_BYTES
         wasted_bytes = now["wasted_bytes_total"] - own["wasted_bytes_total"]
         assert 0 < wasted_bytes <= 0.95 * evicted_bytes, "of half of them, and of moved ones, nothing was read"
+
+
+# One vocabulary: the table of metrics and the page of counters name the same things, with the same labels.
+
+
+OF_MANAGER = ("Of the primary tier", "Of every secondary tier", "Of the history", "Of the audit", "Histograms")
+OF_TIERS = (
+    "Of tiers made with the toolkit",
+    *(f"Of {name}" for name in ("nvme", "memory", "fs", "redis", "s3")),
+)
+
+
+def described(*titles: str) -> dict[str, tuple[str, ...]]:
+    """Return the labels of each counter in the tables of these sections."""
+    return {name: labels for title in titles for name, (labels, _) in counters_of(title).items()}
+
+
+@pytest.mark.parametrize(("table", "titles"), [(MANAGER, OF_MANAGER), (TIER, OF_TIERS)], ids=["manager", "tiers"])
+def test_the_table_has_what_the_page_has(table: dict[str, Metric], titles: tuple[str, ...]) -> None:
+    assert {name: metric.labels for name, metric in table.items()} == described(*titles)
+
+
+@pytest.mark.parametrize("table", [MANAGER, TIER], ids=["manager", "tiers"])
+def test_no_two_names_are_one_metric_to_prometheus(table: dict[str, Metric]) -> None:
+    names = [name.removesuffix(TOTAL) for name in table]
+    assert len(set(names)) == len(names)
+    endings = ("_bucket", "_count", "_sum", "_created", "_info")
+    assert [name for name in names if name.endswith(endings) or name == "dropped_series"] == []
+
+
+def test_every_metric_says_what_it_is() -> None:
+    for name, metric in {**MANAGER, **TIER}.items():
+        assert metric.help.endswith("."), name
+        assert "tier" not in metric.labels

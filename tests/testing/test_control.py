@@ -1,8 +1,11 @@
-"""A footprint finds the resources that a test leaves behind, and no others."""
+"""A footprint finds the resources that a test leaves behind, and no others; the page about testing works."""
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pages import write_shown
 from tiered_kv.testing.control import Footprint, Gate, left_behind
 
 
@@ -76,3 +80,26 @@ def test_a_resource_that_is_left_is_named(
     left = left_behind(before, temporary_directory, grace_s=0)
     remove()
     assert name in left
+
+
+# The code in docs/how-to/testing.md works.
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_the_tests_on_the_page_pass(tmp_path: Path) -> None:
+    names = write_shown("how-to/testing.md", tmp_path)
+    assert names == ["test_my_tier.py", "test_my_network_tier.py", "test_my_stack.py"]
+    # Without configurations of parent directories, and without a cache.
+    options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "--basetemp", "temporary"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *options],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"\d\d passed", run.stdout), run.stdout

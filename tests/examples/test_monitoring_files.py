@@ -1,13 +1,24 @@
-"""The alert rules, over series like those of stacks: each fires with its fault, alone, and not before its time."""
+"""The alert rules over series like those of stacks, and the dashboard beside Grafana's own model of dashboards.
+
+Each alert fires with its fault, alone, and not before its time. No Grafana runs here.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models import prometheus, statetimeline, timeseries
+from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
 from tests.support.prometheus import MONITORING, missing_prometheus
 from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
@@ -153,3 +164,64 @@ def _case(name: str, series: dict[str, str], expected: list[tuple[int, str]]) ->
             for minute, alert in expected
         ],
     }
+
+
+# The dashboard.
+
+
+TEXT = (MONITORING / "dashboard.json").read_text()
+BOARD = json.loads(TEXT)
+OPTIONS = {"timeseries": timeseries.Options, "state-timeline": statetimeline.Options}
+COLUMNS = 24
+
+
+def read(board: Any) -> Dashboard:  # Any: JSON
+    register_default_plugins()
+    return Dashboard.from_json(board)
+
+
+def test_grafana_s_model_has_every_field_of_the_dashboard() -> None:
+    assert list(lost(BOARD, written(read(BOARD)))) == []
+
+
+def test_a_field_that_grafana_does_not_know_is_found() -> None:
+    board = json.loads(TEXT)
+    board["panels"][1]["targets"][0]["expression"] = "up"
+    assert list(lost(board, written(read(board)))) == [".panels[1].targets[0].expression"]
+
+
+def test_every_panel_is_of_a_kind_that_the_model_knows_and_asks_prometheus() -> None:
+    shown = [panel for panel in read(BOARD).panels or () if isinstance(panel, Panel)]
+    assert len(shown) == sum(panel["type"] != "row" for panel in BOARD["panels"])
+    for panel in shown:
+        assert isinstance(panel.options, OPTIONS[panel.type_val]), panel.title
+        letters = {target.ref_id for target in panel.targets or () if isinstance(target, prometheus.Dataquery)}
+        assert len(letters) == len(panel.targets or ()) > 0, panel.title
+
+
+def test_panels_lie_beside_each_other_and_variables_are_defined() -> None:
+    places: set[tuple[int, int]] = set()
+    for panel in BOARD["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= COLUMNS, panel["title"]
+        covered = set(itertools.product(range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"])))
+        assert not places & covered, panel["title"]
+        places |= covered
+    defined = {variable["name"] for variable in BOARD["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", TEXT)) - {"__all", "__rate_interval"} == defined
+
+
+def written(board: Dashboard) -> Any:  # Any: JSON
+    return json.loads(JSONEncoder().encode(board))
+
+
+def lost(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:  # Any: JSON
+    """Yield the paths of what a model that has read `ours` does not write again."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for name, value in ours.items():
+            yield from lost(value, theirs.get(name), f"{path}.{name}")
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for index, pair in enumerate(zip(ours, theirs, strict=True)):
+            yield from lost(*pair, f"{path}[{index}]")
+    elif ours != theirs:
+        yield path

@@ -1,4 +1,4 @@
-"""A whole SGLang engine on the CPU, with our tiers as the storage of its HiCache.
+"""SGLang's host pools of every kind, and a whole engine on the CPU, with our tiers as the storage of its HiCache.
 
 `.ci/engines DIRECTORY` builds the environment; TIERED_KV_SGLANG_PYTHON names its interpreter. All prompts end alike, so
 that an answer depends on what is in the cache.
@@ -20,6 +20,7 @@ from tests.support.sglang_programs import (
     hicache,
     interpreter,
     run_command,
+    run_program,
 )
 from tests.support.vllm_programs import SOURCE, Message, damage_segments
 from tiered_kv.metrics.instruments import count_of
@@ -199,3 +200,30 @@ def test_the_example_s_second_engine_finds_the_pages_of_the_first(tmp_path: Path
     told = run_command([interpreter(), str(SOURCE / "examples" / "sglang" / "run.py")], tmp_path)
     assert "second engine: 1664 of 4680 prompt tokens found in the storage" in told
     assert "the answers are the same" in told
+
+
+# Our backend over SGLang's host pools of every kind and layout, as its threads call it.
+
+
+def test_pages_of_every_host_pool_come_back(tmp_path: Path) -> None:
+    results = run_program(Path(__file__).with_name("sglang_pools_program.py"), tmp_path, str(tmp_path))
+    assert {result["check"]: result["error"] for result in results if result["error"]} == {}
+    assert len(results) >= 23
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "capacity", "kills"), [("page_first", "256MiB", 40), ("layer_first", "8MiB", 30)])
+def test_hosts_that_are_killed_at_any_moment_lose_nothing_and_load_no_wrong_byte(
+    layout: str, capacity: str, kills: int, tmp_path: Path
+) -> None:
+    """A directory that is full gives up its oldest pages, so there the stores of hosts before the last may be gone."""
+    options = {"layout": layout, "capacity": capacity, "kills": kills, "seed": 0}
+    program = Path(__file__).with_name("sglang_kills_program.py")
+    (told,) = run_program(program, tmp_path, str(tmp_path), json.dumps(options))
+    assert "failed" not in told["phases"]
+    assert told["wrong"] == []
+    assert len(told["found"]) > 50
+    if capacity == "256MiB":
+        assert (told["lost"], told["missing"]) == ([], [])
+    else:
+        assert len(told["lost"]) > 0, "the directory was never full"
