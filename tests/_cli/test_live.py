@@ -68,7 +68,7 @@ def test_a_name_holds_nothing_that_a_terminal_obeys(text: str) -> None:
     assert printable(text).isprintable()
 
 
-@settings(max_examples=settings().max_examples // 3)
+@settings(max_examples=settings().max_examples // 10)
 @given(st.sampled_from(["stack", "tier", "counters"]), st.data(), JSON)
 def test_an_answer_of_wrong_types_is_refused(level: str, data: st.DataObject, value: object) -> None:
     stated = busy(12.0, 3, notices=[{"time": 1.0, "tier": "disk", "what": "x", "count": 2}])

@@ -24,7 +24,6 @@ from tiered_kv.exporters.events import (
     MESSAGE_KEYS_MAX,
     PEER_MESSAGE_BYTES_MAX,
     QUEUE_BATCHES_MAX,
-    QUEUE_KEYS_MAX,
     REPLAY_BYTES_MAX,
     REPLAY_MESSAGES_MAX,
     SUBSCRIBER_MESSAGES_MAX,
@@ -275,7 +274,11 @@ def test_a_peer_that_sends_a_large_message_is_disconnected_and_others_are_served
         assert subscriber.replay_until(lambda messages: len(messages) == 1)
 
 
-def test_where_too_much_waits_the_oldest_is_dropped_and_the_numbers_show_it(publisher: EventPublisher) -> None:
+def test_where_too_much_waits_the_oldest_is_dropped_and_the_numbers_show_it(
+    publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue_keys = 16 * MESSAGE_KEYS_MAX
+    monkeypatch.setattr("tiered_kv.exporters.events.QUEUE_KEYS_MAX", queue_keys)
     gate = Gate(is_open=False)
 
     class HeldKeys(list[OffloadKey]):
@@ -288,10 +291,10 @@ def test_where_too_much_waits_the_oldest_is_dropped_and_the_numbers_show_it(publ
         publisher.publish([OffloadingEvent(HeldKeys(keys[:1]), BLOCK_BYTES, "CPU", removed=False)])
         wait_until(lambda: gate.waiting == 1)  # the publisher's thread
         for key in keys[1:]:
-            publisher.publish([stored(*[key] * (QUEUE_KEYS_MAX // 4))])
+            publisher.publish([stored(*[key] * (queue_keys // 4))])
         assert publisher.snapshot()["dropped_event_batches_total"] == 8
         gate.open()
-        count = 1 + QUEUE_KEYS_MAX // MESSAGE_KEYS_MAX
+        count = 1 + queue_keys // MESSAGE_KEYS_MAX
         messages = subscriber.replay_until(lambda messages: len(messages) == count)
     assert [message.number for message in messages] == [0, *range(9, 9 + count - 1)]
     assert index_of(messages) == {"CPU": hashes([keys[0], *keys[9:]])}

@@ -164,7 +164,10 @@ def test_another_file_system_in_place_of_the_directory_gets_no_blocks(
     assert rig.load(keys) == set(keys)
 
 
-@pytest.mark.parametrize("text", [b"garbage", b'{"total_bytes": -1, "holders": {}}'])
+LEDGER = b'{"total_bytes": %b, "pending_bytes": 0, "surveyed_s": 0, "holders": {}}'
+
+
+@pytest.mark.parametrize("text", [b"garbage", b"[]", b"[" * 100_000, LEDGER % b"-9", LEDGER % b'"1"'], ids=range(5))
 def test_a_damaged_ledger_is_replaced_by_a_survey(rig: TierRig, path: Path, text: bytes) -> None:
     keys = make_keys(64)
     rig.store(keys)
@@ -176,9 +179,9 @@ def test_a_damaged_ledger_is_replaced_by_a_survey(rig: TierRig, path: Path, text
     assert rig.tier.stats()["used_bytes"] > 128 * BLOCK_BYTES
 
 
-def test_the_oldest_use_goes_first(rig: TierRig, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_use_goes_first(open_rig: OpenRig, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_files, "TOUCH_INTERVAL_S", 0.0)
-    used, unused = make_keys(50, "used"), make_keys(350, "unused")
+    rig, used, unused = open_rig(capacity=8 << 20), make_keys(50, "used"), make_keys(350, "unused")
     rig.store(used)
     rig.store(unused)
     for block in fs_blocks(path):
@@ -252,8 +255,9 @@ def test_no_more_transfers_run_than_there_are_threads_however_small_so_lookups_h
 def test_a_capacity_that_was_lowered_holds_before_anything_is_added(
     open_rig: OpenRig, rig: TierRig, path: Path
 ) -> None:
-    for number in range(20):
+    for number in range(12):
         rig.store(make_keys(64, f"batch-{number}"))
+    assert occupied_bytes(path) > 4 << 20
     rig.tier.shutdown()
     small = open_rig(capacity=4 << 20)
     assert small.store(make_keys(8, "new")).success

@@ -19,7 +19,8 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.tiering.write_budget import OFFERS_MAX, REQUESTS_MAX, WINDOW_MINUTES, WriteBudget
+from tiered_kv.tiering import write_budget
+from tiered_kv.tiering.write_budget import WINDOW_MINUTES, WriteBudget
 
 HOUR_S = 3600.0
 A_BLOCK_A_MINUTE = {**LARGE_BUDGETS, "write_budget": 24 * WINDOW_MINUTES * BLOCK_BYTES}
@@ -234,11 +235,13 @@ def test_a_stack_stores_the_head_of_a_prompt_over_its_budget(tmp_path: Path) -> 
     assert fates == ["stored"] * stored + ["admission"] * (30 - stored)
 
 
-def test_its_memory_is_bounded() -> None:
+def test_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_budget, "OFFERS_MAX", 2000)
+    monkeypatch.setattr(write_budget, "REQUESTS_MAX", 500)
     budget = budget_of(1, Clock())
-    for number in range(OFFERS_MAX + 100):
+    for number in range(2100):
         budget.select(blocks(str(number), 1), 100, str(number))
-    assert (len(budget._offers), len(budget._requests)) == (OFFERS_MAX, REQUESTS_MAX)
+    assert (len(budget._offers), len(budget._requests)) == (2000, 500)
 
 
 def test_a_tier_has_one_way_of_admission() -> None:
