@@ -154,18 +154,22 @@ def test_a_replay_writes_a_page_that_says_what_was_measured(tmp_path: Path, caps
     assert main(["replay", stack, "--json", "--report", str(page), *CHATS]) == 0
     result = json.loads(capsys.readouterr().out)
     found = parsed(page)
+    rows = found.texts["tr"]
     assert found.tags.count("svg") == len(PLOTS)
     assert [title for title in found.texts["h3"] if title in PLOTS] == PLOTS
     assert found.texts["h1"] == ["12 built-in chats of 3 turns, seed 0 through stack.yaml"]
     assert f"36 requests asked for {result['blocks']:,} blocks of 4KiB" in found.main
     assert f"{result['verified_blocks']:,} were right, 0 were wrong" in found.main
-    assert f"{result['misses']:,}" in found.main
+    for name, hits in {**result["hits"], "misses": result["misses"]}.items():
+        row = f"{name}{hits:,}{hits / result['blocks']:.1%}"
+        assert [each for each in rows if each.replace("\n", "").startswith(row)], row
     for said in ("Python", "kernel", "cores", "tiered-kv replay", "capacity: 256KiB", "admit_after: 2", "admission"):
         assert said in found.main
     assert "requests answered" in found.texts["svg"][0]
     assert re.search("[GM]B/s", found.texts["svg"][1])
 
 
+@pytest.mark.slow
 def test_a_replay_says_which_blocks_were_computed_instead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tier = f"type: nvme, path: {tmp_path / 'kv'}, capacity: 16MiB, store_budget: 8MiB"
     stack, page = Path(stack_file(tmp_path, tier, capacity="256KiB")), tmp_path / "page.html"

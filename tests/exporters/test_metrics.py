@@ -81,6 +81,12 @@ def test_the_values_are_those_of_the_counters(stack: Stack) -> None:
     assert values["tiered_kv_job_seconds_bucket", *labels] == stored > 0
     assert values["tiered_kv_restored_tokens_total", ("tier", "cpu")] == 64 * 16
     assert values["tiered_kv_used_bytes", ("tier", "cpu")] == 16 * BLOCK_BYTES
+    assert get(stack, make_keys(2, "absent")) == 0
+    counters = stack.counters()
+    for tier in status(stack)["tiers"]:
+        for name in ("stored_bytes_total", "loaded_bytes_total", "blocks_total", "misses_total"):
+            assert tier["counters"][name] == counters[tier["name"]][name]
+        assert tier["counters"]["misses_total"]
 
 
 def test_labels_of_an_engine_are_on_every_metric_and_a_closed_stack_has_none(tmp_path: Path) -> None:

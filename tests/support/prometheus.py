@@ -58,21 +58,14 @@ class Prometheus(ServerProcess):
 
     def query(self, expression: str) -> dict[Labels, float]:
         """Return the value of each series now, by its labels."""
-        return {_labels(each): float(each["value"][1]) for each in self._ask("query", query=expression)}
-
-    def history(self, expression: str, begin: float, end: float) -> dict[Labels, list[tuple[float, float]]]:
-        """Return times, in seconds since 1970, and values of each series, one each second."""
-        series = self._ask("query_range", query=expression, start=begin, end=end, step=1)
-        return {_labels(each): [(float(at), float(value)) for at, value in each["values"]] for each in series}
+        query = urlencode({"query": expression})
+        with urlopen(f"http://127.0.0.1:{self.port}/api/v1/query?{query}", timeout=WAIT_S) as answer:
+            result: list[Mapping[str, Any]] = json.load(answer)["data"]["result"]  # Any: JSON
+        return {frozenset(each["metric"].items()): float(each["value"][1]) for each in result}
 
     def firing(self) -> set[str]:
         """Return the names of firing alerts."""
         return {dict(labels)["alertname"] for labels in self.query('ALERTS{alertstate="firing"}')}
-
-    def _ask(self, what: str, **fields: object) -> list[Mapping[str, Any]]:  # Any: JSON
-        with urlopen(f"http://127.0.0.1:{self.port}/api/v1/{what}?{urlencode(fields)}", timeout=WAIT_S) as answer:
-            result: list[Mapping[str, Any]] = json.load(answer)["data"]["result"]
-        return result
 
 
 def wait_for(look: Callable[[], Seen], wanted: Seen) -> None:
@@ -93,7 +86,3 @@ def panels() -> dict[str, list[str]]:
         for panel in board["panels"]
         if panel["type"] != "row"
     }
-
-
-def _labels(series: Mapping[str, Any]) -> Labels:
-    return frozenset((name, value) for name, value in series["metric"].items() if name not in ("instance", "job"))

@@ -52,7 +52,7 @@ def test_a_foreign_directory_is_refused_and_left_untouched(path: Path) -> None:
     assert os.listdir(path) == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"tier": "test"}', "\x00\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"tier": "test"}', "\x00\xff", "[" * 100_000], ids=range(6))
 def test_a_marker_that_cannot_be_read_is_a_clear_error(path: Path, text: str) -> None:
     claim(path)
     (path / MARKER).write_text(text)
