@@ -1,6 +1,6 @@
 """Runs in an environment with vLLM or SGLang: which variables of the environment that engine reads.
 
-    python engine_variables_program.py vllm|sglang
+    python engine_variables_program.py DIRECTORY vllm|sglang
 
 Prints a line of JSON: the names that the engine registers, or reads directly; which of them count for our integration;
 which names it has as irrelevant; and which settings it has as irrelevant that the engine does not have.
@@ -59,7 +59,7 @@ def of_sglang(_: Iterable[str]) -> tuple[set[str], Mapping[str, set[str]]]:
 
 
 def main() -> None:
-    (name,) = sys.argv[1:]
+    _, name = sys.argv[1:]
     engine = importlib.import_module(f"tiered_kv.integrations.{name}.engine")
     irrelevant = importlib.import_module(f"tiered_kv.integrations.{name}.irrelevant")
     package = Path(str(importlib.import_module(name).__file__)).parent

@@ -7,29 +7,23 @@ looked at, but for those that the integrations name as irrelevant.
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.support import sglang_programs, vllm_programs
-from tests.support.vllm_programs import Message, output_of
+from tests.support.engines import SGLANG, Message, printed_by
 
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-PROGRAM = HERE / "engine_variables_program.py"
 
 
 @functools.cache
 def variables_of(engine: str, directory: Path) -> list[Message]:
     """Return what the program prints with each tested version of an engine."""
-    if engine == "sglang":
-        return sglang_programs.run_program(PROGRAM, directory, engine)
-    environment = vllm_programs.environment_of_programs(directory)
-    commands = [[vllm_programs.interpreter(version), str(PROGRAM), engine] for version in ("0.32.0", "0.33.0")]
-    outputs = [output_of(command, directory, environment) for command in commands]
-    return [json.loads(line) for output in outputs for line in output.splitlines() if line.startswith("{")]
+    versions = [SGLANG] if engine == "sglang" else ["0.32.0", "0.33.0"]
+    program = "engine_variables_program.py"
+    return [each for version in versions for each in printed_by(version, program, str(directory / version), engine)]
 
 
 def looked_at(engine: str) -> tuple[set[str], set[str]]:

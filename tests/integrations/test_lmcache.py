@@ -1,4 +1,4 @@
-"""LMCache's own server, benchmarks and connector over our tiers; `.ci/engines DIRECTORY` builds the environment.
+"""LMCache's own server, benchmarks and connector over our tiers.
 
 `test_lmcache.py FOLDER` is the program that has a mount namespace of its own, for the full file system.
 """
@@ -18,6 +18,16 @@ from typing import Any
 
 import pytest
 
+from tests.support.engines import (
+    LMCACHE,
+    TIMEOUT_S,
+    Message,
+    damage_segments,
+    interpreter,
+    passed_checks,
+    run_example,
+    running,
+)
 from tests.support.lmcache_programs import (
     CHUNKS,
     Entry,
@@ -27,19 +37,9 @@ from tests.support.lmcache_programs import (
     bench,
     bench_command,
     run,
-    run_adapter_program,
 )
 from tests.support.mounts import command_in_namespace, missing_for_tmpfs, small_tmpfs
 from tests.support.redis_servers import RedisServer, redis_server
-from tests.support.vllm_programs import (
-    LMCACHE,
-    TIMEOUT_S,
-    Message,
-    damage_segments,
-    interpreter,
-    run_example,
-    running,
-)
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
 
@@ -47,7 +47,6 @@ __all__ = ["redis_server"]  # a fixture
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
 FILE_SYSTEM_BYTES = 28 << 20
 CHAT: Mapping[str, Any] = {"mode": "chat", "threads": 1, "conversations": 12, "turns": 2, "prefix_caching": False}
 """LMCache keeps a request's blocks from vLLM's prefix cache for steps after its end, so the cache cannot be dropped."""
@@ -61,9 +60,7 @@ def nvme(tmp_path: Path, capacity: str = "512MiB", **settings: object) -> Entry:
 
 
 def test_the_adapter_keeps_lmcache_s_interface(tmp_path: Path) -> None:
-    results = {message["check"]: message["error"] for message in run_adapter_program(tmp_path)}
-    assert {check: error for check, error in results.items() if error} == {}
-    assert len(results) >= 20
+    assert len(passed_checks(LMCACHE, "lmcache_adapter_program.py", tmp_path / "adapter")) >= 20
 
 
 # LMCache's own benchmarks.
@@ -224,7 +221,7 @@ def chat(model: Path, server: LMCacheServer | None, **options: object) -> Messag
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server.port},
         }
-    with running(LMCACHE, HERE / "vllm_engine_program.py", str(model), json.dumps(told)) as program:
+    with running(LMCACHE, "vllm_engine_program.py", str(model), json.dumps(told)) as program:
         *_, result = program.messages()
     return result
 
@@ -264,7 +261,7 @@ def test_no_token_changes_whatever_happens_to_server_and_blocks(model: Path, tmp
 
 @pytest.mark.full
 def test_the_example_s_second_server_finds_what_the_first_stored(tmp_path: Path) -> None:
-    told = run_example(LMCACHE, "lmcache", tmp_path)
+    told = run_example(LMCACHE, tmp_path)
     assert "first server: 0 of 12 chunks found, 0 mismatches" in told
     assert "second server: 12 of 12 chunks found, 0 mismatches" in told
 

@@ -6,17 +6,12 @@ The cases are those of `namespaces.toml`. Transformers needs no engine, and has 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.lmcache_programs import run_adapter_program
+from tests.support.engines import LMCACHE, SGLANG, printed_by
 from tests.support.namespaces import ENGINES, FIRST, Cell, cases, cells_of_the_page, rows
-from tests.support.sglang_programs import run_program
-from tests.support.vllm_programs import running
-
-HERE = Path(__file__).parent
 
 
 def test_the_page_has_a_row_for_each_thing_and_no_other() -> None:
@@ -66,18 +61,16 @@ class Engines(NamedTuple):
 
 @pytest.fixture(
     scope="module",
-    params=[*(pytest.param(version, marks=pytest.mark.full) for version in ("0.32.0", "0.33.0")), "sglang", "lmcache"],
+    params=[*(pytest.param(version, marks=pytest.mark.full) for version in ("0.32.0", "0.33.0")), SGLANG, LMCACHE],
 )
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    directory = tmp_path_factory.mktemp("namespaces")
-    if request.param == "sglang":
-        name, messages = "sglang", run_program(HERE / "sglang_namespace_program.py", directory, str(directory))
-    elif request.param == "lmcache":
-        name, messages = "lmcache", run_adapter_program(directory, "namespaces")
-    else:
-        name = "vllm"
-        with running(request.param, HERE / "vllm_namespace_program.py", str(directory / "vllm")) as program:
-            messages = list(program.messages())
+    directory = tmp_path_factory.mktemp("namespaces") / "engines"
+    directory.mkdir()
+    name, program, *arguments = {
+        SGLANG: ("sglang", "sglang_namespace_program.py"),
+        LMCACHE: ("lmcache", "lmcache_adapter_program.py", "namespaces"),
+    }.get(request.param, ("vllm", "vllm_namespace_program.py"))
+    messages = printed_by(request.param, program, str(directory), *arguments)
     return Engines(name, {message["engine"]: message for message in messages if "engine" in message})
 
 

@@ -1,6 +1,6 @@
 """SGLang's host pools of every kind, and a whole engine on the CPU, with our tiers as the storage of its HiCache.
 
-`.ci/engines DIRECTORY` builds the environment; TIERED_KV_SGLANG_PYTHON names its interpreter. All prompts end alike, so
+All prompts end alike, so
 that an answer depends on what is in the cache.
 """
 
@@ -12,17 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.engines import SGLANG, Message, damage_segments, interpreter, passed_checks, printed_by, run_example
 from tests.support.mounts import command_in_namespace, missing_for_tmpfs
 from tests.support.redis_servers import RedisServer, redis_server
-from tests.support.sglang_programs import (
-    SGLangEngine,
-    extra_config,
-    hicache,
-    interpreter,
-    run_command,
-    run_program,
-)
-from tests.support.vllm_programs import SOURCE, Message, damage_segments
+from tests.support.sglang_programs import SGLangEngine, extra_config, hicache
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
 
@@ -39,7 +32,7 @@ WHOLE = 640
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    interpreter()
+    interpreter(SGLANG)
     return tmp_path_factory.mktemp("sglang") / "model"
 
 
@@ -197,7 +190,7 @@ def test_two_ranks_have_their_own_tiers(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_example_s_second_engine_finds_the_pages_of_the_first(tmp_path: Path) -> None:
-    told = run_command([interpreter(), str(SOURCE / "examples" / "sglang" / "run.py")], tmp_path)
+    told = run_example(SGLANG, tmp_path)
     assert "second engine: 1664 of 4680 prompt tokens found in the storage" in told
     assert "the answers are the same" in told
 
@@ -206,9 +199,7 @@ def test_the_example_s_second_engine_finds_the_pages_of_the_first(tmp_path: Path
 
 
 def test_pages_of_every_host_pool_come_back(tmp_path: Path) -> None:
-    results = run_program(Path(__file__).with_name("sglang_pools_program.py"), tmp_path, str(tmp_path))
-    assert {result["check"]: result["error"] for result in results if result["error"]} == {}
-    assert len(results) >= 23
+    assert len(passed_checks(SGLANG, "sglang_pools_program.py", tmp_path / "pools")) >= 23
 
 
 @pytest.mark.full
@@ -218,8 +209,7 @@ def test_hosts_that_are_killed_at_any_moment_lose_nothing_and_load_no_wrong_byte
 ) -> None:
     """A directory that is full gives up its oldest pages, so there the stores of hosts before the last may be gone."""
     options = {"layout": layout, "capacity": capacity, "kills": kills, "seed": 0}
-    program = Path(__file__).with_name("sglang_kills_program.py")
-    (told,) = run_program(program, tmp_path, str(tmp_path), json.dumps(options))
+    (told,) = printed_by(SGLANG, "sglang_kills_program.py", str(tmp_path / "kills"), json.dumps(options))
     assert "failed" not in told["phases"]
     assert told["wrong"] == []
     assert len(told["found"]) > 50

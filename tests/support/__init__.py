@@ -10,6 +10,7 @@ programs that tests start. From a shell, run them in the checkout's root: `pytho
     syscalls        system calls of a program: recorded, failed, killed at
     disks           disks of nvme stores that fail, wait, or check the order of flushes
     mounts          file systems that are small, or lose their power
+    engines         programs in the environments of vLLM, LMCache and SGLang; lmcache_programs, sglang_programs
     fuzzing         mutated inputs for everything that reads bytes from outside
     redis_servers   a Redis server on loopback; redis_groups has a cluster, and a master with a sentinel
     places          storage for tiers of every type, their tenants, and doors to the stored bytes behind a tier's back

@@ -1,7 +1,4 @@
-"""LMCache's server with our adapter, and its client benchmark, in the environment that `.ci/engines DIRECTORY` builds.
-
-TIERED_KV_LMCACHE_PYTHON names the interpreter.
-"""
+"""LMCache's server with our adapter, and its client benchmark, in LMCache's environment."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.vllm_programs import LMCACHE, SOURCE, Message, environment_of_programs, interpreter, output_of
+from tests.support.engines import LMCACHE, environment_of, interpreter, output_of
 from tiered_kv.testing.servers import ServerProcess, free_port
 
 CHUNKS = 4
@@ -24,14 +21,6 @@ _KV_SHAPE = "(2,512,8,4,32):float16:8"
 _ANSWER_TIMEOUT_S = 10.0
 
 Entry = Mapping[str, object]
-
-
-def run_adapter_program(directory: Path, *arguments: str) -> list[Message]:
-    """Run the adapter's program to its end and return its lines of JSON."""
-    program = SOURCE / "tests" / "integrations" / "lmcache_adapter_program.py"
-    environment = {**environment_of_programs(directory), "LMCACHE_TRACK_USAGE": "false"}
-    output = output_of([interpreter(LMCACHE), str(program), str(directory), *arguments], directory, environment)
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 def adapter(tiers: Sequence[Entry], **params: object) -> str:
@@ -49,7 +38,7 @@ def adapter(tiers: Sequence[Entry], **params: object) -> str:
 
 def lmcache(directory: Path, *arguments: str) -> list[str]:
     """Return the command `lmcache` with `arguments`; its temporary files go to `directory`."""
-    variables = environment_of_programs(directory)
+    variables = environment_of(LMCACHE, directory)
     chosen = {name: variables.get(name, "") for name in ("PYTHONHASHSEED", "PYTHONPATH", "TMPDIR")}
     chosen |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_LOG_LEVEL": "WARNING"}
     program = Path(interpreter(LMCACHE)).with_name("lmcache")

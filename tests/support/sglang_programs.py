@@ -1,7 +1,4 @@
-"""Programs in SGLang's environment, and the configuration of our backend.
-
-`.ci/engines DIRECTORY` builds the environment; TIERED_KV_SGLANG_PYTHON names its interpreter.
-"""
+"""Programs in SGLang's environment, and the configuration of our backend."""
 
 from __future__ import annotations
 
@@ -11,37 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-import pytest
-
-from tests.support.vllm_programs import SOURCE, Message, Program, output_of
-
-VARIABLE = "TIERED_KV_SGLANG_PYTHON"
-
-
-def interpreter() -> str:
-    """Return the Python of the environment with SGLang, or skip."""
-    found = os.environ.get(VARIABLE)
-    if not found or not Path(found).exists():
-        pytest.skip(f"SGLang is not here: run .ci/engines DIRECTORY, and set {VARIABLE}")
-    return found
-
-
-def environment_of_programs(directory: Path, **variables: str) -> dict[str, str]:
-    """Return the variables for a program in SGLang's environment, whose temporary files go to `directory`."""
-    paths = [SOURCE / "tests" / "support" / "sglang_cpu", SOURCE]
-    if (SOURCE / "plugins").is_dir():
-        paths.append(SOURCE / "plugins")
-    return {**os.environ, "TMPDIR": str(directory), "PYTHONPATH": os.pathsep.join(map(str, paths)), **variables}
-
-
-def run_command(command: Sequence[str], directory: Path, **variables: str) -> str:
-    return output_of(command, directory, environment_of_programs(directory, **variables))
-
-
-def run_program(program: Path, directory: Path, *arguments: str, **variables: str) -> list[Message]:
-    """Run a program to its end and return its lines of JSON."""
-    output = run_command([interpreter(), str(program), *arguments], directory, **variables)
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+from tests.support.engines import PROGRAMS, SGLANG, Message, Program, environment_of, interpreter
 
 
 def extra_config(tiers: Sequence[Mapping[str, object]], **more: object) -> Message:
@@ -93,11 +60,11 @@ class SGLangEngine(Program):
         **variables: str,
     ) -> None:
         self._counters = directory / "counters.json"
-        program = SOURCE / "tests" / "integrations" / "sglang_engine_program.py"
+        program = str(PROGRAMS / "sglang_engine_program.py")
         super().__init__(
-            [*command, interpreter(), str(program), str(model), json.dumps(options)],
+            [*command, interpreter(SGLANG), program, str(model), json.dumps(options)],
             directory / "engine.log",
-            environment_of_programs(directory, WATCHED_COUNTERS=str(self._counters), **variables),
+            environment_of(SGLANG, directory, WATCHED_COUNTERS=str(self._counters), **variables),
         )
 
     def wait_ready(self) -> Self:

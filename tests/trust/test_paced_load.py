@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.engines import printed_by
 from tests.support.figures import Figures, Profile
 from tests.support.paced_loads import MIXES
-from tests.support.vllm_programs import running
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
-PROGRAM = Path(__file__).parents[1] / "integrations" / "vllm_paced_program.py"
 TOTAL_MAX = 1.02
 """Of the time of all requests without a stack."""
 FAST_DISK = 1.0
@@ -31,8 +30,7 @@ def test_no_load_takes_longer_than_without_a_stack(tmp_path: Path, profile: Prof
         "disks": profile.pick([0.27, 1.0], [0.1, 0.27, 0.4, 1.0, 4.0]),
         "seeds": profile.pick([1], [1, 2, 3]),
     }
-    with running("0.32.0", PROGRAM, str(tmp_path / "paced"), json.dumps(options)) as program:
-        runs = list(program.messages())
+    runs = printed_by("0.32.0", "vllm_paced_program.py", str(tmp_path / "paced"), json.dumps(options))
     assert len(runs) == len(options["mixes"]) * len(options["disks"]) * len(options["seeds"])
     slower = [run for run in runs if run["total"] > TOTAL_MAX or run["first_token"] > MIXES[run["mix"]].first_token_max]
     figures.add("paced-load", len(runs), len(runs) - len(slower))

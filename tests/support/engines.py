@@ -1,7 +1,6 @@
-"""Programs in vLLM's environments, and the configuration of our connector.
+"""Engines in environments of their own, programs that run there, and the configuration of our vLLM connector.
 
-`.ci/engines DIRECTORY` builds the environments; TIERED_KV_VLLM_CPU_PYTHON and TIERED_KV_VLLM_PYTHON name their
-interpreters.
+`.ci/engines DIRECTORY` builds the environments; the variables in `VARIABLES` name their interpreters.
 """
 
 from __future__ import annotations
@@ -21,39 +20,47 @@ import pytest
 SOURCE = Path(__file__).parents[2]
 TIMEOUT_S = 900.0
 LMCACHE = "0.32.0 with LMCache"
+SGLANG = "sglang"
 VARIABLES = {
     "0.32.0": "TIERED_KV_VLLM_CPU_PYTHON",
     "0.33.0": "TIERED_KV_VLLM_PYTHON",
     LMCACHE: "TIERED_KV_LMCACHE_PYTHON",
+    SGLANG: "TIERED_KV_SGLANG_PYTHON",
 }
-"""Of each version, what names its interpreter."""
+"""Of each engine, or version of vLLM, what names its interpreter."""
+PROGRAMS = SOURCE / "tests" / "integrations"
 VERSIONS = [pytest.param("0.32.0", marks=pytest.mark.full), pytest.param("0.33.0")]
-"""The versions, of which a sample of the tests takes the newest."""
+"""The versions of vLLM, of which a sample of the tests takes the newest."""
 
 Message = dict[str, Any]
 
 
-def interpreter(version: str) -> str:
-    """Return the Python of the environment with a version of vLLM, or skip."""
-    found = os.environ.get(VARIABLES[version])
+def interpreter(engine: str) -> str:
+    """Return the Python of an engine's environment, or skip."""
+    found = os.environ.get(VARIABLES[engine])
     if not found or not Path(found).exists():
-        pytest.skip(f"vLLM {version} is not here: run .ci/engines DIRECTORY, and set {VARIABLES[version]}")
+        pytest.skip(f"{engine} is not here: run .ci/engines DIRECTORY, and set {VARIABLES[engine]}")
     return found
 
 
-def environment_of_programs(directory: Path) -> dict[str, str]:
-    """Return the variables for a program in vLLM's environment; its temporary files go to `directory`."""
-    environment = {**os.environ, "PYTHONHASHSEED": "0", "TMPDIR": str(directory), "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+def environment_of(engine: str, directory: Path, **variables: str) -> dict[str, str]:
+    """Return the variables for a program in an engine's environment; its temporary files go to `directory`."""
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "TMPDIR": str(directory), **variables}
     environment.pop("PYTHONPATH", None)
+    paths = [SOURCE / "tests" / "support" / "sglang_cpu", SOURCE] if engine == SGLANG else []
     if (SOURCE / "plugins").is_dir():
         # Its tiered_kv lists the plugins; the code of this checkout is run.
-        environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE), str(SOURCE / "plugins")])
-    return environment
+        paths += [SOURCE / "plugins"] if paths else [SOURCE, SOURCE / "plugins"]
+    if paths:
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    more = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"} if engine != SGLANG else {}
+    return environment | ({"LMCACHE_TRACK_USAGE": "false"} if engine == LMCACHE else {}) | more
 
 
-def run_example(version: str, name: str, directory: Path, *arguments: str) -> str:
-    command = [interpreter(version), str(SOURCE / "examples" / name / "run.py"), *arguments]
-    return output_of(command, directory, environment_of_programs(directory))
+def run_example(engine: str, directory: Path, *arguments: str) -> str:
+    name = {LMCACHE: "lmcache", SGLANG: "sglang"}.get(engine, "vllm")
+    command = [interpreter(engine), str(SOURCE / "examples" / name / "run.py"), *arguments]
+    return output_of(command, directory, environment_of(engine, directory))
 
 
 def output_of(command: Sequence[str], directory: Path, environment: Mapping[str, str]) -> str:
@@ -129,16 +136,22 @@ class Program:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def running(version: str, path: Path, *arguments: str) -> Program:
-    """Run a program in vLLM's environment; its first argument is a path in its directory."""
+def running(engine: str, program: str, *arguments: str) -> Program:
+    """Run a program of `PROGRAMS` in an engine's environment; its first argument is a path in its directory."""
     log = Path(arguments[0]).with_suffix(".errors")
-    return Program([interpreter(version), str(path), *arguments], log, environment_of_programs(log.parent))
+    return Program([interpreter(engine), str(PROGRAMS / program), *arguments], log, environment_of(engine, log.parent))
 
 
-def passed_checks(version: str, path: Path, directory: Path, *arguments: str) -> list[str]:
+def printed_by(engine: str, program: str, *arguments: str) -> list[Message]:
+    """Run a program to its end, as `running` does, and return what it printed."""
+    with running(engine, program, *arguments) as run:
+        return list(run.messages())
+
+
+def passed_checks(engine: str, program: str, directory: Path, *arguments: str) -> list[str]:
     """Run a program of checks in `directory`, and return their names; none may fail."""
-    with running(version, path, str(directory), *arguments) as program:
-        errors = {result["check"]: result["error"] for result in program.messages()}
+    directory.mkdir(exist_ok=True)
+    errors = {result["check"]: result["error"] for result in printed_by(engine, program, str(directory), *arguments)}
     assert {name: error for name, error in errors.items() if error} == {}
     return list(errors)
 
