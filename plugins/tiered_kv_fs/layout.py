@@ -8,7 +8,6 @@
     <namespace>/epoch                 the mark of the epoch; see tiered_kv/toolkit/epoch.py
     <namespace>/<epoch>/<shard>/<block>                     a block record
     <namespace>/<epoch>/<shard>/.<block>.<owner>.<n>.tmp    a block record while it is written
-    .<namespace>.<n>.purged           a namespace's directory while it is purged
 
 <namespace> is the namespace's digest, <block> a digest of the key, <shard> its first byte. No part of a key is part of
 a path. Other files in the directory are foreign: the tier never changes them, but counts them.
@@ -38,7 +37,6 @@ TEMPORARY_BLOCK: Final = re.compile(r"\.[0-9a-f]{32}\.(?P<owner>[0-9a-f]{16})\.[
 
 # Paths below the shared directory.
 NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
-NAMESPACE_DIRECTORY: Final = re.compile(r"(?P<moved>\.)?(?P<digest>[0-9a-f]{32})(?(moved)\.[0-9a-f]{16}\.purged)")
 SHARED_PATH: Final = re.compile(
     "|".join((*map(re.escape, (MARKER_NAME, LOCK_NAME, LEDGER_NAME, SWEEP_NAME, LOST_AND_FOUND)), TEMPORARY.pattern))
 )

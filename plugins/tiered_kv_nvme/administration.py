@@ -27,7 +27,6 @@ from tiered_kv.toolkit.administration import (
     SurveyedSegments,
     TierAdministration,
     Verification,
-    matching_description,
 )
 from tiered_kv.toolkit.claimed import LOST_AND_FOUND, Identity, walk
 from tiered_kv.toolkit.codecs import CodecSet
@@ -54,9 +53,6 @@ from tiered_kv_nvme.recovery import SegmentScan
 from tiered_kv_nvme.segment import Segment
 from tiered_kv_nvme.settings import NvmeSettings
 
-_USES_UNKNOWN: Final = "only the process that has the directory open knows when a block was used"
-_FOREIGN_NAMED_MAX: Final = 8
-
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _CHANGED: Final = "segments were written again meanwhile; the blocks that they held before were not checked"
 
@@ -65,7 +61,7 @@ class NvmeAdministration(TierAdministration):
     """The directory of an nvme tier. Purges and repairs need its lock; surveys do not."""
 
     def __init__(self, settings: NvmeSettings) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._claimed = claimed_directory(settings.path, settings.name, private=settings.private)
         self._path = self._claimed.path
 
@@ -83,16 +79,16 @@ class NvmeAdministration(TierAdministration):
 
     def survey(self, deadline: float, only: str | None = None) -> Survey:
         census, segments = Census(), None
-        described: Mapping[str, object] = {}
+        described: object = None
         with self._claimed.opened("survey") as fd:
             digest, fields = self._marker(fd)
             if fd is not None and digest and only in (None, digest):
-                described = matching_description(fields.get("namespace"), digest)
+                described = fields.get("namespace")
                 identity = self._identity(digest, fields)
                 segments = Inspection(
                     fd, self._path, self._claimed.tier, self._claimed.private, identity, deadline
                 ).count(census)
-        return census.survey(lambda _: described, _USES_UNKNOWN, segments)
+        return census.survey(lambda _: described, segments)
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
         with self._claimed.opened("verify") as fd:
@@ -137,10 +133,11 @@ class NvmeAdministration(TierAdministration):
         with suppress(FileNotFoundError):
             os.unlink(EPOCH_NAME, dir_fd=fd)
         notes: tuple[str, ...] = ()
-        if foreign := sorted(set(os.listdir(fd)) - {LOCK_NAME, MARKER_NAME, LOST_AND_FOUND}):
-            left += [f"{self._path}/{name}, which is not this tier's" for name in foreign[:_FOREIGN_NAMED_MAX]]
-            if len(foreign) > _FOREIGN_NAMED_MAX:
-                left.append(f"{len(foreign) - _FOREIGN_NAMED_MAX} more such entries")
+        foreign = Census()
+        for name in sorted(set(os.listdir(fd)) - {LOCK_NAME, MARKER_NAME, LOST_AND_FOUND}):
+            foreign.add_foreign(f"{self._path}/{name}", 0)
+        if lines := foreign.left():
+            left += lines
             notes = (f"{self._path}/{MARKER_NAME}, which says whose blocks these were, stays beside foreign files",)
         else:
             with suppress(FileNotFoundError):

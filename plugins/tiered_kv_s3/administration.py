@@ -7,44 +7,32 @@ again. Objects whose names are not of the tier's layout (`layout.py`) are foreig
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Final
 
-from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.threads import run_all
-from tiered_kv.toolkit.administration import (
-    DESCRIPTION_BYTES_MAX,
-    DIGEST_HEX,
-    Census,
-    Purged,
-    RecordCheck,
-    Survey,
-    TierAdministration,
-    Verification,
-    matching_description,
-)
+from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, DIGEST_HEX, Purged, RecordCheck, Verification
 from tiered_kv.toolkit.epoch import Epoch, EpochMark
+from tiered_kv.toolkit.listed import Entry, ListedStorage
 from tiered_kv.toolkit.record import DIGEST_BYTES
 from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
-from tiered_kv_s3.control import DELETED_AT_ONCE, Control, Listed, age_s
+from tiered_kv_s3.control import DELETED_AT_ONCE, Control, age_s
 from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
 from tiered_kv_s3.epoch import EpochObject
 from tiered_kv_s3.layout import Naming
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import ABSENCE, Verdict
 
-_SURVEYS_MAX: Final = 20
 _PARALLEL_READS: Final = 8
 
 
-class S3Administration(TierAdministration):
+class S3Administration(ListedStorage):
     """The bucket of an s3 tier.
 
     Raises:
@@ -52,76 +40,74 @@ class S3Administration(TierAdministration):
     """
 
     def __init__(self, settings: S3Settings) -> None:
-        self._settings = settings
+        super().__init__(settings)
         account = Account(settings, settings.name)
         self._bucket = Bucket(settings, account, Counters(COUNTERS, COUNTERS_BY_LABEL))
         self._control = Control(account, settings, settings.name)
 
     def purge(self, digest: str, deadline: float) -> Purged:
-        naming = self._naming(digest)
-        self._renew_epoch(naming, deadline)
-        removed: Counter[str] = Counter()
-        found, refusals = 0, set[str]()
-        for _ in range(_SURVEYS_MAX):
-            earlier = found, refusals
-            found, foreign, refusals = self._delete(naming, removed, deadline)
-            if not found or (refusals and refusals == earlier[1] and found >= earlier[0]):  # no progress
-                break
-        left = []
-        if foreign:
-            left.append(f"{len(foreign)} objects that are not of this tool were left")
-        if found:
-            why = ", ".join(sorted(refusals)) or "a stack stores them, or the server does not delete"
-            left.append(f"{found} objects or versions of them were found by the last survey ({why})")
+        self._renew_epoch(self._naming(digest), deadline)
+        purged = super().purge(digest, deadline)
         if self._control.without_versions == "AccessDenied":
-            left.append("these credentials may not list versions: older ones are left if the bucket keeps them")
+            left = "these credentials may not list versions: older ones are left if the bucket keeps them"
+            purged = replace(purged, left=(*purged.left, left))
         notes = ("the server lists no versions; it is taken to keep none",) if self._control.without_versions else ()
-        return Purged(removed["blocks"], removed["bytes"], tuple(left), notes)
+        return replace(purged, notes=notes)
 
-    def survey(self, deadline: float, only: str | None = None) -> Survey:
-        census = Census()
+    def entries(self, digest: str | None, deadline: float) -> Iterator[Sequence[Entry]]:
         root = f"{self._settings.prefix}/"
-        for page in self._control.versions(f"{root}{only}/" if only else root, deadline):
+        unmarked = set[str]()  # marks whose delete marker was on an earlier page: a purge may have deleted that
+        for page in self._control.versions(f"{root}{digest}/" if digest else root, deadline):
+            entries = []
             for each, is_marker in page:
                 name, size_bytes = each["Key"], each.get("Size", 0)
-                digest = name.removeprefix(root).partition("/")[0]
-                naming = self._naming(digest) if DIGEST_HEX.fullmatch(digest) else None
+                found = name.removeprefix(root).partition("/")[0]
+                naming = self._naming(found) if DIGEST_HEX.fullmatch(found) else None
                 if naming is None or not naming.owns(name):
-                    census.add_foreign(name, size_bytes)
-                elif name != naming.epoch:  # it stays after a purge
-                    is_block = naming.is_block(name) and not is_marker and each.get("IsLatest", True)
-                    written_s = age_s(each, time.time()) if "LastModified" in each else None
-                    census.add(digest, size_bytes, is_block, written_s=written_s)
-        return census.survey(
-            lambda digest: self._description(self._naming(digest), deadline),
-            "a bucket does not tell when a block was used",
-        )
+                    entries.append(Entry(name, None, size_bytes))
+                    continue
+                is_current = each.get("IsLatest", True)
+                if name == naming.epoch:
+                    if is_marker and is_current:
+                        unmarked.add(name)
+                    elif is_current and name not in unmarked:
+                        continue  # it stays after a purge
+                is_block = naming.is_block(name) and is_current and not is_marker
+                written_s = age_s(each, time.time()) if "LastModified" in each else None
+                entries.append(Entry(name, found, size_bytes, is_block, written_s, where=each))
+            for start in range(0, len(entries), DELETED_AT_ONCE):
+                yield entries[start : start + DELETED_AT_ONCE]
 
-    def verify(self, digest: str, verification: Verification, deadline: float) -> None:
-        naming = self._naming(digest)
-        check = RecordCheck(naming.namespace_digest, self._settings.open_codecs(), verification.block_bytes)
+    def delete(self, entries: Sequence[Entry]) -> dict[int, str]:
+        return self._control.delete([each.where for each in entries])
+
+    def describe(self, digest: str, deadline: float) -> object:
+        _, text = self._bucket.read(self._naming(digest).namespace, DESCRIPTION_BYTES_MAX, deadline)
+        return fields_of(text).get("namespace")
+
+    def check(
+        self, digest: str, blocks: Iterator[Sequence[Entry]], found: Verification, deadline: float
+    ) -> Iterator[tuple[Entry, RecordStatus | str, int]]:
+        check = RecordCheck(bytes.fromhex(digest), self._settings.open_codecs(), found.block_bytes)
         read = partial(self._read, check, deadline)
-        blocks = (each for page in self._control.listed(naming.blocks) for each in page if naming.is_block(each.name))
-        while batch := list(islice(blocks, _PARALLEL_READS)):
-            reads = run_all(read, batch, "tiered-kv-s3-verify", _PARALLEL_READS)
-            for listed, found in zip(batch, (each.result() for each in reads), strict=True):
-                read_bytes = 0 if found == check.too_long else listed.size_bytes
-                if found is not None and verification.note(found, read_bytes):
-                    verification.repaired += self._bucket.delete(listed.name, deadline) is Verdict.DONE
-            self._check_time(deadline, "verify")
+        for listed in blocks:
+            for start in range(0, len(listed), _PARALLEL_READS):
+                batch = listed[start : start + _PARALLEL_READS]
+                reads = run_all(read, batch, "tiered-kv-s3-verify", _PARALLEL_READS)
+                for each, status in zip(batch, (each.result() for each in reads), strict=True):
+                    if status is not None:
+                        # Its name and no version: an older version must not become the block again.
+                        block = each._replace(where={"Key": each.name})
+                        yield block, status, 0 if status == check.too_long else each.size_bytes or 0
 
     def close(self) -> None:
         self._control.close()
         self._bucket.close()
 
-    def _check_time(self, deadline: float, operation: str) -> None:
-        if time.monotonic() >= deadline:
-            raise TierUnavailableError("the time was over", tier=self._settings.name, operation=operation)
-
     def _naming(self, digest: str) -> Naming:
         return Naming(self._settings.prefix, bytes.fromhex(digest))
 
-    def _read(self, check: RecordCheck, deadline: float, listed: Listed) -> RecordStatus | str | None:
+    def _read(self, check: RecordCheck, deadline: float, listed: Entry) -> RecordStatus | str | None:
         """Return the state of a block's object, None if it is deleted by now."""
         deadline = min(deadline, time.monotonic() + self._settings.job_timeout)
         found: RecordStatus | str = check.too_long
@@ -142,34 +128,6 @@ class S3Administration(TierAdministration):
         # Not damage: the bucket has no mark of the format version of its blocks, so another release may read this one.
         return found.value if found is RecordStatus.BAD_VERSION else found
 
-    def _delete(self, naming: Naming, removed: Counter[str], deadline: float) -> tuple[int, set[str], set[str]]:
-        """Delete the tier's objects; return how many there were, the foreign names, and the reasons of refusals."""
-        found = 0
-        foreign: set[str] = set()
-        refusals: set[str] = set()
-        mark_is_deleted = False
-        for page in self._control.versions(naming.root, deadline):
-            doomed = []
-            for each, is_marker in page:
-                name = each["Key"]
-                # If its delete marker was on an earlier page, an old version is the latest by now.
-                mark_is_deleted |= is_marker and name == naming.epoch and each["IsLatest"]
-                is_current = not is_marker and each.get("IsLatest", True) and not mark_is_deleted
-                if not naming.owns(name):
-                    foreign.add(name)
-                elif not (name == naming.epoch and is_current):
-                    doomed.append((each, is_marker))
-            found += len(doomed)
-            for start in range(0, len(doomed), DELETED_AT_ONCE):
-                self._check_time(deadline, "purge")
-                batch = doomed[start : start + DELETED_AT_ONCE]
-                refused = self._control.delete([each for each, _ in batch])
-                refusals.update(refused.values())
-                gone = [each for at, each in enumerate(batch) if at not in refused]
-                removed["bytes"] += sum(each.get("Size", 0) for each, _ in gone)
-                removed["blocks"] += sum(not is_marker and naming.is_block(each["Key"]) for each, is_marker in gone)
-        return found, foreign, refusals
-
     def _renew_epoch(self, naming: Naming, deadline: float) -> None:
         """Replace the epoch's mark, or delete it if there was no reset; a mark that is written later is of a reset."""
         store = EpochObject(self._bucket, naming.epoch, self._settings.name)
@@ -183,7 +141,3 @@ class S3Administration(TierAdministration):
         epoch = Epoch(store)
         epoch.renew()
         epoch.saved_value(deadline)
-
-    def _description(self, naming: Naming, deadline: float) -> Mapping[str, object]:
-        _, text = self._bucket.read(naming.namespace, DESCRIPTION_BYTES_MAX, deadline)
-        return matching_description(fields_of(text).get("namespace"), naming.namespace_digest.hex())

@@ -162,7 +162,7 @@ def test_one_retained_object_keeps_no_others_and_the_rest_counts_as_removed(serv
         purged = administration.purge(digest, time.monotonic() + WAIT_S)
     assert stored_in(server) == {f"/bucket/{retained}"}
     assert purged.blocks == BLOCKS - 1
-    assert "1 objects or versions" in purged.left[0]
+    assert "1 entries were found" in purged.left[0]
 
 
 def test_a_server_that_confirms_deletes_that_it_did_not_make_is_found_out(

@@ -8,7 +8,6 @@ from tiered_kv.reasons import RecordStatus
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.administration import (
     NAMESPACES_MAX,
-    REUSE_AFTER_S,
     Census,
     RecordCheck,
     Verification,
@@ -27,7 +26,7 @@ def test_of_many_ages_oldest_and_newest_are_exact_and_the_median_nearly(ages_s: 
     census = Census()
     for age_s in ages_s:
         census.add("ab" * 16, 1, written_s=age_s)
-    (found,) = census.survey(lambda digest: {}, "why").namespaces
+    (found,) = census.survey(lambda digest: {}).namespaces
     clipped = sorted(max(0.0, age_s) for age_s in ages_s)
     assert found.written is not None
     assert (found.written.oldest_s, found.written.newest_s) == (clipped[-1], clipped[0])
@@ -35,25 +34,11 @@ def test_of_many_ages_oldest_and_newest_are_exact_and_the_median_nearly(ages_s: 
     assert found.used is None
 
 
-def test_blocks_that_were_used_after_they_were_written_are_told_from_those_that_were_not() -> None:
-    census = Census()
-    census.add("ab" * 16, 1, blocks=3, written_s=100.0, used_s=100.0 - REUSE_AFTER_S)
-    census.add("ab" * 16, 1, written_s=100.0, used_s=50.0)
-    census.add("ab" * 16, 1, blocks=0, written_s=100.0, used_s=50.0)
-    census.add("ab" * 16, 1, written_s=100.0)
-    assert [each.used_again for each in census.survey(lambda digest: {}, "why").namespaces] == [0.25]
-    census.add("cd" * 16, 1, blocks=0)
-    assert not census.survey(lambda digest: {}, "why").notes
-    census.add("cd" * 16, 1, used_s=50.0)
-    survey = census.survey(lambda digest: {}, "why")
-    assert ([each.used_again for each in survey.namespaces], survey.notes) == ([0.25, None], ("why",))
-
-
 def test_further_namespaces_and_foreign_names_are_only_counted() -> None:
     census = Census()
     for number in range(NAMESPACES_MAX + 10):
         census.add(f"{number:032x}", 2)
-    survey = census.survey(lambda digest: {}, "why")
+    survey = census.survey(lambda digest: {})
     assert len(survey.namespaces) == NAMESPACES_MAX
     assert survey.foreign is not None
     assert (survey.foreign.entries, survey.foreign.size_bytes, len(survey.foreign.names)) == (10, 20, 8)
@@ -63,7 +48,7 @@ def test_one_unknown_size_makes_the_sum_unknown() -> None:
     census = Census()
     for size_bytes in (1, None, 1):
         census.add("ab" * 16, size_bytes)
-    (found,) = census.survey(lambda digest: {}, "why").namespaces
+    (found,) = census.survey(lambda digest: {}).namespaces
     assert (found.blocks, found.size_bytes) == (3, None)
 
 

@@ -18,26 +18,7 @@ from tiered_kv.toolkit.administration import Verification
 
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
 
-BLOCKS = 16
 SPEC = TierSpec("inspection", 4096, bytes(range(16)), {"model": "inspection"})
-
-
-@pytest.mark.parametrize("kind", ["redis", "redis-cluster", "redis-sentinel", "s3", "s3-versioned"])
-def test_namespaces_are_counted_and_verified(kind: str, place_of: PlaceOf) -> None:
-    storage = place_of(kind)
-    alice, bob = storage.tenant("alice"), storage.tenant("bob")
-    assert (alice.store(BLOCKS), bob.store(3)) == (BLOCKS, 3)
-    status, tier = alice.inspect("--verify")
-    found = {each["tenant"]: each for each in tier["namespaces"]}
-    assert (status, tier["error"], sorted(found)) == (0, "", ["alice", "bob"])
-    assert [found[name]["blocks"] for name in ("alice", "bob")] == [BLOCKS, 3]
-    assert found["alice"]["size_bytes"] >= BLOCKS * BLOCK_BYTES
-    assert (found["alice"]["own"], found["bob"]["own"]) == (True, False)
-    assert found["bob"]["differences"] == {"namespace.tenant": ["alice", "bob"]}
-    known, unknown = ("used", "written") if kind.startswith("redis") else ("written", "used")
-    assert (found["alice"][known] is not None, found["alice"][unknown]) == (True, None)
-    assert [found[name]["verification"]["blocks"] for name in ("alice", "bob")] == [BLOCKS, 3]
-    assert alice.load(BLOCKS) == (BLOCKS, 0)
 
 
 @pytest.mark.parametrize("kind", ["redis", "s3"])
@@ -104,21 +85,6 @@ def test_a_server_that_does_not_answer_is_an_error(place_of: PlaceOf) -> None:
     status, tier = alice.inspect("--verify")
     assert (status, tier["ok"]) == (1, False)
     assert "the server" in tier["error"]
-
-
-def test_with_a_ttl_a_server_s_survey_counts_blocks_that_were_used_again(place_of: PlaceOf) -> None:
-    place = place_of("redis")
-    alice = place.tenant("alice", ttl="1h")
-    alice.store(BLOCKS)
-    blocks = [name for key in alice.keys(BLOCKS // 4) for name in place.masters[0].keys("*") if name.endswith(key)]
-    for name in blocks:
-        place.masters[0].call("PEXPIRE", name, "3500000")  # as if it had been stored 100 s ago, and used now
-    ((own,), notes) = (alice.inspect()[1][name] for name in ("namespaces", "notes"))
-    assert (own["used_again"], notes) == (0.25, [])
-    assert 100 <= own["written"]["oldest_s"] < 3600
-    ((own,), (note,)) = (place.tenant("alice").inspect()[1][name] for name in ("namespaces", "notes"))
-    assert (own["used_again"], own["written"]) == (None, None)
-    assert "`ttl`" in note
 
 
 @pytest.mark.parametrize("kind", ["nvme", "fs", "redis", "s3"])

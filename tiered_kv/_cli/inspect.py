@@ -102,19 +102,31 @@ def run(args: argparse.Namespace) -> Status:
 
 def _inspect(config: StackConfig, settings: TierSettings, args: argparse.Namespace) -> TierInspection:
     tier = TierInspection(settings.name, settings.type)
+
+    def inspect(administration: TierAdministration) -> None:
+        with progress(f"counting {tier.name}", None):
+            tier.survey = administration.survey(time.monotonic() + (args.timeout or _TIMEOUT_S))
+        if args.verify:
+            _verify(administration, config, settings, tier, args)
+
+    error = administer(settings, inspect)
+    if error is None:
+        tier.unavailable = f"tiers of type '{settings.type}' show nothing to other processes"
+    tier.error = error or ""
+    return tier
+
+
+def administer(settings: TierSettings, work: Callable[[TierAdministration], None]) -> str | None:
+    """Call `work` with a tier's administration; return an error's text, or None if tiers of the type have none."""
     try:
         load = tier_type_of(settings).administration
         if load is None:
-            tier.unavailable = f"tiers of type '{settings.type}' show nothing to other processes"
-            return tier
+            return None
         with closing(load()(settings)) as administration:
-            with progress(f"counting {tier.name}", None):
-                tier.survey = administration.survey(time.monotonic() + (args.timeout or _TIMEOUT_S))
-            if args.verify:
-                _verify(administration, config, settings, tier, args)
+            work(administration)
     except Exception as error:  # a third-party administration may raise anything
-        tier.error = error_text(error, settings.secret_texts())
-    return tier
+        return error_text(error, settings.secret_texts())
+    return ""
 
 
 def _verify(
@@ -196,7 +208,7 @@ def _described(config: StackConfig, tier: TierInspection) -> dict[str, object]:
 def _show(config: StackConfig, tiers: Sequence[TierInspection], args: argparse.Namespace) -> None:
     own = config.identity.digest.hex()
     print_text(f"{args.stack}: namespace {own}\n")
-    heads = ["tier", "namespace", "model", "tenant", "blocks", "stored", "written", "last used", "used again"]
+    heads = ["tier", "namespace", "model", "tenant", "blocks", "stored", "written", "last used"]
     _print_rows(heads, [row for tier in tiers for row in _rows(tier, own)])
     print_text("* this stack's own; ages are those of the oldest, the median and the newest block; - is not known")
     if checks := [_checked(tier.name, *each) for tier in tiers for each in tier.checks.items()]:
@@ -216,14 +228,12 @@ def _rows(tier: TierInspection, own: str) -> Iterator[list[str]]:
     for each in tier.survey.namespaces:
         namespace = each.described.get("namespace")
         model = str(namespace.get("model", "-")) if isinstance(namespace, dict) else "-"
-        share = "-" if each.used_again is None else f"{each.used_again:.0%}"
         blocks = "-" if each.blocks is None else str(each.blocks)
         size = "-" if each.size_bytes is None else rounded_bytes(each.size_bytes)
         digest = f"{each.digest}{' *' if each.digest == own else ''}"
-        ages = [_ages(each.written), _ages(each.used)]
-        yield [tier.name, digest, model, each.tenant or "-", blocks, size, *ages, share]
+        yield [tier.name, digest, model, each.tenant or "-", blocks, size, _ages(each.written), _ages(each.used)]
     if not tier.survey.namespaces:
-        yield [tier.name, "-" if tier.error or tier.unavailable else "nothing stored", *["-"] * 7]
+        yield [tier.name, "-" if tier.error or tier.unavailable else "nothing stored", *["-"] * 6]
 
 
 def _checked(tier: str, digest: str, check: Verification) -> list[str]:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 from tiered_kv._cli.arguments import describe_use, seconds
-from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
-from tiered_kv.config.redaction import error_text
+from tiered_kv._cli.inspect import administer
+from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ConfigError
-from tiered_kv.hooks import tier_type_of
 from tiered_kv.stack_config import load_config
 from tiered_kv.toolkit.administration import DIGEST_HEX, TierAdministration
 
@@ -115,7 +113,8 @@ def _look(settings: TierSettings, digest: str | None, tenant: str | None, timeou
             elif stored.tenant is None:
                 tier.unknown.append(stored.digest)
 
-    _administer(settings, tier, look)
+    error = administer(settings, look)
+    tier.error = f"tiers of type '{settings.type}' cannot be purged by this command" if error is None else error
     return tier
 
 
@@ -132,20 +131,7 @@ def _purge(settings: TierSettings, tier: TierPurge, timeout_s: float) -> None:
             found.purged = not removed.left
 
     if tier.namespaces:
-        _administer(settings, tier, purge)
-
-
-def _administer(settings: TierSettings, tier: TierPurge, work: Callable[[TierAdministration], None]) -> None:
-    """Call `work` with the tier's administration; an exception becomes the tier's error."""
-    try:
-        load = tier_type_of(settings).administration
-        if load is None:
-            tier.error = f"tiers of type '{settings.type}' cannot be purged by this command"
-            return
-        with closing(load()(settings)) as administration:
-            work(administration)
-    except Exception as error:  # a third-party administration may raise anything
-        tier.error = error_text(error, settings.secret_texts())
+        tier.error = administer(settings, purge) or ""
 
 
 def _ask(tiers: Sequence[TierPurge]) -> None:
@@ -163,7 +149,7 @@ def _show(tiers: Sequence[TierPurge], verb: str) -> None:
     print_table(["tier", "namespace", "tenant", "blocks", verb], rows, numbers=False)
     for tier in tiers:
         for line in _remarks(tier):
-            print_text(f"{tier.name}: {line}")
+            print_text(one_line(f"{tier.name}: {line}"))
 
 
 def _rows(tier: TierPurge) -> Iterator[list[str]]:

@@ -7,21 +7,20 @@ import json
 import time
 import urllib.parse
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.ask import Address, address_of, fetch, is_address
+from tiered_kv._cli.inspect import administer
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
 from tiered_kv.config.namespace import differences
-from tiered_kv.config.redaction import error_text
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.history.fates import SENTENCES
-from tiered_kv.hooks import tier_type_of
 from tiered_kv.stack_config import PRIMARY_TIER_NAME, StackConfig, load_config
+from tiered_kv.toolkit.administration import StoredNamespace
 
 _TIMEOUT_S: Final = 10.0
 NAMESPACES_MAX = 64
@@ -199,14 +198,12 @@ class TierNamespaces:
 def tier_namespaces(config: StackConfig, settings: TierSettings, deadline: float) -> TierNamespaces:
     """Return the namespaces in a tier's storage, by I/O until `deadline` (of `time.monotonic()`). It opens no stack."""
     own = config.identity
-    try:
-        load = tier_type_of(settings).administration
-        if load is None:
-            return TierNamespaces(settings.name, error=f"tiers of type '{settings.type}' cannot list their namespaces")
-        with closing(load()(settings)) as administration:
-            stored = administration.survey(deadline).namespaces
-    except Exception as error:  # a third-party administration may raise anything
-        return TierNamespaces(settings.name, error=error_text(error, settings.secret_texts()))
+    stored: list[StoredNamespace] = []
+    error = administer(settings, lambda administration: stored.extend(administration.survey(deadline).namespaces))
+    if error != "":
+        return TierNamespaces(
+            settings.name, error=error or f"tiers of type '{settings.type}' cannot list their namespaces"
+        )
     digest = own.digest.hex()
     others = [
         OtherNamespace(each.digest, differences(own.described, each.described))

@@ -1,6 +1,7 @@
 """Tools for authors of tiers to test their tiers. Import the modules by name; the extra `test` installs their needs.
 
 conformance     a pytest class to subclass: the contract of a secondary tier
+administration  a pytest class to subclass: the contract of its administration
 wire_faults     a pytest class to subclass: a tier whose server is behind a bad network
 state_machine   a Hypothesis state machine over a whole stack
 model           what the stack may answer, and a wrapper that checks which job uses which row of the primary region
@@ -21,5 +22,5 @@ if importlib.util.find_spec("pytest") is not None:
 
     # So that a failed `assert` of these modules shows its values.
     pytest.register_assert_rewrite(
-        *(f"tiered_kv.testing.{name}" for name in ("conformance", "rig", "model", "wire_faults"))
+        *(f"tiered_kv.testing.{name}" for name in ("administration", "conformance", "rig", "model", "wire_faults"))
     )

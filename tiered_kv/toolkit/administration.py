@@ -8,13 +8,15 @@
 A reset of the cache makes blocks unreachable at once, and leaves their bytes to be overwritten. A purge deletes the
 bytes, may take long, and checks afterwards whether any are left.
 
-`Census` and `RecordCheck` help: a census of stored entries, and checks of block records.
+`tiered_kv.toolkit.listed` does all three for a storage whose entries can be listed and deleted. `Census` counts stored
+entries, and `RecordCheck` checks block records.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -22,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tiered_kv.config.namespace import NamespaceIdentity
+from tiered_kv.errors import TierUnavailableError
 from tiered_kv.reasons import UNREADABLE, RecordStatus
 from tiered_kv.toolkit.codecs import CodecSet, ThreadBuffer
 from tiered_kv.toolkit.record import record_bytes_max, verify_record
@@ -34,8 +37,6 @@ DESCRIPTION_BYTES_MAX = 1 << 20
 NAMESPACES_MAX: Final = 1024
 """Namespaces in one survey; blocks of further namespaces count as foreign."""
 FOREIGN_NAMED_MAX: Final = 8
-REUSE_AFTER_S: Final = 10.0
-"""A use within this time after the write does not count: writing takes time, and clocks are coarse."""
 _STEPS: Final = 50
 """Histogram steps for each factor of e between two ages."""
 _UNKNOWN_BLOCK_BYTES_MAX: Final = 256 << 20
@@ -62,7 +63,6 @@ class StoredNamespace:
         size_bytes: Their size in the storage, including marks and readable forms.
         written: Ages since the blocks were written.
         used: Ages since the blocks were last used or written.
-        used_again: The share of blocks, 0 to 1, that were used after they were written.
     """
 
     digest: str
@@ -71,7 +71,6 @@ class StoredNamespace:
     size_bytes: int | None = None
     written: Ages | None = None
     used: Ages | None = None
-    used_again: float | None = None
 
     @property
     def tenant(self) -> str | None:
@@ -86,15 +85,14 @@ class Purged:
     """The result of a purge of one namespace.
 
     Args:
-        blocks: Blocks that were deleted, or the segments or object versions of a tier that does not read them; None if
-            unknown.
-        size_bytes: Bytes that were deleted.
+        blocks: Blocks that were deleted; None if unknown.
+        size_bytes: Bytes that were deleted; None if unknown.
         left: Data that could not be deleted, and why.
         notes: Hints for the user.
     """
 
     blocks: int | None
-    size_bytes: int
+    size_bytes: int | None
     left: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -134,8 +132,7 @@ class Survey:
     namespaces: tuple[StoredNamespace, ...] = ()
     segments: SurveyedSegments | None = None
     foreign: SurveyedForeign | None = None
-    notes: tuple[str, ...] = ()
-    """Hints for the user."""
+    notes: tuple[str, ...] = ()  # hints for the user
 
 
 @dataclass(eq=False)
@@ -203,9 +200,8 @@ class TierAdministration(ABC):
     it. They end by their deadlines, in seconds of `time.monotonic()`. A digest has 32 hexadecimal digits.
     """
 
-    @abstractmethod
     def __init__(self, settings: Any) -> None:  # Any: each tier's own model
-        raise NotImplementedError
+        self._settings = settings
 
     @abstractmethod
     def purge(self, digest: str, deadline: float) -> Purged:
@@ -235,6 +231,11 @@ class TierAdministration(ABC):
     def close(self) -> None:
         """Close what was opened; by default nothing."""
         return
+
+    def check_time(self, deadline: float, operation: str) -> None:
+        """Raise `TierUnavailableError` after the deadline."""
+        if time.monotonic() >= deadline:
+            raise TierUnavailableError("the time was over", tier=self._settings.name, operation=operation)
 
 
 def matching_description(described: object, digest: str) -> Mapping[str, object]:
@@ -280,8 +281,6 @@ class _Tally:
     size_bytes: int | None = 0
     written: _AgeHistogram = field(default_factory=_AgeHistogram)
     used: _AgeHistogram = field(default_factory=_AgeHistogram)
-    dated: int = 0  # blocks of which both ages are known
-    used_again: int = 0
 
 
 class Census:
@@ -301,14 +300,7 @@ class Census:
         written_s: float | None = None,
         used_s: float | None = None,
     ) -> None:
-        """Count an entry of a namespace.
-
-        Args:
-            digest: The namespace.
-            size_bytes: None if it is unknown; then the size of the namespace is unknown too.
-            blocks: Blocks in the entry; 0 for marks, readable forms and files that are being written.
-            written_s, used_s: How long ago the blocks were written, and used last; None if unknown.
-        """
+        """Count an entry with some blocks of a namespace. One unknown size makes the namespace's unknown."""
         if digest not in self._tallies and len(self._tallies) >= NAMESPACES_MAX:
             self.add_foreign(digest, size_bytes or 0)
             return
@@ -319,9 +311,6 @@ class Census:
             tally.written.add(written_s, blocks)
         if blocks and used_s is not None:
             tally.used.add(used_s, blocks)
-        if blocks and written_s is not None and used_s is not None:
-            tally.dated += blocks
-            tally.used_again += blocks * (written_s - used_s > REUSE_AFTER_S)
 
     def add_foreign(self, name: str, size_bytes: int) -> None:
         self._foreign_entries += 1
@@ -329,34 +318,33 @@ class Census:
         if len(self._foreign_names) < FOREIGN_NAMED_MAX:
             self._foreign_names.append(name[:256])
 
-    def survey(
-        self,
-        describe: Callable[[str], Mapping[str, object]],
-        no_reuse_note: str,
-        segments: SurveyedSegments | None = None,
-    ) -> Survey:
-        """Return the result.
+    def of(self, digest: str) -> tuple[int, int | None]:
+        """Return the blocks and bytes of a namespace."""
+        tally = self._tallies[digest]
+        return tally.blocks, tally.size_bytes
 
-        Args:
-            describe: Returns the readable form of a namespace, empty if there is none.
-            no_reuse_note: Why the storage does not know which blocks were used again; reported if that is so.
-            segments: The large files of a storage that has them.
-        """
+    def left(self) -> list[str]:
+        """Return lines about the foreign entries that a purge leaves."""
+        left = [f"{name}, which is not this tier's" for name in self._foreign_names]
+        if more := self._foreign_entries - len(left):
+            left.append(f"{more} more such entries")
+        return left
+
+    def survey(self, describe: Callable[[str], object], segments: SurveyedSegments | None = None) -> Survey:
+        """Return the result. `describe` returns the stored readable form of a namespace."""
         namespaces = tuple(
             StoredNamespace(
                 digest,
-                describe(digest),
+                matching_description(describe(digest), digest),
                 tally.blocks,
                 tally.size_bytes,
                 tally.written.ages(),
                 tally.used.ages(),
-                tally.used_again / tally.dated if tally.dated else None,
             )
             for digest, tally in sorted(self._tallies.items())
         )
         foreign = SurveyedForeign(self._foreign_entries, self._foreign_bytes, tuple(self._foreign_names))
-        lacks_reuse = any(each.blocks and each.used_again is None for each in namespaces)
-        return Survey(namespaces, segments, foreign, (no_reuse_note,) if lacks_reuse else ())
+        return Survey(namespaces, segments, foreign)
 
 
 class RecordCheck:

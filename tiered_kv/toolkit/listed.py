@@ -1,0 +1,127 @@
+"""Administration of a storage that lists its entries and deletes them one by one, while other processes use it.
+
+`ListedStorage` has the loops: a survey lists once; a purge lists and deletes until a listing finds nothing; a check
+lists and reads blocks. A subclass says how to list, delete, read and describe.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, NamedTuple
+
+from tiered_kv.reasons import RecordStatus
+from tiered_kv.toolkit.administration import Census, Purged, Survey, TierAdministration, Verification
+
+_SURVEYS_MAX: Final = 20
+"""Listings of one purge: a stack may go on storing."""
+
+
+class Entry(NamedTuple):
+    """One entry of a storage.
+
+    Attributes:
+        name: For messages.
+        digest: Its namespace; None for foreign entries, which are counted and never deleted.
+        size_bytes: None if unknown.
+        is_block: Whether it is a block, and not a mark, a readable form or a file that is being written.
+        written_s, used_s: How long ago it was written, or used last; None if the listing does not say.
+        where: What the storage needs to read and delete it.
+        stays: Whether a purge leaves it, such as a directory.
+    """
+
+    name: str
+    digest: str | None
+    size_bytes: int | None
+    is_block: bool = False
+    written_s: float | None = None
+    used_s: float | None = None
+    where: Any = None
+    stays: bool = False
+
+
+class ListedStorage(TierAdministration):
+    """Administers a storage that can list its entries and delete them, while other processes use it."""
+
+    @abstractmethod
+    def entries(self, digest: str | None, deadline: float) -> Iterator[Sequence[Entry]]:
+        """Yield the entries of one namespace, or of all. Foreign entries in its place, by their names, are among them.
+
+        An entry that is stored or deleted meanwhile may be among them or not.
+        """
+
+    @abstractmethod
+    def delete(self, entries: Sequence[Entry]) -> Mapping[int, str]:
+        """Delete entries; return a word for each that is still stored, by its position. A missing one is deleted."""
+
+    @abstractmethod
+    def describe(self, digest: str, deadline: float) -> object:
+        """Return the readable form of a namespace as it is stored."""
+
+    @abstractmethod
+    def check(
+        self, digest: str, blocks: Iterator[Sequence[Entry]], found: Verification, deadline: float
+    ) -> Iterator[tuple[Entry, RecordStatus | str, int]]:
+        """Read blocks; yield each, to delete it if it is damaged, with its status and the bytes that were read.
+
+        A block that is deleted meanwhile is left out.
+        """
+
+    def opened(self, operation: str) -> AbstractContextManager[bool]:
+        """Hold what `purge`, `survey`, `verify` or `repair` needs; whether there is a storage at all."""
+        return nullcontext(True)
+
+    def purge(self, digest: str, deadline: float) -> Purged:
+        with self.opened("purge") as is_stored:
+            return self.delete_all(digest, deadline) if is_stored else Purged(0, 0)
+
+    def delete_all(self, digest: str, deadline: float) -> Purged:
+        """List and delete entries until a listing finds none, or refusals allow no progress."""
+        removed = Census()
+        found, refusals = 0, set[str]()
+        for _ in range(_SURVEYS_MAX):
+            earlier = found, refusals
+            found, refusals, foreign = 0, set(), Census()
+            for batch in self.entries(digest, deadline):
+                doomed = [each for each in batch if each.digest is not None and not each.stays]
+                refused = self.delete(doomed)
+                found += len(doomed)
+                refusals.update(refused.values())
+                for at, each in enumerate(doomed):
+                    if at not in refused:
+                        removed.add(digest, each.size_bytes, each.is_block)
+                for each in batch:
+                    if each.digest is None:
+                        foreign.add_foreign(each.name, 0)
+                self.check_time(deadline, "purge")
+            if not found or (refusals and refusals == earlier[1] and found >= earlier[0]):  # no progress
+                break
+        left = foreign.left()
+        if found:
+            why = ", ".join(sorted(refusals)) or "a stack stores them, or the storage does not delete"
+            left.append(f"{found} entries were found by the last survey ({why})")
+        return Purged(*removed.of(digest), tuple(left))
+
+    def survey(self, deadline: float, only: str | None = None) -> Survey:
+        census = Census()
+        with self.opened("survey") as is_stored:
+            for batch in self.entries(only, deadline) if is_stored else ():
+                self.check_time(deadline, "survey")
+                for each in batch:
+                    if each.digest is None:
+                        census.add_foreign(each.name, each.size_bytes or 0)
+                    else:
+                        written_s, used_s = each.written_s, each.used_s
+                        census.add(each.digest, each.size_bytes, each.is_block, written_s=written_s, used_s=used_s)
+            return census.survey(lambda digest: self.describe(digest, deadline))
+
+    def verify(self, digest: str, verification: Verification, deadline: float) -> None:
+        operation = "repair" if verification.repairs else "verify"
+        with self.opened(operation) as is_stored:
+            batches = self.entries(digest, deadline) if is_stored else iter(())
+            blocks = ([each for each in batch if each.is_block] for batch in batches)
+            for each, status, read_bytes in self.check(digest, blocks, verification, deadline):
+                if verification.note(status, read_bytes):
+                    verification.repaired += not self.delete([each])
+                self.check_time(deadline, operation)
