@@ -53,6 +53,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.cpu",),
     ("tiered_kv.hooks", "tiered_kv.stack_config"),
     ("tiered_kv.tiering",),
+    ("tiered_kv.audit",),
     ("tiered_kv.toolkit",),
     ("tiered_kv_",),  # the plugins
     ("tiered_kv.exporters",),
@@ -199,7 +200,7 @@ def test_a_stack_imports_what_it_uses_and_nothing_else(tmp_path: Path) -> None:
     modules = run_fresh(program)
     assert isinstance(modules, list)
     assert "tiered_kv_nvme.tier" in modules
-    unused = [name for name in PLUGINS if name != "tiered_kv_nvme"] + ["tiered_kv.exporters", "tiered_kv.tiering.audit"]
+    unused = [name for name in PLUGINS if name != "tiered_kv_nvme"] + ["tiered_kv.exporters", "tiered_kv.audit"]
     assert set(modules) & {*unused, *EXTRAS, "http.server", "rich", "asyncio"} == set()
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tiered_kv.config.redaction import error_text
@@ -30,7 +31,6 @@ if TYPE_CHECKING:  # what only some stacks use is imported when they use it
     from tiered_kv.exporters.events import EventPublisher
     from tiered_kv.exporters.server import StatusServer
     from tiered_kv.exporters.status import Explanation
-    from tiered_kv.tiering.audit import AuditRules
 
 _log = logging.getLogger(__name__)
 
@@ -125,12 +125,11 @@ class Stack(BlockFacade):
             self.history = _history(config)
             if self.history is not None:
                 undo.callback(self.history.close)
-            manager = TieringOffloadingManager(
+            manager = _manager_type(config)(
                 self.primary,
                 self.secondary_tiers,
                 settings=config.secondary,
                 limits=limits_of(config),
-                audit=_audit_rules(config),
                 block_tokens=config.block.tokens,
                 compute_block_s=config.compute_block_s,
                 history=self.history,
@@ -286,12 +285,14 @@ def _open_server(config: StackConfig) -> StatusServer | None:
     return StatusServer(*config.metrics.address)
 
 
-def _audit_rules(config: StackConfig) -> AuditRules | None:
+def _manager_type(config: StackConfig) -> Callable[..., TieringOffloadingManager]:
     if not config.audit:
-        return None
-    from tiered_kv.tiering.audit import AuditRules
+        return TieringOffloadingManager
+    from tiered_kv.audit.audit import AuditRules
+    from tiered_kv.audit.manager import AuditedManager
 
-    return AuditRules(config.audit, config.audit_tolerance, config.audit_action == "stop", config.namespace.dtype)
+    stops = config.audit_action == "stop"
+    return partial(AuditedManager, AuditRules(config.audit, config.audit_tolerance, stops, config.namespace.dtype))
 
 
 def _open_publisher(config: StackConfig) -> EventPublisher | None:

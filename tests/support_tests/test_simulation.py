@@ -125,8 +125,8 @@ def finish_early(
 def release_at_once(promotions: Promotions, job: SubmittedJob) -> None:
     for block in job.blocks:
         promotions._drop(block, "")
-        promotions._primary.forget(block)
-        promotions._primary.backend.free(block)
+        promotions.primary.forget(block)
+        promotions.primary.backend.free(block)
 
 
 def end_of_any(queue: PartQueue, part: Part, end: Callable[..., object] = PartQueue.end) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 
 import pytest
 
@@ -183,6 +185,22 @@ class Bench:
 
     def lookup(self, wanted: Iterable[OffloadKey], context: ReqContext) -> list[bool | None]:
         return [self.manager.lookup(key, context) for key in wanted]
+
+    def calls_of_a_hit(self, key: OffloadKey) -> int:
+        """Return how many functions a lookup of a ready block calls."""
+        calls, context = 0, ReqContext("reader")
+
+        def count(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            found = self.manager.lookup(key, context)
+        finally:
+            sys.setprofile(None)
+        assert found is True
+        return calls
 
     def step(self) -> None:
         self.manager.on_schedule_end()

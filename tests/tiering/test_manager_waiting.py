@@ -8,6 +8,7 @@ import pytest
 
 from tests.tiering.conftest import LARGE_BUDGETS, LOOKUP_TIMEOUT_S, Bench, MakeBench, ManualTier, keys
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.hints import HINTS_KEY
 from tiered_kv.tiering.lookups import BatchedLookups, Probe, Question
 from tiered_kv.tiering.requests import ManagerLimits
 
@@ -106,6 +107,8 @@ def test_a_request_that_has_waited_takes_no_room_any_more(patient: Bench) -> Non
     patient.tier.end()
     is_on_its_way(patient)
     assert patient.manager.lookup_many(keys(1, 6), context) == [True, False], "what is ready is found"
+    patient.manager.on_new_request(ReqContext("b", {HINTS_KEY: {"skip": "load"}}))
+    assert patient.lookup(keys(1, 6), context) == [True, False], "beside a request that skips loads, too"
     patient.step()
     assert not patient.jobs
 

@@ -16,6 +16,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.support.disk_use import fs_blocks
 from tests.support.redis_servers import RedisServer, redis_server
 from tests.support.s3_entries import damage_objects, s3_entry
+from tiered_kv.audit.audit import AuditRules
+from tiered_kv.audit.manager import AuditedManager
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -27,7 +29,6 @@ from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.state_machine import OpenStack, make_state_machine
-from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.record import HEADER_BYTES
@@ -113,14 +114,13 @@ def open_stack_over(
             tiers.append(WatchedTier(HeldJobsTier(failing, gate), ledger))
             faults[f"{name} hangs"] = partial(switch_gate, gate)
             faults[f"{name} fails"] = partial(setattr, failing, "failing")
-        manager = TieringOffloadingManager(
+        manager = (partial(AuditedManager, audit) if audit else TieringOffloadingManager)(
             CPUOffloadingManager(CPUBackend(region), policy),
             tiers,
             settings=[
                 TierSettings(type=f"tier-{number}", store_budget=8 * BLOCK_BYTES, fill_on_promotion=number == 0)
                 for number in range(len(tiers))
             ],
-            audit=audit,
             clock=clock,
         )
         if wire is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiered_kv.base import (
     OffloadingEvent,
@@ -34,10 +34,8 @@ from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import ManagerLimits, RequestState, RequestTable
 from tiered_kv.tiering.search import Search, ask_tier
 
-if TYPE_CHECKING:
-    from tiered_kv.tiering.audit import AuditRules
-
 _DRAIN_POLL_S = 0.0005
+_NONE_READY = 1 << 29  # more pins than a block has
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -51,7 +49,6 @@ class TieringOffloadingManager(OffloadingManager):
         secondary_tiers: The tiers below it, in search order. One that is not `is_nonblocking` runs on its own thread.
         settings: The limits and the name of each tier; by default those of its `tier_type`.
         limits: The limits of all tiers together.
-        audit: Which requests are audited; optional.
         block_tokens: Tokens of a block; 0 if unknown.
         compute_block_s: Seconds in which the engine computes a block. Blocks that would arrive later are not promoted.
         history: Receives why requests missed blocks; optional. Its names are those of all tiers. `shutdown` closes it.
@@ -72,7 +69,6 @@ class TieringOffloadingManager(OffloadingManager):
         *,
         settings: Sequence[TierSettings] | None = None,
         limits: ManagerLimits | None = None,
-        audit: AuditRules | None = None,
         block_tokens: int = 0,
         compute_block_s: float = math.inf,
         history: BlockHistory | None = None,
@@ -107,13 +103,17 @@ class TieringOffloadingManager(OffloadingManager):
         self._cascade = Cascade(primary)
         blocks_max = self.limits.promotion_blocks_max or max(num_blocks // 2, 1)
         self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock, self.cost, self._fill)
-        self._requests = RequestTable(self.limits.requests_max, self.limits.wait_max_s, self._end_request, clock)
+        self._requests = RequestTable(
+            self.limits.requests_max, self.limits.wait_max_s, self._end_request, clock, primary.outdated
+        )
         self._state_to_load_for = self._requests.get if history is None else self._requests.state_of
         self._search = Search(self._tiers, self._promotions, self._requests, self.limits.wait_max_s, clock, history)
         self._lookup_below = self._search.below
         self._primary_blocks = primary.blocks  # the same dictionary, one attribute access less
+        self._load_skippers = primary.load_skippers
+        self._ready_min = 0
+        """The least `ref_cnt` of a block that `lookup` finds itself: of none while any request skips loads."""
         self._counting_tiers = tuple(guarded for guarded in self._tiers if not guarded.admission.is_open())
-        self._audit = audit.begin(primary, self._tiers, clock, self._withhold) if audit else None
         self._prefetches = Prefetches(self, primary, self._promotions, self._search)
         self._observer = Observer(primary, self._tiers, self._search, history, event_sink, block_tokens)
         self.step_timer = StepTimer(clock)
@@ -124,34 +124,18 @@ class TieringOffloadingManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         STEP.pauses_left = PAUSES_MAX
         block = self._primary_blocks.get(key)
-        if block is not None and block.ref_cnt >= 0:
+        if block is not None and block.ref_cnt >= self._ready_min:
             block.step = self.primary.step
             return True
         return self._lookup_below(key, block, req_context)
-
-    def _withhold(self) -> None:
-        """Replace `lookup` while a request is audited, or skips loads, so that at other times keys cost no check."""
-        if self.primary.load_skippers or (self._audit is not None and self._audit.is_active):
-            self.lookup = self._lookup_or_withhold  # type: ignore[method-assign]  # same signature
-        else:
-            self.__dict__.pop("lookup", None)
-
-    def _lookup_or_withhold(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        if self._audit is not None and self._audit.withholds(key, req_context):
-            return False
-        if req_context.req_id in self.primary.load_skippers:
-            return self._search.skip((key,), req_context)[0]
-        return TieringOffloadingManager.lookup(self, key, req_context)
 
     @timed
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return `lookup` of each key, in order; cheaper than one call for each key."""
         STEP.pauses_left = PAUSES_MAX
-        audit = self._audit
-        if audit is not None and audit.is_active and keys and audit.withholds(keys[0], req_context):
+        if self._load_skippers and req_context.req_id in self._load_skippers:
+            self._search.below_many(keys, self._primary_blocks, req_context)
             return [False] * len(keys)
-        if self.primary.load_skippers and req_context.req_id in self.primary.load_skippers:
-            return self._search.skip(keys, req_context)
         get, step = self._primary_blocks.get, self.primary.step
         missing: dict[OffloadKey, None] = {}
         for key in keys:
@@ -184,8 +168,6 @@ class TieringOffloadingManager(OffloadingManager):
         At the end of each step a bounded number of `keys` is looked up. The prefetch ends when the request loads blocks
         or ends, or by `end_prefetch`. All prefetched blocks together take at most a share of the promotion budget.
         """
-        if self._audit is not None and self._audit.audits(req_context):
-            return  # the request gets no blocks, and its own first lookup marks what it computes
         self._prefetches.begin(keys, self._requests.state_of(req_context))
 
     def end_prefetch(self, req_context: ReqContext) -> None:
@@ -249,16 +231,12 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         STEP.pauses_left = PAUSES_MAX
         output = self.primary.prepare_store(keys, req_context)
-        if self.primary.is_outdated(req_context):
-            return output  # the audit would compare its blocks with those of the current epoch
         if self._tiers and req_context.req_id:
             state = self._requests.state_of(req_context)
             if state.request_level:
                 state.keys.update(dict.fromkeys(keys))
             if output is not None:
                 state.stores_pending += len(output.keys_to_store)
-        if output is not None and self._audit is not None and self._audit.is_active:
-            return self._audit.prepare(keys, output, req_context)
         return output
 
     @timed
@@ -273,8 +251,6 @@ class TieringOffloadingManager(OffloadingManager):
             self._observer.stored(stored)
             tiers = [tier for tier in self._tiers if tier not in request_level] if request_level else self._tiers
             self._cascade.commit(written, stored, tiers, self._context_of(req_context))
-        if self._audit is not None:
-            self._audit.complete(keys, written, req_context, success)
         if state is not None:
             state.stores_pending -= len(written)
             if state.is_finished and state.stores_pending <= 0 and not state.unready:
@@ -302,15 +278,13 @@ class TieringOffloadingManager(OffloadingManager):
             self._end_request(known)
         self.primary.on_new_request(req_context)
         hints = self.primary.hints_of(req_context)
-        if self._audit is not None and not (hints.skips_store or hints.skips_load):
-            self._audit.begin(req_context)
         state = self._requests.state_of(req_context)
         if not req_context.req_id:
             return RequestOffloadingContext()
         state.stores_pending += stores_pending
         if hints.skips_load:
-            state.load_skip = Fate.BY_REQUEST
-            self._withhold()
+            state.misses_all = Fate.BY_REQUEST
+            self._ready_min = _NONE_READY
         state.request_level = tuple(guarded for guarded in self._tiers if guarded.wants_all_of(req_context))
         if hints.skips_store:
             state.request_level = ()
@@ -319,12 +293,10 @@ class TieringOffloadingManager(OffloadingManager):
 
     @timed
     def on_request_finished(self, req_context: ReqContext) -> None:
-        if self._audit is not None:
-            self._audit.finish(req_context)
         state = self._requests.get(req_context) if req_context.req_id else None
         self.primary.outdated.pop(req_context.req_id, None)
         if state is None:
-            self._forget_in_primary(req_context.req_id)
+            self.primary.forget_request(req_context.req_id)
             return
         if state.request_level:  # other requests' stores and promotions
             found = [self._primary_blocks.get(key) for key in state.keys]
@@ -332,7 +304,7 @@ class TieringOffloadingManager(OffloadingManager):
             state.unready = [block.key for block in writing if block.writer != req_context.req_id]
         if state.stores_pending > 0 or state.unready:
             self._requests.finish(state)
-            self._forget_in_primary(req_context.req_id)
+            self.primary.forget_request(req_context.req_id)
             self._promotions.leave(state)
             self._prefetches.leave(state)
         else:
@@ -344,10 +316,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._submit()
         self._collect()
         self.primary.on_schedule_end()
+        if self._ready_min and not self._load_skippers:
+            self._ready_min = 0
         self._observer.publish()
         STEP.end()
-        if self._audit is not None and self._audit.stopped:
-            self._stop_audited_tiers(self._audit.stopped)
         self.step_timer.end_step(began_s)
 
     @timed
@@ -356,7 +328,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._collect()
 
     def _collect(self) -> None:
-        now_s, audit = self._clock(), self._audit
+        now_s = self._clock()
         for guarded in self._tiers:
             guarded.poll(now_s)
         self._promotions.release_overdue(now_s)
@@ -366,8 +338,6 @@ class TieringOffloadingManager(OffloadingManager):
             if state.stores_pending <= 0 and not state.unready:
                 self._end_request(state)
         self._requests.expire(now_s)
-        if audit is not None:
-            audit.tick(now_s)
         self._observer.report()
         self._search.refresh(now_s)
 
@@ -384,9 +354,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     @property
     def jobs_in_flight(self) -> int:
-        """Jobs that a tier has not reported yet, including expired ones, and comparisons of the audit."""
-        jobs = sum(len(guarded.jobs) for guarded in self._tiers)
-        return jobs if self._audit is None else jobs + self._audit.in_flight
+        """Jobs that a tier has not reported yet, including expired ones."""
+        return sum(len(guarded.jobs) for guarded in self._tiers)
 
     def reserve_stores(self, num_blocks: int) -> bool:
         """Reserve store budget in every tier; return False if a tier has too little now.
@@ -431,11 +400,8 @@ class TieringOffloadingManager(OffloadingManager):
     def outdate(self, req_context: ReqContext) -> None:
         """Treat a request as one from before the last reset: its caller began before it."""
         self._outdate(self._requests.state_of(req_context))
-        self._withhold()
 
     def _forget_primary(self) -> None:
-        if self._audit is not None:
-            self._audit.reset()
         self._observer.resetting()
         self._promotions.reset()
         self._prefetches.clear()
@@ -446,11 +412,12 @@ class TieringOffloadingManager(OffloadingManager):
             elif state.req_context.req_id:
                 self._outdate(state)
         self.primary.reset_cache()
-        self._withhold()
+        self._ready_min = _NONE_READY if self._load_skippers else 0
 
     def _outdate(self, state: RequestState) -> None:
-        state.load_skip, state.request_level = Fate.RESET, ()
+        state.misses_all, state.request_level = Fate.RESET, ()
         self.primary.outdate([state.req_context.req_id])
+        self._ready_min = _NONE_READY
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """Wait for transfers up to `timeout_s`, close the tiers, then the primary tier.
@@ -465,14 +432,7 @@ class TieringOffloadingManager(OffloadingManager):
                 self._end_request(state)
             else:
                 self._promotions.leave(state)
-        self.drain_jobs(timeout_s)
-        for guarded in self._tiers:
-            for state in self._requests.states.values():
-                guarded.call("on_request_finished", state.req_context)
-            guarded.call("shutdown")
-        self.poll()
-        if self._audit is not None:
-            self._audit.close(timeout_s)
+        self._close_tiers(timeout_s)
         self._observer.report()
         for state in list(self._requests.states.values()):
             self._observer.request_ended(state)
@@ -480,6 +440,14 @@ class TieringOffloadingManager(OffloadingManager):
         self._search.stop()
         self._observer.close()
         self.primary.shutdown(unmap=not self.jobs_in_flight)
+
+    def _close_tiers(self, timeout_s: float) -> None:
+        self.drain_jobs(timeout_s)
+        for guarded in self._tiers:
+            for state in self._requests.states.values():
+                guarded.call("on_request_finished", state.req_context)
+            guarded.call("shutdown")
+        self.poll()
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return all counts by tier, a secondary tier's own `stats` under "tier". Any thread may call."""
@@ -494,9 +462,6 @@ class TieringOffloadingManager(OffloadingManager):
         }
         counted = {PRIMARY_NAME: of_primary, **{guarded.name: guarded.snapshot() for guarded in self._tiers}}
         self._observer.add_counts(counted)
-        if self._audit is not None:
-            for name, audited in self._audit.snapshot().items():
-                counted[name].update(audited)
         return counted
 
     def estimates(self) -> dict[str, dict[str, float]]:
@@ -525,7 +490,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._promotions.leave(state)
         self._prefetches.leave(state)
         self._requests.pop(state)
-        self._forget_in_primary(state.req_context.req_id)
+        self.primary.forget_request(state.req_context.req_id)
         for guarded in self._tiers:
             guarded.call("on_request_finished", state.req_context)
 
@@ -533,18 +498,3 @@ class TieringOffloadingManager(OffloadingManager):
         """Return the context for a job of a request: one of no request if the tiers were told of the request's end."""
         is_over = req_context.req_id and req_context.req_id not in self._requests.states
         return ReqContext() if is_over else req_context
-
-    def _forget_in_primary(self, req_id: str) -> None:
-        is_skipper = req_id in self.primary.load_skippers
-        self.primary.forget_request(req_id)
-        if is_skipper:
-            self._withhold()
-
-    def _stop_audited_tiers(self, names: set[str]) -> None:
-        """Disable tiers whose blocks differ, and empty the primary tier, which may have copies of these blocks."""
-        stopped = [guarded for guarded in self._tiers if guarded.name in names and not guarded.is_disabled]
-        for guarded in stopped:
-            guarded.disable("the audit found another block")
-        if stopped:
-            self._forget_primary()
-            self._search.refresh(self._clock())

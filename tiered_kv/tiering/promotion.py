@@ -46,7 +46,7 @@ class Promotions:
         cost: EngineCost,
         on_loaded: Callable[[SubmittedJob, list[CPUBlock]], None],
     ) -> None:
-        self._primary = primary
+        self.primary = primary
         self._on_loaded = on_loaded
         self._cost = cost
         self.blocks_max = blocks_max
@@ -76,10 +76,10 @@ class Promotions:
             return may_wait
         if guarded.load_room() <= 0:
             return guarded.is_loading
-        if self._primary.is_orphan(key):
+        if self.primary.is_orphan(key):
             return False
-        chain = self._primary.chain_of(state.req_context)
-        blocks = self._primary.allocate([key], PROMOTION, chain, [])
+        chain = self.primary.chain_of(state.req_context)
+        blocks = self.primary.allocate([key], PROMOTION, chain, [])
         if blocks is None:
             return may_wait
         chain.extend(blocks)
@@ -107,7 +107,7 @@ class Promotions:
     def keep(self, block: CPUBlock, state: RequestState) -> None:
         """Hold a ready block for a request, as if it had been promoted for it, if there is room."""
         if block.key not in state.held and self.blocks_taken < self.blocks_max:
-            self._primary.pin([block])
+            self.primary.pin([block])
             self._hold(block, [state], self._clock() + self._hold_s)
 
     def submit(self) -> None:
@@ -144,13 +144,13 @@ class Promotions:
                 guarded.note_too_slow(asked_for, slow_reason)
         for block in blocks:
             self._drop(block, reason)
-        self._primary.abandon(blocks)
+        self.primary.abandon(blocks)
 
     def ended(self, job: SubmittedJob, result: JobResult) -> None:
         """Make the blocks of a load ready, or give them back."""
         if job.is_expired:
             for block in job.blocks:
-                self._primary.backend.free(block)
+                self.primary.backend.free(block)
             return
         ok = job.loaded_keys(result)
         ready, until_s = [], self._clock() + self._hold_s
@@ -159,8 +159,8 @@ class Promotions:
                 ready.append(block)
             else:
                 self._drop(block, result.reason)
-                self._primary.abandon([block])
-        self._primary.note_stored([block.key for block in ready])
+                self.primary.abandon([block])
+        self.primary.note_stored([block.key for block in ready])
         if ready:
             self._on_loaded(job, ready)
 
@@ -168,7 +168,7 @@ class Promotions:
         """Make the keys of an expired load misses. The blocks stay with the job until the tier reports it."""
         for block in job.blocks:
             self._drop(block, "expired")
-            self._primary.forget(block)
+            self.primary.forget(block)
 
     def release(self, state: RequestState, keys: Iterable[OffloadKey] | None = None) -> None:
         """End holds of a request: on `keys`, which it loads, or by default on all blocks."""
@@ -186,7 +186,7 @@ class Promotions:
             holders = self._held.pop(block.block_id) - 1
             if holders:
                 self._held[block.block_id] = holders
-        self._primary.unpin(blocks)
+        self.primary.unpin(blocks)
 
     def release_overdue(self, now_s: float) -> None:
         """End expired holds."""
@@ -212,7 +212,7 @@ class Promotions:
                 else:
                     guarded.loads.reserved_blocks -= 1
                     del self._table[promotion.block.key]
-                    self._primary.abandon([promotion.block])
+                    self.primary.abandon([promotion.block])
         self.release(state)
 
     def reset(self) -> None:
@@ -226,7 +226,7 @@ class Promotions:
         batches, self._batches = self._batches, {}
         for (guarded, _), promotions in batches.items():
             guarded.loads.reserved_blocks -= len(promotions)
-            self._primary.abandon([promotion.block for promotion in promotions])
+            self.primary.abandon([promotion.block for promotion in promotions])
 
     def _worth(self, keys: Sequence[OffloadKey], guarded: GuardedTier, state: RequestState, backlog_s: float) -> int:
         """Return how many blocks of a batch a tier delivers sooner than the engine would compute what they save.
@@ -269,7 +269,7 @@ class Promotions:
             return False
         del self._table[key]
         waiters = promotion.waiters
-        self._primary.commit([block], pins=len(waiters))
+        self.primary.commit([block], pins=len(waiters))
         for state in waiters:
             state.promoting.pop(key, None)
             state.sources[key] = block.source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey, ReqContext
@@ -40,8 +40,8 @@ class RequestState:
     """The state of a request, as first seen, from its first call to its end."""
 
     req_context: ReqContext
-    load_skip: Fate | None = None
-    """Why it loads nothing: its hint, or a reset since it began."""
+    misses_all: Fate | None = None
+    """Why all its lookups are misses: its hint, a reset since it began, or that it has waited as long as it may."""
     is_finished: bool = False
     """Whether the engine has finished it; its last stores are still in flight."""
     stores_pending: int = 0
@@ -56,8 +56,6 @@ class RequestState:
     """How long it has waited since it last loaded a block that was promoted for it."""
     asked_s: float = math.inf
     """When it last asked; infinite before its first answer None, and after it has loaded promoted blocks."""
-    has_waited: bool = False
-    """Whether it has reached its bound on waiting. Then blocks that are not ready are misses for it."""
     is_asking: bool = True
     """Whether the request itself looks up, and not its prefetch."""
     turn: object = None
@@ -123,7 +121,7 @@ class RequestTable:
     Calls without a request id share one state, the *anonymous* request. It never ends, so it is forgotten twice
     `wait_max_s` after it began; then failed keys may be tried again. If it waits at that time, the next one has waited
     as long. A request whose last stores do not end is forgotten `wait_max_s` after it finished. Beyond `requests_max`
-    the oldest request is forgotten. `forget` is called with each forgotten state.
+    the oldest request is forgotten. `forget` is called with each forgotten state. Requests in `outdated` load nothing.
     """
 
     def __init__(
@@ -132,8 +130,10 @@ class RequestTable:
         wait_max_s: float,
         forget: Callable[[RequestState], None],
         clock: Callable[[], float],
+        outdated: Container[str],
     ) -> None:
         self._requests_max = requests_max
+        self._outdated = outdated
         self._wait_max_s = wait_max_s
         self._forget = forget
         self._clock = clock
@@ -160,7 +160,7 @@ class RequestTable:
                 self.forgotten += 1
             if not req_id:
                 self._anonymous_until_s = self._clock() + 2 * self._wait_max_s
-            state = self.states[req_id] = RequestState(req_context)
+            state = self.states[req_id] = RequestState(req_context, Fate.RESET if req_id in self._outdated else None)
         return state
 
     def finish(self, state: RequestState) -> None:
@@ -182,6 +182,6 @@ class RequestTable:
         if state is not None and now_s >= self._anonymous_until_s:
             self.pop(state)
             self._forget(state)
-            if 0 <= now_s - state.asked_s <= PAUSE_S_MAX and not state.has_waited:
+            if 0 <= now_s - state.asked_s <= PAUSE_S_MAX and state.misses_all is None:
                 following = self.state_of(state.req_context)
                 following.waited_s, following.asked_s = state.waited_s, state.asked_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 
 from tiered_kv.base import OffloadKey, ReqContext
@@ -72,12 +72,17 @@ class Search:
         self._searched = []
 
     def below(self, key: OffloadKey, block: CPUBlock | None, req_context: ReqContext) -> bool | None:
-        """Return the answer for a key whose primary block is absent (None) or being written."""
+        """Return the answer for a key whose primary block is absent (None) or being written.
+
+        While any request skips loads, the block may be ready.
+        """
         # Hot path: runs for each key that is not in the primary tier.
         state = self._states.get(req_context.req_id) or self._requests.state_of(req_context)
         if state is not self._asking:
             self._attend(state)
-        if state.has_waited:
+        if state.misses_all is not None and not (
+            block is not None and block.ref_cnt >= 0 and state.misses_all is Fate.TOO_LATE
+        ):
             return self._miss(key)
         if block is not None:
             return self._await(key, block, state)
@@ -111,7 +116,7 @@ class Search:
         state = self._requests.state_of(req_context)
         if state is not self._asking:
             self._attend(state)
-        if state.has_waited:
+        if state.misses_all is not None:
             return {key: self._miss(key) for key in keys}
         answers: dict[OffloadKey, bool | None] = {}
         rest: list[OffloadKey] = []
@@ -144,13 +149,6 @@ class Search:
         waiting = (at for at, (guarded, _) in enumerate(searched) if (key, guarded) in state.unanswered)
         number = next(waiting, None)
         return searched[number:] if number is not None else [each for each in searched if each[0].number > denied]
-
-    def skip(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return the answers for a request that skips loads: no tier is asked."""
-        state = self._requests.state_of(req_context)
-        if state is not self._asking:
-            self._attend(state)
-        return [self._miss(key) for key in keys]
 
     def _ask_many(
         self,
@@ -191,7 +189,10 @@ class Search:
         return rest
 
     def _await(self, key: OffloadKey, block: CPUBlock, state: RequestState) -> bool | None:
-        """Return the answer for a block that is being written."""
+        """Return the answer for a block that is being written, or ready."""
+        if block.ref_cnt >= 0:
+            block.step = self._promotions.primary.step
+            return True
         if block.writer is PROMOTION:
             is_known = key in state.promoting
             if not self._promotions.join(key, state):
@@ -294,9 +295,8 @@ class Search:
 
     def _reasons_not_asked(self, state: RequestState) -> bytes:
         """Return why tiers are not asked for this request, one byte for each tier; b"" if all are asked."""
-        fate = Fate.TOO_LATE if state.has_waited else state.load_skip
-        if fate is not None:
-            return bytes([fate]) * (len(self._tiers) + 1)
+        if state.misses_all is not None:
+            return bytes([state.misses_all]) * (len(self._tiers) + 1)
         if len(self._searched) == len(self._tiers) and not state.timed_out:
             return b""
         reasons = bytearray(len(self._tiers) + 1)
@@ -311,12 +311,12 @@ class Search:
         state.waited_s += min(self._now_s - state.asked_s, PAUSE_S_MAX)
         state.asked_s = self._now_s
         if state.waited_s >= self._wait_max_s:
-            state.has_waited = True
+            state.misses_all = Fate.TOO_LATE
             state.unanswered.clear()
 
     def expect(self, blocks: int, before: int, state: RequestState, *, is_whole: bool) -> None:
         """See `TieringOffloadingManager.expect`. Only the first call for a request counts."""
-        if blocks <= 0 or state.blocks_before is not None or state.load_skip is not None:
+        if blocks <= 0 or state.blocks_before is not None or state.misses_all is not None:
             return
         state.blocks_before, state.is_whole = before, is_whole
         if state.promoting or state.held:

@@ -15,13 +15,13 @@ import pytest
 import tiered_kv
 from tests.support.shortages import Resource, outage
 from tests.support.stacks import stack_of
+from tiered_kv.audit.audit import is_chosen
+from tiered_kv.audit.spare_rows import BLOCKS_MAX
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack
 from tiered_kv.testing.rig import make_keys as keys
-from tiered_kv.tiering.audit import is_chosen
-from tiered_kv.tiering.spare_rows import BLOCKS_MAX
 
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 256

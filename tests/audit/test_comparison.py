@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiered_kv.tiering.comparison import difference_of
+from tiered_kv.audit.comparison import difference_of
 
 VALUES = np.random.default_rng(0).normal(size=4096).astype(np.float32)
 Raw = np.ndarray[Any, np.dtype[np.uint8]]

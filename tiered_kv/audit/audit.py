@@ -17,17 +17,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tiered_kv.audit.comparison import is_known
+from tiered_kv.audit.spare_rows import BLOCKS_MAX, Audited, Pair, SpareRows
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.tiering.answers import checked_answers, tier_exceptions
 from tiered_kv.tiering.base import JobResult
-from tiered_kv.tiering.comparison import is_known
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
-from tiered_kv.tiering.spare_rows import BLOCKS_MAX, Audited, Pair, SpareRows
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("tiered_kv.audit")
 
 DURATION_MAX_S: Final = 60.0
 """How long an audit may take, from its request's first lookup on."""
@@ -52,21 +52,13 @@ class AuditRules:
     stops: bool = False
     dtype: str = "auto"
 
-    def begin(
-        self,
-        primary: CPUOffloadingManager,
-        tiers: Sequence[GuardedTier],
-        clock: Callable[[], float],
-        on_active: Callable[[], None],
-    ) -> Audit:
-        """Return the audit of a manager: a stack without one does not import this module."""
-        return Audit(self, primary, tiers, clock, on_active)
-
 
 class Audit:
     """Chooses requests, one at a time, and follows their blocks until they are compared. Owned by the manager's thread.
 
-    `on_active` is called when `is_active` may have changed: an audit has begun or ended.
+    Attributes:
+        is_active: Whether lookups have to call `withholds`.
+        stopped: Names of tiers that must not be used any more.
     """
 
     def __init__(
@@ -75,13 +67,13 @@ class Audit:
         primary: CPUOffloadingManager,
         tiers: Sequence[GuardedTier],
         clock: Callable[[], float],
-        on_active: Callable[[], None],
     ) -> None:
+        self.is_active = False
+        self.stopped: set[str] = set()
         self._rules = rules
         self._primary = primary
         self._tiers = tiers
         self._clock = clock
-        self._on_active = on_active
         self._spare_rows = SpareRows(primary, rules.dtype)
         self._numbers = itertools.count()
         self._current: Audited | None = None
@@ -91,13 +83,6 @@ class Audit:
         self._largest: dict[str, float] = {}  # by tier
         self._abandoned: Counter[str] = Counter()  # by reason
         self._num_requests = self._busy_requests = 0
-        self.stopped: set[str] = set()
-        """Names of tiers that must not be used any more."""
-
-    @property
-    def is_active(self) -> bool:
-        """Whether lookups have to call `withholds`."""
-        return self._current is not None or PRIMARY_NAME in self.stopped
 
     @property
     def in_flight(self) -> int:
@@ -131,7 +116,7 @@ class Audit:
         if current is None:
             context = ReqContext(f"\0audit-{next(self._numbers)}")
             self._current = Audited(req_id, context, self._clock() + DURATION_MAX_S)
-            self._on_active()
+            self.is_active = True
         elif current.req_id != req_id:
             self._busy_requests += 1
 
@@ -176,10 +161,17 @@ class Audit:
         return self._with_spare_rows(audited, keys, output, present, req_context) if present else output
 
     def complete(
-        self, keys: Collection[OffloadKey], written: Sequence[CPUBlock], req_context: ReqContext, success: bool
+        self,
+        keys: Collection[OffloadKey],
+        written: Sequence[CPUBlock],
+        req_id: str,
+        context: ReqContext,
+        success: bool,
     ) -> None:
-        """Process a store that has ended; `written` are its blocks outside of spare rows."""
-        req_id = req_context.req_id
+        """Process a store of a request that has ended; `written` are its blocks outside of spare rows.
+
+        `context` is the request's context for jobs: one of no request if the request is over.
+        """
         for pair in [self._written[key] for key in keys if key in self._written]:
             if pair.spare.writer == req_id:
                 del self._written[pair.block.key]
@@ -202,7 +194,7 @@ class Audit:
             else:
                 self._abandon("unanswered", 1)
         for guarded, blocks in found.items():
-            self._load(audited, guarded, blocks, req_context)
+            self._load(audited, guarded, blocks, context)
 
     def finish(self, req_context: ReqContext) -> None:
         """Note the end of a request; its stores may still be in flight."""
@@ -349,7 +341,7 @@ class Audit:
         audited = self._current
         assert audited is not None
         self._current = None
-        self._on_active()
+        self.is_active = PRIMARY_NAME in self.stopped
         for guarded in self._tiers:
             guarded.call("on_request_finished", audited.context)
         self._abandon(reason, self._spare_rows.pending(audited) + len(audited.asked))

@@ -1,0 +1,1 @@
+"""The audit of stored blocks; see docs/how-to/audit.md."""
