@@ -223,8 +223,7 @@ def test_without_a_history_nothing_is_counted_or_kept() -> None:
             stack.manager.on_schedule_end()
         state = stack.manager._requests.get(context)
         assert state is not None
-        assert stack.manager._search._missed is None
-        assert not state.found
+        assert state.log is None
 
 
 def test_a_block_that_is_evicted_and_missed_in_one_step_was_evicted() -> None:

@@ -224,7 +224,8 @@ def test_why_a_tier_was_not_asked_holds_for_its_keys_only(history: BlockHistory)
     log = RequestLog("r", history._clock())
     history.missed(log, b"", keys[:2])
     history.missed(log, bytes([0, Fate.BREAKER]), keys)
-    history.ended(log, {keys[0]: {1: "checksum"}})
+    log.failed(keys[0], 1, "checksum")
+    history.ended(log)
     assert misses(history, 1) == {"absent": 1, "breaker": 2, "corrupt": 1}
     assert misses(history, CPU) == {"absent": 4}
 

@@ -65,13 +65,15 @@ class CPUOffloadingManager(OffloadingManager):
         self.backend = backend
         policy = policy if isinstance(policy, CachePolicy) else make_policy(policy, backend.num_blocks)
         self.policy = guarded_policy(policy, backend.num_blocks)
+        self._ends_every_step = self.policy is not policy  # a built-in policy protects blocks only while it evicts
+        self._has_evicted = False
         self.blocks: dict[OffloadKey, CPUBlock] = {}
         """All blocks that are ready, pinned or being written."""
         self.step = 0
         """Number of the scheduler's step. Blocks with this `step` are not evicted before the step ends."""
         self.evicted_blocks = 0
-        self.evicted_keys: list[OffloadKey] | None = None
-        """If a list, evicted keys are appended to it, for the history."""
+        self.on_evicted: Callable[[list[OffloadKey]], None] | None = None
+        """If set, it is called with evicted keys."""
         self._rows_ahead = min(PROMOTION_ROWS_MAX, backend.num_blocks // _ROWS_SHARE)
         self.hint_reader = HintReader(hints)
         self.skipped_blocks = 0
@@ -193,7 +195,9 @@ class CPUOffloadingManager(OffloadingManager):
 
     def on_schedule_end(self) -> None:
         self.step += 1
-        self.policy.end_step()
+        if self._has_evicted or self._ends_every_step:
+            self._has_evicted = False
+            self.policy.end_step()
 
     @property
     def reports_events(self) -> bool:
@@ -326,8 +330,8 @@ class CPUOffloadingManager(OffloadingManager):
                 self.backend.free(block)
             evicted += gone
             self.evicted_blocks += len(gone)
-            if self.evicted_keys is not None:
-                self.evicted_keys += gone
+            if self.on_evicted is not None:
+                self.on_evicted(gone)
             self._note_event(gone, removed=True)
         blocks = self.backend.allocate_blocks(keys)
         for block in blocks:
@@ -338,7 +342,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _victims(self, missing: int, chain: RequestChain, ahead: int) -> list[CPUBlock] | None:
         """Return evicted blocks: `ahead` if there are so many besides the request's own, else `missing`, or None."""
-        evict, step = self.policy.evict, self.step
+        evict, step, self._has_evicted = self.policy.evict, self.step, True
         if ahead > missing and (victims := evict(ahead, step, chain)):
             return victims
         # The request's own blocks go last: its tail is worth little without its head.

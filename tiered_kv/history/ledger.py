@@ -43,10 +43,25 @@ Matrix = NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class RequestLog:
-    """Identifies a request that asks for blocks; `began_s` is when it asked first, by the history's clock."""
+    """A request that asks for blocks; `began_s` is when it asked first, by the history's clock.
+
+    All but the first two belong to the manager's thread.
+    """
 
     req_id: str
     began_s: float
+    because: BatchFates = b""
+    """Why tiers are not asked for it, one byte for each tier; b"" if all are asked."""
+    found: list[OffloadKey] = field(default_factory=list)
+    """Keys whose promotion it began to wait for since the last `BlockHistory.flush`."""
+    failures: dict[OffloadKey, dict[int, str]] = field(default_factory=dict)
+    """Why a tier that had a block did not deliver it, by key and the tier's number."""
+    misses_hash: int | None = None
+    """The hash of the misses that were noted last; 0 for the first ones."""
+
+    def failed(self, key: OffloadKey, tier: int, reason: str) -> None:
+        """Note why a tier that had a block did not deliver it."""
+        self.failures.setdefault(key, {})[tier] = reason
 
 
 @dataclass(slots=True)

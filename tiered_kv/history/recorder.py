@@ -2,7 +2,7 @@
 
 The scheduler's thread appends batches to a queue. The history's thread, or a reader, takes them from it:
 
-    manager:  note(tier, fate, keys) · missed(log, because, keys) · loaded(log, keys, sources) · ended(log, failures)
+    manager:  note(tier, fate, keys) · ask(log), missed keys, flush() · loaded(log, keys, sources) · ended(log)
     history:  fates into the table · why each key was missed, by the table as it then is · counts
 
 The order matters: a block that a request misses is computed and stored again, and that must not hide why it was missed.
@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.history.fates import CHUNK_KEYS_MAX, Fate
-from tiered_kv.history.ledger import CPU, BatchFates, EndedRequest, Failures, Ledger, RequestLog
+from tiered_kv.history.ledger import CPU, BatchFates, EndedRequest, Ledger, RequestLog
 from tiered_kv.pauses import give_way
 from tiered_kv.threads import start_thread
 
@@ -46,10 +46,9 @@ Page = list[OffloadKey]
 _Batch = tuple[Callable[..., None], Page, int, int, tuple[Any, ...]]
 """A method of the ledger, the part of a page that has its keys, and its other arguments (Any: as it takes)."""
 _NO_KEYS: Final[Page] = []
-_NO_FAILURES: Final[Failures] = {}
 
 
-def next_page(page: Page) -> Page:
+def _next_page(page: Page) -> Page:
     """Return a page that has room for a batch: this one, or a new one."""
     return page if len(page) < PAGE_KEYS else []
 
@@ -66,9 +65,6 @@ class BlockHistory:
         ttl_s: For each tier, how long it keeps a block; None if blocks do not expire.
         clock: Seconds of a monotonic clock.
         blocks: For each tier, its capacity, for its ghosts; None without one. By default no tier has ghosts.
-
-    Attributes:
-        evicted: The page to which the primary tier appends evicted keys; `turn_evicted` may begin another.
     """
 
     def __init__(
@@ -81,9 +77,13 @@ class BlockHistory:
         blocks: Sequence[int | None] | None = None,
     ) -> None:
         self.names = tuple(names)
-        self.evicted: Page = []
-        self._noted_evicted = 0
         self._clock = clock
+        self._evicted: Page = []
+        self._noted_evicted = 0  # so many keys of the page are in the queue already
+        self._missed: Page = []
+        self._noted_missed = 0
+        self._asking: RequestLog | None = None
+        self._is_ahead = False
         # Each count has one writer: the manager's thread for appended keys, the holder of the lock for taken ones.
         self._pending: deque[_Batch] = deque()
         self._page: Page = []
@@ -104,62 +104,80 @@ class BlockHistory:
 
     # The manager's thread.
 
-    def turn_evicted(self) -> Page:
-        """Note the keys that the primary tier has evicted; return the page to append to from now on."""
+    def ask(self, log: RequestLog, because: BatchFates, *, is_ahead: bool = False) -> Page:
+        """Note that a request asks for blocks, `is_ahead` for its prefetch, whose misses do not count.
+
+        Returns:
+            A page: the caller appends the keys that the request misses, until another one asks.
+        """
+        self.flush()
+        self._asking, self._is_ahead, log.because = log, is_ahead, because
+        self._missed = page = _next_page(self._missed)
+        self._noted_missed = len(page)
+        return page
+
+    def flush(self) -> None:
+        """Note what was evicted, and what the request that asks has missed and waits for, since the last call."""
         self._note_evicted()
-        if len(self.evicted) >= PAGE_KEYS:
-            self.evicted, self._noted_evicted = [], 0
-        return self.evicted
+        log, page, start = self._asking, self._missed, self._noted_missed
+        if log is None:
+            return
+        if len(page) > start:
+            # A waiting request asks in each step. Its first two misses are noted, then only those that differ. Most
+            # requests ask once, and need no hash.
+            misses_hash = 0 if log.misses_hash is None else hash(tuple(page[start:]))
+            if self._is_ahead or misses_hash == log.misses_hash:
+                del page[start:]
+            else:
+                log.misses_hash = misses_hash
+                self.missed(log, log.because, page, start)
+                self._noted_missed = len(page)
+        if log.found:
+            self._add(self._ledger.promote, log.found, log, log.because)
+            log.found = []
+
+    def evict(self, keys: Collection[OffloadKey]) -> None:
+        """Note keys that the primary tier has evicted, before the next miss is noted."""
+        self._evicted.extend(keys)
 
     def _note_evicted(self) -> None:
-        """Note the keys evicted since the last call. Called before a miss is noted."""
-        page, start = self.evicted, self._noted_evicted
+        page, start = self._evicted, self._noted_evicted
         if len(page) > start:
             if self._has_room():
                 self._append(self._ledger.note, page, start, CPU, Fate.EVICTED)
             else:
                 del page[start:]
-            self._noted_evicted = len(page)
+            self._evicted = _next_page(page)
+            self._noted_evicted = len(self._evicted)
 
     def note(self, tier: int, fate: Fate, keys: Collection[OffloadKey]) -> None:
         """Note the fate of blocks in a tier."""
         self._add(self._ledger.note, keys, tier, fate)
 
-    def missed(
-        self,
-        log: RequestLog,
-        because: BatchFates,
-        page: Page,
-        start: int = 0,
-        failures: Failures = _NO_FAILURES,
-    ) -> None:
+    def missed(self, log: RequestLog, because: BatchFates, page: Page, start: int = 0) -> None:
         """Note the keys `page[start:]`, for which a request got a miss; with repetitions, if it asked again.
 
         This part of the page must not change; the page may become longer.
         """
-        self._note_evicted()
         if self._has_room():
-            self._append(self._ledger.miss, page, start, log, because, failures)
+            self._append(self._ledger.miss, page, start, log, because, log.failures)
         else:
             self._dropped_keys += len(page) - start
-
-    def promoted(self, log: RequestLog, because: BatchFates, keys: Collection[OffloadKey]) -> None:
-        """Note keys that only a secondary tier has, and for which a request waits."""
-        self._note_evicted()
-        self._add(self._ledger.promote, keys, log, because)
 
     def loaded(self, log: RequestLog, keys: Collection[OffloadKey], sources: Mapping[OffloadKey, str]) -> None:
         """Note keys that a request loads, and the secondary tiers of promoted ones."""
         if not self._add(self._ledger.load, keys, log, sources):
             self._dropped_keys += len(keys)
 
-    def ended(self, log: RequestLog, failures: Failures = _NO_FAILURES) -> None:
+    def ended(self, log: RequestLog) -> None:
         """Count the blocks of a request that has ended; without room in the queue it is forgotten later."""
+        self.flush()
         if self._has_room():
-            self._append(self._ledger.end, _NO_KEYS, 0, log, failures)
+            self._append(self._ledger.end, _NO_KEYS, 0, log, log.failures)
 
     def stored(self, keys: Collection[OffloadKey]) -> None:
         """Note keys that the engine has computed and stored, after a miss."""
+        self.flush()
         self._add(self._ledger.store, keys)
 
     def note_lookup_timeout(self, tier: int) -> None:
@@ -169,6 +187,7 @@ class BlockHistory:
 
     def reset(self, tier: int, keys: Collection[OffloadKey] = ()) -> None:
         """Note that a tier has forgotten all blocks: `keys`, and all noted as stored there."""
+        self.flush()
         self._copy(self._ledger.reset, keys, tier)  # rare, and needed even without room
 
     def _add(self, work: Callable[..., None], keys: Collection[OffloadKey], *arguments: Any) -> bool:
@@ -180,7 +199,7 @@ class BlockHistory:
 
     def _copy(self, work: Callable[..., None], keys: Collection[OffloadKey], *arguments: Any) -> None:
         """Append a batch of keys, copied into the page."""
-        page = self._page = next_page(self._page)
+        page = self._page = _next_page(self._page)
         start = len(page)
         page.extend(keys)
         self._append(work, page, start, *arguments)

@@ -29,6 +29,8 @@ class Admission:
 
     reason: ClassVar[str] = "admission"
     """The reason in counters for blocks that are not admitted."""
+    has_clock: ClassVar[bool] = False
+    """Whether `tick` has something to do."""
 
     def __init__(self, admit_after: int) -> None:
         self._admit_after = admit_after
@@ -64,7 +66,7 @@ class Admission:
         return
 
     def tick(self) -> None:
-        """Note the time; called once a step."""
+        """Note the time; called once a step, if it `has_clock`."""
         return
 
     def snapshot(self) -> Mapping[str, int]:

@@ -141,6 +141,8 @@ class GuardedTier:
         self._clock = clock
         self._block_bytes = block_bytes
         self._lookup_failures = 0
+        self._counts_failures = self.overrides("lookup_failures")
+        self._has_clock = self.admission.has_clock
         self._noted_state = self.breaker.state
         # All jobs have the same timeout, so the order of submission is the order of deadlines.
         self._unexpired: dict[JobId, SubmittedJob] = {}
@@ -233,22 +235,35 @@ class GuardedTier:
         self.counters.add("submitted_jobs_total", direction_of(job.metadata))
         return job
 
+    def overrides(self, method: str) -> bool:
+        """Return whether the tier has a method, or property, of its own in place of an empty one of the contract."""
+        return getattr(type(self.tier), method, None) is not getattr(SecondaryTierManager, method)
+
     def poll(self, now_s: float) -> None:
         """Tell owners which jobs have ended, or expired, since the last call; update breaker and admission."""
         for job, result in self._collect():
             job.owner.ended(job, result)
-        for job in self._expire(now_s):
-            job.owner.expired(job)
-        self._tick(now_s)
+        if self._unexpired:
+            for job in self._expire(now_s):
+                job.owner.expired(job)
+        if self._counts_failures:
+            self._count_failures(now_s)
+        if self._has_clock:
+            self.admission.tick()
+        if self.breaker.state is BreakerState.OPEN:
+            self.breaker.tick(now_s)
+        if self.breaker.state is not self._noted_state:
+            self._noted_state = self.breaker.state
+            self.observer.notice(f"breaker {self._noted_state.name.lower().replace('_', ' ')}")
 
-    def _collect(self) -> list[tuple[SubmittedJob, JobResult]]:
+    def _collect(self) -> Sequence[tuple[SubmittedJob, JobResult]]:
         """Return the jobs that the tier has reported, including expired ones, and free their budget."""
         results: list[JobResult] = []
         is_wrong = False
         try:
             reported = self.tier.get_finished()
             if not reported:
-                return []
+                return ()
             for result in reported:  # results before an exception count: they are reported only once
                 try:
                     results.append(checked_result(result))
@@ -307,23 +322,18 @@ class GuardedTier:
             self.breaker.fail(now_s)
         return expired
 
-    def _tick(self, now_s: float) -> None:
-        """Update breaker and admission. Lookup failures of the tier since the last call count as one failure."""
+    def _count_failures(self, now_s: float) -> None:
+        """Count lookup failures that the tier reports; those since the last call are one failure for the breaker."""
         try:
             failures = operator.index(self.tier.lookup_failures)
         except tier_exceptions():
             self.observer.note_exception("lookup_failures")
-            failures = self._lookup_failures
+            return
         before, self._lookup_failures = self._lookup_failures, failures
         if failures > before:
             self.counters.add("lookup_timeouts_total", count=failures - before)
             self.breaker.fail(now_s)
             self.observer.note_lookup_timeout()
-        self.breaker.tick(now_s)
-        self.admission.tick()
-        if self.breaker.state is not self._noted_state:
-            self._noted_state = self.breaker.state
-            self.observer.notice(f"breaker {self._noted_state.name.lower().replace('_', ' ')}")
 
     def note_too_slow(self, blocks: int, reason: str) -> None:
         """Count blocks that the tier has, and that are not loaded for this reason or because its times are unknown."""

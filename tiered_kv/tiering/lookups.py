@@ -77,7 +77,8 @@ class BatchedLookups:
         # over their empty places to find the first key.
         self._pending: OrderedDict[OffloadKey, Question] = OrderedDict()
         self._gathered: deque[Question] = deque()
-        self._next_deadline = math.inf  # of the first in `_pending`, or earlier
+        self.next_deadline = math.inf
+        """When `expire` is to be called, or earlier: the deadline of the first key without an answer."""
         self._arrived: deque[tuple[list[Question], Sequence[bool | None]]] = deque()
         self._has_runner = False
 
@@ -107,9 +108,9 @@ class BatchedLookups:
             answers[key] = False
 
     def expire(self) -> None:
-        """Answer late keys with a miss. Called once a step, so that a timeout counts even if no request asks again."""
+        """Answer late keys with a miss, so that a timeout counts even if no request asks again."""
         now = self._clock()
-        if self._next_deadline <= now:
+        if self.next_deadline <= now:
             self._collect()
             self._expire(now)
 
@@ -121,12 +122,12 @@ class BatchedLookups:
         self._answers.clear()
         self._pending.clear()
         self._gathered.clear()
-        self._next_deadline = math.inf
+        self.next_deadline = math.inf
 
     def _ask(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Queue keys that have no answer for the request."""
         now, req_id = self._clock(), req_context.req_id
-        if self._next_deadline <= now:
+        if self.next_deadline <= now:
             self._expire(now)
             return self.lookup_many(keys, req_context)
         self._keep_answers(req_id)
@@ -149,7 +150,7 @@ class BatchedLookups:
                     question.others = set()
                 question.others.add(req_id)
             result.append(None)
-        self._next_deadline = min(self._next_deadline, deadline)
+        self.next_deadline = min(self.next_deadline, deadline)
         if gathered and not self._has_runner:
             self._has_runner = True
             self._start_probe()
@@ -181,10 +182,10 @@ class BatchedLookups:
     def _expire(self, now: float) -> None:
         """Answer late keys with a miss, and let the next key start another runner."""
         late: list[Question] = []
-        self._next_deadline = math.inf
+        self.next_deadline = math.inf
         for question in self._pending.values():
             if question.deadline > now:
-                self._next_deadline = question.deadline
+                self.next_deadline = question.deadline
                 break
             late.append(question)
         for question in late:

@@ -106,16 +106,18 @@ class TieringOffloadingManager(OffloadingManager):
         self._requests = RequestTable(
             self.limits.requests_max, self.limits.wait_max_s, self._end_request, clock, primary.outdated
         )
-        self._state_to_load_for = self._requests.get if history is None else self._requests.state_of
         self._search = Search(self._tiers, self._promotions, self._requests, self.limits.wait_max_s, clock, history)
         self._lookup_below = self._search.below
         self._primary_blocks = primary.blocks  # the same dictionary, one attribute access less
         self._load_skippers = primary.load_skippers
         self._ready_min = 0
         """The least `ref_cnt` of a block that `lookup` finds itself: of none while any request skips loads."""
+        # A step's end with nothing to do is free: what has something to do at each is known from here on.
+        self._gathering_tiers = tuple(guarded for guarded in self._tiers if guarded.overrides("on_schedule_end"))
+        self._has_event_sink = event_sink is not None
         self._counting_tiers = tuple(guarded for guarded in self._tiers if not guarded.admission.is_open())
         self._prefetches = Prefetches(self, primary, self._promotions, self._search)
-        self._observer = Observer(primary, self._tiers, self._search, history, event_sink, block_tokens)
+        self._observer = Observer(primary, self._tiers, self._requests, history, event_sink, block_tokens)
         self.step_timer = StepTimer(clock)
         self._is_closed = False
 
@@ -201,14 +203,13 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         STEP.pauses_left = PAUSES_MAX
         spec = self.primary.prepare_load(keys, req_context)
-        state = self._state_to_load_for(req_context)
+        state = self._requests.state_of(req_context)
         self._observer.loaded(keys, state)
-        if state is not None:
-            self._prefetches.leave(state)
-            if state.held:
-                self._promotions.release(state, keys)
-            if state.request_level:
-                state.keys.update(dict.fromkeys(keys))
+        self._prefetches.leave(state)
+        if state.held:
+            self._promotions.release(state, keys)
+        if state.request_level:
+            state.keys.update(dict.fromkeys(keys))
         return spec
 
     @timed
@@ -312,13 +313,15 @@ class TieringOffloadingManager(OffloadingManager):
 
     def on_schedule_end(self) -> None:
         began_s = self._clock()
-        self._prefetches.ask()
+        if self._prefetches.running:
+            self._prefetches.ask()
         self._submit()
         self._collect()
         self.primary.on_schedule_end()
         if self._ready_min and not self._load_skippers:
             self._ready_min = 0
-        self._observer.publish()
+        if self._has_event_sink:
+            self._observer.publish()
         STEP.end()
         self.step_timer.end_step(began_s)
 
@@ -331,15 +334,20 @@ class TieringOffloadingManager(OffloadingManager):
         now_s = self._clock()
         for guarded in self._tiers:
             guarded.poll(now_s)
-        self._promotions.release_overdue(now_s)
+        if self._promotions.holders:
+            self._promotions.release_overdue(now_s)
+        if self._requests.finished or "" in self._requests.states:
+            self._end_finished(now_s)
+        self._search.refresh(now_s)
+
+    def _end_finished(self, now_s: float) -> None:
+        """End the finished requests whose last stores have ended, and those whose time is over."""
         for state in [state for state in self._requests.finished if state.unready]:
             found = [self._primary_blocks.get(key) for key in state.unready]
             state.unready = [block.key for block in found if block is not None and block.ref_cnt < 0]
             if state.stores_pending <= 0 and not state.unready:
                 self._end_request(state)
         self._requests.expire(now_s)
-        self._observer.report()
-        self._search.refresh(now_s)
 
     def _fill(self, job: SubmittedJob, ready: list[CPUBlock]) -> None:
         """Offer promoted blocks to the tiers above their source."""
@@ -433,7 +441,6 @@ class TieringOffloadingManager(OffloadingManager):
             else:
                 self._promotions.leave(state)
         self._close_tiers(timeout_s)
-        self._observer.report()
         for state in list(self._requests.states.values()):
             self._observer.request_ended(state)
         self._requests.states.clear()
@@ -475,8 +482,9 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _submit(self) -> None:
         """Submit the step's promotions, and end the step in the tiers."""
-        self._promotions.submit()
-        for guarded in self._tiers:
+        if self._promotions.batches:
+            self._promotions.submit()
+        for guarded in self._gathering_tiers:
             guarded.call("on_schedule_end")
 
     def _end_request(self, state: RequestState) -> None:

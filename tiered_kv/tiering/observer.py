@@ -11,8 +11,7 @@ from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.history.ledger import CPU
 from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.requests import RequestState
-from tiered_kv.tiering.search import Search
+from tiered_kv.tiering.requests import RequestState, RequestTable
 
 _SETTLED_KEYS_MAX = 512
 """Keys that `add_counts` takes from the history's queue, in about 100 us; more are left to the history's thread."""
@@ -44,7 +43,7 @@ class Observer:
         self,
         primary: CPUOffloadingManager,
         tiers: Sequence[GuardedTier],
-        search: Search,
+        requests: RequestTable,
         history: BlockHistory | None,
         event_sink: EventSink | None,
         block_tokens: int,
@@ -53,42 +52,33 @@ class Observer:
         self._loaded_by_group: Counter[bytes] = Counter()  # an engine loads a token once for each of its groups
         self._primary = primary
         self._tiers = tiers
-        self._search = search
+        self._requests = requests
         self._history = history
         self._event_sink = event_sink
         self._block_tokens = block_tokens
         if history is not None:
-            primary.evicted_keys = history.evicted
+            primary.on_evicted = history.evict
 
-    def report(self) -> None:
-        """Pass on to the history what was missed and evicted since the last call."""
-        self._search.report()
+    def loaded(self, keys: Collection[OffloadKey], state: RequestState) -> None:
+        """Record blocks that a request loads."""
         if self._history is not None:
-            self._primary.evicted_keys = self._history.turn_evicted()
-
-    def loaded(self, keys: Collection[OffloadKey], state: RequestState | None) -> None:
-        """Record blocks that a request loads. With a history, `state` is not None."""
-        if self._history is not None and state is not None:
-            self._history.loaded(self._search.log_of(state), keys, state.sources)
+            self._history.loaded(self._requests.log_of(state), keys, state.sources)
         self._loaded_blocks += len(keys)
         self._loaded_by_group.update(map(group_of, keys))
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
         """Record blocks that the engine has stored."""
-        self.report()  # the history needs the misses of these blocks first
         self._stored_blocks += len(keys)
         if self._history is not None:
             self._history.stored(keys)
 
     def request_ended(self, state: RequestState) -> None:
         """Record the end of a request."""
-        self._search.report()
         if state.log is not None and self._history is not None:
-            self._history.ended(state.log, state.failure_reasons)
+            self._history.ended(state.log)
 
     def resetting(self) -> None:
         """Record that the primary tier is about to forget its blocks."""
-        self.report()
         if self._history is not None:
             self._history.reset(CPU, self._primary.blocks)
 

@@ -44,16 +44,16 @@ class Prefetches:
         self._primary = primary
         self._promotions = promotions
         self._search = search
-        self._running: dict[RequestState, _Prefetch] = {}
+        self.running: dict[RequestState, _Prefetch] = {}
         self._taken: dict[RequestState, int] = {}
         """How many keys of each request were looked up and not missed."""
         self._room = int(promotions.blocks_max * PREFETCH_SHARE)
 
     def begin(self, keys: Iterable[OffloadKey], state: RequestState) -> None:
         """Look up `keys` at the ends of steps."""
-        running = self._running.get(state)
+        running = self.running.get(state)
         if running is None:
-            self._running[state] = _Prefetch(iter(keys))
+            self.running[state] = _Prefetch(iter(keys))
         else:
             running.upcoming = itertools.chain(running.upcoming, keys)
 
@@ -61,7 +61,7 @@ class Prefetches:
         """Look up the keys of a step."""
         left = PREFETCH_KEYS
         ended = []
-        for state, prefetch in tuple(itertools.islice(self._running.items(), PREFETCH_KEYS)):
+        for state, prefetch in tuple(itertools.islice(self.running.items(), PREFETCH_KEYS)):
             if state.is_cut:
                 ended.append(state)
                 continue
@@ -76,11 +76,11 @@ class Prefetches:
             if not prefetch.wanted and (len(new) < new_max or not found_all):
                 ended.append(state)
         for state in ended:
-            self._running.pop(state, None)
+            self.running.pop(state, None)
 
     def leave(self, state: RequestState) -> None:
         """End the prefetch of a request, and free its room."""
-        self._running.pop(state, None)
+        self.running.pop(state, None)
         taken = self._taken.pop(state, None)
         if taken is not None:
             self._room += taken
@@ -88,7 +88,7 @@ class Prefetches:
 
     def clear(self) -> None:
         """End all prefetches."""
-        for state in {**self._running, **self._taken}:
+        for state in {**self.running, **self._taken}:
             self.leave(state)
 
     def _count(self, state: RequestState, blocks: int) -> None:
@@ -97,7 +97,7 @@ class Prefetches:
 
     def _look_up(self, keys: list[OffloadKey], state: RequestState, prefetch: _Prefetch) -> bool:
         """Begin promotions, and hold blocks that are ready; return False if a key is a miss, which ends the prefix."""
-        self._search.report()
+        self._search.leave()
         asked_s = state.asked_s
         state.is_asking = False
         waiting: list[OffloadKey] = []
@@ -112,7 +112,7 @@ class Prefetches:
             else:
                 missed = len(keys) - index
                 break
-        self._search.report()
+        self._search.leave()
         state.is_asking = True
         if asked_s == math.inf:
             state.asked_s = asked_s  # the request does not wait yet

@@ -54,8 +54,8 @@ class Promotions:
         self._hold_s = hold_s
         self._clock = clock
         self._table: dict[OffloadKey, Promotion] = {}
-        self._batches: dict[tuple[GuardedTier, RequestState], list[Promotion]] = {}
-        self._holders: dict[RequestState, None] = {}
+        self.batches: dict[tuple[GuardedTier, RequestState], list[Promotion]] = {}
+        self.holders: dict[RequestState, None] = {}
         self._held: dict[int, int] = {}  # block_id to its number of holds
 
     @property
@@ -86,7 +86,7 @@ class Promotions:
         blocks[0].source = guarded.name
         promotion = Promotion(blocks[0], guarded, [state], not state.is_asking)
         self._table[key] = promotion
-        self._batches.setdefault((guarded, state), []).append(promotion)
+        self.batches.setdefault((guarded, state), []).append(promotion)
         guarded.loads.reserved_blocks += 1
         state.promoting[key] = None
         return True
@@ -112,7 +112,7 @@ class Promotions:
 
     def submit(self) -> None:
         """Submit the loads begun since the last call: one job for each tier and request."""
-        batches, self._batches = self._batches, {}
+        batches, self.batches = self.batches, {}
         now_s, backlog_s = self._clock(), self._cost.backlog_s
         for (guarded, state), promotions in batches.items():
             guarded.loads.reserved_blocks -= len(promotions)
@@ -181,7 +181,7 @@ class Promotions:
             if blocks:  # the request has received blocks that it waited for
                 state.waited_s, state.asked_s = 0.0, math.inf
         if not held:
-            self._holders.pop(state, None)
+            self.holders.pop(state, None)
         for block in blocks:
             holders = self._held.pop(block.block_id) - 1
             if holders:
@@ -191,7 +191,7 @@ class Promotions:
     def release_overdue(self, now_s: float) -> None:
         """End expired holds."""
         before = len(self._held)
-        for state in [state for state in self._holders if state.held_until_s <= now_s]:
+        for state in [state for state in self.holders if state.held_until_s <= now_s]:
             self.release(state)
         self.released_holds += before - len(self._held)
 
@@ -205,10 +205,10 @@ class Promotions:
             if promotion is not None:
                 promotion.waiters.remove(state)
         state.promoting.clear()
-        for guarded in [guarded for guarded, each in self._batches if each is state]:
-            for promotion in self._batches.pop((guarded, state)):
+        for guarded in [guarded for guarded, each in self.batches if each is state]:
+            for promotion in self.batches.pop((guarded, state)):
                 if promotion.waiters:
-                    self._batches.setdefault((guarded, promotion.waiters[0]), []).append(promotion)
+                    self.batches.setdefault((guarded, promotion.waiters[0]), []).append(promotion)
                 else:
                     guarded.loads.reserved_blocks -= 1
                     del self._table[promotion.block.key]
@@ -217,13 +217,13 @@ class Promotions:
 
     def reset(self) -> None:
         """Forget all promotions. Blocks of jobs in flight become free when the jobs are reported."""
-        for state in list(self._holders):
+        for state in list(self.holders):
             self.release(state)
         for promotion in self._table.values():
             for state in promotion.waiters:
                 state.promoting.clear()
         self._table.clear()
-        batches, self._batches = self._batches, {}
+        batches, self.batches = self.batches, {}
         for (guarded, _), promotions in batches.items():
             guarded.loads.reserved_blocks -= len(promotions)
             self.primary.abandon([promotion.block for promotion in promotions])
@@ -281,7 +281,7 @@ class Promotions:
         for state in states:
             state.held[block.key] = block
             state.held_until_s = until_s
-            self._holders[state] = None
+            self.holders[state] = None
             self._held[block.block_id] = self._held.get(block.block_id, 0) + 1
 
     def _drop(self, block: CPUBlock, reason: str) -> None:
@@ -300,5 +300,6 @@ class Promotions:
                 state.is_cut = True
             else:
                 state.failed.setdefault(key, set()).add(promotion.guarded)
-                state.failure_reasons.setdefault(key, {})[promotion.guarded.number] = reason
+                if state.log is not None:
+                    state.log.failed(key, promotion.guarded.number, reason)
         promotion.waiters.clear()

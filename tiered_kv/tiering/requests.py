@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.history.fates import Fate
-from tiered_kv.history.ledger import BatchFates, RequestLog
+from tiered_kv.history.ledger import RequestLog
 from tiered_kv.tiering.guarded import GuardedTier
 
 PAUSE_S_MAX = 1.0
@@ -95,16 +95,8 @@ class RequestState:
     unready: list[OffloadKey] = field(default_factory=list)
     """Once it is finished: its keys that are being written for other requests."""
 
-    # For the history.
     log: RequestLog | None = None
-    reasons_not_asked: BatchFates = b""
-    """Why tiers are not asked, one byte for each tier; b"" if all are asked."""
-    reported_hash: int | None = None
-    """The hash of the misses that were last reported; 0 for the first ones."""
-    found: list[OffloadKey] = field(default_factory=list)
-    """Keys whose promotion it began to wait for since the last report."""
-    failure_reasons: dict[OffloadKey, dict[int, str]] = field(default_factory=dict)
-    """Why a tier that had a block did not deliver it, by key and the tier's number."""
+    """What the history knows of it; None until it asks for blocks, and without a history."""
 
     def forget_blocks(self) -> None:
         """Forget what is known of blocks after a reset."""
@@ -162,6 +154,12 @@ class RequestTable:
                 self._anonymous_until_s = self._clock() + 2 * self._wait_max_s
             state = self.states[req_id] = RequestState(req_context, Fate.RESET if req_id in self._outdated else None)
         return state
+
+    def log_of(self, state: RequestState) -> RequestLog:
+        """Return the history's log of a request; begin it if there is none."""
+        if state.log is None:
+            state.log = RequestLog(state.req_context.req_id, self._clock())
+        return state.log
 
     def finish(self, state: RequestState) -> None:
         """Keep a finished request until its last stores have ended."""

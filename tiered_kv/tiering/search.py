@@ -8,8 +8,7 @@ from enum import Enum
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.history.fates import Fate, fate_of
-from tiered_kv.history.ledger import RequestLog
-from tiered_kv.history.recorder import BlockHistory, Page, next_page
+from tiered_kv.history.recorder import BlockHistory, Page
 from tiered_kv.tiering.answers import WrongValueError, checked_answer, checked_answers, tier_exceptions
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import TOO_SLOW, computed_blocks
@@ -49,9 +48,8 @@ class Search:
         self._history = history
         self._asking: RequestState | None = None
         """The request that asked last since `refresh`."""
-        self._missed: Page | None = None if history is None else []
-        self._noted = 0
-        """How many keys of `_missed` were passed on to the history."""
+        self._missed: Page | None = None
+        """Receives the keys that `_asking` misses, for the history; None without one."""
         self._promotions = promotions
         self._requests = requests
         self._states = requests.states
@@ -62,11 +60,17 @@ class Search:
 
     def refresh(self, now_s: float) -> None:
         """Begin a turn: note the time and the tiers in use. Called after a step, and when a breaker may have opened."""
-        self.report()
-        self._asking = None
+        self.leave()
         self._now_s = now_s
         self._turn = object()
         self._searched = [(guarded, guarded.tier.lookup) for guarded in self._tiers if guarded.is_searched]
+
+    def leave(self) -> None:
+        """End the questions of the request that asks. Called before its prefetch begins or ends to ask."""
+        if self._asking is not None:
+            self._asking = None
+            if self._history is not None:
+                self._history.flush()
 
     def stop(self) -> None:
         self._searched = []
@@ -197,8 +201,8 @@ class Search:
             is_known = key in state.promoting
             if not self._promotions.join(key, state):
                 return self._miss(key)
-            if not is_known and self._history is not None:  # once, although a waiting request asks in each step
-                state.found.append(key)
+            if not is_known and state.log is not None:  # once, although a waiting request asks in each step
+                state.log.found.append(key)
         state.asked_s, state.waiting_turn = self._now_s, self._turn
         return None
 
@@ -233,55 +237,28 @@ class Search:
             if key in state.promoting:  # not if it waits for room: then it may ask again
                 if guarded in state.load_room:
                     state.load_room[guarded] -= 1
-                if self._history is not None:
-                    state.found.append(key)
+                if state.log is not None:
+                    state.log.found.append(key)
             state.asked_s, state.waiting_turn = self._now_s, self._turn
             return _Verdict.WAIT
         if not state.is_asking:
             return _Verdict.WAIT  # a prefetch may wait for room without a bound
         guarded.counters.add("refused_promotion_blocks_total")
-        state.failure_reasons.setdefault(key, {})[guarded.number] = "refused"
+        if state.log is not None:
+            state.log.failed(key, guarded.number, "refused")
         return _Verdict.MISS
 
-    # For the history.
-
-    def report(self) -> None:
-        """Pass on the misses, and the promotions, of the request that asked last."""
-        state, history, page, start = self._asking, self._history, self._missed, self._noted
-        if state is None or history is None or page is None:
-            return
-        if len(page) > start:
-            # A waiting request asks in each step. Its first two reports are passed on, then only those that differ.
-            # Most requests ask once, and need no hash.
-            misses_hash = 0 if state.reported_hash is None else hash(tuple(page[start:]))
-            if state.is_asking and misses_hash != state.reported_hash:
-                state.reported_hash = misses_hash
-                history.missed(self.log_of(state), state.reasons_not_asked, page, start, state.failure_reasons)
-                self._missed = next_page(page)
-                self._noted = len(self._missed)
-            else:
-                del page[start:]
-        if state.found:
-            history.promoted(self.log_of(state), state.reasons_not_asked, state.found)
-            state.found = []
-
     def _miss(self, key: OffloadKey) -> bool:
-        """Record a miss, and return the answer."""
+        """Note a miss, and return the answer."""
         if (missed := self._missed) is not None:
             missed.append(key)
         return False
 
-    def log_of(self, state: RequestState) -> RequestLog:
-        """Return the history's log of a request; begin it if there is none."""
-        if state.log is None:
-            state.log = RequestLog(state.req_context.req_id, self._clock())
-        return state.log
-
     def _attend(self, state: RequestState) -> None:
         """Note that `state` asks now, and not the same request as before in this turn."""
-        self.report()
         self._asking = state
-        if state.turn is not self._turn:
+        is_new = state.turn is not self._turn
+        if is_new:
             if state.turn is not state.waiting_turn or self._now_s - state.asked_s > PAUSE_S_MAX:
                 state.denied.clear()  # it does not wait any more
             state.turn = self._turn
@@ -289,9 +266,10 @@ class Search:
                 self._count_wait(state)
             if state.unanswered and state.is_asking:
                 self._leave_late_tiers(state)
-            if self._history is not None:
-                self.log_of(state)
-                state.reasons_not_asked = self._reasons_not_asked(state)
+        if self._history is not None:
+            log = state.log or self._requests.log_of(state)
+            because = self._reasons_not_asked(state) if is_new else log.because
+            self._missed = self._history.ask(log, because, is_ahead=not state.is_asking)
 
     def _reasons_not_asked(self, state: RequestState) -> bytes:
         """Return why tiers are not asked for this request, one byte for each tier; b"" if all are asked."""
@@ -335,7 +313,8 @@ class Search:
             return True
         guarded.note_too_slow(1, "cut")
         state.failed.setdefault(key, set()).add(guarded)
-        state.failure_reasons.setdefault(key, {})[guarded.number] = TOO_SLOW
+        if state.log is not None:
+            state.log.failed(key, guarded.number, TOO_SLOW)
         return False
 
     def _leave_late_tiers(self, state: RequestState) -> None:

@@ -101,6 +101,7 @@ class WriteBudget(Admission):
     """
 
     reason = "write_budget"
+    has_clock = True
 
     def __init__(
         self, hour_bytes: int, block_bytes: int, clock: Callable[[], float], moved_blocks: Callable[[], int] = lambda: 0

@@ -136,7 +136,8 @@ class QueuedTier(SecondaryTierManager):
             self._ensure_worker()
         if self._next_deadline <= (now := self._clock()):
             self._expire(now)
-        self._batched_lookups.expire()
+        if self._batched_lookups.next_deadline <= now:
+            self._batched_lookups.expire()
         if not self._job_results:
             return ()
         finished = []
