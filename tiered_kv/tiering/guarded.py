@@ -18,7 +18,7 @@ from tiered_kv.metrics.instruments import Notices
 from tiered_kv.reasons import UNUSABLE_REASONS
 from tiered_kv.tiering.answers import WrongValueError, checked_flag, checked_result, checked_stats, tier_exceptions
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.tiering.breaker import Breaker, BreakerState
+from tiered_kv.tiering.gates import Breaker, BreakerState, Budget
 from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.pace import EngineCost, Pace
 from tiered_kv.tiering.tier_observer import TierObserver, direction_of
@@ -61,27 +61,6 @@ class SubmittedJob:
     def loaded_keys(self, result: JobResult) -> frozenset[OffloadKey]:
         """Return the keys that the tier has moved."""
         return frozenset(self.metadata.keys if result.success else result.successful_keys or ())
-
-
-@dataclass(slots=True)
-class _Budget:
-    """The blocks in flight in one direction, and their limit."""
-
-    blocks_max: int
-    blocks: int = 0
-    expired_blocks: int = 0
-    """The part of `blocks` that belongs to expired jobs. When these blocks become free is unknown."""
-    reserved_blocks: int = 0
-    """Blocks of jobs that will be submitted later: promotions of this step, `reserve_stores` of the manager."""
-
-    @property
-    def room(self) -> int:
-        return self.blocks_max - self.blocks - self.reserved_blocks
-
-    @property
-    def will_grow(self) -> bool:
-        """Whether more room will become free: a job that has not expired uses some of the budget."""
-        return self.reserved_blocks > 0 or self.blocks > self.expired_blocks
 
 
 class GuardedTier:
@@ -136,8 +115,8 @@ class GuardedTier:
         self.jobs: dict[JobId, SubmittedJob] = {}
         self.is_disabled = False
         """True for the rest of the process once `disable` was called."""
-        self.loads = _Budget(_blocks(settings.load_budget, budget_bytes, block_bytes))
-        self.stores = _Budget(_blocks(settings.store_budget, budget_bytes, block_bytes))
+        self.loads = Budget(_blocks(settings.load_budget, budget_bytes, block_bytes))
+        self.stores = Budget(_blocks(settings.store_budget, budget_bytes, block_bytes))
         self._clock = clock
         self._block_bytes = block_bytes
         self._lookup_failures = 0
@@ -152,7 +131,7 @@ class GuardedTier:
         """Whether lookups ask this tier. They do not if none of its blocks could be loaded."""
         if self.is_disabled or self.breaker.state is BreakerState.OPEN:
             return False
-        return self.is_loading or self.loads.blocks < self.loads.blocks_max
+        return self.loads.blocks < self.loads.blocks_max or self.is_loading
 
     @property
     def is_loading(self) -> bool:
@@ -403,7 +382,7 @@ class GuardedTier:
             self.observer.note_exception("stats")
             return {}
 
-    def _budget_of(self, job: SubmittedJob) -> _Budget:
+    def _budget_of(self, job: SubmittedJob) -> Budget:
         return self.loads if job.metadata.is_promotion else self.stores
 
     def _judge(self, job: SubmittedJob, result: JobResult) -> None:

@@ -72,7 +72,8 @@ class BatchedLookups:
         self._timeout_s = timeout_s
         self._clock = clock
         self._on_answered = on_answered
-        self._answers: dict[str, dict[OffloadKey, bool]] = {}
+        self.answers: dict[str, dict[OffloadKey, bool]] = {}
+        """What has been answered, by request."""
         # Ordered by deadline, since all have the same timeout. Late keys are deleted at the front. A `dict` would walk
         # over their empty places to find the first key.
         self._pending: OrderedDict[OffloadKey, Question] = OrderedDict()
@@ -88,7 +89,7 @@ class BatchedLookups:
         """Return for each key, in order, its answer; None if that is not known yet."""
         if self._arrived:
             self._collect()
-        answers = self._answers.get(req_context.req_id)
+        answers = self.answers.get(req_context.req_id)
         if answers is None:
             return self._ask(keys, req_context)
         known: list[bool | None] = [answers.get(key) for key in keys]
@@ -103,7 +104,7 @@ class BatchedLookups:
 
     def correct(self, key: OffloadKey, req_id: str) -> None:
         """Make the key a miss for the request, after a load that failed."""
-        answers = self._answers.get(req_id)
+        answers = self.answers.get(req_id)
         if answers is not None and key in answers:
             answers[key] = False
 
@@ -115,11 +116,11 @@ class BatchedLookups:
             self._expire(now)
 
     def forget_request(self, req_id: str) -> None:
-        self._answers.pop(req_id, None)
+        self.answers.pop(req_id, None)
 
     def clear(self) -> None:
         """Drop all answers, and ignore those of running probes."""
-        self._answers.clear()
+        self.answers.clear()
         self._pending.clear()
         self._gathered.clear()
         self.next_deadline = math.inf
@@ -158,11 +159,11 @@ class BatchedLookups:
 
     def _keep_answers(self, req_id: str) -> None:
         """Keep answers for the request from now on, until it finishes."""
-        answers = self._answers.get(req_id)
+        answers = self.answers.get(req_id)
         if answers is None:
-            if len(self._answers) >= REQUESTS_MAX:
-                del self._answers[next(iter(self._answers))]
-            self._answers[req_id] = {}
+            if len(self.answers) >= REQUESTS_MAX:
+                del self.answers[next(iter(self.answers))]
+            self.answers[req_id] = {}
         elif not req_id and len(answers) >= PENDING_KEYS_MAX:
             answers.clear()  # no call has fetched them
 
@@ -196,11 +197,11 @@ class BatchedLookups:
             self._has_runner = False
 
     def _settle(self, question: Question, answer: bool) -> None:
-        answers = self._answers.get(question.req_context.req_id)
+        answers = self.answers.get(question.req_context.req_id)
         if answers is not None:
             answers[question.key] = answer
         for req_id in question.others or ():
-            answers = self._answers.get(req_id)
+            answers = self.answers.get(req_id)
             if answers is not None:
                 answers[question.key] = answer
 

@@ -13,7 +13,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import HOURS_A_DAY
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.tiering.admission import Admission, Selection
+from tiered_kv.tiering.gates import Admission, Selection
 
 MINUTE_S: Final = 60.0
 WINDOW_MINUTES: Final = 61

@@ -153,7 +153,8 @@ class QueuedTier(SecondaryTierManager):
         return finished
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._batched_lookups.forget_request(req_context.req_id)
+        if self._batched_lookups.answers:
+            self._batched_lookups.forget_request(req_context.req_id)
 
     def stats(self) -> Mapping[str, Any]:
         return {"refused_lookups_total": self._batched_lookups.refused}

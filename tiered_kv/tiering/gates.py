@@ -1,8 +1,10 @@
-"""Which blocks are worth writing to a tier."""
+"""What keeps jobs from a tier: budgets, the circuit breaker, and admission, which says what is worth writing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar, NamedTuple
 
 from tiered_kv.base import OffloadKey
@@ -10,6 +12,75 @@ from tiered_kv.cpu.backend import CPUBlock
 
 TRACKED_KEYS_MAX = 1 << 20
 """Keys that are counted in each of two generations, in 200 MiB at most."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """The blocks in flight in one direction, and their limit."""
+
+    blocks_max: int
+    blocks: int = 0
+    expired_blocks: int = 0
+    """The part of `blocks` that belongs to expired jobs. When these blocks become free is unknown."""
+    reserved_blocks: int = 0
+    """Blocks of jobs that will be submitted later: promotions of this step, `reserve_stores` of the manager."""
+
+    @property
+    def room(self) -> int:
+        return self.blocks_max - self.blocks - self.reserved_blocks
+
+    @property
+    def will_grow(self) -> bool:
+        """Whether more room will become free: a job that has not expired uses some of the budget."""
+        return self.reserved_blocks > 0 or self.blocks > self.expired_blocks
+
+
+class BreakerState(Enum):
+    """The value is `breaker_state` in the counters."""
+
+    CLOSED = 0
+    """The tier is in use."""
+    OPEN = 2
+    """The tier is not in use: it failed too often in a row."""
+    HALF_OPEN = 1
+    """One job at a time may probe whether the tier works again."""
+
+
+class Breaker:
+    """Opens after `failures_max` failures in a row, half-opens after `cooldown_s`. Owned by the manager's thread."""
+
+    def __init__(self, failures_max: int, cooldown_s: float) -> None:
+        self.state = BreakerState.CLOSED
+        self.times_opened = 0
+        self._failures_max = failures_max
+        self._cooldown_s = cooldown_s
+        self._failures = 0
+        self._opened_at_s = 0.0
+
+    def succeed(self) -> None:
+        """Note that a job succeeded, and close."""
+        self._failures = 0
+        self.state = BreakerState.CLOSED
+
+    def fail(self, now_s: float) -> None:
+        """Note that a job or lookup failed, or was not answered in time."""
+        if self.state is BreakerState.OPEN:
+            return  # of a job from before it opened, which must not delay the probe
+        self._failures += 1
+        if self.state is BreakerState.HALF_OPEN or self._failures >= self._failures_max:
+            self.times_opened += 1
+            self.state = BreakerState.OPEN
+            self._opened_at_s = now_s
+
+    def answer(self) -> None:
+        """Note that the tier has reported an expired job; if open, let a probe through now."""
+        if self.state is BreakerState.OPEN:
+            self.state = BreakerState.HALF_OPEN
+
+    def tick(self, now_s: float) -> None:
+        """Let a probe through if the cooldown is over."""
+        if self.state is BreakerState.OPEN and now_s - self._opened_at_s >= self._cooldown_s:
+            self.state = BreakerState.HALF_OPEN
 
 
 class Selection(NamedTuple):

@@ -7,9 +7,8 @@ import pytest
 from tests.tiering.conftest import LARGE_BUDGETS, MakeBench
 from tiered_kv.base import make_offload_key
 from tiered_kv.reasons import RecordStatus
-from tiered_kv.tiering import admission as admission_module
-from tiered_kv.tiering.admission import Admission
-from tiered_kv.tiering.breaker import Breaker
+from tiered_kv.tiering import gates
+from tiered_kv.tiering.gates import Admission, Breaker
 
 
 def state_of(breaker: Breaker) -> str:
@@ -74,7 +73,7 @@ def test_admission_counts_offers_and_starts_over_once_admitted() -> None:
 
 
 def test_admission_remembers_two_generations_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_module, "TRACKED_KEYS_MAX", 10)
+    monkeypatch.setattr(gates, "TRACKED_KEYS_MAX", 10)
     admission = Admission(admit_after=2)
     keys = [make_offload_key(b"%d" % i, 0) for i in range(40)]
     for key in keys[:15]:
