@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paced_tier import PacedTier
+from tests.support.paced_loads import PacedTier
 from tests.support.secret_hunt import (
     BY_CLASS,
     MISTAKES,

@@ -90,14 +90,6 @@ def test_a_store_does_not_evict_its_own_prefix(manager: CPUOffloadingManager) ->
     assert store(manager, keys(0, 1, 2, 3, 4, 5), "c") == keys(13, 12)
 
 
-def test_true_holds_until_the_step_ends(manager: CPUOffloadingManager) -> None:
-    store(manager, keys(*range(8)), "a")
-    assert manager.lookup(keys(7)[0], ReqContext("b")) is True
-    assert store(manager, keys(10), "c") == keys(6)
-    manager.on_schedule_end()
-    assert keys(7)[0] in store(manager, keys(11, 12), "d")
-
-
 def test_touched_blocks_outlive_others(manager: CPUOffloadingManager) -> None:
     for number in range(8):
         store(manager, keys(number), f"r{number}")
@@ -125,22 +117,6 @@ def test_completing_what_was_not_prepared_does_nothing(manager: CPUOffloadingMan
     manager.complete_load(keys(1, 2), ReqContext("a"))
     manager.complete_store(keys(1, 2), ReqContext("a"), success=False)
     assert manager.lookup(keys(1)[0], ReqContext("a")) is True
-
-
-def test_reset_keeps_rows_that_a_transfer_touches_until_it_ends(manager: CPUOffloadingManager) -> None:
-    store(manager, keys(1, 2), "a")
-    manager.prepare_load(keys(1), ReqContext("loader"))
-    manager.prepare_store(keys(3), ReqContext("storer"))
-    manager.reset_cache()
-    assert used_rows(manager) == 2
-    stored = prepare_store(manager, keys(1, 3, 4), "new").keys_to_store
-    assert stored == keys(4), "1 and 3 have transfers from before the reset"
-    manager.complete_store(keys(3), ReqContext("storer"))
-    assert manager.lookup(keys(3)[0], ReqContext("new")) is False, "stored before the reset"
-    manager.complete_load(keys(1), ReqContext("loader"))
-    assert used_rows(manager) == 1
-    store(manager, keys(1, 3), "new")
-    assert manager.lookup(keys(1)[0], ReqContext("new")) is True
 
 
 def test_events_tell_what_came_and_went(manager: CPUOffloadingManager) -> None:

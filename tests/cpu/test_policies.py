@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 
 import pytest
@@ -36,31 +35,6 @@ def evicted_ids(policy: CachePolicy, count: int, step: int = 0) -> list[int]:
     victims = policy.evict(count, step)
     assert victims is not None
     return [block.block_id for block in victims]
-
-
-@pytest.mark.parametrize("policy_class", POLICIES)
-def test_the_tail_goes_first_in_any_order_of_unpinning(policy_class: type[CachePolicy]) -> None:
-    policy = policy_class(100)
-    chain = RequestChain()
-    blocks = make_blocks(12)
-    store(policy, blocks, chain)
-    policy.remove(blocks)
-    shuffled = list(blocks)
-    random.Random(7).shuffle(shuffled)
-    for released in (shuffled[:5], shuffled[5:9], shuffled[9:]):
-        policy.add(released)
-    assert evicted_ids(policy, 12) == list(range(11, -1, -1))
-
-
-@pytest.mark.parametrize("policy_class", BY_RECENCY)
-def test_the_least_recently_used_request_goes_first(policy_class: type[CachePolicy]) -> None:
-    policy = policy_class(100)
-    chain, first = RequestChain(), make_blocks(2)
-    store(policy, first, chain)
-    for number in (2, 4):
-        store(policy, make_blocks(2, number), RequestChain())
-    policy.use(first, chain)
-    assert evicted_ids(policy, 6) == [3, 2, 5, 4, 1, 0]
 
 
 def test_blocks_that_another_request_uses_move_to_it_in_the_order_of_its_prefix() -> None:

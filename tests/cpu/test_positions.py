@@ -58,25 +58,6 @@ def store(manager: CPUOffloadingManager, blocks: list[Block], context: ReqContex
 
 
 @pytest.mark.parametrize("policy", BUILT_IN_POLICIES)
-def test_the_tails_of_all_groups_go_before_the_head_of_any(policy: str) -> None:
-    blocks = blocks_of((1, 2, 3, 4), groups=3)
-    manager = opened(policy, len(blocks))
-    store(manager, blocks, telling("one", blocks))()
-    gone = [len(get_offload_block_hash(key)) for key in evictions(manager, len(blocks))]
-    assert gone == [4, 4, 4, 3, 3, 3, 2, 2, 2, 1, 1, 1]
-
-
-@pytest.mark.parametrize("policy", BUILT_IN_POLICIES)
-def test_a_block_that_was_filled_in_later_goes_after_its_tail(policy: str) -> None:
-    blocks = blocks_of((1, 2, 3, 4, 5), groups=1)
-    manager = opened(policy, len(blocks))
-    context = telling("one", blocks)
-    for index in (0, 3, 4, 2, 1):
-        store(manager, [blocks[index]], context)()
-    assert list(evictions(manager, 5)) == [key_of(block) for block in reversed(blocks)]
-
-
-@pytest.mark.parametrize("policy", BUILT_IN_POLICIES)
 def test_a_head_that_returns_late_goes_after_its_tail(policy: str) -> None:
     """ARC and S3-FIFO remember the tail, so it is in their list of frequent blocks; the head is new."""
     blocks = blocks_of((1, 2, 3, 4), groups=1)

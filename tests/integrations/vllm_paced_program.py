@@ -178,7 +178,7 @@ def stack_of(disk: float) -> dict[str, Any]:
     """Return the default stack over a CPU tier and a disk."""
     cpu_bytes = CPU_TOKENS // TOKENS * BLOCK_BYTES
     rate = disk * BLOCK_BYTES / TOKENS / (TOKEN_S + PAIR_S * 2048)
-    tier = {"type": "tests.support.paced_tier:PacedTier", "name": "disk", "bytes_per_s": rate}
+    tier = {"type": "tests.support.paced_loads:PacedTier", "name": "disk", "bytes_per_s": rate}
     tier |= {"store_budget": cpu_bytes // 2, "load_budget": cpu_bytes // 2}
     return {"primary": {"capacity": cpu_bytes}, "secondary": [tier]}
 

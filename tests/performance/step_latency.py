@@ -33,8 +33,8 @@ from typing import Any
 import tiered_kv
 from tests.performance.bench import block_key, command_line, ratios, spread
 from tests.performance.s3_rates import start_nginx
+from tests.support.entries import s3_entry
 from tests.support.redis_servers import RedisServer
-from tests.support.s3_entries import s3_entry
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.manager import TieringOffloadingManager
 

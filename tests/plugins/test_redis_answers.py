@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.plugins.conftest import OpenRedis
-from tests.support.loopback import LoopbackServer
-from tests.support.lying_redis import LyingRedis, Storage
+from tests.support.loopback import LoopbackServer, LyingRedis, Storage
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.instruments import count_of

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.entries import rig_of
-from tests.support.s3_entries import s3_entry
+from tests.support.entries import rig_of, s3_entry
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys

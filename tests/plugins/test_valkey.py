@@ -13,14 +13,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SUITES = [
-    "tests/plugins/test_redis_stores.py",
     "tests/plugins/test_redis_cluster.py",
     "tests/plugins/test_redis_faults.py",
     "tests/plugins/test_redis_nodes.py",
     "tests/plugins/test_redis_settings.py",
-    "tests/plugins/test_shared_records.py",
-    "tests/plugins/test_shared_resets.py",
-    pytest.param("tests/tiering/test_conformance_redis.py", marks=pytest.mark.full),
+    "tests/plugins/test_shared_storage.py",
+    pytest.param("tests/tiering/test_conformance.py", marks=pytest.mark.full),
 ]
 """Those that start servers."""
 
@@ -48,7 +46,7 @@ def test_the_tier_works_with_valkey(suite: str, tmp_path: Path) -> None:
         "-m",
         "slow or not slow",
         "-k",
-        "not fakeredis",
+        "redis and not fakeredis",
         "--basetemp",
         str(tmp_path),
     ]

@@ -1,4 +1,4 @@
-"""The size of directories on disk, and the files in an fs tier's directory."""
+"""The size of directories on disk, and the files in directories of fs and nvme tiers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tiered_kv_fs.layout import BLOCK
+from tiered_kv_nvme.layout import PAGE_BYTES
+
+_STRIDE_BYTES = 128
+"""Less than any payload of the tests, compressed ones included."""
 
 
 def occupied_bytes(directory: Path) -> int:
@@ -28,6 +32,22 @@ def occupied_bytes(directory: Path) -> int:
 
 def fs_blocks(directory: Path) -> list[Path]:
     return sorted(entry for entry in directory.rglob("*") if BLOCK.fullmatch(entry.name) and entry.is_file())
+
+
+def damage_files(directory: Path) -> None:
+    """Flip bits in place: of each fs block the last byte, and each stretch of nvme's segments behind their headers."""
+    for path in fs_blocks(directory):
+        _write_over(path, (data := path.read_bytes())[:-1] + bytes([data[-1] ^ 0x01]))
+    for path in directory.rglob("segment-*.kv"):
+        changed = bytearray(path.read_bytes())
+        for at in range(PAGE_BYTES, len(changed), _STRIDE_BYTES):
+            changed[at] ^= any(changed[at : at + _STRIDE_BYTES])
+        _write_over(path, bytes(changed))
+
+
+def _write_over(path: Path, data: bytes) -> None:
+    with path.open("r+b") as file:  # which a tier has open
+        file.write(data)
 
 
 def fs_ledger(directory: Path) -> dict[str, Any]:

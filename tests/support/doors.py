@@ -1,12 +1,14 @@
-"""Access to the bytes that a tier has stored under a key, behind the tier's back.
+"""Access to the bytes that a tier has stored, behind the tier's back: blocks, and the mark of the epoch.
 
 There is a door for each tier of block records; `tests.support.segment_map` reads nvme's files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tests.support.redis_servers import RedisServer
 from tiered_kv.base import OffloadKey
@@ -17,21 +19,52 @@ from tiered_kv.toolkit.record import RecordHeader, digest_of, read_header
 from tiered_kv_fs.layout import block_path
 
 
-class Door(Protocol):
-    def read(self, key: OffloadKey) -> bytes | None:
-        """Return what is stored for a key; None if there is nothing."""
-
-    def write(self, key: OffloadKey, data: bytes) -> None:
-        """Replace what is stored for a key that is there, in its place."""
-
-
 def codec_id_of(record: bytes) -> int:
     header = read_header(record)
     assert isinstance(header, RecordHeader), f"it has no header that can be read: {header.value}"
     return header.codec_id
 
 
-class MemoryDoor:
+class Door:
+    """Reads and writes under names, which differ by tier.
+
+    Args:
+        get: Returns what is stored under a name; None if there is nothing.
+        put: Replaces it; None deletes it.
+        mark: The name of the epoch's mark.
+        block: Returns the name of a block, from an epoch and a key.
+    """
+
+    def __init__(
+        self,
+        get: Callable[[Any], bytes | None],  # Any: a path, bytes or a text
+        put: Callable[[Any, bytes | None], object],
+        mark: Any,
+        block: Callable[[str, OffloadKey], Any],
+    ) -> None:
+        self.get, self.put, self._mark, self._block = get, put, mark, block
+
+    def name_of(self, key: OffloadKey) -> Any:
+        """Return a block's name in the present epoch."""
+        mark = EpochMark.decode(self.read_mark() or b"")
+        assert mark is not None, "the epoch's mark is missing or damaged"
+        return self._block(mark.value, key)
+
+    def read(self, key: OffloadKey) -> bytes | None:
+        return self.get(self.name_of(key))
+
+    def write(self, key: OffloadKey, data: bytes) -> None:
+        """Replace a block that is there, in its place."""
+        self.put(self.name_of(key), data)
+
+    def read_mark(self) -> bytes | None:
+        return self.get(self._mark)
+
+    def write_mark(self, data: bytes | None) -> None:
+        self.put(self._mark, data)
+
+
+class MemoryDoor(Door):
     def __init__(self, rig: TierRig) -> None:
         self._rig = rig
 
@@ -47,72 +80,44 @@ class MemoryDoor:
         return self._rig.tier._records  # type: ignore[attr-defined]  # reaching in is the point
 
 
-class FsDoor:
-    def __init__(self, directory: Path, namespace_digest: bytes) -> None:
-        self._directory = directory
-        self._digest = namespace_digest
-
-    def read(self, key: OffloadKey) -> bytes | None:
-        path = self.path_of(key)
-        return None if path is None else path.read_bytes()
-
-    def write(self, key: OffloadKey, data: bytes) -> None:
-        path = self.path_of(key)
-        assert path is not None, "there is no such block"
-        path.write_bytes(data)
-
-    def path_of(self, key: OffloadKey) -> Path | None:
-        """Return a block's file in the namespace's present epoch; None if it is missing."""
-        namespace = self._directory / self._digest.hex()
-        mark = EpochMark.decode((namespace / "epoch").read_bytes())
-        assert mark is not None, "the epoch's mark is damaged"
-        path = namespace / mark.value / block_path(key, self._digest)
-        return path if path.exists() else None
+def fs_door(directory: Path, digest: bytes) -> Door:
+    namespace = directory / digest.hex()
+    return Door(
+        lambda path: path.read_bytes() if path.exists() else None,
+        lambda path, data: path.unlink() if data is None else path.write_bytes(data),
+        namespace / "epoch",
+        lambda epoch, key: namespace / epoch / block_path(key, digest),
+    )
 
 
-class RedisDoor:
-    def __init__(self, server: RedisServer, namespace_digest: bytes) -> None:
-        self._server = server
-        self._prefix = b"tkv1:" + namespace_digest.hex().encode() + b":"
-
-    def read(self, key: OffloadKey) -> bytes | None:
-        name = self.name_of(key)
-        return self._server.get(name) if self._server.call("EXISTS", name) == b":1\r\n" else None
-
-    def write(self, key: OffloadKey, data: bytes) -> None:
-        self._server.set(self.name_of(key), data)
-
-    def name_of(self, key: OffloadKey) -> bytes:
-        """Return a block's name in the present epoch."""
-        mark = EpochMark.decode(self._server.get(self._prefix + b"epoch"))
-        assert mark is not None, "the epoch's mark is damaged"
-        return self._prefix + mark.value.encode() + b":" + key
+def redis_door(server: RedisServer, digest: bytes) -> Door:
+    prefix = b"tkv1:" + digest.hex().encode() + b":"
+    return Door(
+        lambda name: server.get(name) if server.call("EXISTS", name) == b":1\r\n" else None,
+        lambda name, data: server.call("DEL", name) if data is None else server.set(name, data),
+        prefix + b"epoch",
+        lambda epoch, key: prefix + epoch.encode() + b":" + key,
+    )
 
 
-class S3Door:
-    def __init__(self, server: S3Server, bucket: str, prefix: str, namespace_digest: bytes) -> None:
-        self._client = server.client()
-        self._bucket = bucket
-        self._root = f"{prefix}/{namespace_digest.hex()}"
+def bucket_door(get: Callable[[str], bytes | None], put: Callable[[str, bytes | None], object], root: str) -> Door:
+    """Return access to the objects of a namespace below `root`."""
 
-    def close(self) -> None:
-        self._client.close()
-
-    def read(self, key: OffloadKey) -> bytes | None:
-        return self._get(self.name_of(key))
-
-    def write(self, key: OffloadKey, data: bytes) -> None:
-        self._client.put_object(Bucket=self._bucket, Key=self.name_of(key), Body=data)
-
-    def name_of(self, key: OffloadKey) -> str:
-        mark = EpochMark.decode(self._get(f"{self._root}/epoch") or b"")
-        assert mark is not None, "nothing has used the bucket yet"
+    def block(epoch: str, key: OffloadKey) -> str:
         digest = digest_of(key).hex()
-        return f"{self._root}/blocks/{mark.value}/{digest[:2]}/{digest}"
+        return f"{root}/blocks/{epoch}/{digest[:2]}/{digest}"
 
-    def _get(self, name: str) -> bytes | None:
-        try:
-            body: bytes = self._client.get_object(Bucket=self._bucket, Key=name)["Body"].read()
-        except self._client.exceptions.NoSuchKey:
-            return None
-        return body
+    return Door(get, put, f"{root}/epoch", block)
+
+
+def s3_door(server: S3Server, bucket: str, root: str, closing: Callable[[Callable[[], None]], object]) -> Door:
+    client = server.client()
+    closing(client.close)
+
+    def get(name: str) -> bytes | None:
+        with suppress(client.exceptions.NoSuchKey):
+            body: bytes = client.get_object(Bucket=bucket, Key=name)["Body"].read()
+            return body
+        return None
+
+    return bucket_door(get, lambda name, data: client.put_object(Bucket=bucket, Key=name, Body=data), root)

@@ -1,10 +1,12 @@
-"""Tiers on a rig, made from their entry in a stack's YAML."""
+"""Tiers on a rig, made from their entry in a stack's YAML; and the entry of an s3 tier on a test's server."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 
 from tiered_kv.testing.rig import Content, TierRig, block_content
+from tiered_kv.testing.s3_servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 
@@ -40,3 +42,28 @@ def rig_of(
         spec=spec or TierSpec(str(entry["type"]), block_bytes, namespace, {"model": "bench"}, wants_events=True),
         content=content,
     )
+
+
+def s3_entry(server: S3Server, bucket: str, **changes: object) -> dict[str, object]:
+    """Return the YAML entry of an s3 tier in one of the server's buckets."""
+    return {
+        "type": "s3",
+        "bucket": bucket,
+        "endpoint_url": server.url,
+        "region": REGION,
+        "addressing": "path",
+        "access_key_id": ACCESS_KEY_ID,
+        "secret_access_key": SECRET_ACCESS_KEY,
+        **changes,
+    }
+
+
+def damage_objects(server: S3Server, bucket: str, part: str) -> None:
+    """Flip a bit in the last byte of every object with `part` in its name."""
+    with closing(server.client()) as client:
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
+        for name in [entry["Key"] for page in pages for entry in page.get("Contents", ())]:
+            if part in name:
+                data = bytearray(client.get_object(Bucket=bucket, Key=name)["Body"].read())
+                data[-1] ^= 0x01
+                client.put_object(Bucket=bucket, Key=name, Body=bytes(data))

@@ -20,20 +20,26 @@ from typing import Any
 
 import pytest
 
-from tests.support.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
-from tests.support.entries import rig_of
+from tests.support.disk_use import damage_files
+from tests.support.doors import Door, MemoryDoor, bucket_door, fs_door, redis_door, s3_door
+from tests.support.entries import NAMESPACE, rig_of, s3_entry
+from tests.support.fake_s3 import FakeS3
 from tests.support.redis_groups import SERVICE
 from tests.support.redis_servers import RedisServer
-from tests.support.s3_entries import s3_entry
 from tests.support.tenants import Tenant
-from tiered_kv.testing.rig import Content, TierRig, block_content
-from tiered_kv.tiering.base import TierSpec
+from tiered_kv.testing.rig import Content, OpenTier, TierRig, block_content
+from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
+from tiered_kv.tiering.factory import SecondaryTierFactory
 
+SPEC = TierSpec("storage", 4096, NAMESPACE, {"model": "bench"}, wants_events=True)
+"""Of rigs, unless a test gives another."""
+RECORD_MAGIC = b"\x89TKVREC\n"
+"""Every block record begins with it."""
 STORED = ("nvme", "fs", "redis", "s3")
 """Tiers whose blocks persist."""
 _PATIENT: Mapping[str, Mapping[str, object]] = {
     "redis": {"connect_timeout": "60s", "timeout": "60s"},
-    "s3": {"request_timeout": "30s"},
+    "s3": {"request_timeout": "60s"},
 }
 """A lookup or store that times out on a busy machine would look like a lost block."""
 _OF_RIGS: Mapping[str, Mapping[str, object]] = {"s3": {"presence_ttl": 0, "connections": 8}}
@@ -44,7 +50,8 @@ class Place:
     """New storage for tiers of one type.
 
     Args:
-        kind: The type; or `redis-cluster`, `redis-sentinel`, or `s3-versioned`, a bucket that keeps versions.
+        kind: The type; or `redis-cluster`, `redis-sentinel`, `s3-versioned`, a bucket that keeps versions, `s3-small`,
+            a `FakeS3`, or `s3-remembers`, the same under a tier with a presence cache.
         folder: For directories.
         server: Returns a running server by the name of its fixture.
         ending: Closes rigs and doors.
@@ -90,13 +97,18 @@ class Place:
                 if kind == "s3-versioned":
                     with closing(self.s3.client()) as client:
                         client.put_bucket_versioning(Bucket=self.bucket, VersioningConfiguration={"Status": "Enabled"})
+            case "s3-small" | "s3-remembers":
+                pytest.importorskip("boto3", reason="boto3 is not installed")
+                self.small_s3 = self._ending.enter_context(FakeS3())
+                self.small_s3.has_mark = False  # the tier writes it
+                self.entry |= self.small_s3.entry | ({"presence_ttl": "1h"} if kind == "s3-remembers" else {})
             case _:
                 self.entry |= {"capacity": "64MiB"}
         if kind == "nvme":
             self.entry |= {"segment": "1MiB"}
 
     def open(
-        self, spec: TierSpec, content: Content = block_content, *, num_blocks: int = 512, **settings: object
+        self, spec: TierSpec = SPEC, content: Content = block_content, *, num_blocks: int = 512, **settings: object
     ) -> TierRig:
         """Open a tier on a rig; settings replace those of the entry."""
         # A chain: a rig that opens the tier again takes the entry of that time.
@@ -104,6 +116,11 @@ class Place:
         rig = rig_of(entry, block_bytes=spec.block_bytes, num_blocks=num_blocks, spec=spec, content=content)
         self._ending.callback(rig.close)
         return rig
+
+    def opener(self, **settings: object) -> OpenTier:
+        """Return what opens the tier for a rig of the caller; settings replace those of the entry."""
+        entry = {**self._patient, **self.entry, **settings}
+        return lambda spec, view: SecondaryTierFactory.create(spec, view, entry)
 
     def tenant(self, name: str, **settings: object) -> Tenant:
         """Return a tenant on this storage; in nvme each has its directory."""
@@ -119,13 +136,38 @@ class Place:
             case "memory":
                 return MemoryDoor(rig)
             case "fs":
-                return FsDoor(self.path, digest)
+                return fs_door(self.path, digest)
             case "redis":
-                return RedisDoor(self.masters[0], digest)
+                return redis_door(self.masters[0], digest)
+            case "s3":
+                return s3_door(self.s3, self.bucket, f"kv/{digest.hex()}", self._ending.callback)
             case _:
-                door = S3Door(self.s3, self.bucket, "kv", digest)
-                self._ending.callback(door.close)
-                return door
+                objects = self.small_s3.objects
+                return bucket_door(objects.get, _put_into(objects), f"/bucket/tiered-kv/{digest.hex()}")
+
+    def damage(self, tier: SecondaryTierManager) -> None:
+        """Flip bits in every block that an open tier has stored."""
+        if self.kind == "memory":
+            for record in tier._records.values():  # type: ignore[attr-defined]  # reaching in is the point
+                record.data[-1] ^= 0x01
+        elif self.kind in ("nvme", "fs"):
+            damage_files(self.path)
+        else:
+            records = {name: data for name, data in self.stored().items() if data.startswith(RECORD_MAGIC)}
+            self.restore({name: data[:-1] + bytes([data[-1] ^ 0x01]) for name, data in records.items()})
+
+    def refuse_deletions(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Refuse to delete blocks from now on."""
+
+        def refuse(name: str, **options: int) -> None:
+            raise PermissionError(1, "Operation not permitted", name)
+
+        if self.kind == "fs":
+            monkeypatch.setattr("os.unlink", refuse)
+        elif self.kind == "redis":
+            self.masters[0].call("ACL", "SETUSER", "default", "-unlink", "-del")
+        else:
+            self.small_s3.always["DELETE"] = "denied"
 
     def everything(self) -> Iterator[tuple[str, bytes, bytes | None]]:
         """Yield name, raw name and bytes of all that is stored; of an object each version.
@@ -189,5 +231,16 @@ class Place:
         return {"lookup_timeout": "60s", "job_timeout": "60s", **_PATIENT.get(self._type, {})}
 
 
+def _put_into(objects: dict[str, bytes]) -> Callable[[str, bytes | None], object]:
+    return lambda name, data: objects.pop(name) if data is None else objects.update({name: data})
+
+
 PlaceOf = Callable[[str], Place]
 """Returns new storage of a kind."""
+
+
+@pytest.fixture
+def place_of(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[PlaceOf]:
+    """Return new storage by its kind; its tiers are closed with the test."""
+    with ExitStack() as ending:
+        yield lambda kind: Place(kind, tmp_path, request.getfixturevalue, ending)

@@ -1,53 +1,79 @@
-"""The memory, fs and nvme tiers keep the contract of a secondary tier, with each kind of stored blocks."""
+"""Every tier keeps the contract of a secondary tier, with each kind of stored blocks, also on slow and secured wires.
+
+What the tiers store of blocks that compress is shorter than the blocks are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
-from tests.support.disk_use import fs_blocks
+from tests.support.doors import codec_id_of
+from tests.support.entries import s3_entry
 from tests.support.patient_nvme import PATIENCE_S, opening_nvme, patient_nvme
+from tests.support.places import Place, PlaceOf, place_of
+from tests.support.redis_groups import redis_cluster
+from tests.support.redis_servers import PASSWORD, RedisServer, redis_server, tls_redis_server
+from tests.support.segment_map import SegmentMap
+from tests.support.stacks import stack_of
+from tiered_kv.metrics.instruments import count_of
+from tiered_kv.stack import open_stack
 from tiered_kv.testing.conformance import TierConformance
-from tiered_kv.testing.rig import OpenTier
-from tiered_kv.tiering.base import SecondaryTierManager
-from tiered_kv_fs.settings import FsSettings
-from tiered_kv_fs.tier import FsTier
-from tiered_kv_memory.settings import MemorySettings
-from tiered_kv_memory.tier import MemoryTier
+from tiered_kv.testing.control import wait_until
+from tiered_kv.testing.proxy import FaultProxy, Faults
+from tiered_kv.testing.rig import OpenTier, compressible_content, make_keys
+from tiered_kv.testing.s3_servers import S3Server, installed_server, moto_server
+from tiered_kv.testing.servers import fake_redis_url
+from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
+from tiered_kv.toolkit.codecs import ZSTD_ID
+from tiered_kv.toolkit.record import HEADER_BYTES
 
-__all__ = ["patient_nvme"]
+__all__ = [
+    "fake_redis_url",
+    "installed_server",
+    "moto_server",
+    "patient_nvme",
+    "place_of",
+    "redis_cluster",
+    "redis_server",
+    "tls_redis_server",
+]
 
 ZSTD: dict[str, object] = {"codec": "zstd"}
 AES: dict[str, object] = {"codec": "aes-256-gcm", "encryption": {"keys": {1: "11" * 32}}}
 ZSTD_AES: dict[str, object] = {**AES, "codec": "zstd+aes-256-gcm"}
-PAGE_BYTES = 4096
-STRIDE_BYTES = 128  # less than any payload of these tests, compressed ones included
+SLOW_WIRE = Faults(latency_s=0.002, bytes_per_s=20e6)
+"""Another datacenter: 20 MB/s for each connection."""
 
 
-def damage(path: Path, change: Callable[[bytearray], None]) -> None:
-    """Change a file in place."""
-    data = bytearray(path.read_bytes())
-    change(data)
-    with path.open("r+b") as file:
-        file.write(data)
+class OfPlace(TierConformance):
+    """A tier of a kind on new storage."""
 
-
-class TestMemoryTier(TierConformance):
+    kind: ClassVar[str]
     settings: ClassVar[dict[str, object]] = {}
+    place: Place
 
     @pytest.fixture
-    def open_tier(self) -> OpenTier:
-        settings = MemorySettings.model_validate({"capacity": "64MiB", **self.settings})
-        return lambda spec, view: MemoryTier(spec, view, "memory", settings)
+    def open_tier(self, place_of: PlaceOf) -> OpenTier:
+        self.place = place_of(self.kind)
+        return self.opening()
+
+    def opening(self, **changes: object) -> OpenTier:
+        return self.place.opener(**self.settings, **changes)
 
     def corrupt(self, tier: SecondaryTierManager) -> bool:
-        assert isinstance(tier, MemoryTier)
-        for record in tier._records.values():
-            record.data[-1] ^= 0x01
+        self.place.damage(tier)
         return True
+
+
+class TestMemoryTier(OfPlace):
+    kind = "memory"
 
 
 class TestMemoryTierWithCompression(TestMemoryTier):
@@ -59,25 +85,9 @@ class TestMemoryTierWithEncryption(TestMemoryTier):
     settings = AES
 
 
-class TestFsTier(TierConformance):
+class TestFsTier(OfPlace):
+    kind = "fs"
     survives_reopen = True
-    settings: ClassVar[dict[str, object]] = {}
-    directory: Path
-
-    @pytest.fixture
-    def open_tier(self, tmp_path: Path) -> OpenTier:
-        self.directory = tmp_path / "kv"
-        settings = FsSettings.model_validate(
-            # A disk that a busy machine holds up is no fault, and what it holds no miss.
-            {"path": str(self.directory), "capacity": "64MiB", "lookup_timeout": "60s", **self.settings}
-        )
-        return lambda spec, view: FsTier(spec, view, "fs", settings)
-
-    def corrupt(self, tier: SecondaryTierManager) -> bool:
-        """Flip a bit of the last byte of every block."""
-        for path in fs_blocks(self.directory):
-            damage(path, lambda data: data.append(data.pop() ^ 0x01))
-        return True
 
 
 @pytest.mark.slow
@@ -88,27 +98,13 @@ class TestFsTierWithCompressionAndEncryption(TestFsTier):
 
 
 @pytest.mark.usefixtures("patient_nvme")
-class TestNvmeTier(TierConformance):
+class TestNvmeTier(OfPlace):
+    kind = "nvme"
     survives_reopen = True
     wait_s = 2 * PATIENCE_S
-    settings: ClassVar[dict[str, object]] = {}
-    directory: Path
 
-    @pytest.fixture
-    def open_tier(self, tmp_path: Path) -> OpenTier:
-        self.directory = tmp_path / "kv"
-        return opening_nvme({"path": str(self.directory), "capacity": "64MiB", "segment": "1MiB", **self.settings})
-
-    def corrupt(self, tier: SecondaryTierManager) -> bool:
-        """Flip a bit in every stretch that holds anything, but for the headers of segments."""
-
-        def flip(data: bytearray) -> None:
-            for at in range(PAGE_BYTES, len(data), STRIDE_BYTES):
-                data[at] ^= any(data[at : at + STRIDE_BYTES])
-
-        for segment in self.directory.glob("segment-*.kv"):
-            damage(segment, flip)
-        return True
+    def opening(self, **changes: object) -> OpenTier:
+        return opening_nvme({**self.place.entry, **self.settings})
 
 
 class TestNvmeTierThroughThePageCache(TestNvmeTier):
@@ -121,3 +117,162 @@ class TestNvmeTierWithCompressionAndEncryption(TestNvmeTier):
     settings = ZSTD_AES
     compressible = True
     block_bytes = 1000
+
+
+@pytest.fixture
+def slow_wire(request: pytest.FixtureRequest) -> Iterator[FaultProxy]:
+    """A wire before the server of the class's tier."""
+    server = request.getfixturevalue("redis_server" if request.cls.kind == "redis" else "moto_server")
+    with FaultProxy(server.address) as proxy:
+        proxy.set_faults(SLOW_WIRE)
+        yield proxy
+
+
+class TestRedisTier(OfPlace):
+    kind = "redis"
+    survives_reopen = True
+
+
+@pytest.mark.slow
+class TestRedisTierWithCompressionAndEncryption(TestRedisTier):
+    settings: ClassVar[dict[str, object]] = {**ZSTD_AES, "ttl": "1h", "connections": 1, "pipeline": 10_000}
+    compressible = True
+    block_bytes = 3000
+
+
+@pytest.mark.slow
+class TestRedisTierOverTls(TestRedisTier):
+    @pytest.fixture
+    def open_tier(self, tls_redis_server: RedisServer, tmp_path: Path) -> OpenTier:
+        self.place = Place("redis", tmp_path, lambda name: tls_redis_server)
+        tls = tls_redis_server.tls
+        assert tls is not None
+        return self.opening(password=PASSWORD, tls_ca=str(tls.ca), tls_cert=str(tls.cert), tls_key=str(tls.key))
+
+
+@pytest.mark.slow
+class TestRedisTierOverAUnixSocket(TestRedisTier):
+    @pytest.fixture
+    def open_tier(self, place_of: PlaceOf, redis_server: RedisServer, tmp_path: Path) -> OpenTier:
+        self.place = place_of("redis")
+        redis_server.restart("--unixsocket", str(tmp_path / "socket"))
+        return self.opening(url=f"unix://{tmp_path / 'socket'}")
+
+
+@pytest.mark.slow
+class TestRedisTierOnASlowWire(TestRedisTier):
+    @pytest.fixture
+    def open_tier(self, place_of: PlaceOf, slow_wire: FaultProxy) -> OpenTier:
+        self.place = place_of("redis")
+        return self.opening(url=f"redis://{slow_wire.host}:{slow_wire.port}")
+
+
+class TestRedisTierOnFakeredis(TestRedisTier):
+    @pytest.fixture
+    def open_tier(self, fake_redis_url: str, tmp_path: Path) -> OpenTier:
+        self.place = Place("memory", tmp_path)  # of whose entry nothing is left
+        self.place.entry = {"type": "redis", "url": fake_redis_url}
+        return self.opening()
+
+    def corrupt(self, tier: SecondaryTierManager) -> bool:
+        return False
+
+
+@pytest.mark.slow
+class TestRedisTierOnACluster(TestRedisTier):
+    kind = "redis-cluster"
+
+    def corrupt(self, tier: SecondaryTierManager) -> bool:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("moto_server")
+class TestS3Tier(OfPlace):
+    kind = "s3"
+    survives_reopen = True
+    settings: ClassVar[dict[str, object]] = {"connections": 8}
+
+
+class TestS3TierWithCompression(TestS3Tier):
+    settings: ClassVar[dict[str, object]] = {**ZSTD, "connections": 8}
+    compressible = True
+
+
+class TestS3TierOnASlowWire(TestS3Tier):
+    wait_s = 60.0
+
+    @pytest.fixture
+    def open_tier(self, place_of: PlaceOf, slow_wire: FaultProxy) -> OpenTier:
+        self.place = place_of("s3")
+        return self.opening(endpoint_url=f"http://{slow_wire.host}:{slow_wire.port}")
+
+
+class TestS3TierOnOtherServers(TestS3Tier):
+    wait_s = 60.0
+
+    @pytest.fixture
+    def open_tier(self, installed_server: S3Server, tmp_path: Path) -> OpenTier:
+        self.place = Place("s3", tmp_path, lambda name: installed_server)
+        return self.opening()
+
+
+@pytest.mark.slow
+def test_sweeps_renewals_and_purges_on_another_server(installed_server: S3Server) -> None:
+    from tiered_kv_s3.account import Account
+    from tiered_kv_s3.administration import S3Administration
+    from tiered_kv_s3.control import Control
+    from tiered_kv_s3.settings import S3Settings
+
+    bucket, keys = installed_server.make_bucket(), make_keys(40)
+    blocks = np.zeros((len(keys), 512), np.uint8)
+    entry = s3_entry(installed_server, bucket, request_timeout="60s", lookup_timeout="60s", job_timeout="60s")
+    capacity = 30 * (HEADER_BYTES + blocks.shape[1])
+    limits = {"capacity": capacity, "sweep_interval": "1s"}
+    with open_stack(stack_of({**entry, **limits}, blocks=len(keys), block_bytes=512)) as stack:
+        assert stack.put(keys, blocks, timeout=60.0) == len(keys)
+        assert stack.flush(60.0)
+        wait_until(lambda: count_of(stack.counters(), "s3", "tier", "deleted_blocks_total") >= 10, what="a sweep")
+        assert count_of(stack.counters(), "s3", "tier", "failed_sweeps_total") == 0
+        digest = stack.config.identity.digest.hex()
+    settings = S3Settings.model_validate({**entry, "ttl": "6s"})
+    with closing(Control(Account(settings, "s3"), settings, "s3")) as control:
+        name = next(each.name for page in control.listed("tiered-kv/") for each in page if "/blocks/" in each.name)
+        time.sleep(4.0)
+        control.renew(name)  # raises if the object is older than half of `ttl`
+    with closing(S3Administration(settings)) as administration:
+        deadline = time.monotonic() + 60.0
+        (found,) = administration.survey(deadline).namespaces
+        assert found.blocks == 30
+        purged = administration.purge(digest, deadline)
+        assert (purged.blocks, purged.left) == (30, ())
+        assert administration.survey(deadline).namespaces == ()
+
+
+SPEC = TierSpec("compressed", 4096, bytes(range(16)))
+KEYS = make_keys(8)
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("redis", "s3")]
+
+
+@pytest.mark.usefixtures("moto_server")
+@pytest.mark.parametrize("kind", ["memory", "fs", *SLOW])
+def test_records_are_shorter_than_their_blocks(kind: str, place_of: PlaceOf) -> None:
+    place = place_of(kind)
+    rig = place.open(SPEC, compressible_content, codec="zstd")
+    assert rig.store(KEYS).success
+    assert rig.load(KEYS) == set(KEYS)
+    door = place.door(rig)
+    records = [door.read(key) or b"" for key in KEYS]
+    assert [codec_id_of(record) for record in records] == [ZSTD_ID] * 8
+    assert max(map(len, records)) < HEADER_BYTES + rig.block_bytes // 2
+
+
+def test_payloads_in_segments_are_shorter_than_their_blocks(place_of: PlaceOf) -> None:
+    place = place_of("nvme")
+    rig = place.open(SPEC, compressible_content, codec="zstd")
+    assert rig.store(KEYS).success
+    rig.tier.shutdown()  # which writes what is missing
+    maps = [SegmentMap(path.read_bytes()) for path in place.path.glob("segment-*.kv")]
+    stored = {key: size for each in maps for batch in each.batches for key, _, size in batch.entries}
+    assert stored.keys() == set(KEYS)
+    assert max(stored.values()) < rig.block_bytes * 3 // 4

@@ -6,7 +6,14 @@ five tiers. The kernel goes on to take what is sent to them, until its buffers a
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +21,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pages import shown
 from tests.support.soak.grounds import CHATS_SETTINGS, TIERS, Grounds, chats
 from tests.support.soak.soak import pace_problems, run_queue_s
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.servers import free_port
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.tally import Tally
 
@@ -121,3 +130,38 @@ def test_frozen_servers_do_not_delay_the_scheduler_and_are_used_again(tmp_path: 
             if name in TIERS:
                 assert count_of(counters, "expired_jobs_total") == count_of(counters, "late_jobs_total")
                 assert count_of(counters, "quarantined_bytes") == 0
+
+
+ROOT = Path(__file__).parents[2]
+OF_THE_QUICKSTART = ("cpu", "nvme", "redis", "s3")
+WAIT_S = 300.0
+
+
+@pytest.mark.slow
+def test_the_commands_in_the_quickstart_have_hits_in_each_of_the_four_tiers(tmp_path: Path) -> None:
+    scripts = Path(sys.executable).parent
+    path = f"{scripts}:{os.environ['PATH']}"
+    missing = [
+        name for name in ("redis-server", "moto_server", "tiered-kv", "curl") if shutil.which(name, path=path) is None
+    ]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    commands = shown("tutorial/quickstart.md")["all tiers"]
+    for name, ours in (("6379", str(free_port())), ("9000", str(free_port())), ("examples/", f"{ROOT}/examples/")):
+        commands = commands.replace(name, ours)
+    with subprocess.Popen(
+        ["bash", "-e", "-c", commands + "wait\n"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=WAIT_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the servers too, if it did not come to its end
+    assert re.search(r"^ *corrupt_blocks +0 *$", output, re.MULTILINE), output + errors
+    assert all(re.search(rf"^ {name} +[1-9]", output, re.MULTILINE) for name in OF_THE_QUICKSTART), output

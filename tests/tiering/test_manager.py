@@ -22,19 +22,6 @@ def test_stored_blocks_cascade_and_stay_pinned_until_the_tier_has_them(bench: Be
     assert bench.counter("stored_bytes_total") == 8 * BLOCK_BYTES
 
 
-def test_a_tier_over_its_budget_skips_stores_and_pins_nothing(make_bench: MakeBench) -> None:
-    bench = make_bench({"store_budget": 3 * BLOCK_BYTES})
-    bench.store(keys(0, 1), bench.request("a"))
-    bench.store(keys(2, 3, 4), bench.request("b"))
-    bench.store(keys(5), bench.request("c"))
-    assert bench.jobs == [keys(0, 1), keys(2)]
-    assert bench.counter("skipped_blocks_total", "budget") == 3
-    assert bench.has_room_for(10, 11, 12, 13, 14)
-    bench.end()
-    bench.store(keys(20), bench.request("e"))
-    assert bench.jobs[-1] == keys(20)
-
-
 def test_admission_stores_a_block_when_it_is_offered_again(make_bench: MakeBench) -> None:
     bench = make_bench({"admit_after": 2})
     bench.store(keys(0, 1), bench.request("a"))
@@ -182,16 +169,6 @@ def test_blocks_held_for_many_requests_count_once(make_bench: MakeBench) -> None
     for context in waiting:
         bench.manager.on_request_finished(context)
     assert bench.counter("promotion_blocks", tier="cpu") == 1
-
-
-def test_a_tiers_load_budget_bounds_its_loads(make_bench: MakeBench) -> None:
-    bench = make_bench({"load_budget": 2 * BLOCK_BYTES})
-    context = bench.promote(1, 2, 3)
-    assert bench.jobs == [keys(1, 2)]
-    bench.end()
-    assert bench.lookup(keys(1, 2, 3), context) == [True, True, None]
-    bench.step()
-    assert bench.jobs == [keys(3)]
 
 
 def test_promoted_blocks_fill_the_tiers_above_that_want_them(make_bench: MakeBench) -> None:

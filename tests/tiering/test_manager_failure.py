@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.tiering.conftest import BLOCK_BYTES, JOB_TIMEOUT_S, Bench, MakeBench, keys
+from tests.tiering.conftest import BLOCK_BYTES, Bench, MakeBench, keys
 from tiered_kv.base import OffloadPolicy, ReqContext
 from tiered_kv.tiering.base import JobResult
 
@@ -40,49 +40,6 @@ def test_a_block_that_one_tier_fails_on_is_asked_of_the_next(make_bench: MakeBen
     bench.end()
     assert bench.lookup(keys(1), context) == [True]
     assert bench.manager.hit_tier(keys(1)[0], context) == "tier1"
-
-
-def test_blocks_of_an_expired_load_are_not_reused_before_the_tier_lets_go(bench: Bench) -> None:
-    context = bench.promote(1, 2)
-    bench.clock.advance(JOB_TIMEOUT_S)
-    bench.step()
-    assert bench.lookup(keys(1, 2), context) == [False, False]
-    assert bench.counter("expired_jobs_total") == 1
-    assert bench.counter("quarantined_bytes") == 2 * BLOCK_BYTES
-    assert bench.free == bench.num_blocks - 2
-    rows = set(bench.tier.jobs[0].block_ids.tolist())
-    output = bench.manager.prepare_store(keys(*range(10, 16)), bench.request("b"))
-    assert output is not None
-    assert not rows & set(output.store_spec.block_ids.tolist())  # type: ignore[attr-defined]  # a CPULoadStoreSpec
-    bench.end()
-    assert bench.free == 2
-    assert bench.counter("quarantined_bytes") == 0
-    assert bench.counter("late_jobs_total") == 1
-    assert bench.lookup(keys(1), context) == [False], "what came late does not count"
-
-
-def test_blocks_of_an_expired_store_stay_readable_and_pinned(bench: Bench) -> None:
-    context = bench.request("a")
-    bench.store(keys(*range(8)), context)
-    bench.clock.advance(JOB_TIMEOUT_S)
-    bench.step()
-    assert bench.lookup(keys(0), context) == [True]
-    bench.step()
-    assert not bench.has_room_for(9)
-    bench.end()
-    assert bench.has_room_for(9)
-
-
-def test_a_tier_that_never_reports_takes_its_budget_and_no_more(make_bench: MakeBench) -> None:
-    limits = {"store_budget": 4 * BLOCK_BYTES, "job_timeout": 1, "breaker_failures": 1000}
-    bench = make_bench(limits, num_blocks=16)
-    for number in range(50):
-        bench.store(keys(number), bench.request(f"r{number}"))
-        bench.clock.advance(1)
-        bench.step()
-    assert len(bench.jobs) == 4
-    assert bench.counter("quarantined_bytes") == 4 * BLOCK_BYTES
-    assert bench.counter("skipped_blocks_total", "budget") == 46
 
 
 def test_a_load_budget_full_of_wedged_loads_is_a_miss_at_once(make_bench: MakeBench) -> None:
@@ -176,32 +133,6 @@ def test_an_invalid_result_fails_its_job_and_hides_no_other(bench: Bench, nonsen
 # Reset, drain, shutdown.
 
 
-def test_an_engine_does_not_free_a_row_that_a_reset_left_to_a_tier(bench: Bench) -> None:
-    bench.promote(0)
-    context = bench.request("b")
-    bench.manager.prepare_store(keys(0, 1), context)
-    bench.manager.reset_cache()
-    bench.manager.complete_store(keys(0, 1), context)
-    assert bench.free == bench.num_blocks - 1, "the tier is still writing"
-    bench.end()
-    assert bench.free == bench.num_blocks
-
-
-def test_reset_forgets_blocks_in_every_tier_and_gives_rows_back_when_transfers_end(bench: Bench) -> None:
-    bench.store(keys(1, 2), bench.request("a"))
-    loader, queued = bench.promote(3), bench.request("queued")
-    bench.tier.has(3, 4)
-    bench.lookup(keys(4), queued)
-    bench.manager.reset_cache()
-    assert bench.free == bench.num_blocks - 3, "a store and a load are in flight"
-    assert bench.lookup(keys(1, 2, 3, 4), loader) == [False] * 4
-    bench.tier.end()
-    bench.end()
-    assert bench.free == bench.num_blocks
-    assert bench.lookup(keys(3), loader) == [False], "loaded from before the reset"
-    assert bench.counter("promotion_blocks", tier="cpu") == 0
-
-
 def test_a_reset_ends_requests_that_only_waited_for_their_stores(make_bench: MakeBench) -> None:
     bench = make_bench(policy=OffloadPolicy.REQUEST_LEVEL)
     context = bench.request("a")
@@ -211,16 +142,6 @@ def test_a_reset_ends_requests_that_only_waited_for_their_stores(make_bench: Mak
     bench.manager.complete_store(keys(1), context)
     assert not bench.jobs
     assert bench.free == bench.num_blocks
-
-
-def test_a_tier_that_cannot_forget_is_not_used_after_a_reset(bench: Bench) -> None:
-    bench.tier.can_reset = False
-    bench.manager.reset_cache()
-    bench.tier.has(1)
-    assert bench.lookup(keys(1), bench.request("a")) == [False]
-    bench.store(keys(2), bench.request("a"))
-    assert not bench.jobs
-    assert bench.counter("skipped_blocks_total", "disabled") == 1
 
 
 def test_drain_waits_for_jobs_and_says_when_they_do_not_end(bench: Bench) -> None:

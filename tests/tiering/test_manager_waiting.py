@@ -67,16 +67,6 @@ def ask_on(bench: Bench, wanted: list[OffloadKey], context: ReqContext, seconds:
     return told
 
 
-@pytest.mark.parametrize("block", [answers_nothing, has_no_room, is_stored_by_another, is_on_its_way])
-def test_a_request_waits_until_its_bound_and_not_again(patient: Bench, block: Callable[[Bench], None]) -> None:
-    wait_s = patient.limits.wait_max_s
-    block(patient)
-    context = patient.request("a")
-    assert ask_on(patient, keys(6), context, wait_s) == [None]
-    assert ask_on(patient, keys(6), context, 2 * wait_s) == [False], "a miss, and for good"
-    assert patient.lookup(keys(6), patient.request("b")) == [None], "others have a bound of their own"
-
-
 def test_how_long_a_tier_took_to_answer_is_counted(patient: Bench) -> None:
     answers_nothing(patient)
     context = patient.request("a")
@@ -85,18 +75,6 @@ def test_how_long_a_tier_took_to_answer_is_counted(patient: Bench) -> None:
     assert patient.lookup(keys(6), context) == [False]
     (told,) = [each for name, each in patient.manager.counters().items() if name != "cpu"]
     assert (told["lookup_seconds"]["count"], told["lookup_seconds"]["sum"]) == (1, 3.0)
-
-
-def test_all_that_a_request_waits_for_has_one_bound(patient: Bench) -> None:
-    context = patient.request("a")
-    for block, seconds in (
-        (answers_nothing, 12.0),
-        (has_no_room, 12.0),
-        (is_stored_by_another, patient.limits.wait_max_s - 24),
-    ):
-        block(patient)
-        assert ask_on(patient, keys(6), context, seconds) == [None]
-    assert patient.lookup(keys(6), context) == [False]
 
 
 def test_a_request_that_has_waited_takes_no_room_any_more(patient: Bench) -> None:

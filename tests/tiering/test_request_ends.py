@@ -103,18 +103,6 @@ def bench() -> Iterator[Bench]:
     bench.manager.shutdown()
 
 
-def test_the_end_waits_for_the_last_store(bench: Bench) -> None:
-    (tier,) = bench.tiers
-    context = bench.begin("a")
-    ends = [bench.store(keys(number), context) for number in range(3)]
-    bench.manager.on_request_finished(context)
-    bench.manager.on_schedule_end()
-    for end in ends:
-        assert "end" not in tier.of("a")
-        end()
-    assert tier.of("a") == ["begin", "store", "store", "store", "end"]
-
-
 def test_a_request_that_was_never_announced_ends_after_its_store_too(bench: Bench) -> None:
     (tier,) = bench.tiers
     context = ReqContext("a")
@@ -131,19 +119,6 @@ def test_a_store_that_failed_ends_the_request(bench: Bench) -> None:
     bench.manager.on_request_finished(context)
     bench.manager.complete_store(keys(0), context, success=False)
     assert tier.of("a") == ["begin", "end"]
-
-
-def test_a_store_that_never_ends_delays_the_end_for_a_limited_time(bench: Bench) -> None:
-    (tier,) = bench.tiers
-    context = bench.begin("a")
-    end = bench.store(keys(0), context)
-    bench.manager.on_request_finished(context)
-    bench.clock.advance(bench.manager.limits.wait_max_s)
-    bench.manager.on_schedule_end()
-    assert tier.of("a") == ["begin", "end"]
-    end()
-    assert tier.of("a") == ["begin", "end"]
-    assert tier.stored == keys(0), "stored after all, for no request"
 
 
 def test_an_id_that_is_used_again_ends_after_the_stores_of_both(bench: Bench) -> None:

@@ -84,22 +84,6 @@ def test_blocks_that_were_found_before_a_reset_are_not_loaded_after_it(bench: Be
         bench.manager.prepare_load(keys(1), running)
 
 
-def test_transfers_that_run_at_a_reset_end_and_leave_nothing(bench: Bench) -> None:
-    running, later = bench.request("running"), ReqContext("later")
-    bench.store(keys(1), running)
-    bench.end()
-    bench.manager.prepare_load(keys(1), running)
-    output = bench.manager.prepare_store(keys(2), running)
-    assert output is not None
-    bench.manager.reset_cache()
-    assert bench.lookup(keys(1, 2), bench.request("later")) == [False, False]
-    bench.manager.complete_store(keys(2), running)
-    bench.manager.complete_load(keys(1), running)
-    assert bench.lookup(keys(1, 2), later) == [False, False]
-    assert bench.free == bench.num_blocks
-    assert not bench.jobs
-
-
 def test_an_id_can_be_used_again(bench: Bench) -> None:
     for number, is_ended in enumerate((True, False)):
         running = bench.request("running")

@@ -13,9 +13,9 @@ import hypothesis
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.support.disk_use import fs_blocks
+from tests.support.disk_use import damage_files
+from tests.support.entries import damage_objects, s3_entry
 from tests.support.redis_servers import RedisServer, redis_server
-from tests.support.s3_entries import damage_objects, s3_entry
 from tiered_kv.audit.audit import AuditRules
 from tiered_kv.audit.manager import AuditedManager
 from tiered_kv.config.settings import TierSettings
@@ -126,7 +126,7 @@ def open_stack_over(
         if wire is not None:
             for name, (direction, fault) in WIRE_FAULTS.items():
                 faults[name] = partial(switch_wire, wire, direction, fault)
-        return StackUnderTest(manager, clock, faults, partial(corrupt or corrupt_files, directory), ledger)
+        return StackUnderTest(manager, clock, faults, partial(corrupt or damage_files, directory), ledger)
 
     return open_stack
 
@@ -153,16 +153,6 @@ def switch_gate(gate: Gate, hangs: bool) -> None:
 
 def switch_wire(wire: FaultProxy, direction: Direction, faults: Faults, on: bool) -> None:
     wire.set_faults(faults if on else NO_FAULTS, direction)
-
-
-def corrupt_files(directory: Path) -> None:
-    """Flip a byte in every stretch of nvme's segments, and of fs's block files, that holds anything."""
-    for path in (*directory.rglob("segment-*.kv"), *fs_blocks(directory)):
-        damaged = bytearray(path.read_bytes())
-        for at in range(0, len(damaged), 256):
-            damaged[at] ^= any(damaged[at : at + 256])
-        with path.open("r+b") as file:
-            file.write(damaged)
 
 
 def run(open_stack: OpenStack, examples: int) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.entries import s3_entry
 from tests.support.figures import Profile
 from tests.support.redis_servers import RedisServer, redis_server
-from tests.support.s3_entries import s3_entry
 from tiered_kv.testing.proxy import FaultProxy
 from tiered_kv.testing.rig import OpenTier
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server

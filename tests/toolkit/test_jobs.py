@@ -1,4 +1,4 @@
-"""The queue hands out every block once, and reports every job once."""
+"""The queue hands out every block once and reports every job once; the log of events keeps their order and a limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 
 from tiered_kv.base import ReqContext, make_offload_key
 from tiered_kv.testing.control import ManualClock
+from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobMetadata
+from tiered_kv.toolkit.event_log import BATCHES_MAX, EventLog
 from tiered_kv.toolkit.jobs import PAUSE_MAX, VERDICT_PARTS, Climb, Job, Outcome, PartQueue
 
 
@@ -116,3 +118,43 @@ def test_a_limit_that_is_needed_no_more_is_left(clock: ManualClock) -> None:
     assert run(climb, clock, 64, 20 * VERDICT_PARTS)[-1] == MAX
     run(climb, clock, 64, 1, is_behind=False)
     assert climb.limit == 1
+
+
+KEYS = make_keys(4)
+
+
+def taken(log: EventLog) -> list[tuple[bool, list[bytes]]]:
+    return [(event.removed, list(event.keys)) for event in log.take(7, "mine")]
+
+
+def test_successive_events_of_one_kind_are_one() -> None:
+    log = EventLog(True)
+    log.stored(KEYS[:2])
+    log.stored(KEYS[2:3])
+    log.removed(KEYS[:1])
+    log.removed([])
+    log.stored(KEYS[:1])
+    assert taken(log) == [(False, KEYS[:3]), (True, KEYS[:1]), (False, KEYS[:1])]
+    assert taken(log) == []
+    log.stored(KEYS[:1])
+    (event,) = log.take(7, "mine")
+    assert (event.block_size, event.medium) == (7, "mine")
+
+
+def test_without_a_taker_no_events_are_kept() -> None:
+    log = EventLog(False)
+    log.stored(KEYS)
+    log.removed(KEYS)
+    assert taken(log) == []
+
+
+def test_beyond_its_limit_and_at_a_reset_events_are_lost() -> None:
+    log = EventLog(True)
+    log.stored(KEYS[:1])
+    for _ in range(BATCHES_MAX):
+        log.removed(KEYS[1:2])
+    assert taken(log) == [(True, KEYS[1:2] * BATCHES_MAX)]
+    log.stored(KEYS)
+    log.clear()
+    log.removed(KEYS[:1])
+    assert taken(log) == [(True, KEYS[:1])]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from tests.support.crash_cases import CrashCases
 from tests.support.entries import EntryOf
 from tests.support.patient_nvme import patient_nvme
-from tests.support.places import Place, PlaceOf
+from tests.support.places import PlaceOf, place_of
 from tests.support.race_cases import SIZES
 from tests.support.redis_groups import redis_cluster, redis_sentinel, tls_redis_cluster, tls_redis_sentinel
 from tests.support.redis_servers import redis_server, tls_redis_server
@@ -20,6 +19,7 @@ from tiered_kv.testing.s3_servers import missing_for_moto, moto_server
 __all__ = [
     "moto_server",
     "patient_nvme",
+    "place_of",
     "redis_cluster",
     "redis_sentinel",
     "redis_server",
@@ -35,13 +35,6 @@ def _moto_first(request: pytest.FixtureRequest) -> None:
     fixtures = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     if fixtures & {"moto_server", "place_of"} and not missing_for_moto():
         request.getfixturevalue("moto_server")
-
-
-@pytest.fixture
-def place_of(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[PlaceOf]:
-    """Return new storage by its kind; its tiers are closed with the test."""
-    with ExitStack() as ending:
-        yield lambda kind: Place(kind, tmp_path, request.getfixturevalue, ending)
 
 
 @pytest.fixture

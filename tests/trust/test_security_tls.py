@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.entries import s3_entry
 from tests.support.redis_groups import SERVICE, RedisClusterServers, RedisSentinelServers
 from tests.support.redis_servers import PASSWORD, PATIENT, RedisServer, TlsFiles, make_tls_files
-from tests.support.s3_entries import s3_entry
 from tests.support.tenants import Tenant
 from tiered_kv.cli import main
 from tiered_kv.metrics.instruments import count_of

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.places import STORED, Place, PlaceOf
+from tests.support.places import RECORD_MAGIC, STORED, Place, PlaceOf
 from tests.support.segment_map import PAGE_BYTES, SEGMENT_FIELDS, seal
 from tests.trust.golden.make_golden import FORMS, SMALL, SPEC
 from tiered_kv.errors import FormatError
@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.trust("upgrades"), pytest.mark.slow, pytest.mark.usefi
 
 GOLDEN = Path(__file__).parent / "golden"
 OTHER_VERSIONS = (0, 2)
-RECORD_MAGIC = b"\x89TKVREC\n"
 
 
 def opened(place: Place, codec: str = "raw", form: str = "", **settings: object) -> TierRig:

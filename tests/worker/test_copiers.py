@@ -287,10 +287,3 @@ def test_a_device_that_fails_between_a_job_s_end_and_its_report_fails_the_job() 
     assert copy.has_ended()
     cuda.has_failed = True
     assert copy.seconds() is None
-
-
-def test_a_job_without_runs_asks_the_driver_for_nothing() -> None:
-    cuda = FakeCuda()
-    copy = copier(cuda, SecondBatchDriver(cuda.log)).submit(Reversal(0).plan)
-    assert cuda.log == ["wait for compute", "event", "event"]
-    assert copy.seconds() == 0.0025

@@ -173,14 +173,6 @@ def test_the_file_of_a_killed_run_is_used_again_with_any_size(name: str) -> None
     region.close()
 
 
-@pytest.mark.slow
-def test_killed_processes_leave_no_file_once_all_have_joined(name: str) -> None:
-    processes = [hold(name, party) for party in PARTIES]
-    assert not file_of(name).exists()
-    for process in processes:
-        kill(process)
-
-
 def test_a_restarted_worker_does_not_pass_for_the_one_before(name: str) -> None:
     regions = [join(name, party) for party in PARTIES]
     again = join(name, "worker 1")

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import stacks
+from tests.support.entries import s3_entry
 from tests.support.redis_servers import PATIENT, RedisServer, redis_server
-from tests.support.s3_entries import s3_entry
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
 from tiered_kv.stack_config import StackConfig, load_config

@@ -7,8 +7,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Self
 
+from tests.support.entries import s3_entry
 from tests.support.redis_servers import RedisServer
-from tests.support.s3_entries import s3_entry
 from tests.support.stacks import stack_of
 from tiered_kv.testing.proxy import FaultProxy
 from tiered_kv.testing.s3_servers import S3Server, start_moto

@@ -1,30 +1,44 @@
-"""Records on a shared storage that one process cannot read or cannot delete: a miss for it, and replaced all the same.
+"""Storage that processes share: records that one cannot read or delete, and resets.
 
 A writer and a stranger share a storage. The stranger has not got the key that the writer encrypts with, or not the
-library of its codec. What the stranger stores the writer can read, as in the middle of a change of keys.
+library of its codec. What the stranger stores the writer can read, as in the middle of a change of keys. A reset of one
+process stays done, whatever becomes of the mark that the storage keeps of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.support.disk_use import occupied_bytes
+from tests.support.places import SPEC, Place, PlaceOf, place_of
 from tests.support.redis_servers import redis_server
-from tests.support.shared_storage import SharedStorage, storage
 from tests.support.stacks import ReplaceModule
 from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
-from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.testing.rig import TierRig, compressible_content, make_keys
+from tiered_kv.toolkit.epoch import EpochMark, forget_retired
 
-__all__ = ["redis_server", "storage"]
+__all__ = ["place_of", "redis_server"]
 
 KEY_1, KEY_2 = "11" * 32, "22" * 32
+OLD, NEW, LATE = make_keys(4, "old"), make_keys(4, "new"), make_keys(4, "late")
+
+
+@pytest.fixture(params=["fs", "redis", "s3-small", "s3-remembers"])
+def place(request: pytest.FixtureRequest, place_of: PlaceOf) -> Place:
+    """A storage of each kind; a test may name one by `parametrize(..., indirect=True)`."""
+    return place_of(request.param)
+
+
+def opened(place: Place, settings: Mapping[str, object] | None = None, block_bytes: int = 4096) -> TierRig:
+    spec = replace(SPEC, block_bytes=block_bytes)
+    return place.open(spec, compressible_content, num_blocks=64, **(settings or {}))
 
 
 @dataclass(frozen=True)
@@ -40,9 +54,9 @@ class Cause:
     stranger: Mapping[str, object]
     lacks_zstandard: bool = False
 
-    def open_pair(self, storage: SharedStorage) -> tuple[TierRig, TierRig]:
+    def open_pair(self, place: Place) -> tuple[TierRig, TierRig]:
         """Return the writer and the stranger."""
-        return storage.open(self.writer), storage.open(self.stranger)
+        return opened(place, self.writer), opened(place, self.stranger)
 
     def begin(self, replace_module: ReplaceModule) -> None:
         """Take from the stranger what it lacks; the writer has stored, and so has loaded its library."""
@@ -76,9 +90,9 @@ def failed(rig: TierRig, keys: list[OffloadKey]) -> str:
 
 @pytest.mark.parametrize(("why", "cause"), [("unknown_key", UNKNOWN_KEY), ("unknown_codec", UNKNOWN_CODEC)])
 def test_what_only_others_can_read_is_a_counted_miss_that_stays_for_them_until_it_is_stored_again(
-    storage: SharedStorage, why: str, cause: Cause, replace_module: ReplaceModule
+    place: Place, why: str, cause: Cause, replace_module: ReplaceModule
 ) -> None:
-    writer, stranger = cause.open_pair(storage)
+    writer, stranger = cause.open_pair(place)
     keys, readable = make_keys(4), make_keys(2, "readable")
     assert writer.store(keys).success
     cause.begin(replace_module)
@@ -101,7 +115,7 @@ def test_what_only_others_can_read_is_a_counted_miss_that_stays_for_them_until_i
     assert stranger.load(keys) == set(keys)
     writer.epoch = 1
     assert writer.load(keys) == set(keys), "both can read what replaces it"
-    if storage.kind == "s3":  # which asks the bucket of nothing before it stores, where no answer is remembered
+    if place.kind == "s3-small":  # which asks the bucket of nothing before it stores, where no answer is remembered
         return
     stranger.epoch = 2
     assert stranger.store(keys).success
@@ -109,8 +123,8 @@ def test_what_only_others_can_read_is_a_counted_miss_that_stays_for_them_until_i
     assert stranger.load(keys) == set(keys), "what can be read is not replaced"
 
 
-def test_blocks_that_cannot_be_read_are_stored_among_new_ones_and_ones_that_can(storage: SharedStorage) -> None:
-    writer, stranger = UNKNOWN_KEY.open_pair(storage)
+def test_blocks_that_cannot_be_read_are_stored_among_new_ones_and_ones_that_can(place: Place) -> None:
+    writer, stranger = UNKNOWN_KEY.open_pair(place)
     foreign, readable, new = make_keys(3, "foreign"), make_keys(3, "readable"), make_keys(3, "new")
     assert writer.store(foreign).success
     assert stranger.store(readable).success
@@ -128,9 +142,9 @@ def test_blocks_that_cannot_be_read_are_stored_among_new_ones_and_ones_that_can(
 
 
 def test_a_block_that_could_not_be_read_before_a_reset_is_stored_after_it_like_any_other(
-    storage: SharedStorage,
+    place: Place,
 ) -> None:
-    writer, stranger = UNKNOWN_KEY.open_pair(storage)
+    writer, stranger = UNKNOWN_KEY.open_pair(place)
     keys = make_keys(2)
     assert writer.store(keys).success
     assert failed(stranger, keys) == "unknown_key"
@@ -143,14 +157,14 @@ def test_a_block_that_could_not_be_read_before_a_reset_is_stored_after_it_like_a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", ["fs"], indirect=True)
-def test_a_capacity_holds_while_processes_replace_each_other_s_blocks(storage: SharedStorage, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["fs"], indirect=True)
+def test_a_capacity_holds_while_processes_replace_each_other_s_blocks(place: Place, tmp_path: Path) -> None:
     limit_bytes, block_bytes = 8 << 20, 65_536
     settings = [{"codec": "aes-256-gcm", "encryption": {"keys": {number: KEY_1}}} for number in (1, 2)]
-    rigs = [storage.open({**each, "capacity": limit_bytes}, block_bytes=block_bytes) for each in settings]
+    rigs = [opened(place, {**each, "capacity": limit_bytes}, block_bytes) for each in settings]
     keys = make_keys(16)
 
-    def replace(rig: TierRig) -> bool:
+    def store_again(rig: TierRig) -> bool:
         is_stored = rig.store(keys).success
         assert occupied_bytes(tmp_path / "kv") <= limit_bytes
         return is_stored
@@ -158,50 +172,112 @@ def test_a_capacity_holds_while_processes_replace_each_other_s_blocks(storage: S
     for _ in range(20):
         for rig in rigs:
             rig.load(keys)  # what the other has stored is noted
-            wait_until(partial(replace, rig), 60.0, what="room again")
+            wait_until(partial(store_again, rig), 60.0, what="room again")
     assert sum(counted(rig, "unknown_key") for rig in rigs) * block_bytes > limit_bytes, "nothing was replaced"
 
 
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "checksum": lambda stored: stored[:500] + bytes([stored[500] ^ 1]) + stored[501:],
-    "truncated": lambda stored: stored[:-1],
-    "bad_length": lambda stored: stored + bytes(1 << 20),
-}
-
-
-@pytest.mark.parametrize("reason", DAMAGES)
-def test_a_damaged_block_is_a_counted_miss_and_deleted_and_costs_no_other_of_its_job(
-    storage: SharedStorage, reason: str
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_a_damaged_block_is_deleted_and_one_that_may_not_be_is_offered_no_more_and_replaced(
+    place: Place, is_deleted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig, door = storage.open({"codec": "raw"}), storage.door
-    keys = make_keys(8)
-    assert rig.store(keys).success
-    victim = keys[3]
-    door.write(victim, DAMAGES[reason](door.read(victim) or b""))
-    assert rig.load(keys) == {*keys} - {victim}
-    assert count_of(rig.tier.stats(), "corrupt_blocks_total") == 1
-    assert door.read(victim) is None
-    assert rig.lookup_all(keys) == [key != victim for key in keys]
-    assert rig.store(keys).success
-    assert rig.load(keys) == set(keys)
-
-
-def test_a_damaged_block_that_may_not_be_deleted_is_offered_no_more_and_replaced(storage: SharedStorage) -> None:
-    rig, door = storage.open({"codec": "raw"}), storage.door
-    (key,) = make_keys(1, "undeletable")
+    """`tests/trust/test_corruption.py` tries every damage."""
+    rig = opened(place, {"codec": "raw"})
+    door = place.door(rig)
+    (key,) = make_keys(1)
     rig.store([key])
     stored = door.read(key)
     assert stored is not None
     damaged = stored[:500] + bytes([stored[500] ^ 1]) + stored[501:]
     door.write(key, damaged)
-    storage.refuse_deletions()
+    if not is_deleted:
+        place.refuse_deletions(monkeypatch)
     assert rig.lookup_all([key]) == [True]  # nobody has looked into it yet
     assert not rig.load([key])
     assert count_of(rig.tier.stats(), "corrupt_blocks_total") == 1
-    assert door.read(key) == damaged, "it was deleted, and this test is about nothing"
+    assert door.read(key) == (None if is_deleted else damaged)
     assert rig.lookup_all([key]) == [False]
     assert rig.store([key]).success
-    assert door.read(key) != damaged
+    assert door.read(key) == stored
     assert rig.lookup_all([key]) == [True]
     assert rig.load([key]) == {key}
     assert count_of(rig.tier.stats(), "corrupt_blocks_total") == 1
+
+
+# Resets.
+
+without_presence_cache = pytest.mark.parametrize("place", ["fs", "redis", "s3-small"], indirect=True)
+
+
+@without_presence_cache
+def test_after_a_reset_others_keep_their_epoch_and_newcomers_take_the_new_one(place: Place) -> None:
+    resetting, other = opened(place), opened(place)
+    assert resetting.store(OLD).success
+    assert other.load(OLD) == set(OLD)
+    assert resetting.tier.reset_cache()
+    assert resetting.store(NEW).success
+    assert other.store(LATE).success
+    newcomer = opened(place)
+    for rig in (resetting, newcomer):
+        assert rig.lookup_all([*OLD, *LATE, *NEW]) == [False] * 8 + [True] * 4
+        assert rig.load([*OLD, *LATE, *NEW]) == set(NEW)
+    assert other.load([*OLD, *LATE, *NEW]) == {*OLD, *LATE}, "nobody reset it"
+
+
+@without_presence_cache
+@pytest.mark.parametrize("found", [None, b"", b"nonsense", b"x" * 5000])
+def test_a_mark_that_is_gone_or_damaged_is_drawn_anew_and_brings_no_block_back(
+    place: Place, found: bytes | None
+) -> None:
+    rig = opened(place)
+    door = place.door(rig)
+    assert rig.store(OLD).success
+    rig.close()
+    before = door.read_mark()
+    door.write_mark(found)
+    newcomer = opened(place)
+    assert newcomer.load(OLD) == set()
+    assert not any(newcomer.lookup_all(OLD))
+    wait_until(lambda: newcomer.store(NEW).success)
+    assert newcomer.load(NEW) == set(NEW)
+    mark = EpochMark.decode(door.read_mark() or b"")
+    assert mark is not None
+    assert mark != EpochMark.decode(before or b"")
+
+
+@without_presence_cache
+def test_a_mark_from_before_a_reset_is_joined_by_no_process_that_has_seen_it_retired(place: Place) -> None:
+    rig = opened(place)
+    door = place.door(rig)
+    assert rig.store(OLD).success
+    old = door.read_mark()
+    assert rig.tier.reset_cache()
+    assert rig.store(NEW).success
+    wait_until(lambda: door.read_mark() != old)
+    rig.close()
+    door.write_mark(old)  # as when a storage is restored
+    newcomer = opened(place)
+    assert newcomer.load(OLD) == set()
+    assert newcomer.store(LATE).success
+    wait_until(lambda: door.read_mark() != old)
+
+
+@without_presence_cache
+@pytest.mark.parametrize("falls_back", [False, True], ids=["lost", "older"])
+def test_a_mark_that_is_lost_or_older_while_a_process_runs_is_written_again_and_counted(
+    place: Place, falls_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = opened(place)
+    door = place.door(rig)
+    assert rig.store(OLD).success
+    old = door.read_mark()
+    assert rig.tier.reset_cache()
+    assert rig.store(NEW).success
+    wait_until(lambda: door.read_mark() != old)
+    mark = door.read_mark()
+    door.write_mark(old if falls_back else None)  # as when a server comes back with an older snapshot
+    monkeypatch.setattr("tiered_kv.toolkit.epoch.CHECK_PAUSE_S", 0.0)
+    assert rig.load([*OLD, *NEW]) == set(NEW)
+    assert door.read_mark() == mark
+    assert rig.tier.stats()["epoch_repairs_total"] == 1
+    forget_retired()  # as in a process that has not seen the reset
+    assert opened(place).load([*OLD, *NEW]) == set(NEW)
