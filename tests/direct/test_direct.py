@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from tests.direct.conftest import BLOCK_BYTES, MEMORY, WAIT_S, Register, offsets, open_direct
-from tests.support.detectable_lies import DETECTABLE
 from tests.support.entries import s3_entry
 from tests.support.pages import write_shown
 from tests.support.redis_servers import redis_server
 from tests.support.stacks import PATIENT
+from tests.tiering.test_wedged_tiers import DETECTABLE
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers, thread

@@ -120,59 +120,47 @@ def test_a_connection_that_ends_within_a_reply_fails_what_was_not_answered(
     wait_until(lambda: rig.load(keys) == set(keys))
 
 
+LONG = b"$99999999999\r\n"
+NO_REPLIES: dict[bytes, list[bytes]] = {
+    b"GET": [
+        *(b"*1\r\n:1\r\n", b":1\r\n", b"+OK\r\n", LONG, b"$9999999999999999\r\n", b"$x\r\n", b"\r\n", b"$-2\r\n"),
+        *(b"$2\r\nabc\r\n", b"HTTP/1.1 400 Bad Request\r\n", b"x" * (16 << 10)),
+    ],
+    b"SET": [b":1\r\n", b"+QUEUED\r\n", b"$2\r\nNO\r\n", b"*0\r\n", b"+OK\n\r\n", b"+OKOK\r\n"],
+    b"STRLEN": [b"*1\r\n:1\r\n", b"+OK\r\n", NIL, b":-3\r\n", b":\r\n", b"$4\r\n1128\r\n", b":9x\r\n"],
+}
+"""What is no reply to a load, a store or a lookup."""
+
+
 @pytest.mark.parametrize(
-    "reply",
+    ("verb", "reply", "position"),
     [
-        b"*1\r\n:1\r\n",
-        b":1\r\n",
-        b"+OK\r\n",
-        b"$99999999999\r\n",
-        b"$9999999999999999\r\n",
-        b"$x\r\n",
-        b"\r\n",
-        b"$-2\r\n",
-        b"$2\r\nabc\r\n",
-        b"HTTP/1.1 400 Bad Request\r\n",
-        b"x" * (16 << 10),
+        (verb, reply, position)
+        for verb, replies in NO_REPLIES.items()
+        for reply in replies
+        for position in ((0, 3, 5) if verb == b"SET" else (1,))
     ],
 )
-def test_what_is_no_reply_to_a_load_ends_the_connection(open_rig: OpenRedis, liar: Liar, reply: bytes) -> None:
-    rig = open_rig()
-    keys = make_keys(4)
-    rig.store(keys)
-    liar.replies = {keys[1]: reply}
-    is_long = reply == b"$99999999999\r\n"  # the other blocks are requested again
-    assert rig.load(keys) == ({keys[0], *keys[2:]} if is_long else {keys[0]})
-    assert set(failures(rig)) <= {"protocol", "too_long"}
-    liar.be_honest()
-    wait_until(lambda: rig.store(keys).success)
-    assert rig.load(keys) == set(keys)
-
-
-@pytest.mark.parametrize("reply", [b":1\r\n", b"+QUEUED\r\n", b"$2\r\nNO\r\n", b"*0\r\n", b"+OK\n\r\n", b"+OKOK\r\n"])
-@pytest.mark.parametrize("position", [0, 3, 5])
-def test_what_is_no_reply_to_a_store_ends_the_connection(
-    open_rig: OpenRedis, liar: Liar, reply: bytes, position: int
+def test_what_is_no_reply_ends_the_connection_and_costs_the_blocks_from_there_on(
+    open_rig: OpenRedis, liar: Liar, verb: bytes, reply: bytes, position: int
 ) -> None:
     rig = open_rig()
-    keys = make_keys(6)
-    liar.verb, liar.replies, liar.hold = b"SET", {keys[position]: reply}, 6
-    assert list(rig.store(keys).successful_keys or ()) == keys[:position]
-    assert failures(rig, "store") == {"protocol": 6 - position}
-    liar.be_honest()
-    wait_until(lambda: rig.store(keys).success)
-
-
-@pytest.mark.parametrize(
-    "reply", [b"*1\r\n:1\r\n", b"+OK\r\n", NIL, b":-3\r\n", b":\r\n", b"$4\r\n1128\r\n", b":9x\r\n"]
-)
-def test_what_is_no_length_is_a_miss(open_rig: OpenRedis, liar: Liar, reply: bytes) -> None:
-    rig = open_rig()
-    keys = make_keys(2)
+    keys, new = make_keys(6), make_keys(6, "new")
     rig.store(keys)
-    liar.verb, liar.replies = b"STRLEN", {keys[0]: reply}
-    assert not rig.lookup(keys[0])
-    wait_until(lambda: rig.lookup(keys[1]))
+    wrong = (new if verb == b"SET" else keys)[position]
+    liar.verb, liar.replies, liar.hold = verb, {wrong: reply}, 6 if verb == b"SET" else 1
+    if verb == b"SET":
+        assert list(rig.store(new).successful_keys or ()) == new[:position]
+        assert failures(rig, "store") == {"protocol": 6 - position}
+    elif verb == b"GET":
+        others = set(keys) - {wrong} if reply == LONG else set(keys[:position])  # which are requested again
+        assert rig.load(keys) == others
+        assert set(failures(rig)) <= {"protocol", "too_long"}
+    else:
+        assert not rig.lookup(wrong)
+    liar.be_honest()
+    wait_until(lambda: rig.store([*keys, *new]).success)
+    assert rig.load([*keys, *new]) == {*keys, *new}
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 3, 5, 7, 1 << 20])
@@ -220,24 +208,17 @@ class Doorman(LoopbackServer):
             pass
 
 
-@pytest.mark.parametrize("credentials", [{}, {"password": "hunter2"}, {"db": 3}])
-def test_a_server_in_protected_mode_is_an_error_that_says_so(
-    open_redis: OpenRedis, credentials: dict[str, object]
+@pytest.mark.parametrize(
+    "entry",
+    [{}, {"password": "hunter2"}, {"db": 3}, {"mode": "sentinel", "service": "blocks"}, {"mode": "cluster"}],
+)
+def test_a_server_sentinel_or_member_in_protected_mode_is_an_error_that_says_so(
+    open_redis: OpenRedis, entry: dict[str, object]
 ) -> None:
-    with (
-        Doorman(b"-DENIED Redis is running in protected mode because of reasons.\r\n") as server,
-        pytest.raises(TierUnavailableError, match=r"protected-mode.*DENIED Redis is running in protected mode"),
-    ):
-        open_redis(url=f"redis://{server.address}", **credentials)
-
-
-@pytest.mark.parametrize("mode", [{"mode": "sentinel", "service": "blocks"}, {"mode": "cluster"}])
-def test_a_sentinel_or_member_in_protected_mode_is_an_error_too(open_redis: OpenRedis, mode: dict[str, object]) -> None:
-    with (
-        Doorman(b"-DENIED Redis is running in protected mode because of reasons.\r\n") as server,
-        pytest.raises(TierUnavailableError, match=r"protected-mode.*DENIED Redis is running in protected mode"),
-    ):
-        open_redis(nodes=[server.address], **mode)
+    with Doorman(b"-DENIED Redis is running in protected mode because of reasons.\r\n") as server:
+        where = {"nodes": [server.address]} if "mode" in entry else {"url": f"redis://{server.address}"}
+        with pytest.raises(TierUnavailableError, match=r"protected-mode.*DENIED Redis is running in protected mode"):
+            open_redis(**where, **entry)
 
 
 def test_a_server_with_too_many_clients_is_used_later(open_redis: OpenRedis, caplog: pytest.LogCaptureFixture) -> None:

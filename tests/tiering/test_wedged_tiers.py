@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from tests.support.detectable_lies import DETECTABLE
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
@@ -34,6 +33,15 @@ LIMITS = TierSettings(
     store_budget=8 * BLOCK_BYTES, load_budget=8 * BLOCK_BYTES,
 )  # fmt: skip
 JOB_METHODS = ("submit_store", "submit_load")
+DETECTABLE = (
+    Lie.HAS_EVERYTHING,
+    Lie.STORES_NOTHING,
+    Lie.REPORTS_TWICE,
+    Lie.REPORTS_NOTHING,
+    Lie.REPORTS_UNKNOWN_JOBS,
+    Lie.NAMES_UNASKED_KEYS,
+)
+"""The lies that a manager can see through; the bytes themselves only a tier's own checksums can defend."""
 
 Wrap = Callable[[SecondaryTierManager], SecondaryTierManager]
 

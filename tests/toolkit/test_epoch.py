@@ -101,15 +101,6 @@ def test_a_reset_needs_no_storage(storage: Storage) -> None:
     assert epoch.saved_value(NEVER) == stored_value(storage) != before
 
 
-@pytest.mark.parametrize("found", [None, b"", b"nonsense", b"tiered-kv epoch 1 5 0123456789abcdef 0000000000000000\n"])
-def test_a_lost_or_damaged_mark_is_written_again(storage: Storage, found: bytes | None) -> None:
-    epoch = Epoch(storage)
-    value = epoch.saved_value(NEVER)
-    storage.data = found
-    check(epoch)
-    assert stored_value(storage) == value
-
-
 def test_a_reset_before_the_first_use_retires_what_the_storage_has(storage: Storage) -> None:
     storage.data = EpochMark(3, "0" * 16).encode()
     epoch = Epoch(storage)
@@ -169,17 +160,6 @@ def test_a_process_whose_epoch_is_over_does_not_bring_it_back(storage: Storage, 
     check(running)
     forget_retired()  # a later process
     assert Epoch(storage).saved_value(NEVER) != old
-
-
-def test_a_later_reset_wins_over_an_earlier_one(storage: Storage) -> None:
-    first, second = Epoch(storage), Epoch(storage)
-    first.saved_value(NEVER)
-    second.renew()  # before it has read the mark
-    first.renew()
-    first.saved_value(NEVER)
-    value = second.saved_value(NEVER)
-    check(first)
-    assert stored_value(storage) == value
 
 
 def test_checks_are_made_now_and_then_or_when_there_is_a_doubt(storage: Storage) -> None:

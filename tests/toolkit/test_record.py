@@ -13,7 +13,7 @@ from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.damage import seal_record
 from tiered_kv.toolkit import record
-from tiered_kv.toolkit.codecs import AES_ID, CODEC_IDS, ENCRYPTED_IDS, PLAIN, RAW_ID, ZSTD_AES_ID, CodecSet
+from tiered_kv.toolkit.codecs import CODEC_IDS, ENCRYPTED_IDS, PLAIN, RAW_ID, CodecSet
 from tiered_kv.toolkit.encryption import Cipher
 from tiered_kv.toolkit.record import (
     FORMAT_VERSION,
@@ -157,17 +157,6 @@ def test_only_a_raw_payload_is_as_long_as_its_block(name: str) -> None:
         assert (parsed.payload_bytes == len(block)) == (parsed.codec_id == RAW_ID)
         assert len(record) <= record_bytes_max(len(block))
         assert decode(record, len(block)) == (RecordStatus.OK, block)
-
-
-@pytest.mark.parametrize("codec_id", [*range(5), 65_000])
-@pytest.mark.parametrize("payload_bytes", [0, 511, 512, 513, 568, 569, 1 << 40, (1 << 64) - 1])
-@pytest.mark.parametrize("raw_bytes", [0, 512, (1 << 64) - 1])
-def test_a_length_that_does_not_fit_the_block_is_refused(codec_id: int, payload_bytes: int, raw_bytes: int) -> None:
-    record = bytearray(record_of(BLOCK))
-    record[10:12] = codec_id.to_bytes(2, "little")
-    record[16:20] = int(codec_id in (AES_ID, ZSTD_AES_ID)).to_bytes(4, "little")
-    record[24:32], record[32:40] = raw_bytes.to_bytes(8, "little"), payload_bytes.to_bytes(8, "little")
-    assert decode(bytes(record))[0] is not RecordStatus.OK or (codec_id, payload_bytes, raw_bytes) == (0, 512, 512)
 
 
 def test_a_key_id_stands_where_there_is_a_key() -> None:

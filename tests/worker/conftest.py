@@ -7,7 +7,30 @@ from contextlib import suppress
 
 import pytest
 
-from tests.support.devices import start_device
+from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.worker import open_handlers
+
+BLOCK_BYTES = 512
+
+
+def start_device(device: str) -> None:
+    """Store and load one block of a device's memory, so that its driver has opened all that transfers use."""
+    torch = importlib.import_module("torch")
+    region = PrimaryRegion(1, BLOCK_BYTES)
+    cache = torch.ones((1, BLOCK_BYTES), dtype=torch.uint8, device=device)
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(cache, BLOCK_BYTES)], [[CanonicalKVCacheRef(0, BLOCK_BYTES)]])
+    handlers = open_handlers(caches, region)
+    try:
+        handlers.store.transfer_async(1, (GPULoadStoreSpec([0], [1]), CPULoadStoreSpec([0])))
+        handlers.store.wait([1])
+        handlers.load.transfer_async(2, (CPULoadStoreSpec([0]), GPULoadStoreSpec([0], [1])))
+        handlers.load.wait([2])
+        assert region.array.all()
+    finally:
+        handlers.shutdown()
+        region.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.devices import start_device
+from tests.worker.conftest import start_device
 from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.mediums import CPULoadStoreSpec

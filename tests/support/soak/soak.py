@@ -33,10 +33,10 @@ from tests.support.soak.grounds import (
     SAMPLE_S,
     TIERS,
     Grounds,
+    Troubles,
     chats,
 )
 from tests.support.soak.holdings import Holdings, growth_problems, left_problems
-from tests.support.soak.troubles import Troubles
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.tally import Tally
