@@ -13,23 +13,19 @@ import pytest
 
 from tests.support.disk_use import fs_ledger, occupied_bytes
 from tests.support.entries import rig_of
-from tests.support.places import Place
+from tests.support.places import Place, PlaceOf, place_of
 from tests.support.redis_groups import redis_cluster, redis_sentinel
 from tests.support.redis_servers import redis_server
-from tests.support.s3_entries import damage_objects
-from tiered_kv.hooks import tier_plugins
 from tiered_kv.testing.administration import TierAdministrationConformance
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import OpenTier, make_keys
 from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.tiering.base import SecondaryTierManager
-from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.toolkit.administration import TierAdministration
-from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv_fs.administration import FsAdministration
 from tiered_kv_fs.settings import FsSettings
 
-__all__ = ["moto_server", "redis_cluster", "redis_sentinel", "redis_server"]
+__all__ = ["moto_server", "place_of", "redis_cluster", "redis_sentinel", "redis_server"]
 
 BLOCK_BYTES = 65_536
 CAPACITY_BYTES = 16 << 20
@@ -40,26 +36,21 @@ class TestFsAdministration(TierAdministrationConformance):
     kind: ClassVar[str] = "fs"
 
     @pytest.fixture
-    def place(self, tmp_path: Path, request: pytest.FixtureRequest) -> Place:
-        return Place(self.kind, tmp_path, request.getfixturevalue)
+    def place(self, place_of: PlaceOf) -> Place:
+        return place_of(self.kind)
 
     @pytest.fixture
     def open_tier(self, place: Place) -> OpenTier:
         self.storage = place
-        entry = {"lookup_timeout": self.wait_s, **place.entry}
-        return lambda spec, view: SecondaryTierFactory.create(spec, view, entry)
+        return place.opener()
 
     @pytest.fixture
     def administration(self, place: Place) -> Iterator[TierAdministration]:
-        tier_type = tier_plugins().resolve(str(place.entry["type"]))
-        assert tier_type.administration is not None
-        settings = tier_type.settings.model_validate({**place.entry, "name": "x"})
-        with contextlib.closing(tier_type.administration()(settings)) as administration:
+        with contextlib.closing(place.administration()) as administration:
             yield administration
 
     def corrupt(self, tier: SecondaryTierManager) -> bool:
-        for path in self.storage.path.glob("*/*/*/*"):
-            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        self.storage.damage(tier)
         return True
 
 
@@ -74,19 +65,14 @@ class TestNvmeAdministration(TestFsAdministration):
 class TestRedisAdministration(TestFsAdministration):
     kind = "redis"
 
-    def corrupt(self, tier: SecondaryTierManager) -> bool:
-        for master in self.storage.masters:
-            master.damage("tkv1:*", HEADER_BYTES)
-        return True
-
 
 @pytest.mark.slow
-class TestRedisClusterAdministration(TestRedisAdministration):
+class TestRedisClusterAdministration(TestFsAdministration):
     kind = "redis-cluster"
 
 
 @pytest.mark.slow
-class TestRedisSentinelAdministration(TestRedisAdministration):
+class TestRedisSentinelAdministration(TestFsAdministration):
     kind = "redis-sentinel"
 
 
@@ -94,12 +80,8 @@ class TestRedisSentinelAdministration(TestRedisAdministration):
 class TestS3Administration(TestFsAdministration):
     kind = "s3"
 
-    def corrupt(self, tier: SecondaryTierManager) -> bool:
-        damage_objects(self.storage.s3, self.storage.bucket, "/blocks/")
-        return True
 
-
-class TestS3AdministrationOfVersions(TestS3Administration):
+class TestS3AdministrationOfVersions(TestFsAdministration):
     kind = "s3-versioned"
 
 

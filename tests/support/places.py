@@ -27,9 +27,12 @@ from tests.support.fake_s3 import FakeS3
 from tests.support.redis_groups import SERVICE
 from tests.support.redis_servers import RedisServer
 from tests.support.tenants import Tenant
+from tiered_kv.hooks import tier_plugins
 from tiered_kv.testing.rig import Content, OpenTier, TierRig, block_content
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.toolkit.administration import TierAdministration
+from tiered_kv.toolkit.record import HEADER_BYTES
 
 SPEC = TierSpec("storage", 4096, NAMESPACE, {"model": "bench"}, wants_events=True)
 """Of rigs, unless a test gives another."""
@@ -152,9 +155,17 @@ class Place:
                 record.data[-1] ^= 0x01
         elif self.kind in ("nvme", "fs"):
             damage_files(self.path)
+        elif self.masters:
+            for master in self.masters:
+                master.damage("tkv1:*", HEADER_BYTES)
         else:
             records = {name: data for name, data in self.stored().items() if data.startswith(RECORD_MAGIC)}
             self.restore({name: data[:-1] + bytes([data[-1] ^ 0x01]) for name, data in records.items()})
+
+    def administration(self) -> TierAdministration:
+        tier_type = tier_plugins().resolve(str(self.entry["type"]))
+        assert tier_type.administration is not None
+        return tier_type.administration()(tier_type.settings.model_validate({**self.entry, "name": "x"}))
 
     def refuse_deletions(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Refuse to delete blocks from now on."""

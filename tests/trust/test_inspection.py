@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from tests.support.places import Place, PlaceOf
@@ -9,7 +11,6 @@ from tests.support.secret_hunt import Sheet, new_marker
 from tests.support.tenants import BLOCK_BYTES, neighbour
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.cli import main
-from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.damage import Damage, Kind, record_damages
 from tiered_kv.testing.rig import block_content, make_keys
@@ -55,12 +56,9 @@ def is_unreadable(kind: str, damage: Damage, stored: bytes) -> bool:
 
 
 def verify(place: Place, *, repairs: bool) -> Verification:
-    tier_type = tier_plugins().resolve(str(place.entry["type"]))
-    assert tier_type.administration is not None
-    administration = tier_type.administration()(tier_type.settings.model_validate({**place.entry, "name": "x"}))
     found = Verification(block_bytes=SPEC.block_bytes, repairs=repairs)
-    administration.verify(SPEC.namespace_digest.hex(), found, 1e12)
-    administration.close()
+    with closing(place.administration()) as administration:
+        administration.verify(SPEC.namespace_digest.hex(), found, 1e12)
     return found
 
 

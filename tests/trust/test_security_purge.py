@@ -96,21 +96,6 @@ def leave_versions(storage: Place, tenant: Tenant) -> None:
             client.delete_object(Bucket=storage.bucket, Key=name)
 
 
-@pytest.mark.parametrize("kind", ["fs", "redis", "s3-versioned"])
-def test_what_a_reset_made_unreachable_is_purged_too(kind: str, place_of: PlaceOf, purge: Purge) -> None:
-    storage = place_of(kind)
-    alice = storage.tenant("alice")
-    with open_stack(alice.file) as stack:
-        alice.put(stack, alice.keys(BLOCKS))
-        stack.manager.reset_cache()
-        alice.put(stack, alice.keys(BLOCKS, BLOCKS))
-    status, tier = purge(alice)
-    assert status == 0, tier
-    assert storage.holds(alice.marker) == []
-    assert tier["namespaces"][0]["blocks"] >= 2 * BLOCKS
-    assert purge(alice)[1]["namespaces"] == []
-
-
 @pytest.mark.parametrize("kind", SHARED)
 def test_a_purge_disturbs_no_process_that_uses_the_same_storage(kind: str, place_of: PlaceOf, purge: Purge) -> None:
     storage = place_of(kind)
