@@ -248,9 +248,6 @@ def test_a_mark_of_another_kind_is_replaced(redis_server: RedisServer, open_redi
     assert rig.load(make_keys(4)) == set(make_keys(4))
 
 
-pytest.importorskip("redis", reason="redis-py is not installed")
-
-
 def values(server: RedisServer) -> dict[bytes, bytes]:
     return {name: server.get(name) for name in block_names(server)}
 

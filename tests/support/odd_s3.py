@@ -76,39 +76,56 @@ def no_dates(request: Request, served: Served) -> Reply:
     return without(head, b"date", b"last-modified") + b"\r\n\r\n" + body
 
 
-@odd
-def bare_listings(request: Request, served: Served) -> Reply:
-    """Neither sizes nor dates."""
-    reply = served(request)
-    if not is_listing(request):
-        return reply
-    return answer(200, re.sub(rb"<(Size|LastModified)>[^<]*</\1>", b"", parts_of(reply)[1]))
+def of_listings(change: Callable[[bytes], bytes], asked: str = "") -> Odd:
+    """Change the bodies of listings that are asked for with `asked`."""
+
+    def row(request: Request, served: Served) -> Reply:
+        reply = served(request)
+        return answer(200, change(parts_of(reply)[1])) if is_listing(request) and asked in request.target else reply
+
+    return row
 
 
-@odd
-def listings_in_a_namespace(request: Request, served: Served) -> Reply:
-    reply = served(request)
-    if not is_listing(request):
-        return reply
-    text = parts_of(reply)[1].replace(b"Result>", b'Result xmlns="http://s3.amazonaws.com/doc/2006-03-01/">', 1)
-    return answer(200, b'<?xml version="1.0" encoding="UTF-8"?>\n' + text)
+def _encoded(body: bytes) -> bytes:
+    text = re.sub(rb"<Key>.*?</Key>", lambda found: found[0].replace(b"/t", b"%2Ft"), body)
+    return text.replace(b"<IsTruncated>", b"<EncodingType>url</EncodingType><IsTruncated>", 1)
 
 
-@odd
-def encoded_names(request: Request, served: Served) -> Reply:
-    reply = served(request)
-    if not is_listing(request) or "encoding-type=url" not in request.target:
-        return reply
-    text = re.sub(rb"<Key>.*?</Key>", lambda found: found[0].replace(b"/t", b"%2Ft"), parts_of(reply)[1])
-    return answer(200, text.replace(b"<IsTruncated>", b"<EncodingType>url</EncodingType><IsTruncated>", 1))
+_XML, _XMLNS = b'<?xml version="1.0" encoding="UTF-8"?>\n', b'Result xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+ODD |= {
+    "listings_without_sizes_and_dates": of_listings(
+        lambda body: re.sub(rb"<(Size|LastModified)>[^<]*</\1>", b"", body)
+    ),
+    "listings_in_a_namespace": of_listings(lambda body: _XML + body.replace(b"Result>", _XMLNS, 1)),
+    "encoded_names": of_listings(_encoded, "encoding-type=url"),
+    "pages_without_a_token": of_listings(lambda body: re.sub(rb"<Next\w+>[^<]*</Next\w+>", b"", body)),
+}
 
 
-@odd
-def pages_without_a_token(request: Request, served: Served) -> Reply:
-    reply = served(request)
-    if not is_listing(request):
-        return reply
-    return answer(200, re.sub(rb"<Next\w+>[^<]*</Next\w+>", b"", parts_of(reply)[1]))
+def refusing(is_refused: Callable[[Request], bool], reply: Reply) -> Odd:
+    return lambda request, served: reply if is_refused(request) else served(request)
+
+
+def asks_for_versions(request: Request) -> bool:
+    return "versions" in request.target
+
+
+def deletes_many(request: Request) -> bool:
+    return request.method == "POST"
+
+
+ODD |= {
+    "no_listings_of_version_2": refusing(
+        lambda request: "list-type=2" in request.target, error(400, "InvalidArgument")
+    ),
+    "no_conditional_writes": refusing(lambda request: "if-none-match" in request.headers, error(501, "NotImplemented")),
+    "versions_not_implemented": refusing(asks_for_versions, error(501, "NotImplemented")),
+    "versions_not_allowed": refusing(asks_for_versions, answer(405, b"<html>Method Not Allowed</html>")),
+    "versions_as_an_empty_page": refusing(asks_for_versions, answer(200, b"<ListBucketResult/>")),
+    "no_multi_delete": refusing(deletes_many, error(501, "NotImplemented")),
+    "multi_delete_not_allowed": refusing(deletes_many, error(405, "MethodNotAllowed")),
+    "multi_delete_as_another_request": refusing(deletes_many, answer(404, b"<html>Not Found</html>")),
+}
 
 
 @odd
@@ -119,29 +136,6 @@ def listings_of_version_1(request: Request, served: Served) -> Reply:
     target = re.sub("(continuation-token|start-after|key-marker|versions)=?[^&]*", "", request.target)
     text = parts_of(served(Request("GET", target, request.headers, b"")))[1]
     return answer(200, re.sub(rb"<Next\w+>[^<]*</Next\w+>", b"", text))
-
-
-@odd
-def no_listings_of_version_2(request: Request, served: Served) -> Reply:
-    return error(400, "InvalidArgument") if "list-type=2" in request.target else served(request)
-
-
-def without_versions(reply: Reply) -> Odd:
-    return lambda request, served: reply if "versions" in request.target else served(request)
-
-
-ODD["versions_not_implemented"] = without_versions(error(501, "NotImplemented"))
-ODD["versions_not_allowed"] = without_versions(answer(405, b"<html>Method Not Allowed</html>"))
-ODD["versions_as_an_empty_page"] = without_versions(answer(200, b"<ListBucketResult/>"))
-
-
-def without_deleting_many(reply: Reply) -> Odd:
-    return lambda request, served: reply if request.method == "POST" else served(request)
-
-
-ODD["no_multi_delete"] = without_deleting_many(error(501, "NotImplemented"))
-ODD["multi_delete_not_allowed"] = without_deleting_many(error(405, "MethodNotAllowed"))
-ODD["multi_delete_as_another_request"] = without_deleting_many(answer(404, b"<html>Not Found</html>"))
 
 
 @odd
@@ -168,11 +162,6 @@ def stores_that_need_signed_bodies(request: Request, served: Served) -> Reply:
     if request.method == "PUT" and request.body and found != hashlib.sha256(request.body).hexdigest():
         return error(400, "XAmzContentSHA256Mismatch")
     return served(request)
-
-
-@odd
-def no_conditional_writes(request: Request, served: Served) -> Reply:
-    return error(501, "NotImplemented") if "if-none-match" in request.headers else served(request)
 
 
 @odd

@@ -205,7 +205,7 @@ def test_a_cut_prefix_that_waits_for_room_loads_as_many_blocks(make_bench: MakeB
 def test_a_window_of_one_group_is_loaded_whole_or_not_at_all(bench: Bench) -> None:
     for size in (4, 8):
         ask(bench, size, load_s=0.2 * size)
-    bench.manager.cost.backlog_s = 2.0
+    bench.manager.cost.backlog_s = 2.1
     wanted, context = new_keys(40), bench.request("window")
     bench.tier.present = dict.fromkeys(wanted, True)
     bench.manager.expect(20, context, is_whole=True)
