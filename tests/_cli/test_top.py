@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from io import StringIO
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from tests.support.stacks import stack_of
 from tests.support.status_server import Status, StatusServer, answer, busy, response, status, tier
 from tests.support.terminal import CTRL_C, Terminal
 from tiered_kv import open_stack
-from tiered_kv._cli.live import NoticeView, ReasonView, Sight, TierView, View, view_of
+from tiered_kv._cli.live import Sight, view_of
 from tiered_kv._cli.top import number, plain_rows, screen
 from tiered_kv.cli import main
 
@@ -199,7 +198,8 @@ def test_a_hostile_answer_is_printed_without_what_a_terminal_obeys(capsys: pytes
 
 
 def test_every_field_is_described() -> None:
-    names = [each.name for model in (View, TierView, ReasonView, NoticeView) for each in fields(model)]
+    view = view_of(None, answer(busy(10.0, 1, notices=[{"time": 1.0, "tier": "disk", "what": "x"}])))
+    names = [name for each in (view, view["tiers"][0], view["reasons"][0], view["notices"][0]) for name in each]
     assert undescribed(names, "reference/command.md", "top") == set()
 
 

@@ -1,7 +1,4 @@
-"""Requests over HTTP to a process that has a stack open, and its answer to `/status`, validated.
-
-The process may run another version, or be no stack.
-"""
+"""Requests over HTTP to a process that has a stack open. It may run another version, or be no stack."""
 
 from __future__ import annotations
 
@@ -12,15 +9,12 @@ import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal
+from typing import Final
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-
-from tiered_kv._cli.output import printable
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.validation import validate
-from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError
+from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.stack_config import MetricsSettings
 
 ANSWER_BYTES_MAX: Final = 8 << 20
@@ -30,10 +24,6 @@ DEFAULT_ADDRESS: Final = "127.0.0.1:9464"
 _LINE: Final = f'metrics: {{listen: "{DEFAULT_ADDRESS}"}}'
 _HOST_AND_PORT = re.compile(r"([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
 _PATH = re.compile("[!-~]*")
-
-_Text = Annotated[str, AfterValidator(printable)]
-_Count = Annotated[float, Field(ge=0, le=1e24)]
-_Bytes = Annotated[int, Field(ge=0, le=10**24)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,90 +123,3 @@ def _address_of_stack(raw: Mapping[str, object]) -> Address:
 def _check_port(port: int) -> None:
     if port == 0:
         raise ConfigError("no server listens at port 0: give the URL with the port that the process has taken")
-
-
-class _Answer(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Buckets(_Answer):
-    """The number of values in each bucket of a histogram, by its largest value."""
-
-    buckets: Mapping[float, _Count] = {}
-
-
-class Counters(_Answer):
-    """A tier's counters; `docs/reference/counters.md` describes them."""
-
-    stored_bytes_total: _Count = 0.0
-    loaded_bytes_total: _Count = 0.0
-    loaded_blocks_total: _Count = 0.0
-    restored_tokens_total: _Count = 0.0
-    blocks_total: Mapping[str, _Count] = {}
-    """Empty without a history."""
-    misses_total: Mapping[_Text, _Count] = {}
-    unexplained_blocks_total: _Count = 0.0
-    skipped_blocks_total: Mapping[_Text, _Count] = {}
-    failed_blocks_total: Mapping[_Text, Mapping[_Text, _Count]] = {}
-    job_seconds: Mapping[str, Buckets] = {}
-
-    @property
-    def reasons(self) -> Mapping[tuple[str, str], float]:
-        """Blocks that did not come, or were not stored, by outcome and reason."""
-        outcomes = {
-            "miss": self.misses_total,
-            "unexplained": {"too fast": self.unexplained_blocks_total},
-            "skip": self.skipped_blocks_total,
-            **self.failed_blocks_total,
-        }
-        return {
-            (what, reason): total for what, reasons in outcomes.items() for reason, total in reasons.items() if total
-        }
-
-
-class BudgetAnswer(_Answer):
-    used_bytes: _Bytes | None = None
-    limit_bytes: _Bytes | None = None
-
-
-class TierAnswer(_Answer):
-    name: _Text
-    type: _Text = ""
-    breaker: Literal["", "closed", "half_open", "open"] = ""
-    is_disabled: bool = False
-    used_bytes: _Bytes | None = None
-    capacity_bytes: _Bytes | None = None
-    budgets: Mapping[str, BudgetAnswer] = {}
-    """Of `store` and `load`."""
-    p99_seconds: Mapping[str, _Count | None] = {}
-    counters: Counters = Counters()
-
-
-class NoticeAnswer(_Answer):
-    time: _Count
-    """Of the last of `count`."""
-    tier: _Text
-    what: _Text
-    count: int = 1
-
-
-class StatusAnswer(_Answer):
-    version: _Text
-    namespace: _Text
-    pid: int
-    uptime_seconds: _Count
-    time: _Count
-    tiers: list[TierAnswer] = Field(min_length=1)
-    notices: list[NoticeAnswer] = []
-
-
-def read_status(body: bytes) -> StatusAnswer:
-    """Return the validated answer.
-
-    Raises:
-        FormatError: It is not the status of a stack.
-    """
-    try:
-        return StatusAnswer.model_validate_json(body)
-    except ValidationError:
-        raise FormatError("the answer is not the status of a stack") from None

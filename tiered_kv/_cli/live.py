@@ -2,107 +2,118 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, Final
 
-from tiered_kv._cli.ask import Buckets, BudgetAnswer, Counters, NoticeAnswer, StatusAnswer, TierAnswer
-from tiered_kv.errors import TieredKVError
+from tiered_kv._cli.output import printable
+from tiered_kv.errors import FormatError, TieredKVError
 from tiered_kv.metrics.instruments import quantile
 
-
-@dataclass(frozen=True, slots=True)
-class TierView:
-    """One tier over an interval; `docs/reference/command.md` describes each field."""
-
-    name: str
-    type: str
-    breaker: str
-    is_disabled: bool
-    hits_per_s: float
-    hit_share: float | None
-    load_bytes_per_s: float
-    store_bytes_per_s: float
-    load_p99_seconds: float | None
-    used_bytes: int | None
-    capacity_bytes: int | None
-    store_budget_used_bytes: int | None = None
-    store_budget_bytes: int | None = None
-    load_budget_used_bytes: int | None = None
-    load_budget_bytes: int | None = None
+_NUMBER_MAX: Final = 10**24
+_BREAKERS: Final = ("", "closed", "half_open", "open")
 
 
-@dataclass(frozen=True, slots=True)
-class ReasonView:
-    """A reason why blocks of a tier were not served, or not stored."""
+class Fields:
+    """The fields of an object in a process's answer. A wrong type raises `FormatError`; texts are printable."""
 
-    what: str
-    """`miss`, `skip`, `load` or `store` (which failed), or `unexplained` (lookups too fast to explain)."""
-    tier: str
-    reason: str
-    blocks_per_s: float
-    blocks_total: int
+    def __init__(self, found: object = None) -> None:
+        if not isinstance(found, dict | None):
+            raise _refusal()
+        self._found = found or {}
 
+    def names(self) -> list[str]:
+        return list(self._found)
 
-@dataclass(frozen=True, slots=True)
-class NoticeView:
-    """A notice, `age_s` seconds before the answer; `what` has the number, if it is more than one."""
+    def optional(self, name: str) -> float | None:
+        number = self._found.get(name)
+        if number is not None and (type(number) not in (int, float) or not 0 <= number <= _NUMBER_MAX):
+            raise _refusal()
+        return number
 
-    age_s: float
-    tier: str
-    what: str
+    def number(self, name: str) -> float:
+        return self.optional(name) or 0
 
+    def whole(self, name: str) -> int | None:
+        number = self.optional(name)
+        return None if number is None else int(number)
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """A stack over an interval; `docs/reference/command.md` describes each field."""
+    def text(self, name: str) -> str:
+        text = self._found.get(name, "")
+        if not isinstance(text, str):
+            raise _refusal()
+        return printable(text)
 
-    version: str
-    namespace: str
-    pid: int
-    uptime_seconds: float
-    interval_seconds: float
-    is_since_start: bool
-    asked_blocks_per_s: float | None
-    hit_share: float | None
-    restored_tokens_per_s: float
-    step_p99_seconds: float | None
-    tiers: tuple[TierView, ...]
-    reasons: tuple[ReasonView, ...]
-    notices: tuple[NoticeView, ...]
-    """The latest first."""
+    def is_true(self, name: str) -> bool:
+        return self._found.get(name) is True
 
-    @property
-    def has_problem(self) -> bool:
-        """Whether a tier is disabled, or its breaker is not closed."""
-        return any(tier.is_disabled or tier.breaker not in ("", "closed") for tier in self.tiers)
+    def inner(self, name: str) -> Fields:
+        return Fields(self._found.get(name))
+
+    def each(self, name: str) -> list[Fields]:
+        found = self._found.get(name, [])
+        if not isinstance(found, list):
+            raise _refusal()
+        return [Fields(each) for each in found]
 
 
-def view_of(before: StatusAnswer | None, now: StatusAnswer) -> View:
-    """Return the changes from one answer to the next; without the first, or after a restart, since the stack opened."""
-    if before is not None and (before.pid != now.pid or before.uptime_seconds > now.uptime_seconds):
+def read_status(body: bytes) -> Fields:
+    """Return the fields of an answer; raise `FormatError` if it is not the status of a stack."""
+    try:
+        status = Fields(json.loads(body))
+    except (ValueError, RecursionError):
+        raise _refusal() from None
+    if not status.each("tiers"):
+        raise _refusal()
+    return status
+
+
+def _refusal() -> FormatError:
+    return FormatError("the answer is not the status of a stack")
+
+
+View = dict[str, Any]
+"""A stack over an interval, as `--json` prints it; `docs/reference/command.md` describes each field."""
+
+
+def has_problem(view: View) -> bool:
+    """Return whether a tier is disabled, or its breaker is not closed."""
+    return any(tier["is_disabled"] or tier["breaker"] not in ("", "closed") for tier in view["tiers"])
+
+
+def view_of(before: Fields | None, now: Fields) -> View:
+    """Return the changes from one answer to the next; without the first, or after a restart, since the stack opened.
+
+    Raises:
+        FormatError: The answer is not the status of a stack.
+    """
+    uptime_s = now.number("uptime_seconds")
+    if before and (before.number("pid") != now.number("pid") or before.number("uptime_seconds") > uptime_s):
         before = None
-    elapsed_s = max(now.uptime_seconds - (before.uptime_seconds if before else 0.0), 1e-3)
-    earlier = {tier.name: tier.counters for tier in before.tiers} if before else {}
-    changes = [_Change(tier, earlier.get(tier.name, Counters()), elapsed_s) for tier in now.tiers]
+    elapsed_s = max(uptime_s - (before.number("uptime_seconds") if before else 0.0), 1e-3)
+    earlier = {each.text("name"): each.inner("counters") for each in before.each("tiers")} if before else {}
+    changes = [_Change(each, earlier.get(each.text("name"), Fields()), elapsed_s) for each in now.each("tiers")]
     hits = _hits(changes)
     asked = changes[0].asked_per_s()
     reasons = [reason for change in changes for reason in change.reasons()]
-    return View(
-        version=now.version,
-        namespace=now.namespace,
-        pid=now.pid,
-        uptime_seconds=now.uptime_seconds,
-        interval_seconds=elapsed_s,
-        is_since_start=before is None,
-        asked_blocks_per_s=asked,
-        hit_share=min(1.0, sum(hits) / asked) if asked else None,
-        restored_tokens_per_s=changes[0].per_s("restored_tokens_total"),
-        step_p99_seconds=now.tiers[0].p99_seconds.get("step"),
-        tiers=tuple(change.view(per_s) for change, per_s in zip(changes, hits, strict=True)),
-        reasons=tuple(sorted(reasons, key=lambda each: (-each.blocks_per_s, -each.blocks_total))),
-        notices=tuple(_notice(each, now.time) for each in sorted(now.notices, key=lambda each: -each.time)),
-    )
+    notices = [_notice(each, now.number("time")) for each in now.each("notices")]
+    return {
+        "version": now.text("version"),
+        "namespace": now.text("namespace"),
+        "pid": int(now.number("pid")),
+        "uptime_seconds": uptime_s,
+        "interval_seconds": elapsed_s,
+        "is_since_start": before is None,
+        "asked_blocks_per_s": asked,
+        "hit_share": min(1.0, sum(hits) / asked) if asked else None,
+        "restored_tokens_per_s": changes[0].per_s("restored_tokens_total"),
+        "step_p99_seconds": now.each("tiers")[0].inner("p99_seconds").optional("step"),
+        "tiers": [change.view(per_s) for change, per_s in zip(changes, hits, strict=True)],
+        "reasons": sorted(reasons, key=lambda each: (-each["blocks_per_s"], -each["blocks_total"])),
+        "notices": sorted(notices, key=lambda each: float(each["age_s"])),
+    }
 
 
 def _hits(changes: list[_Change]) -> list[float]:
@@ -110,72 +121,88 @@ def _hits(changes: list[_Change]) -> list[float]:
 
     Without a history these are the loaded blocks. The primary tier's include those that other tiers promoted.
     """
-    if any(change.now.counters.blocks_total for change in changes):
+    if any(change.has_history for change in changes):
         return [change.asked_for("hit") for change in changes]
     loaded = [change.per_s("loaded_blocks_total") for change in changes]
     return [max(0.0, loaded[0] - sum(loaded[1:])), *loaded[1:]]
 
 
-def _notice(notice: NoticeAnswer, now_s: float) -> NoticeView:
-    what = f"{notice.what} ({notice.count} times)" if notice.count > 1 else notice.what
-    return NoticeView(max(0.0, now_s - notice.time), notice.tier, what)
+def _notice(notice: Fields, now_s: float) -> View:
+    count = f" ({notice.whole('count')} times)" if notice.number("count") > 1 else ""
+    age_s = max(0.0, now_s - notice.number("time"))
+    return {"age_s": age_s, "tier": notice.text("tier"), "what": notice.text("what") + count}
 
 
-@dataclass(frozen=True, slots=True)
 class _Change:
-    """The changes of one tier's counters."""
+    """The changes of one tier's counters since `earlier`."""
 
-    now: TierAnswer
-    earlier: Counters
-    elapsed_s: float
+    def __init__(self, now: Fields, earlier: Fields, elapsed_s: float) -> None:
+        self._now, self._counters, self._earlier, self._elapsed_s = now, now.inner("counters"), earlier, elapsed_s
+        self._name = now.text("name")
+        self.has_history = bool(self._counters.inner("blocks_total").names())
 
     def per_s(self, counter: str) -> float:
-        return self._rate(getattr(self.now.counters, counter), getattr(self.earlier, counter))
+        return self._rate(self._counters, self._earlier, counter)
 
     def asked_for(self, result: str) -> float:
-        now, earlier = self.now.counters.blocks_total, self.earlier.blocks_total
-        return self._rate(now.get(result, 0.0), earlier.get(result, 0.0))
+        return self._rate(self._counters.inner("blocks_total"), self._earlier.inner("blocks_total"), result)
 
     def asked_per_s(self) -> float | None:
         """Return the blocks that requests looked up in the tier; None without a history."""
-        return self.asked_for("hit") + self.asked_for("miss") if self.now.counters.blocks_total else None
+        return self.asked_for("hit") + self.asked_for("miss") if self.has_history else None
 
-    def view(self, hits_per_s: float) -> TierView:
-        now, asked = self.now, self.asked_per_s()
-        store, load = now.budgets.get("store", BudgetAnswer()), now.budgets.get("load", BudgetAnswer())
-        return TierView(
-            name=now.name,
-            type=now.type,
-            breaker=now.breaker,
-            is_disabled=now.is_disabled,
-            hits_per_s=hits_per_s,
-            hit_share=hits_per_s / asked if asked else None,
-            load_bytes_per_s=self.per_s("loaded_bytes_total"),
-            store_bytes_per_s=self.per_s("stored_bytes_total"),
-            load_p99_seconds=self._load_p99(),
-            used_bytes=now.used_bytes,
-            capacity_bytes=now.capacity_bytes,
-            store_budget_used_bytes=store.used_bytes,
-            store_budget_bytes=store.limit_bytes,
-            load_budget_used_bytes=load.used_bytes,
-            load_budget_bytes=load.limit_bytes,
-        )
+    def view(self, hits_per_s: float) -> View:
+        now, asked = self._now, self.asked_per_s()
+        breaker, budgets = now.text("breaker"), now.inner("budgets")
+        if breaker not in _BREAKERS:
+            raise _refusal()
+        return {
+            "name": self._name,
+            "type": now.text("type"),
+            "breaker": breaker,
+            "is_disabled": now.is_true("is_disabled"),
+            "hits_per_s": hits_per_s,
+            "hit_share": hits_per_s / asked if asked else None,
+            "load_bytes_per_s": self.per_s("loaded_bytes_total"),
+            "store_bytes_per_s": self.per_s("stored_bytes_total"),
+            "load_p99_seconds": self._load_p99(),
+            "used_bytes": now.whole("used_bytes"),
+            "capacity_bytes": now.whole("capacity_bytes"),
+            "store_budget_used_bytes": budgets.inner("store").whole("used_bytes"),
+            "store_budget_bytes": budgets.inner("store").whole("limit_bytes"),
+            "load_budget_used_bytes": budgets.inner("load").whole("used_bytes"),
+            "load_budget_bytes": budgets.inner("load").whole("limit_bytes"),
+        }
 
-    def reasons(self) -> list[ReasonView]:
-        """Return the reasons that have blocks."""
-        earlier = self.earlier.reasons
-        return [
-            ReasonView(what, self.now.name, reason, self._rate(total, earlier.get((what, reason), 0.0)), int(total))
-            for (what, reason), total in self.now.counters.reasons.items()
-        ]
+    def reasons(self) -> Iterator[View]:
+        """Yield the reasons why blocks did not come, or were not stored."""
+        paths = [("miss", ["misses_total"]), ("skip", ["skipped_blocks_total"])]
+        paths += [(each, ["failed_blocks_total", each]) for each in self._counters.inner("failed_blocks_total").names()]
+        for what, path in paths:
+            now, earlier = self._counters, self._earlier
+            for part in path:
+                now, earlier = now.inner(part), earlier.inner(part)
+            yield from (self._reason(what, each, now, earlier, each) for each in now.names() if now.number(each))
+        if self._counters.number("unexplained_blocks_total"):
+            yield self._reason("unexplained", "too fast", self._counters, self._earlier, "unexplained_blocks_total")
 
-    def _rate(self, now: float, earlier: float) -> float:
-        return max(0.0, now - earlier) / self.elapsed_s
+    def _reason(self, what: str, reason: str, now: Fields, earlier: Fields, name: str) -> View:
+        per_s, total = self._rate(now, earlier, name), int(now.number(name))
+        about = {"what": printable(what), "tier": self._name, "reason": printable(reason)}
+        return {**about, "blocks_per_s": per_s, "blocks_total": total}
+
+    def _rate(self, now: Fields, earlier: Fields, name: str) -> float:
+        return max(0.0, now.number(name) - earlier.number(name)) / self._elapsed_s
 
     def _load_p99(self) -> float | None:
         """Return the 99th percentile of the interval's loads."""
-        now, earlier = (each.job_seconds.get("load", Buckets()).buckets for each in (self.now.counters, self.earlier))
-        counts = {bound: max(0.0, count - earlier.get(bound, 0.0)) for bound, count in now.items()}
+        now, earlier = (
+            each.inner("job_seconds").inner("load").inner("buckets") for each in (self._counters, self._earlier)
+        )
+        try:
+            counts = {float(each): max(0.0, now.number(each) - earlier.number(each)) for each in now.names()}
+        except ValueError:
+            raise _refusal() from None
         return quantile({"count": sum(counts.values()), "buckets": counts}, 0.99)
 
 
@@ -197,10 +224,10 @@ class Watcher:
         clock: Seconds of a monotonic clock.
     """
 
-    def __init__(self, ask: Callable[[], StatusAnswer], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ask: Callable[[], Fields], clock: Callable[[], float] = time.monotonic) -> None:
         self._ask = ask
         self._clock = clock
-        self._last: StatusAnswer | None = None
+        self._last: Fields | None = None
         self._view: View | None = None
         self._lost_since_s: float | None = None
 
@@ -209,9 +236,9 @@ class Watcher:
         began_s = self._clock()
         try:
             now = self._ask()
+            view = view_of(self._last, now)
         except TieredKVError as error:
             self._lost_since_s = began_s if self._lost_since_s is None else self._lost_since_s
             return Sight(self._view, str(error), self._clock() - self._lost_since_s)
-        self._view = view_of(self._last, now)
-        self._last, self._lost_since_s = now, None
+        self._view, self._last, self._lost_since_s = view, now, None
         return Sight(self._view)

@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from types import FrameType
 from typing import Final
 
@@ -20,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tiered_kv._cli.arguments import describe_use, interval
-from tiered_kv._cli.ask import DEFAULT_ADDRESS, Address, StatusAnswer, address_of, fetch, read_status
-from tiered_kv._cli.live import NoticeView, ReasonView, Sight, TierView, View, Watcher
+from tiered_kv._cli.ask import DEFAULT_ADDRESS, Address, address_of, fetch
+from tiered_kv._cli.live import Fields, Sight, View, Watcher, has_problem, read_status
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.errors import TierUnavailableError
@@ -96,7 +95,7 @@ def run(args: argparse.Namespace) -> Status:
     return Status.INTERRUPTED
 
 
-def _ask(address: Address) -> StatusAnswer:
+def _ask(address: Address) -> Fields:
     return read_status(fetch(address, "/status"))
 
 
@@ -110,10 +109,10 @@ def _once(watcher: Watcher, address: Address, args: argparse.Namespace) -> Statu
     if sight.view is None or sight.error:
         raise TierUnavailableError(f"{address}: {sight.error}; is the stack open there, with 'metrics' in its file?")
     if args.json:
-        print_json({"url": str(address), **asdict(sight.view)})
+        print_json({"url": str(address), **sight.view})
     else:
         _print_sight(sight, args.interval, notices_s=float("inf"))
-    return Status.FOUND if sight.view.has_problem else Status.OK
+    return Status.FOUND if has_problem(sight.view) else Status.OK
 
 
 def _draw(watcher: Watcher, address: Address, interval_s: float) -> None:
@@ -147,7 +146,7 @@ def _print_sight(sight: Sight, interval_s: float, *, notices_s: float) -> None:
         return
     columns, rows = plain_rows(view)
     print_table(columns, rows)
-    recent = [notice for notice in view.notices if notice.age_s <= notices_s]
+    recent = [notice for notice in view["notices"] if notice["age_s"] <= notices_s]
     for line in [*reason_lines(view), *notice_lines(recent)]:
         print_text(line)
 
@@ -168,18 +167,20 @@ def screen(sight: Sight, where: str, interval_s: float, console: Console) -> Ren
     view = sight.view
     title = Text("tiered-kv top", style="bold", no_wrap=True, overflow="ellipsis")
     if view is not None:
-        title.append(f"  {view.version}  up {rounded_seconds(view.uptime_seconds)}  pid {view.pid}", style="not bold")
+        title.append(
+            f"  {view['version']}  up {rounded_seconds(view['uptime_seconds'])}  pid {view['pid']}", style="not bold"
+        )
     parts: list[RenderableType] = [title.append(f"  {where}", style="not bold dim"), headline(sight, interval_s)]
     if view is None:
         return Group(*parts, Text("Ctrl-C ends", style="dim"))
     left = console.height - len(parts) - 4
-    tiers, notices = view.tiers[: max(1, left)], view.notices
+    tiers, notices = view["tiers"][: max(1, left)], view["notices"]
     parts += ["", _tier_table(tiers, console, "dim" if sight.error else "")]
     left -= len(tiers)
     reasons_max = max(_REASONS_MIN, left - 4 - min(len(notices), max(3, left // 3)))
-    reasons = view.reasons[:reasons_max] if left >= _REASONS_MIN + 2 else ()
+    reasons = view["reasons"][:reasons_max] if left >= _REASONS_MIN + 2 else ()
     if reasons:
-        parts += ["", _reason_table(reasons, len(view.reasons), console)]
+        parts += ["", _reason_table(reasons, len(view["reasons"]), console)]
         left -= len(reasons) + 2
     if notices and left >= 3:
         parts += ["", Text("last events", style="bold"), *map(_notice, notices[: left - 2])]
@@ -193,33 +194,37 @@ def headline(sight: Sight, interval_s: float) -> Text:
         since = f" for {rounded_seconds(sight.lost_s)}" if sight.lost_s >= 1 else ""
         lost = f"NO ANSWER{since}: {sight.error}; asking again every {rounded_seconds(interval_s)}"
         return Text(lost, style="bold white on red", no_wrap=True, overflow="ellipsis")
-    hits = number(sum(tier.hits_per_s for tier in view.tiers))
-    share = f"{hits} blocks/s" if view.hit_share is None else f"{view.hit_share:.1%}"
-    asked = "" if view.hit_share is None else f" of {number(view.asked_blocks_per_s or 0.0)} blocks/s"
-    step = "" if view.step_p99_seconds is None else f"  step p99 {rounded_seconds(view.step_p99_seconds)}"
-    over = "since it was opened" if view.is_since_start else f"over {rounded_seconds(round(view.interval_seconds, 1))}"
+    hits = number(sum(tier["hits_per_s"] for tier in view["tiers"]))
+    share = f"{hits} blocks/s" if view["hit_share"] is None else f"{view['hit_share']:.1%}"
+    asked = "" if view["hit_share"] is None else f" of {number(view['asked_blocks_per_s'] or 0.0)} blocks/s"
+    step = "" if view["step_p99_seconds"] is None else f"  step p99 {rounded_seconds(view['step_p99_seconds'])}"
+    over = (
+        "since it was opened"
+        if view["is_since_start"]
+        else f"over {rounded_seconds(round(view['interval_seconds'], 1))}"
+    )
     text = Text("hits ", no_wrap=True, overflow="ellipsis")
     text.append(share, style="bold")
-    text.append(f"{asked}  restored {number(view.restored_tokens_per_s)} tokens/s{step}")
+    text.append(f"{asked}  restored {number(view['restored_tokens_per_s'])} tokens/s{step}")
     return text.append(f"  {over}", style="dim")
 
 
 def reason_lines(view: View) -> Iterator[str]:
     """Yield the biggest reasons, a line each."""
-    for reason in view.reasons[:_REASON_LINES_MAX]:
+    for reason in view["reasons"][:_REASON_LINES_MAX]:
         yield (
-            f"{reason.tier}: {_KINDS[reason.what]}: {reason.reason} {number(reason.blocks_per_s)} blocks/s,"
-            f" {reason.blocks_total:,} since the stack was opened"
+            f"{reason['tier']}: {_KINDS[reason['what']]}: {reason['reason']} {number(reason['blocks_per_s'])} blocks/s,"
+            f" {reason['blocks_total']:,} since the stack was opened"
         )
 
 
 def plain_rows(view: View) -> tuple[list[str], list[list[str]]]:
     """Return the heads and the rows of the table of tiers, without bars."""
     heads = [head.replace("\n", " ") for head in _COLUMNS]
-    return heads, [[tier.name, *(cell(tier).plain for cell in [*_COLUMNS.values()][1:])] for tier in view.tiers]
+    return heads, [[tier["name"], *(cell(tier).plain for cell in [*_COLUMNS.values()][1:])] for tier in view["tiers"]]
 
 
-def notice_lines(notices: Sequence[NoticeView]) -> list[str]:
+def notice_lines(notices: Sequence[View]) -> list[str]:
     """Return the notices as lines, the latest last."""
     return [_notice(notice).plain for notice in reversed(notices)]
 
@@ -235,7 +240,7 @@ def number(count: float) -> str:
     return ">999P"
 
 
-def _tier_table(tiers: Sequence[TierView], console: Console, style: str) -> Table:
+def _tier_table(tiers: Sequence[View], console: Console, style: str) -> Table:
     """Return the columns for this width of the terminal; the last one is a bar of the capacity in use."""
     columns = {head: cell for head, cell in _COLUMNS.items() if console.width >= _WIDTHS_MIN.get(head, 0)}
     table = _grid(console, style)
@@ -245,7 +250,7 @@ def _tier_table(tiers: Sequence[TierView], console: Console, style: str) -> Tabl
     if has_bars := console.width >= _BARS_WIDTH_MIN:
         table.add_column(ratio=1)
     for tier in tiers:
-        share = _share(tier.used_bytes, tier.capacity_bytes)
+        share = _share(tier["used_bytes"], tier["capacity_bytes"])
         bars = [_bar(share)] if has_bars and share is not None else []
         table.add_row(*(cell(tier) for cell in columns.values()), *bars)
     return table
@@ -272,12 +277,12 @@ def _share(used: int | None, limit: int | None) -> float | None:
     return min(1.0, used / limit) if used is not None and limit else None
 
 
-def _capacity(tier: TierView) -> Text:
+def _capacity(tier: View) -> Text:
     """Return how full a tier is. A cache is meant to be full, so nothing warns here."""
-    share = _share(tier.used_bytes, tier.capacity_bytes)
+    share = _share(tier["used_bytes"], tier["capacity_bytes"])
     if share is not None:
         return Text(f"{share:.0%}")
-    return Text("-" if tier.used_bytes is None else rounded_bytes(tier.used_bytes))
+    return Text("-" if tier["used_bytes"] is None else rounded_bytes(tier["used_bytes"]))
 
 
 def _budget(used: int | None, limit: int | None) -> Text:
@@ -289,28 +294,30 @@ def _bar(share: float) -> ProgressBar:
     return ProgressBar(1.0, share, complete_style="cyan", finished_style="cyan", style="dim")
 
 
-def _state(tier: TierView) -> Text:
-    return Text("DISABLED", style="bold red") if tier.is_disabled else Text(*_STATES[tier.breaker])
+def _state(tier: View) -> Text:
+    return Text("DISABLED", style="bold red") if tier["is_disabled"] else Text(*_STATES[tier["breaker"]])
 
 
-_Columns = dict[str, Callable[[TierView], Text]]
+_Columns = dict[str, Callable[[View], Text]]
 _COLUMNS: Final[_Columns] = {
-    "tier": lambda tier: _name(tier.name),
-    "hits\n/s": lambda tier: Text(number(tier.hits_per_s)),
-    "hit\n%": lambda tier: Text("-" if tier.hit_share is None else f"{tier.hit_share * 100:.0f}"),
-    "load\nGB/s": lambda tier: _gb(tier.load_bytes_per_s),
-    "store\nGB/s": lambda tier: _gb(tier.store_bytes_per_s),
-    "load\np99": lambda tier: Text("-" if tier.load_p99_seconds is None else rounded_seconds(tier.load_p99_seconds)),
-    "store\nbudget": lambda tier: _budget(tier.store_budget_used_bytes, tier.store_budget_bytes),
-    "load\nbudget": lambda tier: _budget(tier.load_budget_used_bytes, tier.load_budget_bytes),
+    "tier": lambda tier: _name(tier["name"]),
+    "hits\n/s": lambda tier: Text(number(tier["hits_per_s"])),
+    "hit\n%": lambda tier: Text("-" if tier["hit_share"] is None else f"{tier['hit_share'] * 100:.0f}"),
+    "load\nGB/s": lambda tier: _gb(tier["load_bytes_per_s"]),
+    "store\nGB/s": lambda tier: _gb(tier["store_bytes_per_s"]),
+    "load\np99": lambda tier: Text(
+        "-" if tier["load_p99_seconds"] is None else rounded_seconds(tier["load_p99_seconds"])
+    ),
+    "store\nbudget": lambda tier: _budget(tier["store_budget_used_bytes"], tier["store_budget_bytes"]),
+    "load\nbudget": lambda tier: _budget(tier["load_budget_used_bytes"], tier["load_budget_bytes"]),
     "breaker": _state,
     "used": _capacity,
 }
 
 
-def _reason_table(reasons: Sequence[ReasonView], count: int, console: Console) -> Table:
+def _reason_table(reasons: Sequence[View], count: int, console: Console) -> Table:
     """Return the biggest of `count` reasons, each with a bar in proportion to the biggest."""
-    biggest = max(each.blocks_per_s for each in reasons)
+    biggest = max(each["blocks_per_s"] for each in reasons)
     table = _grid(console)
     for name in ("misses and skips", "tier", "reason"):
         table.add_column(name, no_wrap=True, max_width=24)
@@ -320,15 +327,15 @@ def _reason_table(reasons: Sequence[ReasonView], count: int, console: Console) -
         more = f"and {count - len(reasons)} smaller" if count > len(reasons) else ""
         table.add_column(Text(more, style="not bold dim"), ratio=1, no_wrap=True)
     for each in reasons:
-        cells = [Text(_KINDS.get(each.what, f"{each.what} failed")), _name(each.tier), Text(each.reason)]
-        counts = [number(each.blocks_per_s), number(each.blocks_total)]
-        bars = [_bar(each.blocks_per_s / biggest)] if has_bars and biggest else []
-        table.add_row(*cells, *counts, *bars, style="" if each.blocks_per_s else "dim")
+        cells = [Text(_KINDS.get(each["what"], f"{each['what']} failed")), _name(each["tier"]), Text(each["reason"])]
+        counts = [number(each["blocks_per_s"]), number(each["blocks_total"])]
+        bars = [_bar(each["blocks_per_s"] / biggest)] if has_bars and biggest else []
+        table.add_row(*cells, *counts, *bars, style="" if each["blocks_per_s"] else "dim")
     return table
 
 
-def _notice(notice: NoticeView) -> Text:
-    age = rounded_seconds(max(1.0, round(notice.age_s)))
+def _notice(notice: View) -> Text:
+    age = rounded_seconds(max(1.0, round(notice["age_s"])))
     text = Text(f"{age:>6} ago  ", style="dim", no_wrap=True, overflow="ellipsis")
-    text.append(f"{_name(notice.tier)}  ", style="not dim bold")
-    return text.append(notice.what, style="not dim")
+    text.append(f"{_name(notice['tier'])}  ", style="not dim bold")
+    return text.append(notice["what"], style="not dim")
