@@ -157,10 +157,8 @@ def _simulate_stacks(
             name += f" on each of {fleet.servers:,} servers, {simulated.busiest_share:.1%} of blocks on the busiest"
         runs.append((name, simulated, costs(simulated, prices, times)))
     results = [{**asdict(simulated), "costs": bill} for _, simulated, bill in runs]
-    tables = []
-    for name, simulated, bill in runs:
-        tables.append((f"{args.stack}: {workload}, {name}", pages.tier_table(simulated)))
-        tables += [("", pages.cost_table(bill, prices.currency))] if bill else []
+    title = f"{args.stack}: {workload}" + (f", {runs[0][0]}" if len(runs) == 1 else "")
+    tables = [(title, pages.stack_table(runs, prices.currency))]
     fields = {**asdict(fleet), "currency": prices.currency, "results": results}
     return fields, tables, lambda run: pages.stack_page(run, config, workload, fleet, runs, prices.currency)
 

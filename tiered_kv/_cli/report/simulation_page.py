@@ -44,8 +44,13 @@ def rate_table(rates: Sequence[HitRate]) -> Table:
     return ["blocks", *policies], [[f"{size:,}", *(shown[policy, size] for policy in policies)] for size in sizes]
 
 
-def tier_table(simulated: Simulated) -> Table:
-    """Return a row for each tier, and one for misses."""
+def stack_table(runs: Sequence[StackRun], currency: str) -> Table:
+    """Return a row for each tier of one run, or a comparison with a row for each of several."""
+    priced = [f"{currency} a month"] if runs[0][2] else []
+    if len(runs) > 1:
+        columns = ["simulation", "hits", *runs[0][1].tiers, *priced]
+        return columns, [[name, *_compared(simulated, costs)] for name, simulated, costs in runs]
+    _, simulated, costs = runs[0]
     columns = ["tier", "hits", "share", "written GB", "MB/s", "read GB", "MB/s", "requests", "evicted", "skipped"]
     rows = []
     for name, tier in simulated.tiers.items():
@@ -56,16 +61,22 @@ def tier_table(simulated: Simulated) -> Table:
         ]
         requests = tier.written_blocks + tier.read_blocks + tier.lookup_requests
         counts = [f"{count:,}" for count in (requests, tier.evicted_blocks, tier.skipped_blocks)]
-        rows.append([name, f"{tier.hits:,}", f"{tier.hit_rate:.1%}", *moved, *counts])
-    rows.append(["misses", f"{simulated.misses:,}", f"{1 - simulated.hit_rate:.1%}", *[""] * 7])
-    return columns, rows
+        bill = [f"{costs[name]['total']:,.2f}" if name in costs else "-"] if costs else []
+        rows.append([name, f"{tier.hits:,}", f"{tier.hit_rate:.1%}", *moved, *counts, *bill])
+    if costs:
+        rows.append(["all", f"{simulated.hits:,}", f"{simulated.hit_rate:.1%}", *[""] * 7, *_total(costs)])
+    rows.append(["misses", f"{simulated.misses:,}", f"{1 - simulated.hit_rate:.1%}", *[""] * (7 + len(priced))])
+    return [*columns, *priced], rows
 
 
-def cost_table(costs: Costs, currency: str) -> Table:
-    """Return the costs a month, for each tier and in all."""
-    rows = [[name, *(f"{value:,.2f}" for value in cost.values())] for name, cost in costs.items()]
-    rows.append(["all", "", "", "", f"{sum(cost['total'] for cost in costs.values()):,.2f}"])
-    return [f"{currency} a month", "storage", "traffic", "requests", "total"], rows
+def _compared(simulated: Simulated, costs: Costs) -> list[str]:
+    """Return the hits of a run, the share of each tier, and what a month costs."""
+    shares = (f"{tier.hit_rate:.1%}" for tier in simulated.tiers.values())
+    return [f"{simulated.hit_rate:.1%}", *shares, *_total(costs)]
+
+
+def _total(costs: Costs) -> list[str]:
+    return [f"{sum(cost['total'] for cost in costs.values()):,.2f}"] if costs else []
 
 
 def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: Sequence[HitRate]) -> str:
@@ -104,13 +115,13 @@ def stack_page(
                 [*((name, tier_color(index)) for index, name in enumerate(first.tiers)), ("misses", figures.MISS)],
             )
             sections.append(element("div", plot, class_="plots"))
-    for name, simulated, costs in runs:
-        tables = [tier_table(simulated), *([cost_table(costs, currency)] if costs else [])]
-        about = (
-            "Hits, evicted and skipped are blocks, requests those to the tier: a block each, and lookups. Rates are "
-            "averages over the time of the prompts; 1 GB is 1e9 bytes."
-        )
-        sections.append(section(f"The tiers: {name}", about, *(card(table(*each)) for each in tables)))
+    about = (
+        "Hits, evicted and skipped are blocks, requests those to the tier: a block each, and lookups. Rates are "
+        "averages over the time of the prompts; 1 GB is 1e9 bytes."
+    )
+    compares = "The share of blocks that each tier gave. The JSON object has the bytes and the requests of each."
+    title, table_of = ("The settings compared", compares) if len(runs) > 1 else (f"The tiers: {runs[0][0]}", about)
+    sections.append(section(title, table_of, card(table(*stack_table(runs, currency)))))
     routed = f", routed {fleet.router}" if fleet.servers > 1 else ""
     lede = (
         f"{quantity(first.requests, 'request')} asked for {quantity(first.blocks, 'block')} of "
