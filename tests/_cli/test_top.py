@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from tests.support.status_server import Status, StatusServer, answer, busy, resp
 from tests.support.terminal import CTRL_C, Terminal
 from tiered_kv import open_stack
 from tiered_kv._cli.live import Sight, view_of
-from tiered_kv._cli.top import number, plain_rows, screen
+from tiered_kv._cli.top import number, screen
 from tiered_kv.cli import main
 
 # A shell starts what runs in its background with Ctrl-C ignored, and nohup with the end of the terminal: the tests may
@@ -71,7 +72,6 @@ def test_long_names_keep_both_ends_and_what_was_not_counted_is_shown() -> None:
     view = view_of(None, answer(status(tier("cpu", {"unexplained_blocks_total": 7}), *map(tier, names))))
     text = "\n".join(drawn(Sight(view), 80, 24))
     assert all(end in text for end in ("duction-1", "duction-2", "not counted", "too fast"))
-    assert [row[0] for row in plain_rows(view)[1]] == ["cpu", *names]
 
 
 def test_eighty_columns_show_every_column_and_bar() -> None:
@@ -151,7 +151,7 @@ def test_once_prints_a_table_of_one_interval(capsys: pytest.CaptureFixture[str])
     text = capsys.readouterr().out
     assert len(server.requests) == 2
     assert "over 1s" in text
-    assert "cpu: missed: evicted 40 blocks/s, 80 since the stack was opened" in text
+    assert re.search(r"missed +cpu +evicted +40 +80", text)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_on_a_terminal_a_process_that_goes_away_is_shown_and_asked_again(termina
 @pytest.mark.parametrize("terminal", [{"TERM": "dumb"}], indirect=True)
 def test_a_dumb_terminal_gets_tables(terminal: Served) -> None:
     top, _ = terminal
-    top.wait_for("missed: evicted")
+    top.wait_for("evicted")
     top.type(CTRL_C)
     status_, shown = top.end()
     assert status_ == 130

@@ -8,9 +8,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,7 +21,7 @@ from rich.text import Text
 from tiered_kv._cli.arguments import describe_use, interval
 from tiered_kv._cli.ask import DEFAULT_ADDRESS, Address, address_of, fetch
 from tiered_kv._cli.live import Fields, Sight, View, Watcher, has_problem, read_status
-from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
+from tiered_kv._cli.output import Status, print_json, print_text, progress
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.errors import TierUnavailableError
 
@@ -45,7 +45,7 @@ _BARS_WIDTH_MIN: Final = 80
 _TABLE_WIDTH_MAX: Final = 110
 _NAME_MAX: Final = 20
 _REASONS_MIN: Final = 3
-_REASON_LINES_MAX: Final = 8
+_PRINTED_LINES_MAX: Final = 40
 _BUDGET_WARNING: Final = 0.9
 """The used share of a budget from which it is red: blocks are about to be skipped."""
 
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> Status:
         if sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
             _draw(watcher, address, args.interval)
         else:
-            _print(watcher, args.interval)
+            _print(watcher, str(address), args.interval)
     except KeyboardInterrupt:  # the usual end
         pass
     return Status.INTERRUPTED
@@ -111,15 +111,13 @@ def _once(watcher: Watcher, address: Address, args: argparse.Namespace) -> Statu
     if args.json:
         print_json({"url": str(address), **sight.view})
     else:
-        _print_sight(sight, args.interval, notices_s=float("inf"))
+        _print_sight(sight, str(address), args.interval, notices_s=float("inf"))
     return Status.FOUND if has_problem(sight.view) else Status.OK
 
 
 def _draw(watcher: Watcher, address: Address, interval_s: float) -> None:
     """Draw on the terminal's alternate screen."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a name may have characters that the terminal's encoding lacks
-    console = Console()
+    console = _console()
     with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         live.update(Text(f"asking {address}"), refresh=True)
         while True:
@@ -128,27 +126,28 @@ def _draw(watcher: Watcher, address: Address, interval_s: float) -> None:
             time.sleep(max(0.0, next_s - time.monotonic()))
 
 
-def _print(watcher: Watcher, interval_s: float) -> None:
-    """Print a table for each interval, with the events since the previous table."""
+def _print(watcher: Watcher, where: str, interval_s: float) -> None:
+    """Print what a screen shows for each interval, with the events since the previous one."""
     printed_s = time.monotonic() - interval_s
     while True:
         sight, now_s = watcher.look(), time.monotonic()
-        _print_sight(sight, interval_s, notices_s=now_s - printed_s)
+        _print_sight(sight, where, interval_s, notices_s=now_s - printed_s)
         printed_s = now_s
         sys.stdout.flush()
         time.sleep(max(0.0, now_s + interval_s - time.monotonic()))
 
 
-def _print_sight(sight: Sight, interval_s: float, *, notices_s: float) -> None:
-    view = sight.view
-    print_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {headline(sight, interval_s).plain}")
-    if view is None or sight.error:
-        return
-    columns, rows = plain_rows(view)
-    print_table(columns, rows)
-    recent = [notice for notice in view["notices"] if notice["age_s"] <= notices_s]
-    for line in [*reason_lines(view), *notice_lines(recent)]:
-        print_text(line)
+def _print_sight(sight: Sight, where: str, interval_s: float, *, notices_s: float) -> None:
+    console = _console(width=_TABLE_WIDTH_MAX, height=_PRINTED_LINES_MAX, color_system=None, force_terminal=False)
+    view = sight.view and {**sight.view, "notices": [n for n in sight.view["notices"] if n["age_s"] <= notices_s]}
+    print_text(time.strftime("%Y-%m-%d %H:%M:%S"))
+    console.print(screen(Sight(view, sight.error, sight.lost_s), where, interval_s, console))
+
+
+def _console(**settings: Any) -> Console:  # Any: rich's
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a name may have characters that the output's encoding lacks
+    return Console(**settings)
 
 
 def _end_by_signals() -> None:
@@ -207,26 +206,6 @@ def headline(sight: Sight, interval_s: float) -> Text:
     text.append(share, style="bold")
     text.append(f"{asked}  restored {number(view['restored_tokens_per_s'])} tokens/s{step}")
     return text.append(f"  {over}", style="dim")
-
-
-def reason_lines(view: View) -> Iterator[str]:
-    """Yield the biggest reasons, a line each."""
-    for reason in view["reasons"][:_REASON_LINES_MAX]:
-        yield (
-            f"{reason['tier']}: {_KINDS[reason['what']]}: {reason['reason']} {number(reason['blocks_per_s'])} blocks/s,"
-            f" {reason['blocks_total']:,} since the stack was opened"
-        )
-
-
-def plain_rows(view: View) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and the rows of the table of tiers, without bars."""
-    heads = [head.replace("\n", " ") for head in _COLUMNS]
-    return heads, [[tier["name"], *(cell(tier).plain for cell in [*_COLUMNS.values()][1:])] for tier in view["tiers"]]
-
-
-def notice_lines(notices: Sequence[View]) -> list[str]:
-    """Return the notices as lines, the latest last."""
-    return [_notice(notice).plain for notice in reversed(notices)]
 
 
 def number(count: float) -> str:
