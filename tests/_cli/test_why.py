@@ -20,7 +20,7 @@ from tiered_kv.config.namespace import differences
 from tiered_kv.errors import ConfigError
 from tiered_kv.exporters.server import Answer, StatusServer, routes_of
 from tiered_kv.exporters.status import KEYS_MAX, explain_query
-from tiered_kv.history.fates import SENTENCES, Fate
+from tiered_kv.reasons import SENTENCES, Fate
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.stack_config import load_config
 from tiered_kv.testing.rig import make_keys

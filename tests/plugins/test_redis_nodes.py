@@ -16,9 +16,9 @@ from tests.support.loopback import LyingRedis, Slots, Storage, slots_reply
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.instruments import count_of
+from tiered_kv.reasons import reason_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.tiering.guarded import HARMLESS_REASONS
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
@@ -213,7 +213,7 @@ def test_a_dead_master_costs_its_own_blocks_and_opens_no_breaker(
     failures = rig.tier.lookup_failures
     for key in keys:  # many jobs in a row that load nothing
         (result,) = rig.wait([rig.submit_load([key])])
-        assert result.success if living.has(key) else result.reason in HARMLESS_REASONS
+        assert result.success if living.has(key) else reason_of(result.reason).is_harmless
     assert rig.lookup_all(keys) == [living.has(key) for key in keys]
     assert rig.tier.lookup_failures == failures
     stored = set(rig.store(new).successful_keys or ())

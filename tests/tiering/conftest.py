@@ -23,9 +23,9 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import ManualClock
+from tiered_kv.tiering.account import EventSink
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.manager import TieringOffloadingManager
-from tiered_kv.tiering.observer import EventSink
 from tiered_kv.tiering.requests import ManagerLimits
 
 BLOCK_BYTES = 64

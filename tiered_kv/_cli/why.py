@@ -18,7 +18,7 @@ from tiered_kv.config.namespace import differences
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
-from tiered_kv.history.fates import SENTENCES
+from tiered_kv.reasons import SENTENCES
 from tiered_kv.stack_config import PRIMARY_TIER_NAME, StackConfig, load_config
 from tiered_kv.toolkit.administration import StoredNamespace
 

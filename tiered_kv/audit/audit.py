@@ -269,7 +269,7 @@ class Audit:
             try:
                 replies = checked_answers(guarded.tier.lookup_many(rest, audited.context), len(rest))
             except tier_exceptions():
-                guarded.observer.note_exception("lookup_many")
+                guarded.account.note_exception("lookup_many")
                 continue
             answers = dict(zip(rest, replies, strict=True))
             audited.asked.update({key: guarded for key, answer in answers.items() if answer})

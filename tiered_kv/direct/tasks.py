@@ -143,7 +143,7 @@ class TierQueue:
             task, blocks = waiting.popleft()
             self.waiting_blocks -= len(blocks)
             if waiting is self._stores:
-                self.guarded.observer.skipped("budget", blocks)
+                self.guarded.account.skipped("budget", [block.key for block in blocks])
             self._end(task)
         return bool(waiting)
 

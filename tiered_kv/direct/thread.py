@@ -220,7 +220,7 @@ class TierThread:
                 queue.guarded.call("on_request_finished", task.context)
             self._answer(task)
         for queue in self.queues if self._on_removed is not None else ():
-            events = queue.guarded.observer.take_events()
+            events = queue.guarded.account.take_events()
             if keys := [key for event in events if event.removed for key in event.keys]:
                 assert self._on_removed is not None
                 self._call(self._on_removed, queue.guarded.name, keys)

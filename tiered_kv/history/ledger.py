@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.history.fates import TICKS_PER_S, Fate, Fates, FateTable, Hashes, Mask, fate_of, hashes
+from tiered_kv.history.fates import TICKS_PER_S, Fates, FateTable, Hashes, Mask, hashes
 from tiered_kv.history.ghosts import Ghosts
+from tiered_kv.reasons import TOO_SLOW, Fate, reason_of
 
 CPU: Final = 0
 """The primary tier's number; the secondary tiers follow, in the order of the search."""
@@ -30,6 +31,8 @@ _LONG_AGO: Final = -(1 << 40)
 _NOT_STORED: Final = frozenset(
     {Fate.ADMISSION, Fate.BUDGET, Fate.NO_SPACE, Fate.BREAKER, Fate.DISABLED, Fate.TIMEOUT, Fate.FAILED}
 )
+_OF_REQUESTS: Final = {"refused": Fate.REFUSED, TOO_SLOW: Fate.TOO_SLOW}
+"""What becomes of a request's block, and says nothing about the tier's."""
 
 BatchFates = bytes
 """For each tier, the fate of all keys of a batch; 0 where the table has the reason of each."""
@@ -363,7 +366,7 @@ def _places(rows: Rows, keys: Sequence[OffloadKey]) -> list[int | None]:
 def _add_failures(fates: Fates, failures: Mapping[int, str]) -> None:
     """Set the fates of a key in tiers that had it. Tiers below one that refused it were not asked."""
     for tier, reason in sorted(failures.items()):
-        fates[tier] = Fate.REFUSED if reason == "refused" else fate_of(reason)
+        fates[tier] = _OF_REQUESTS.get(reason) or reason_of(reason).fate
         if reason == "refused":
             fates[tier + 1 :] = Fate.UNKNOWN
             return

@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,20 +15,14 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.metrics.instruments import Notices
-from tiered_kv.reasons import UNUSABLE_REASONS
+from tiered_kv.reasons import reason_of
+from tiered_kv.tiering.account import TierAccount
 from tiered_kv.tiering.answers import WrongValueError, checked_flag, checked_result, checked_stats, tier_exceptions
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.gates import Breaker, BreakerState, Budget
 from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.pace import EngineCost, Pace
-from tiered_kv.tiering.tier_observer import TierObserver, direction_of
 from tiered_kv.tiering.write_budget import admission_of
-
-HARMLESS_REASONS: Final = UNUSABLE_REASONS | {"absent", "missing", "no_row", "no_space", "reset", "unanswered"}
-"""Reasons for which a healthy tier may fail a whole job. The breaker ignores them.
-
-`unanswered`: one of a tier's servers does not answer, while others do.
-"""
 
 _job_ids = itertools.count()
 
@@ -79,7 +73,7 @@ class GuardedTier:
         number: The tier's position in the search order; the primary tier's is 0.
         notices: Receives changes of the tier's state.
         history: Receives what happens to blocks; optional.
-        reports_events: Whether events are collected for `TierObserver.take_events`.
+        reports_events: Whether events are collected for `TierAccount.take_events`.
         wear_clock: Clock of the write budget; default `clock`.
     """
 
@@ -107,11 +101,9 @@ class GuardedTier:
         self.admission = admission_of(settings, block_bytes, wear_clock or clock, self._moved_blocks)
         self.pace = Pace(cost or EngineCost())
         event_source = self.tier if reports_events else None
-        self.observer = TierObserver(self.name, number, block_bytes, notices or Notices(), history, event_source)
+        self.account = TierAccount(self.name, number, block_bytes, notices or Notices(), history, event_source)
         if isinstance(self.tier, IsolatedTier):
-            self.tier.note_exception = self.observer.note_exception
-        self.counters = self.observer.counters
-        self.measures = self.observer.measures
+            self.tier.note_exception = self.account.note_exception
         self.jobs: dict[JobId, SubmittedJob] = {}
         self.is_disabled = False
         """True for the rest of the process once `disable` was called."""
@@ -172,8 +164,8 @@ class GuardedTier:
     def select(self, offered: list[CPUBlock], req_context: ReqContext) -> list[CPUBlock]:
         """Return the admitted blocks, head first and within the store budget; count the others as skipped."""
         selected, refused, late = self.admission.select(offered, max(self.store_room(), 0), req_context.req_id)
-        self.observer.skipped(self.admission.reason, refused)
-        self.observer.skipped(self.refusal() or "budget", late)
+        self.account.skipped(self.admission.reason, [block.key for block in refused])
+        self.account.skipped(self.refusal() or "budget", [block.key for block in late])
         return selected
 
     def submit(
@@ -201,17 +193,15 @@ class GuardedTier:
         try:
             (self.tier.submit_load if is_promotion else self.tier.submit_store)(job.metadata)
         except tier_exceptions():
-            self.observer.note_exception("submit_load" if is_promotion else "submit_store")
-            self.observer.failed(job.metadata, len(keys), "exception")
+            self.account.note_exception("submit_load" if is_promotion else "submit_store")
+            self.account.failed(job.metadata, len(keys), "exception")
             self.breaker.fail(self._clock())
             return None
         if is_promotion:
             self.admission.note_hits(keys)
-        elif self.observer.keys_before_reset:
-            self.observer.keys_before_reset.difference_update(keys)
         self.jobs[job_id] = self._unexpired[job_id] = job
         budget.blocks += len(blocks)
-        self.counters.add("submitted_jobs_total", direction_of(job.metadata))
+        self.account.submitted(metadata)
         return job
 
     def overrides(self, method: str) -> bool:
@@ -233,7 +223,7 @@ class GuardedTier:
             self.breaker.tick(now_s)
         if self.breaker.state is not self._noted_state:
             self._noted_state = self.breaker.state
-            self.observer.notice(f"breaker {self._noted_state.name.lower().replace('_', ' ')}")
+            self.account.notice(f"breaker {self._noted_state.name.lower().replace('_', ' ')}")
 
     def _collect(self) -> Sequence[tuple[SubmittedJob, JobResult]]:
         """Return the jobs that the tier has reported, including expired ones, and free their budget."""
@@ -247,11 +237,11 @@ class GuardedTier:
                 try:
                     results.append(checked_result(result))
                 except WrongValueError:
-                    self.observer.note_exception("get_finished")
-                    self.counters.add("unknown_results_total")
+                    self.account.note_exception("get_finished")
+                    self.account.unknown_result()
                     is_wrong = True
         except tier_exceptions():
-            self.observer.note_exception("get_finished")
+            self.account.note_exception("get_finished")
             is_wrong = True
         if is_wrong:
             self.breaker.fail(self._clock())
@@ -259,7 +249,7 @@ class GuardedTier:
         for result in results:
             job = self.jobs.pop(result.job_id, None)
             if job is None:
-                self.counters.add("unknown_results_total")
+                self.account.unknown_result()
                 continue
             self._budget_of(job).blocks -= len(job.blocks)
             ended_s, now_s = result.ended_s, self._clock()
@@ -267,13 +257,12 @@ class GuardedTier:
             if ended_s is None or not begun_s <= ended_s <= now_s:  # a tier may use another clock
                 ended_s = now_s
             seconds = max(0.0, ended_s - begun_s)
-            self.measures.add_job(direction_of(job.metadata), seconds, len(job.blocks) * self._block_bytes)
+            self.account.reported(job.metadata, seconds, is_late=job.is_expired)
             loaded = len(job.blocks) if result.success else len(result.successful_keys or ())
             # Blocks that are absent come sooner than others: too many of them say nothing.
             if job.metadata.is_promotion and 0 < len(job.blocks) <= 2 * loaded and not job.is_expired:
                 self.pace.add(job.blocks_in_flight, seconds, now_s)
             if job.is_expired:
-                self.counters.add("late_jobs_total")
                 self._budget_of(job).expired_blocks -= len(job.blocks)
                 self.breaker.answer()
             else:
@@ -293,11 +282,10 @@ class GuardedTier:
         for job in expired:
             del self._unexpired[job.metadata.job_id]
             job.is_expired = True
-            self.counters.add("expired_jobs_total")
             self._budget_of(job).expired_blocks += len(job.blocks)
             if job.metadata.is_promotion and job.blocks:
                 self.pace.add(job.blocks_in_flight, self.settings.job_timeout, now_s)
-            self.observer.expired(job.metadata)
+            self.account.expired(job.metadata)
             self.breaker.fail(now_s)
         return expired
 
@@ -306,30 +294,29 @@ class GuardedTier:
         try:
             failures = operator.index(self.tier.lookup_failures)
         except tier_exceptions():
-            self.observer.note_exception("lookup_failures")
+            self.account.note_exception("lookup_failures")
             return
         before, self._lookup_failures = self._lookup_failures, failures
         if failures > before:
-            self.counters.add("lookup_timeouts_total", count=failures - before)
+            self.account.lookups_timed_out(failures - before, is_for_history=True)
             self.breaker.fail(now_s)
-            self.observer.note_lookup_timeout()
 
     def note_too_slow(self, blocks: int, reason: str) -> None:
         """Count blocks that the tier has, and that are not loaded for this reason or because its times are unknown."""
-        self.counters.add("too_slow_blocks_total", reason if self.pace.is_known else "learning", count=blocks)
+        self.account.too_slow(blocks, reason if self.pace.is_known else "learning")
 
     def disable(self, why: str) -> None:
         """Stop using the tier until the process ends."""
         if not self.is_disabled:
             self.is_disabled = True
-            self.observer.notice(f"disabled: {why}")
+            self.account.notice(f"disabled: {why}")
 
     def call(self, method: str, *arguments: object) -> Any:  # Any: as the tier's method returns
         """Call a method of the tier; an exception is counted, and the result is then None."""
         try:
             return getattr(self.tier, method)(*arguments)
         except tier_exceptions():
-            self.observer.note_exception(method)
+            self.account.note_exception(method)
             return None
 
     def wants_all_of(self, req_context: ReqContext) -> bool:
@@ -343,8 +330,7 @@ class GuardedTier:
         block_bytes = self._block_bytes
         stores, loads = self.stores.blocks, self.loads.blocks + self.loads.reserved_blocks
         return {
-            **self.counters.snapshot(),
-            **self.measures.snapshot(),
+            **self.account.snapshot(),
             **self.admission.snapshot(),
             **self.pace.snapshot(),
             "pinned_bytes": (stores + loads) * block_bytes,
@@ -364,11 +350,11 @@ class GuardedTier:
         try:
             has_reset = checked_flag(self.tier.reset_cache())
         except tier_exceptions():
-            self.observer.note_exception("reset_cache")
+            self.account.note_exception("reset_cache")
             has_reset = False
         if not has_reset:
             self.disable("it cannot reset")
-        self.observer.reset([job.metadata for job in self.jobs.values()])
+        self.account.reset([job.metadata for job in self.jobs.values()])
 
     def _moved_blocks(self) -> int:
         """Return how many blocks the tier reports as relocated within its storage."""
@@ -379,7 +365,7 @@ class GuardedTier:
         try:
             return checked_stats(self.tier.stats())
         except tier_exceptions():
-            self.observer.note_exception("stats")
+            self.account.note_exception("stats")
             return {}
 
     def _budget_of(self, job: SubmittedJob) -> Budget:
@@ -394,10 +380,10 @@ class GuardedTier:
             done = 0
         else:
             done = len(frozenset(result.successful_keys).intersection(job.metadata.keys))
-        self.observer.ended(job.metadata, result, done, total)
+        self.account.ended(job.metadata, result, done, total)
         if done or not total:
             self.breaker.succeed()
-        elif result.reason not in HARMLESS_REASONS:
+        elif not reason_of(result.reason).is_harmless:
             self.breaker.fail(self._clock())
 
 

@@ -19,15 +19,15 @@ from tiered_kv.base import (
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
-from tiered_kv.history.fates import Fate
 from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.instruments import Notices, StepTimer, timed
 from tiered_kv.pauses import PAUSES_MAX, STEP
+from tiered_kv.reasons import Fate
+from tiered_kv.tiering.account import EventSink, PrimaryAccount
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
-from tiered_kv.tiering.observer import EventSink, Observer
 from tiered_kv.tiering.pace import EngineCost
 from tiered_kv.tiering.prefetch import Prefetches
 from tiered_kv.tiering.promotion import Promotions
@@ -117,7 +117,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._has_event_sink = event_sink is not None
         self._counting_tiers = tuple(guarded for guarded in self._tiers if not guarded.admission.is_open())
         self._prefetches = Prefetches(self, primary, self._promotions, self._search)
-        self._observer = Observer(primary, self._tiers, self._requests, history, event_sink, block_tokens)
+        accounts = [guarded.account for guarded in self._tiers]
+        self._history = history
+        self._account = PrimaryAccount(primary, accounts, history, event_sink, block_tokens)
         self.step_timer = StepTimer(clock)
         self._is_closed = False
 
@@ -204,7 +206,8 @@ class TieringOffloadingManager(OffloadingManager):
         STEP.pauses_left = PAUSES_MAX
         spec = self.primary.prepare_load(keys, req_context)
         state = self._requests.state_of(req_context)
-        self._observer.loaded(keys, state)
+        log = None if self._history is None else self._requests.log_of(state)
+        self._account.loaded(keys, log, state.sources)
         self._prefetches.leave(state)
         if state.held:
             self._promotions.release(state, keys)
@@ -249,7 +252,7 @@ class TieringOffloadingManager(OffloadingManager):
             self.primary.abandon(written)
         elif written:
             stored = [block.key for block in written]
-            self._observer.stored(stored)
+            self._account.stored(stored)
             tiers = [tier for tier in self._tiers if tier not in request_level] if request_level else self._tiers
             self._cascade.commit(written, stored, tiers, self._context_of(req_context))
         if state is not None:
@@ -321,7 +324,7 @@ class TieringOffloadingManager(OffloadingManager):
         if self._ready_min and not self._load_skippers:
             self._ready_min = 0
         if self._has_event_sink:
-            self._observer.publish()
+            self._account.publish()
         STEP.end()
         self.step_timer.end_step(began_s)
 
@@ -356,7 +359,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._cascade.fill(ready, self._tiers, context)
 
     def take_events(self) -> list[OffloadingEvent]:
-        return self._observer.take_events()
+        return self._account.take_events()
 
     # Emptying and closing.
 
@@ -388,7 +391,7 @@ class TieringOffloadingManager(OffloadingManager):
             self.poll()
             is_drained = not self.jobs_in_flight
             if is_drained or time.monotonic() >= end_s:
-                self._observer.settle()
+                self._account.settle()
                 return is_drained
             time.sleep(_DRAIN_POLL_S)
 
@@ -402,7 +405,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.notices.add(PRIMARY_NAME, "cache reset")
         for guarded in self._tiers:
             guarded.reset_cache()
-        self._observer.publish_reset()
+        self._account.publish_reset()
         self._search.refresh(self._clock())
 
     def outdate(self, req_context: ReqContext) -> None:
@@ -410,7 +413,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._outdate(self._requests.state_of(req_context))
 
     def _forget_primary(self) -> None:
-        self._observer.resetting()
+        self._account.resetting()
         self._promotions.reset()
         self._prefetches.clear()
         for state in list(self._requests.states.values()):
@@ -442,10 +445,10 @@ class TieringOffloadingManager(OffloadingManager):
                 self._promotions.leave(state)
         self._close_tiers(timeout_s)
         for state in list(self._requests.states.values()):
-            self._observer.request_ended(state)
+            self._account.request_ended(state.log)
         self._requests.states.clear()
         self._search.stop()
-        self._observer.close()
+        self._account.close()
         self.primary.shutdown(unmap=not self.jobs_in_flight)
 
     def _close_tiers(self, timeout_s: float) -> None:
@@ -460,7 +463,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Return all counts by tier, a secondary tier's own `stats` under "tier". Any thread may call."""
         of_primary: dict[str, Any] = {
             **self.primary.snapshot(),
-            **self._observer.snapshot(),
+            **self._account.snapshot(),
             **self.cost.snapshot(),
             "promotion_blocks": self._promotions.blocks_taken,
             "released_holds_total": self._promotions.released_holds,
@@ -468,7 +471,7 @@ class TieringOffloadingManager(OffloadingManager):
             "step_seconds": self.step_timer.seconds.snapshot(),
         }
         counted = {PRIMARY_NAME: of_primary, **{guarded.name: guarded.snapshot() for guarded in self._tiers}}
-        self._observer.add_counts(counted)
+        self._account.add_counts(counted)
         return counted
 
     def estimates(self) -> dict[str, dict[str, float]]:
@@ -494,7 +497,7 @@ class TieringOffloadingManager(OffloadingManager):
             ready = [block for block in found if block is not None and block.ref_cnt >= 0]
             ready = self.primary.chain_of(state.req_context).in_order(ready)
             self._cascade.offer(ready, state.request_level, state.req_context)
-        self._observer.request_ended(state)
+        self._account.request_ended(state.log)
         self._promotions.leave(state)
         self._prefetches.leave(state)
         self._requests.pop(state)

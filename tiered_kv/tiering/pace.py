@@ -10,8 +10,6 @@ from typing import Final
 
 from tiered_kv.base import OffloadKey, group_of
 
-TOO_SLOW: Final = "too_slow"
-"""The reason in counters for blocks that are not promoted because the engine computes them sooner."""
 FORGET: Final = 0.9
 """Factor for the weight of earlier loads at each new load: about the last ten matter."""
 FIRST_LOADS: Final = (8, 32)

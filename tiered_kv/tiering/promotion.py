@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.reasons import TOO_SLOW
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
-from tiered_kv.tiering.pace import TOO_SLOW, EngineCost, computed_blocks
+from tiered_kv.tiering.pace import EngineCost, computed_blocks
 from tiered_kv.tiering.requests import RequestState
 
 
@@ -134,7 +135,7 @@ class Promotions:
             if refusal or (keys and not guarded.submit(keys, blocks, state.req_context, self, is_promotion=True)):
                 self._refuse(blocks, guarded, refusal)
             elif keys and self._cost.is_known and (promotions[0].is_try or not guarded.pace.is_known):
-                guarded.counters.add("learning_jobs_total", "try" if promotions[0].is_try else "first")
+                guarded.account.learning("try" if promotions[0].is_try else "first")
 
     def _refuse(self, blocks: Sequence[CPUBlock], guarded: GuardedTier, reason: str, slow_reason: str = "") -> None:
         """Give back blocks that are not loaded; `slow_reason` says why they are `TOO_SLOW`."""

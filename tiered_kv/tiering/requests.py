@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.history.fates import Fate
 from tiered_kv.history.ledger import RequestLog
+from tiered_kv.reasons import Fate
 from tiered_kv.tiering.guarded import GuardedTier
 
 PAUSE_S_MAX = 1.0

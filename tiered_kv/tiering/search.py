@@ -7,11 +7,11 @@ from enum import Enum
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
-from tiered_kv.history.fates import Fate, fate_of
 from tiered_kv.history.recorder import BlockHistory, Page
+from tiered_kv.reasons import TOO_SLOW, Fate, reason_of
 from tiered_kv.tiering.answers import WrongValueError, checked_answer, checked_answers, tier_exceptions
 from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.pace import TOO_SLOW, computed_blocks
+from tiered_kv.tiering.pace import computed_blocks
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import PAUSE_S_MAX, RequestState, RequestTable
 
@@ -212,7 +212,7 @@ class Search:
             if now_s - state.unanswered.setdefault((key, guarded), now_s) < guarded.settings.lookup_timeout:
                 state.asked_s, state.waiting_turn = self._now_s, self._turn
                 return _Verdict.WAIT
-            guarded.counters.add("lookup_timeouts_total")
+            guarded.account.lookups_timed_out()
             self._fail(guarded, state)
             return _Verdict.ASK_NEXT_TIER
         if answer is not True and answer is not False:
@@ -222,11 +222,10 @@ class Search:
                 self._fail(guarded, state, "lookup")
                 return _Verdict.ASK_NEXT_TIER
         asked_s = state.unanswered.pop((key, guarded), None) if state.unanswered else None
-        if asked_s is not None and guarded.measures.noted_s != self._now_s:  # one sample a step
-            guarded.measures.noted_s = self._now_s
-            guarded.measures.lookup_seconds.add(self._clock() - asked_s)
-            if state.is_asking:
-                guarded.pace.add_lookup(self._clock() - asked_s, self._now_s)
+        if asked_s is not None:
+            waited_s = self._clock() - asked_s
+            if guarded.account.looked_up(waited_s, self._now_s) and state.is_asking:
+                guarded.pace.add_lookup(waited_s, self._now_s)
         if not answer:
             if asked_s is not None and not state.req_context.req_id:
                 state.denied[key] = guarded.number
@@ -243,7 +242,7 @@ class Search:
             return _Verdict.WAIT
         if not state.is_asking:
             return _Verdict.WAIT  # a prefetch may wait for room without a bound
-        guarded.counters.add("refused_promotion_blocks_total")
+        guarded.account.refused_promotion()
         if state.log is not None:
             state.log.failed(key, guarded.number, "refused")
         return _Verdict.MISS
@@ -282,7 +281,7 @@ class Search:
             if guarded in state.timed_out:
                 reasons[guarded.number] = state.timed_out[guarded]
             elif not guarded.is_searched:
-                reasons[guarded.number] = fate_of(guarded.refusal() or "budget")
+                reasons[guarded.number] = reason_of(guarded.refusal() or "budget").fate
         return bytes(reasons)
 
     def _count_wait(self, state: RequestState) -> None:
@@ -352,13 +351,13 @@ class Search:
         )
         if not worth:
             state.timed_out[guarded] = Fate.TOO_SLOW
-            guarded.counters.add("too_slow_blocks_total", "not_asked", count=blocks)
+            guarded.account.too_slow(blocks, "not_asked")
         return worth
 
     def _fail(self, guarded: GuardedTier, state: RequestState, raised_in: str = "") -> None:
         """Stop asking a tier for this request. The breaker counts one failure, however many keys were asked for."""
         if raised_in:
-            guarded.observer.note_exception(raised_in)
+            guarded.account.note_exception(raised_in)
         state.timed_out[guarded] = Fate.TIMEOUT
         now_s = self._clock()
         guarded.breaker.fail(now_s)
@@ -372,6 +371,6 @@ def ask_tier(guarded: GuardedTier, keys: list[OffloadKey], req_context: ReqConte
         try:
             return checked_answers(guarded.tier.lookup_many(keys.copy(), req_context), len(keys))
         except tier_exceptions():
-            guarded.observer.note_exception("lookup_many")
+            guarded.account.note_exception("lookup_many")
         guarded.breaker.fail(now_s)
     return [False] * len(keys)

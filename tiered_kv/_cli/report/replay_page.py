@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from tiered_kv._cli.report import figures, page, plots
@@ -10,8 +10,8 @@ from tiered_kv._cli.report.figures import Html, bar, card, element, joined, tabl
 from tiered_kv._cli.report.page import Run, figure, quantity, section, tile
 from tiered_kv._cli.report.plots import Sampler
 from tiered_kv.config.units import format_bytes
-from tiered_kv.history.fates import SENTENCES
 from tiered_kv.metrics.instruments import flat_counts
+from tiered_kv.reasons import FAILED, SENTENCES, TOO_SLOW_REASONS
 from tiered_kv.stack_config import PRIMARY_TIER_NAME
 from tiered_kv.workload.replay import ReplaySettings
 from tiered_kv.workload.tally import GB, ReplayReport
@@ -24,36 +24,15 @@ _BREAKER_STATES: Final = (
     ("half open (probing)", figures.WARN),
     ("open (left alone)", figures.BAD),
 )
-_FAILURES: Final[Mapping[str, str]] = {
-    "absent": "the tier did not have the block, or had evicted it since the lookup",
-    "no_space": "there was no room in the tier",
-    "no_row": "the engine named blocks outside of its memory",
-    "checksum": "the block's bytes did not match their checksum",
-    "truncated": "bytes of the block were missing",
-    "reset": "the cache was reset meanwhile",
-    "expired": "the deadline passed",
-    "timeout": "a call to the storage took too long",
-    "io_error": "a system call failed",
-    "unavailable": "what the tier stands on did not answer",
-    "unanswered": "a server of the tier did not answer for these blocks",
-    "busy": "what the tier needs was in use by somebody else",
-    "format": "the data is of another version or namespace",
-    "key_size": "the key is too long for the tier",
-    "shutdown": "the tier was shut down",
-    "exception": "a method of the tier raised an exception",
-}
-_TOO_SLOW: Final[Mapping[str, str]] = {
-    "late": "the load would have ended after the engine had computed the block",
-    "cut": "the blocks before it were loaded, and it would have come too late",
-    "learning": "the tier's times were not known, so only few blocks were loaded",
-    "try": "it was loaded to measure the tier again, and its request did not wait",
-    "not_asked": "the tier was not asked, or had not answered",
-}
 _REASONS: Final = (
     ("misses_total", "Misses: blocks that were asked for and did not come from the tier", SENTENCES),
-    ("too_slow_blocks_total", "Computed instead of loaded: blocks that the engine computes sooner", _TOO_SLOW),
+    ("too_slow_blocks_total", "Computed instead of loaded: blocks that the engine computes sooner", TOO_SLOW_REASONS),
     ("skipped_blocks_total", "Stores that were skipped: blocks that were not offered to the tier", SENTENCES),
-    ("failed_blocks_total", "Transfers that failed: blocks that a job did not store or load", _FAILURES),
+    (
+        "failed_blocks_total",
+        "Transfers that failed: blocks that a job did not store or load",
+        {word: reason.sentence for word, reason in FAILED.items()},
+    ),
 )
 """Counters with reasons, their titles, and the meanings of the reasons."""
 

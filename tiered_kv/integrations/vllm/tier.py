@@ -154,12 +154,12 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         try:
             answer = checked_answer(guarded.tier.lookup(key, req_context))
         except tier_exceptions():
-            guarded.observer.note_exception("lookup")
+            guarded.account.note_exception("lookup")
             return self._fail_lookup(notes)
         if answer is None:
             if notes.may_wait(key, time.monotonic(), guarded.settings.lookup_timeout):
                 return LookupResult.RETRY
-            guarded.counters.add("lookup_timeouts_total")
+            guarded.account.lookups_timed_out()
             return self._fail_lookup(notes)
         return self._hit(key, notes) if answer else LookupResult.MISS
 
@@ -183,7 +183,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
                 return LookupResult.HIT
             if guarded.is_loading and notes.may_wait(key, time.monotonic(), ROOM_WAIT_S):
                 return LookupResult.RETRY
-        guarded.counters.add("refused_promotion_blocks_total")
+        guarded.account.refused_promotion()
         return LookupResult.MISS
 
     def _fail_lookup(self, notes: RequestNotes) -> LookupResult:
@@ -196,7 +196,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     def submit_store(self, job_metadata: TransferJob) -> None:
         hints = job_metadata.req_context.get_state(Hints)
         if hints is not None and hints.skips_store:
-            self._guarded.counters.add("skipped_blocks_total", BY_REQUEST, count=len(job_metadata.keys))
+            self._guarded.account.skipped(BY_REQUEST, job_metadata.keys)
             self._end(job_metadata.job_id, is_success=True)
             return
         if not self._has_rows(job_metadata):
@@ -332,7 +332,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     # Events, metrics, the end.
 
     def take_events(self) -> Iterable[Any]:
-        return vllm_events(self._guarded.observer.take_events(), self._reporting, self.locality)
+        return vllm_events(self._guarded.account.take_events(), self._reporting, self.locality)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
