@@ -64,7 +64,8 @@ def stack_table(runs: Sequence[StackRun], currency: str) -> Table:
         bill = [f"{costs[name]['total']:,.2f}" if name in costs else "-"] if costs else []
         rows.append([name, f"{tier.hits:,}", f"{tier.hit_rate:.1%}", *moved, *counts, *bill])
     if costs:
-        rows.append(["all", f"{simulated.hits:,}", f"{simulated.hit_rate:.1%}", *[""] * 7, *_total(costs)])
+        hits = simulated.blocks - simulated.misses
+        rows.append(["all", f"{hits:,}", f"{simulated.hit_rate:.1%}", *[""] * 7, *_total(costs)])
     rows.append(["misses", f"{simulated.misses:,}", f"{1 - simulated.hit_rate:.1%}", *[""] * (7 + len(priced))])
     return [*columns, *priced], rows
 
