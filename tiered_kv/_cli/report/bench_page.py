@@ -33,10 +33,8 @@ def bench_page(run: Run, results: Sequence[TierBench], settings: BenchSettings) 
         lede=_measured(results, settings),
         notes=bench_remarks(results),
         tiles=_tiles(results),
-        sections=[
-            _speed(results, settings),
-            page.conditions(run, [("longest time of a direction of a round", f"{settings.timeout_s:g} s")]),
-        ],
+        sections=[_speed(results, settings)],
+        settings=[("longest time of a direction of a round", f"{settings.timeout_s:g} s")],
     )
 
 

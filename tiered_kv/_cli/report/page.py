@@ -69,22 +69,29 @@ def page(
     kind: str,
     heading: str,
     lede: str,
-    notes: Iterable[str],
     tiles: Iterable[Html],
     sections: Iterable[Html],
+    settings: Iterable[tuple[str, str]] = (),
+    notes: Iterable[str] = (),
 ) -> str:
-    """Return a whole page. Notes that begin with CORRUPT are shown in red."""
+    """Return a whole page; at its end are the `settings` of the run. Notes that begin with CORRUPT are shown in red."""
     here = resources.files("tiered_kv._cli.report")
     shown_notes = (
         element("p", run.scrub(text), class_="note bad" if text.startswith("CORRUPT") else "note") for text in notes
     )
-    texts = {"kind": kind, "heading": heading, "lede": lede, "version": __version__, "date": _date(run.began)}
+    texts = {
+        "kind": kind,
+        "heading": heading[:1].upper() + heading[1:],
+        "lede": lede,
+        "version": __version__,
+        "date": _date(run.began),
+    }
     return Template((here / "page.html").read_text("utf-8")).substitute(
         {name: html.escape(run.scrub(text)) for name, text in texts.items()},
         style=(here / "report.css").read_text("utf-8"),
         notes=joined(shown_notes),
         tiles=element("div", *tiles, class_="tiles"),
-        sections=joined(sections),
+        sections=joined([*sections, _conditions(run, settings)]),
     )
 
 
@@ -116,7 +123,7 @@ def section(title: str, about: str, *content: Html) -> Html:
     return element("section", element("h2", title), element("p", about, class_="about"), *content)
 
 
-def conditions(run: Run, settings: Iterable[tuple[str, str]]) -> Html:
+def _conditions(run: Run, settings: Iterable[tuple[str, str]]) -> Html:
     """Return the part of a page about the conditions of the measurement."""
     command = shlex.join(["tiered-kv", *(str(redact(each)) for each in run.arguments)])
     parts = {

@@ -44,17 +44,12 @@ def replay_page(
     return page.page(
         run,
         kind="Replay report",
-        heading=f"{workload[:1].upper()}{workload[1:]} through {run.stack_name}",
+        heading=f"{workload} through {run.stack_name}",
         lede=_measured(report, settings),
         notes=remarks,
         tiles=_tiles(report),
-        sections=[
-            _origin(report),
-            _course(report, sampler),
-            _reasons(run, report),
-            _counters(run, report),
-            page.conditions(run, _settings(report, settings)),
-        ],
+        sections=[_origin(report), _course(report, sampler), _reasons(run, report), _counters(run, report)],
+        settings=_settings(report, settings),
     )
 
 

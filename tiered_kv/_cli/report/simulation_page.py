@@ -28,6 +28,7 @@ StackRun = tuple[str, Simulated, Costs]
 _POINTS: Final = 200
 _MB: Final = 1e6
 _LRU: Final = "lru"
+_KIND: Final = "Simulation report"
 
 
 def points_of(curve: HitCurve) -> list[tuple[int, float]]:
@@ -97,7 +98,8 @@ def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: 
     best = max(rates, key=lambda rate: rate.hit_rate)
     parts = card(table(*rate_table(rates))), element("div", plot, class_="plots")
     sections = [section("Hit rates", "By size and policy.", *parts)]
-    return _page(run, workload, lede, best.hit_rate, f"{best.policy} with {best.capacity_blocks:,} blocks", sections)
+    tile_of = _tile(best.hit_rate, f"{best.policy} with {best.capacity_blocks:,} blocks")
+    return page.page(run, kind=_KIND, heading=workload, lede=lede, tiles=[tile_of], sections=sections)
 
 
 def stack_page(
@@ -130,19 +132,12 @@ def stack_page(
         f"{fleet.concurrency} at once. The manager is the real one; its tiers kept keys and no bytes."
     )
     name, best, _ = max(runs, key=lambda each: each[1].hit_rate)
-    return _page(run, f"{workload} through {run.stack_name}", lede, best.hit_rate, name, sections)
+    heading, tiles = f"{workload} through {run.stack_name}", [_tile(best.hit_rate, name)]
+    return page.page(run, kind=_KIND, heading=heading, lede=lede, tiles=tiles, sections=sections)
 
 
-def _page(run: Run, heading: str, lede: str, hit_rate: float, of: str, sections: Sequence[Html]) -> str:
-    return page.page(
-        run,
-        kind="Simulation report",
-        heading=heading[:1].upper() + heading[1:],
-        lede=lede,
-        notes=(),
-        tiles=[tile(f"{100 * hit_rate:.1f}", "%", f"hits: {of}")],
-        sections=[*sections, page.conditions(run, [])],
-    )
+def _tile(hit_rate: float, of: str) -> Html:
+    return tile(f"{100 * hit_rate:.1f}", "%", f"hits: {of}")
 
 
 def _curves(curve: HitCurve, rates: Sequence[HitRate], policies: Sequence[str]) -> Html:
