@@ -131,7 +131,7 @@ def _purge(settings: TierSettings, tier: TierPurge, timeout_s: float) -> None:
             found.purged = not removed.left
 
     if tier.namespaces:
-        tier.error = administer(settings, purge) or ""
+        tier.error = administer(settings, purge) or tier.error
 
 
 def _ask(tiers: Sequence[TierPurge]) -> None:
