@@ -74,7 +74,7 @@ def _refusal() -> FormatError:
     return FormatError("the answer is not the status of a stack")
 
 
-View = dict[str, Any]
+View = dict[str, Any]  # Any: as JSON has it
 """A stack over an interval, as `--json` prints it; `docs/reference/command.md` describes each field."""
 
 
