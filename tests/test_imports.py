@@ -99,38 +99,33 @@ def sources() -> list[tuple[str, Path]]:
 
 def imports_of(path: Path, *, top_level_only: bool = False) -> frozenset[str]:
     """Return the modules that `path` imports when it runs, imports for type checkers left out."""
-    everywhere, top_level = _imports(path)
-    return top_level if top_level_only else everywhere
+    top_level, in_functions, _ = _imports(path)
+    return top_level if top_level_only else top_level | in_functions
 
 
 @functools.cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@functools.cache
-def _imports(path: Path) -> tuple[frozenset[str], frozenset[str]]:
-    """Return what is imported anywhere, and what outside of functions."""
-    everywhere: set[str] = set()
-    top_level: set[str] = set()
-    waiting: list[tuple[ast.AST, bool]] = [(_tree(path), False)]
+def _imports(path: Path) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Return what is imported when the file is, what in functions, and what for type checkers."""
+    found: tuple[set[str], set[str], set[str]] = set(), set(), set()
+    waiting: list[tuple[ast.AST, int]] = [(ast.parse(path.read_text()), 0)]
     while waiting:
-        node, in_function = waiting.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            continue
-        names: set[str] = set()
+        node, kind = waiting.pop()
         if isinstance(node, ast.Import):
-            names = {alias.name for alias in node.names}
+            found[kind].update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import"
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-        everywhere |= names
-        if not in_function:
-            top_level |= names
-        in_function = in_function or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            found[kind].update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            kind = max(kind, 1)
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            kind = 2
         # An expression contains no statement.
-        waiting += [(child, in_function) for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
-    return frozenset(everywhere), frozenset(top_level)
+        inner = (
+            each for name in ("body", "orelse", "finalbody", "handlers", "cases") for each in getattr(node, name, ())
+        )
+        waiting += [(child, kind) for child in inner]
+    top_level, in_functions, for_types = map(frozenset, found)
+    return top_level, in_functions, for_types
 
 
 def room_of(module: str) -> int:
@@ -248,9 +243,7 @@ def test_imports_form_no_circle() -> None:
     modules = dict(sources())
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():
-        nodes = [node for node in ast.walk(_tree(path)) if isinstance(node, ast.ImportFrom)]
-        pairs = [(node.module or "", f"{node.module}.{alias.name}") for node in nodes for alias in node.names]
-        imported = {name if name in modules else package for package, name in pairs}
+        imported = {name if name in modules else name.rpartition(".")[0] for name in frozenset().union(*_imports(path))}
         # The package's own names are imported when they are used first.
         graph[module] = set() if module == "tiered_kv" else imported & modules.keys() - {module}
     graphlib.TopologicalSorter(graph).prepare()  # raises with the circle

@@ -246,6 +246,7 @@ def test_nvme_stores_with_a_capacity_far_above_its_disk(
     assert "of the capacity can be had: its disk has no more free space; lower capacity" in caplog.text
 
 
+@pytest.mark.slow
 def test_fs_evicts_for_new_blocks_on_a_disk_that_is_smaller_than_its_capacity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def test_policies_of_the_built_in_chats(simulate: Command) -> None:
     assert [each["capacity_blocks"] for each in result["results"]][-2:] == [distinct >> 1, distinct]
 
 
+@pytest.mark.slow
 def test_a_sample_shows_its_error(simulate: Command) -> None:
     sampled = ["--policy", "arc", "--capacity", "1500", "--sample", "0.5"]
     (result,) = simulate.json(*sampled)["results"]

@@ -203,6 +203,7 @@ def test_every_field_is_described() -> None:
     assert undescribed(names, "reference/command.md", "top") == set()
 
 
+@pytest.mark.slow
 def test_without_a_terminal_it_prints_a_table_for_each_interval_until_ctrl_c() -> None:
     with (
         StatusServer(growing()) as server,

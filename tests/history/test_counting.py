@@ -261,6 +261,7 @@ def test_a_small_tier_s_ghosts_are_exact() -> None:
     assert ghosts.snapshot()["4"] == 300
 
 
+@pytest.mark.slow
 def test_a_sample_stands_for_a_large_tier_and_takes_bounded_memory() -> None:
     """All chats use 32 common blocks, which are most of the hits. A sample may have many or few of them."""
     chats = [hashes(list(map(block_key, each.hash_ids))) for each in ChatWorkload(chats=960).requests()]

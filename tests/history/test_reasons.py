@@ -101,7 +101,8 @@ def answers_after(stack: Stack, keys: list[OffloadKey], clock: ManualClock, seco
 
 
 @pytest.mark.parametrize(
-    ("cause", "reason"), [("no_space", "no_space"), ("io_error", "failed"), ("timeout", "timeout"), ("too_slow", "failed")]
+    ("cause", "reason"),
+    [("no_space", "no_space"), ("io_error", "failed"), ("timeout", "timeout"), ("too_slow", "failed")],
 )
 def test_what_the_tier_did_not_store(stack: Stack, cause: str, reason: str) -> None:
     obedient(stack).store_reason = cause

@@ -159,6 +159,7 @@ def test_a_manager_measures_its_steps_jobs_and_lookups() -> None:
     engine.manager.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier_type", ["memory", "nvme"])
 def test_bytes_that_are_evicted_without_a_read_are_wasted(tier_type: str, tmp_path: Path) -> None:
     place = {"path": str(tmp_path / "kv")} if tier_type == "nvme" else {}

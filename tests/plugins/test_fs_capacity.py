@@ -55,6 +55,7 @@ def test_blocks_of_a_retired_epoch_make_room_first(open_rig: OpenRig, path: Path
         assert number < 100
 
 
+@pytest.mark.slow
 def test_blocks_of_an_epoch_that_another_process_is_still_in_stay(open_rig: OpenRig, path: Path) -> None:
     staying, resetting = open_rig(), open_rig()
     keys = make_keys(8, "old")
@@ -129,6 +130,7 @@ def test_a_foreign_directory_that_may_not_be_read_does_not_keep_the_tier_from_st
     assert rig.tier.stats()["surveys_total"] > 0
 
 
+@pytest.mark.slow
 def test_the_grant_of_a_writer_that_was_killed_is_free_again_once_it_has_lapsed(open_rig: OpenRig, path: Path) -> None:
     rig = open_rig()
     assert rig.store(make_keys(4)).success
@@ -144,6 +146,7 @@ def test_the_grant_of_a_writer_that_was_killed_is_free_again_once_it_has_lapsed(
     assert occupied_bytes(path) <= CAPACITY_BYTES
 
 
+@pytest.mark.slow
 def test_a_tier_that_lapsed_and_goes_on_stores_within_a_new_grant(open_rig: OpenRig, path: Path, gate: Gate) -> None:
     stopped, other = open_rig(), open_rig()
     for rig in (stopped, other):

@@ -323,6 +323,7 @@ def test_a_capacity_that_is_too_small_is_an_error_that_names_the_least(open_rig:
         open_rig(capacity=65536)
 
 
+@pytest.mark.slow
 def test_foreign_files_are_left_alone_and_count_against_the_capacity(open_rig: OpenRig, path: Path) -> None:
     rig = open_rig(capacity=4 << 20)
     rig.store(make_keys(2))

@@ -167,6 +167,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["process", "child"])
 def test_the_error_names_the_process_that_holds_the_lock_whatever_its_file_says(bench: StoreBench, who: str) -> None:
     with subprocess.Popen(

@@ -218,6 +218,7 @@ def test_a_segment_whose_blocks_can_never_move_is_used_again_without_them(bench:
     assert store.stats()["io_errors_total"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_read_only", [False, True])
 def test_a_disk_that_takes_no_headers_costs_the_blocks_of_few_segments_and_is_used_again(
     bench: StoreBench, monkeypatch: pytest.MonkeyPatch, is_read_only: bool

@@ -62,6 +62,7 @@ def test_blocks_that_are_used_again_and_again_stay(bench: StoreBench, codec: str
     assert bench.get(bench.open(), system_prompt + touched) == {*system_prompt, *touched}
 
 
+@pytest.mark.slow
 def test_segments_of_used_blocks_outlive_all_others_in_place(bench: StoreBench) -> None:
     store = bench.open()
     used = range(6)  # several whole segments, and far more than a quarter of each

@@ -105,6 +105,7 @@ def test_a_tier_may_be_opened_before_its_servers(
             rig.tier.describe()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [{"mode": "cluster"}, {"mode": "sentinel", "service": "blocks"}])
 def test_members_that_do_not_answer_hold_nobody_beyond_a_deadline(mode: dict[str, object], open_rig: OpenRedis) -> None:
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]  # which accept connections and send nothing

@@ -159,6 +159,7 @@ def test_loads_fit_into_a_server_s_output_limit(
     assert not caplog.text
 
 
+@pytest.mark.slow
 def test_loads_ask_for_as_much_as_before_some_time_after_a_cut(
     redis_server: RedisServer, open_redis: OpenRedis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +177,7 @@ def test_loads_ask_for_as_much_as_before_some_time_after_a_cut(
     assert caplog.text.count("client-output-buffer-limit") <= 1
 
 
+@pytest.mark.slow
 def test_a_frozen_server_holds_no_job_longer_than_its_timeout(redis_server: RedisServer, open_redis: OpenRedis) -> None:
     keys = make_keys(8)
     assert open_redis(url=redis_server.url).store(keys).success

@@ -85,6 +85,7 @@ def reason_of_load(rig: TierRig, keys: list[OffloadKey]) -> str:
     return rig.wait([rig.submit_load(keys)])[0].reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [b"-LOADING wait\r\n", b"-CLUSTERDOWN The cluster is down\r\n"])
 def test_a_server_that_can_be_used_for_nothing_is_not_asked_until_it_answers(
     error: bytes, open_redis: OpenRedis
@@ -193,6 +194,7 @@ def test_a_cycle_of_causes_has_a_reason() -> None:
     assert reason_of_error(first) == "timeout"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_a_dead_master_costs_its_own_blocks_and_opens_no_breaker(
     how: str, two_masters: list[Member], open_redis: OpenRedis

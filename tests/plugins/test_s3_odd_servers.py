@@ -66,7 +66,7 @@ def stored_in(server: FakeS3) -> set[str]:
     return {target for target in server.objects if "/blocks/" in target}
 
 
-QUICK = ("chunked_bodies", "deletes_that_need_md5", "no_multi_delete")
+QUICK = ("no_multi_delete",)
 ROWS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*ODD, *AT_FIRST)]
 
 
@@ -117,6 +117,7 @@ REFUSED_ONE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reply", [words(403, "AccessDenied", "it is retained"), answer(200, REFUSED_ONE)])
 def test_a_bucket_that_refuses_deletes_says_so_in_the_log_the_counters_check_and_purge(
     server: FakeS3, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], tmp_path: Path, reply: bytes

@@ -48,6 +48,7 @@ class LoopbackServer(ABC):
         with suppress(OSError):
             while True:
                 sock, _ = self._listener.accept()
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or pieces of an answer wait 40 ms
                 self._connections.append(sock)
                 self._threads.append(threading.Thread(target=self._guarded, args=(sock,), daemon=True))
                 self._threads[-1].start()

@@ -30,6 +30,7 @@ def test_a_large_job_is_served_in_parts_by_several_threads_and_reported_once(mak
     assert stage.tier.get_finished() == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gains", [True, False])
 def test_stores_use_more_threads_only_if_that_stores_faster(make_stage: MakeStage, gains: bool) -> None:
     stage = make_stage(DictTier, threads=8, part_blocks=1)

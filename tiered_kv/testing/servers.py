@@ -129,6 +129,7 @@ def fake_redis_url() -> Iterator[str]:
     fakeredis = pytest.importorskip("fakeredis", reason="fakeredis is not installed")
     server = fakeredis.TcpFakeServer(("127.0.0.1", 0), server_type="redis")
     server.daemon_threads = True
+    server.RequestHandlerClass.disable_nagle_algorithm = True  # or replies wait 40 ms for an acknowledgement
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
