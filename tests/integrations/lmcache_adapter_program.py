@@ -145,6 +145,9 @@ class Checks:
         with host(tier) as rig:
             assert rig.store(keys_of(1), rig.objects(1)).is_successful()
             assert not rig.store(keys_of(1), rig.objects(1, ODD)).is_successful()
+            half = [*keys_of(1, "half"), *keys_of(1, object_group_id=1)]
+            assert not rig.store(half, [*rig.objects(1), *rig.objects(1, ODD)]).is_successful()
+            assert rig.lookup(half[:1]) == [True]
             (error,) = [each["error"] for each in rig.adapter.report_status()["sets"] if "error" in each]
             assert "raise adapter_params.sets" in error
             assert rig.lookup(keys_of(1)) == [True]

@@ -107,21 +107,14 @@ class Sequences:
     mismatches: int
 
 
-def bench_command(server: LMCacheServer, directory: Path, first: int, end: int, ranks: int) -> list[str]:
-    """Return the command of LMCache's client benchmark.
-
-    It stores missing chunks, clears its memory, and loads and compares all chunks.
-    """
-    return lmcache(
+def bench(server: LMCacheServer, directory: Path, first: int, end: int, ranks: int = 1) -> Sequences:
+    """Run LMCache's client benchmark, which stores missing chunks, clears its memory, and loads and compares all."""
+    output = run(
         directory,
         *("bench", "server", "--rpc-url", f"tcp://127.0.0.1:{server.port}", "--url", server.http_url),
         *("--mode", "cpu", "--transfer-mode", "engine_driven", "--tp-size", str(ranks), "--num-tokens", "1024"),
         *("--start", str(first), "--end", str(end), "--interval", "0.3", "--kvcache-shape-spec", _KV_SHAPE),
     )
-
-
-def bench(server: LMCacheServer, directory: Path, first: int, end: int, ranks: int = 1) -> Sequences:
-    output = output_of(bench_command(server, directory, first, end, ranks), directory, os.environ)
     found = re.findall(rf"seq (\d+)/cold\] LOOKUP: (\d+)/{CHUNKS} chunks", output)
     digests = re.findall(r"seq (\d+)/warm\] CHECKSUM: (\w+)", output)
     return Sequences(

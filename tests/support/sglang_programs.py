@@ -46,23 +46,14 @@ class SGLangEngine(Program):
         model: Where its model is, or is made.
         directory: For its files.
         options: Of SGLang's `Engine`.
-        command: Runs the program; gets its command line as further arguments.
         variables: Of its environment.
     """
 
-    def __init__(
-        self,
-        model: Path,
-        directory: Path,
-        options: Mapping[str, object],
-        *,
-        command: Sequence[str] = (),
-        **variables: str,
-    ) -> None:
+    def __init__(self, model: Path, directory: Path, options: Mapping[str, object], **variables: str) -> None:
         self._counters = directory / "counters.json"
         program = str(PROGRAMS / "sglang_engine_program.py")
         super().__init__(
-            [*command, interpreter(SGLANG), program, str(model), json.dumps(options)],
+            [interpreter(SGLANG), program, str(model), json.dumps(options)],
             directory / "engine.log",
             environment_of(SGLANG, directory, WATCHED_COUNTERS=str(self._counters), **variables),
         )
