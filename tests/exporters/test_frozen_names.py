@@ -10,6 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
 from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, stack_of
 from tiered_kv.exporters.metrics import StackCollector, exposition
 from tiered_kv.metrics.instruments import is_histogram
@@ -25,6 +28,12 @@ def shape(value: Any) -> object:  # Any: a number, a histogram, or a dictionary 
     return {label: shape(inner) for label, inner in sorted(value.items())} if isinstance(value, dict) else "number"
 
 
+def labels_of(sample: Sample) -> str:
+    """Return a sample's labels, without its tier and a histogram's buckets."""
+    shown = {name: value for name, value in sample.labels.items() if name not in ("tier", "le")}
+    return ",".join(f"{name}={value}" for name, value in sorted(shown.items()))
+
+
 def names(directory: Path) -> dict[str, object]:
     """Return what a stack over the tiers that need no server counts and exposes as soon as it is open."""
     tiers = [
@@ -36,7 +45,10 @@ def names(directory: Path) -> dict[str, object]:
         text = exposition(StackCollector(stack.counters)).decode()
         return {
             "counters": {tier: shape(counted) for tier, counted in sorted(stack.counters().items())},
-            "metrics": sorted(line for line in text.splitlines() if line.startswith("# TYPE")),
+            "metrics": {
+                f"{family.name} {family.type}": " ".join(sorted({labels_of(sample) for sample in family.samples}))
+                for family in text_string_to_metric_families(text)
+            },
         }
 
 

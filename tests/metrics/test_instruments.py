@@ -28,7 +28,7 @@ def test_no_event_is_lost_however_many_threads_count() -> None:
 
 def test_names_are_shown_from_the_start_and_labels_once_they_are_counted() -> None:
     counters = Counters(("stores_total",), ("failed_blocks_total",))
-    assert counters.snapshot() == {"stores_total": 0}
+    assert counters.snapshot() == {"stores_total": 0, "failed_blocks_total": {}}
     counters.add("failed_blocks_total", "load", "absent", count=3)
     counters.add("failed_blocks_total", "load", "timeout")
     counters.add("failed_blocks_total", "store", "timeout", count=5)

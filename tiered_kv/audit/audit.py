@@ -92,8 +92,7 @@ class Audit:
     def snapshot(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return counters by tier; those of the whole audit are the primary tier's. Any thread may call."""
         counted: dict[str, dict[str, Any]] = {
-            name: {"audited_blocks_total": dict(verdicts)} if verdicts else {}
-            for name, verdicts in self._verdicts.items()
+            name: {"audited_blocks_total": dict(verdicts)} for name, verdicts in self._verdicts.items()
         }
         for name, largest in self._largest.copy().items():
             counted[name]["audit_largest_difference_ratio"] = largest

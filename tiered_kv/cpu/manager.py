@@ -251,17 +251,15 @@ class CPUOffloadingManager(OffloadingManager):
     def snapshot(self) -> dict[str, Any]:  # Any: as `Counters.snapshot`
         """Return counters of blocks, bytes and hints. Any thread may call."""
         blocks, block_bytes = len(self.blocks), self.backend.block_size
-        counted: dict[str, Any] = {
+        return {
             "used_blocks": blocks,
             "used_bytes": blocks * block_bytes,
             "capacity_bytes": self.backend.num_blocks * block_bytes,
             "evicted_blocks_total": self.evicted_blocks,
             "hinted_requests_total": self.hint_reader.hinted,
             "refused_hints_total": self.hint_reader.refused,
+            "skipped_blocks_total": {BY_REQUEST: self.skipped_blocks} if self.skipped_blocks else {},
         }
-        if self.skipped_blocks:
-            counted["skipped_blocks_total"] = {BY_REQUEST: self.skipped_blocks}
-        return counted
 
     # For the tiering manager only.
 

@@ -74,7 +74,8 @@ def _managed_series(tier: str, values: Mapping[str, Any]) -> Iterator[Series]:
     for name, value in values.items():
         metric = MANAGER.get(name)
         if metric is not None:
-            for labels, number in _leaves(value, len(metric.labels)):
+            counted = dict.fromkeys(metric.values, 0) | dict(_leaves(value, len(metric.labels)))
+            for labels, number in counted.items():
                 yield Series(PREFIX + name, metric, (tier, *labels), number)
 
 

@@ -154,12 +154,13 @@ class Ledger:
         tiers: list[dict[str, dict[str, int]]] = []
         for hits, misses, ghosts in zip(self._hits.tolist(), self._misses, self._ghosts, strict=True):
             results = {"hit": hits, "miss": int(misses.sum())}
-            counts = {
+            counts: dict[str, dict[str, int]] = {
                 "blocks_total": {result: count for result, count in results.items() if count},
                 "misses_total": _by_label(misses),
-                "ghost_hits_total": {} if ghosts is None else ghosts.snapshot(),
             }
-            tiers.append({name: labelled for name, labelled in counts.items() if labelled})
+            if ghosts is not None:
+                counts["ghost_hits_total"] = ghosts.snapshot()
+            tiers.append(counts)
         return tiers
 
     def fates(self, keys: Sequence[OffloadKey], now_s: float) -> list[list[tuple[Fate, float]]]:

@@ -76,10 +76,10 @@ class Counters:
         return self._counts[name,]
 
     def snapshot(self) -> dict[str, Any]:  # Any: a number, or a dictionary of them by label
-        """Return all counters by name; a counter with labels is a dictionary by label."""
+        """Return all counters by name; a counter with labels is a dictionary by label, empty before its first event."""
         with self._lock:
             counts = list(self._counts.items())
-        nested: dict[str, Any] = {}
+        nested: dict[str, Any] = {name: {} for name in self._labelled}
         for (*above, last), count in counts:
             inner = nested
             for step in above:

@@ -6,10 +6,12 @@ The manager's counters are metrics `tiered_kv_<name>`, and a tier's own are `tie
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Final
 
 from tiered_kv.metrics.instruments import BYTES, SECONDS, SHORT_SECONDS
+from tiered_kv.reasons import SKIPPED, TOO_SLOW_REASONS, Fate
 
 PREFIX: Final = "tiered_kv_"
 TIER_PREFIX: Final = "tiered_kv_tier_"
@@ -18,11 +20,25 @@ TOTAL: Final = "_total"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric; `labels` besides `tier`, and for a histogram the largest value of each bucket."""
+    """A metric.
+
+    Attributes:
+        labels: Its labels besides `tier`.
+        bounds: Of a histogram: the largest value of each bucket.
+        values: The values of `labels` that it has from the start, with 0. Others may follow: a tier's own reasons.
+    """
 
     help: str
     labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
+    values: tuple[tuple[str, ...], ...] = ()
+
+
+def _each(*words: str) -> tuple[tuple[str, ...], ...]:
+    return tuple((word,) for word in words)
+
+
+_DIRECTIONS: Final = ("store", "load")
 
 
 MANAGER: Final = {
@@ -51,14 +67,18 @@ MANAGER: Final = {
         SHORT_SECONDS,
     ),
     # Of the history.
-    "blocks_total": Metric("Blocks that requests asked for.", ("result",)),
+    "blocks_total": Metric("Blocks that requests asked for.", ("result",), values=_each("hit", "miss")),
     "ghost_hits_total": Metric("Blocks used that the tier would have had at another size.", ("size",)),
-    "misses_total": Metric("Blocks that requests asked for and that this tier did not bring.", ("reason",)),
+    "misses_total": Metric(
+        "Blocks that requests asked for and that this tier did not bring.",
+        ("reason",),
+        values=_each(*(fate.label for fate in Fate if fate > Fate.STORED)),
+    ),
     "unexplained_blocks_total": Metric(
         "Blocks that requests asked for, too fast or too many for the history: they are in no miss or hit."
     ),
     # Of secondary tiers.
-    "submitted_jobs_total": Metric("Jobs given to the tier.", ("direction",)),
+    "submitted_jobs_total": Metric("Jobs given to the tier.", ("direction",), values=_each(*_DIRECTIONS)),
     "jobs_in_flight": Metric("Jobs given to the tier and not yet reported."),
     "job_seconds": Metric("Seconds from a job's submission until it was collected.", ("direction",), SECONDS),
     "job_bytes": Metric("Bytes of the blocks of a job.", ("direction",), BYTES),
@@ -70,13 +90,23 @@ MANAGER: Final = {
     "load_budget_used_bytes": Metric("Bytes that loads in flight take."),
     "write_budget_bytes": Metric("Bytes that the tier may store in an hour."),
     "write_budget_used_bytes": Metric("Bytes of these that are used up."),
-    "skipped_blocks_total": Metric("Blocks that the tier was not given for storing.", ("reason",)),
+    "skipped_blocks_total": Metric(
+        "Blocks that the tier was not given for storing.", ("reason",), values=_each(*SKIPPED)
+    ),
     "refused_promotion_blocks_total": Metric("Blocks that the tier had and for which there was no room."),
-    "too_slow_blocks_total": Metric("Blocks not loaded because the engine computes them sooner.", ("reason",)),
-    "learning_jobs_total": Metric("Loads from which the tier's times are learned.", ("reason",)),
+    "too_slow_blocks_total": Metric(
+        "Blocks not loaded because the engine computes them sooner.", ("reason",), values=_each(*TOO_SLOW_REASONS)
+    ),
+    "learning_jobs_total": Metric(
+        "Loads from which the tier's times are learned.", ("reason",), values=_each("first", "try")
+    ),
     "expected_load_seconds": Metric("Seconds that each load takes, as estimated, without its blocks."),
     "expected_block_seconds": Metric("Seconds that each block adds to a load, as estimated."),
-    "failed_blocks_total": Metric("Blocks that jobs did not store or load.", ("direction", "reason")),
+    "failed_blocks_total": Metric(
+        "Blocks that jobs did not store or load.",
+        ("direction", "reason"),
+        values=tuple(itertools.product(_DIRECTIONS, ("exception", "expired"))),
+    ),
     "expired_jobs_total": Metric("Jobs not reported by their deadline."),
     "late_jobs_total": Metric("Jobs reported after their deadline."),
     "quarantined_bytes": Metric("Bytes of the primary tier that expired jobs keep out of use."),
@@ -86,7 +116,9 @@ MANAGER: Final = {
     "exceptions_total": Metric("Exceptions raised by the tier's methods."),
     "unknown_results_total": Metric("Results for jobs that the tier was not given."),
     # Of the audit.
-    "audited_blocks_total": Metric("Blocks computed anew and compared.", ("result",)),
+    "audited_blocks_total": Metric(
+        "Blocks computed anew and compared.", ("result",), values=_each("identical", "close", "different")
+    ),
     "audit_largest_difference_ratio": Metric("Largest relative difference of 256 values so far."),
     "audit_stopped": Metric("1 once a block differed, where the audit stops the tier then."),
     "audited_requests_total": Metric("Requests of which at least one block was compared."),
