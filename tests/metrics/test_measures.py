@@ -9,7 +9,7 @@ import pytest
 
 from tests.performance.bench import InstantTier, block_key
 from tests.support.obedient import BLOCK_BYTES, Engine, get, put, stack_of
-from tests.support.pages import counters_of
+from tests.support.pages import counters_of, undescribed
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
@@ -26,6 +26,7 @@ from tiered_kv.metrics.instruments import (
     timed,
 )
 from tiered_kv.metrics.vocabulary import MANAGER, TIER, TOTAL, Metric
+from tiered_kv.reasons import FAILED, SKIPPED, TOO_SLOW_REASONS, Fate, RecordStatus
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobResult
@@ -210,3 +211,11 @@ def test_every_metric_says_what_it_is() -> None:
     for name, metric in {**MANAGER, **TIER}.items():
         assert metric.help.endswith("."), name
         assert "tier" not in metric.labels
+
+
+def test_the_pages_explain_every_reason() -> None:
+    of_records = {status.value for status in RecordStatus}
+    of_misses = {fate.label for fate in Fate if fate > Fate.STORED}
+    words = {*SKIPPED, *TOO_SLOW_REASONS, *FAILED, *of_misses} - of_records
+    assert undescribed(words, "reference/counters.md") == set()
+    assert undescribed(of_records - {RecordStatus.OK.value}, "reference/formats.md") == set()

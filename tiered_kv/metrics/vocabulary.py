@@ -7,10 +7,11 @@ The manager's counters are metrics `tiered_kv_<name>`, and a tier's own are `tie
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tiered_kv.metrics.instruments import BYTES, SECONDS, SHORT_SECONDS
+from tiered_kv.metrics.instruments import BYTES, SECONDS, SHORT_SECONDS, Counters
 from tiered_kv.reasons import SKIPPED, TOO_SLOW_REASONS, Fate
 
 PREFIX: Final = "tiered_kv_"
@@ -38,15 +39,40 @@ def _each(*words: str) -> tuple[tuple[str, ...], ...]:
     return tuple((word,) for word in words)
 
 
-_DIRECTIONS: Final = ("store", "load")
+DIRECTIONS: Final = ("store", "load")
 
 
-MANAGER: Final = {
-    # Of every tier.
+ACCOUNT: Final = {
     "stored_blocks_total": Metric("Blocks stored in the tier."),
     "stored_bytes_total": Metric("Bytes stored in the tier."),
     "loaded_blocks_total": Metric("Blocks loaded from the tier."),
     "loaded_bytes_total": Metric("Bytes loaded from the tier."),
+    "submitted_jobs_total": Metric("Jobs given to the tier.", ("direction",), values=_each(*DIRECTIONS)),
+    "skipped_blocks_total": Metric(
+        "Blocks that the tier was not given for storing.", ("reason",), values=_each(*SKIPPED)
+    ),
+    "failed_blocks_total": Metric(
+        "Blocks that jobs did not store or load.",
+        ("direction", "reason"),
+        values=tuple(itertools.product(DIRECTIONS, ("exception", "expired"))),
+    ),
+    "refused_promotion_blocks_total": Metric("Blocks that the tier had and for which there was no room."),
+    "too_slow_blocks_total": Metric(
+        "Blocks not loaded because the engine computes them sooner.", ("reason",), values=_each(*TOO_SLOW_REASONS)
+    ),
+    "learning_jobs_total": Metric(
+        "Loads from which the tier's times are learned.", ("reason",), values=_each("first", "try")
+    ),
+    "expired_jobs_total": Metric("Jobs not reported by their deadline."),
+    "late_jobs_total": Metric("Jobs reported after their deadline."),
+    "lookup_timeouts_total": Metric("Lookups that the tier did not answer in time."),
+    "exceptions_total": Metric("Exceptions raised by the tier's methods."),
+    "unknown_results_total": Metric("Results for jobs that the tier was not given."),
+}
+"""What the account of a secondary tier counts. The primary tier has those of stored, loaded and skipped blocks, too."""
+
+MANAGER: Final = {
+    **ACCOUNT,
     # Of the primary tier.
     "used_blocks": Metric("Blocks in the primary tier."),
     "used_bytes": Metric("Bytes of the blocks in the primary tier."),
@@ -78,7 +104,6 @@ MANAGER: Final = {
         "Blocks that requests asked for, too fast or too many for the history: they are in no miss or hit."
     ),
     # Of secondary tiers.
-    "submitted_jobs_total": Metric("Jobs given to the tier.", ("direction",), values=_each(*_DIRECTIONS)),
     "jobs_in_flight": Metric("Jobs given to the tier and not yet reported."),
     "job_seconds": Metric("Seconds from a job's submission until it was collected.", ("direction",), SECONDS),
     "job_bytes": Metric("Bytes of the blocks of a job.", ("direction",), BYTES),
@@ -90,31 +115,11 @@ MANAGER: Final = {
     "load_budget_used_bytes": Metric("Bytes that loads in flight take."),
     "write_budget_bytes": Metric("Bytes that the tier may store in an hour."),
     "write_budget_used_bytes": Metric("Bytes of these that are used up."),
-    "skipped_blocks_total": Metric(
-        "Blocks that the tier was not given for storing.", ("reason",), values=_each(*SKIPPED)
-    ),
-    "refused_promotion_blocks_total": Metric("Blocks that the tier had and for which there was no room."),
-    "too_slow_blocks_total": Metric(
-        "Blocks not loaded because the engine computes them sooner.", ("reason",), values=_each(*TOO_SLOW_REASONS)
-    ),
-    "learning_jobs_total": Metric(
-        "Loads from which the tier's times are learned.", ("reason",), values=_each("first", "try")
-    ),
     "expected_load_seconds": Metric("Seconds that each load takes, as estimated, without its blocks."),
     "expected_block_seconds": Metric("Seconds that each block adds to a load, as estimated."),
-    "failed_blocks_total": Metric(
-        "Blocks that jobs did not store or load.",
-        ("direction", "reason"),
-        values=tuple(itertools.product(_DIRECTIONS, ("exception", "expired"))),
-    ),
-    "expired_jobs_total": Metric("Jobs not reported by their deadline."),
-    "late_jobs_total": Metric("Jobs reported after their deadline."),
     "quarantined_bytes": Metric("Bytes of the primary tier that expired jobs keep out of use."),
-    "lookup_timeouts_total": Metric("Lookups that the tier did not answer in time."),
     "breaker_state": Metric("0 closed, 1 half open, 2 open."),
     "breaker_opened_total": Metric("Times that the breaker opened."),
-    "exceptions_total": Metric("Exceptions raised by the tier's methods."),
-    "unknown_results_total": Metric("Results for jobs that the tier was not given."),
     # Of the audit.
     "audited_blocks_total": Metric(
         "Blocks computed anew and compared.", ("result",), values=_each("identical", "close", "different")
@@ -177,3 +182,9 @@ TIER: Final = {
     "failed_sweeps_total": Metric("Sweeps that could not list or delete."),
 }
 """The built-in tiers' own counters, by name."""
+
+
+def counters_of(metrics: Mapping[str, Metric]) -> Counters:
+    """Return counters with these names and labels."""
+    labelled = [name for name, metric in metrics.items() if metric.labels]
+    return Counters([name for name in metrics if name not in labelled], labelled)

@@ -13,7 +13,8 @@ from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.errors import TierError
 from tiered_kv.history.ledger import CPU, RequestLog
 from tiered_kv.history.recorder import BlockHistory
-from tiered_kv.metrics.instruments import BYTES, SECONDS, SHORT_SECONDS, Counters, Histogram, Notices
+from tiered_kv.metrics.instruments import BYTES, SECONDS, SHORT_SECONDS, Histogram, Notices
+from tiered_kv.metrics.vocabulary import ACCOUNT, DIRECTIONS, counters_of
 from tiered_kv.reasons import Fate, reason_of
 from tiered_kv.tiering.answers import WrongValueError, checked_event, checked_flag, tier_exceptions
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
@@ -25,27 +26,6 @@ EVENTS_MAX: Final = 1 << 12
 
 _SETTLED_KEYS_MAX = 512
 """Keys that `add_counts` takes from the history's queue, in about 100 us; more are left to the history's thread."""
-
-_NAMES: Final = (
-    "stored_blocks_total",
-    "stored_bytes_total",
-    "loaded_blocks_total",
-    "loaded_bytes_total",
-    "refused_promotion_blocks_total",
-    "expired_jobs_total",
-    "late_jobs_total",
-    "lookup_timeouts_total",
-    "exceptions_total",
-    "unknown_results_total",
-)
-_DIRECTIONS: Final = ("store", "load")
-_LABELLED: Final = (
-    "submitted_jobs_total",
-    "skipped_blocks_total",
-    "failed_blocks_total",
-    "too_slow_blocks_total",
-    "learning_jobs_total",
-)
 
 
 class TierAccount:
@@ -65,11 +45,11 @@ class TierAccount:
         history: BlockHistory | None,
         event_source: SecondaryTierManager | None,
     ) -> None:
-        self._counters = Counters(_NAMES, _LABELLED)
+        self._counters = counters_of(ACCOUNT)
         self._lookup_seconds = Histogram(SHORT_SECONDS)
         self._looked_up_s = 0.0
-        self._job_seconds = {direction: Histogram(SECONDS) for direction in _DIRECTIONS}
-        self._job_bytes = {direction: Histogram(BYTES) for direction in _DIRECTIONS}
+        self._job_seconds = {direction: Histogram(SECONDS) for direction in DIRECTIONS}
+        self._job_bytes = {direction: Histogram(BYTES) for direction in DIRECTIONS}
         self._name = name
         self._number = number
         self._block_bytes = block_bytes
