@@ -26,8 +26,8 @@ from tests.support.syscalls import Fault
 from tests.trust import defective_crash_server
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobMetadata, JobResult
-from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import SubmittedJob
+from tiered_kv.tiering.transfers import Cascade
 from tiered_kv_memory.tier import MemoryTier
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.tier import NvmeTier

@@ -26,13 +26,12 @@ from tiered_kv.pauses import PAUSES_MAX, STEP
 from tiered_kv.reasons import Fate
 from tiered_kv.tiering.account import EventSink, PrimaryAccount
 from tiered_kv.tiering.base import SecondaryTierManager
-from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv.tiering.pace import EngineCost
 from tiered_kv.tiering.prefetch import Prefetches
-from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import ManagerLimits, RequestState, RequestTable
 from tiered_kv.tiering.search import Search, ask_tier
+from tiered_kv.tiering.transfers import Cascade, Promotions
 
 _DRAIN_POLL_S = 0.0005
 _NONE_READY = 1 << 29  # more pins than a block has

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadingManager, OffloadKey
 from tiered_kv.cpu.manager import CPUOffloadingManager
-from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestState
 from tiered_kv.tiering.search import Search
+from tiered_kv.tiering.transfers import Promotions
 
 PREFETCH_KEYS = 256
 """Keys that all prefetches together look up in a step."""
