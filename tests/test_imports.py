@@ -73,7 +73,6 @@ OF_ANOTHER_SIZE = {
     "tiered_kv.backend": "an interface as it was given",
     "tiered_kv.cpu.manager": "one class",
     "tiered_kv.tiering.manager": "one class",
-    "tiered_kv.history.ghosts": "the ledger, which alone needs it, has no room",
     "tiered_kv.integrations.prefill_meter": "other engines may need it",
     "tiered_kv._cli.schema": "a verb, imported by its name",
 }

@@ -27,9 +27,8 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.history.fates import CHUNK_KEYS_MAX, hashes
-from tiered_kv.history.ghosts import SIZES, Ghosts
 from tiered_kv.history.recorder import PAGE_KEYS, BlockHistory
+from tiered_kv.history.tables import CHUNK_KEYS_MAX, SIZES, Ghosts, hashes
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager

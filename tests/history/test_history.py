@@ -10,9 +10,9 @@ import pytest
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.history import ledger as ledger_module
-from tiered_kv.history.fates import CHUNK_KEYS_MAX, TICKS_PER_S, FateTable, hashes
 from tiered_kv.history.ledger import CPU, RequestLog
 from tiered_kv.history.recorder import PENDING_BATCHES_MAX, PENDING_KEYS_MAX, BlockHistory
+from tiered_kv.history.tables import CHUNK_KEYS_MAX, TICKS_PER_S, FateTable, hashes
 from tiered_kv.reasons import Fate
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.rig import make_keys

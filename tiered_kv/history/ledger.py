@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.history.fates import TICKS_PER_S, Fates, FateTable, Hashes, Mask, hashes
-from tiered_kv.history.ghosts import Ghosts
+from tiered_kv.history.tables import TICKS_PER_S, Fates, FateTable, Ghosts, Hashes, Mask, hashes
 from tiered_kv.reasons import TOO_SLOW, Fate, reason_of
 
 CPU: Final = 0
