@@ -69,7 +69,7 @@ class TierAccount:
     # Lookups.
 
     def lookups_timed_out(self, count: int = 1, *, is_for_history: bool = False) -> None:
-        """Count lookups without an answer in time. The history does not know those that the tier answered itself."""
+        """Count lookups without an answer in time; `is_for_history` if the tier itself answered them with a miss."""
         self._counters.add("lookup_timeouts_total", count=count)
         if is_for_history and self._history is not None:
             self._history.note_lookup_timeout(self._number)
