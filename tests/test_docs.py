@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.figures import PROOFS, Figures, main
 from tests.support.pages import counters_of
-from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, Register, stack_of
+from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, Register, manager_of, stack_of
 from tiered_kv.metrics.instruments import count_of, flat_counts
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.faults import FailingTier
@@ -71,7 +71,7 @@ def test_every_counter_of_a_busy_replay_is_described(tmp_path: Path, failing: st
     )
     chats = ChatWorkload(chats=20, turns=4, active_chats=10, turn_blocks=3)
     with open_stack(config) as stack:
-        report = replay(stack.manager, stack.kv_view, chats.requests())
+        report = replay(manager_of(stack), stack.region.kv_view, chats.requests())
     assert set(report.tiers) == {"cpu", "nvme", "memory", failing}
     assert "reclaimed_segments_total" in report.tiers["nvme"].counters["tier"]
     assert count_of(report.tiers["memory"].counters, "skipped_blocks_total", "admission")

@@ -15,7 +15,7 @@ import pytest
 
 import tiered_kv
 from tests.support.shortages import DescriptorsLeft, Resource, Shortage, outage
-from tests.support.stacks import PATIENT, Register, block_hashes, stack_of
+from tests.support.stacks import PATIENT, Register, block_hashes, manager_of, stack_of
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.buffers import Blocks
 from tiered_kv.cpu.backend import CPUBackend
@@ -133,7 +133,7 @@ class TestResets:
         keys, blocks, run = hashes(4), blocks_of(4), stack._call_thread.run
 
         def run_late(call: Callable[[], int]) -> int:
-            run(stack.manager.reset_cache)
+            run(manager_of(stack).reset_cache)
             return run(call)
 
         with monkeypatch.context() as patched:
@@ -211,17 +211,17 @@ class TestPutAndGet:
         keys, blocks = hashes(16), blocks_of(16)
         stack.put(keys, blocks)
         context = ReqContext(req_id="engine")
-        stack.manager.prepare_load(make_keys(13), context)
+        manager_of(stack).prepare_load(make_keys(13), context)
         assert stack.put(hashes(8, "other"), blocks_of(8)) == 3
-        stack.manager.complete_load(make_keys(13), context)
-        stack.manager.on_request_finished(context)
+        manager_of(stack).complete_load(make_keys(13), context)
+        manager_of(stack).on_request_finished(context)
 
     def test_a_block_hash_is_a_key_and_an_engine_s_of_group_0(self, stack: Stack) -> None:
         stack.put([b"a hash"], blocks_of(1))
         context = ReqContext(req_id="engine")
-        assert stack.manager.lookup(make_offload_key(b"a hash", 0), context) is True
-        assert stack.manager.lookup(make_offload_key(b"a hash", 1), context) is False
-        stack.manager.on_request_finished(context)
+        assert manager_of(stack).lookup(make_offload_key(b"a hash", 0), context) is True
+        assert manager_of(stack).lookup(make_offload_key(b"a hash", 1), context) is False
+        manager_of(stack).on_request_finished(context)
         (explanation,) = stack.explain([b"a hash"])
         assert (explanation.key, explanation.tiers[0].fate) == (b"a hash", "present")
 
@@ -421,11 +421,11 @@ class TestOpening:
 
         register("noting", Noting)
         config = tiered_kv.load_config(stack_of({"type": "noting"}, {"type": "noting", "name": "second"}))
-        with tiered_kv.open_stack(config) as stack:
+        with tiered_kv.open_engine_stack(config) as stack:
             assert stack.kv_view.shape == (16, BLOCK_BYTES)
+            assert stack.primary is stack.manager.primary
             assert stack.tier_names == ["noting", "second"]
             assert [type(tier) for tier in stack.secondary_tiers] == [Noting, Noting]
-            assert stack.primary is stack.manager.primary
             assert sorted(stack.counters()) == ["cpu", "noting", "second"]
         assert [(spec.name, spec.block_bytes) for spec in specs] == [("noting", BLOCK_BYTES), ("second", BLOCK_BYTES)]
         assert {spec.namespace_digest for spec in specs} == {config.identity.digest}
@@ -457,6 +457,21 @@ class TestOpening:
         with pytest.raises(TierError, match="tier 'second' cannot be opened: OSError: no such disk"):
             open_stack(source)
         assert closed == ["first"]
+
+    def test_each_kind_of_stack_says_who_has_what_it_lacks(self) -> None:
+        with open_stack(stack_of()) as stack, pytest.raises(AttributeError, match=r"'manager': open_engine_stack\(\)"):
+            stack.manager  # type: ignore[attr-defined]  # noqa: B018 - the look-up is the point
+        with tiered_kv.open_engine_stack(stack_of()) as engine:
+            with pytest.raises(AttributeError, match=r"no 'put': open_stack\(\)"):
+                engine.put(hashes(1), blocks_of(1))  # type: ignore[attr-defined]
+            with pytest.raises(AttributeError, match="no attribute 'nonesuch'"):
+                engine.nonesuch  # type: ignore[attr-defined]  # noqa: B018
+
+    def test_an_engine_s_stack_explains_whole_keys(self) -> None:
+        key = make_offload_key(b"a hash", 3)
+        with tiered_kv.open_engine_stack(stack_of()) as stack:
+            (explanation,) = stack.explain([key])
+        assert (explanation.key, explanation.tiers[0].fate) == (key, "unknown")
 
 
 class TestClosing:
@@ -573,7 +588,7 @@ def test_a_put_keeps_its_room_in_the_tiers_while_others_put(register: Register) 
     with open_stack(stack_of(tier)) as stack, ThreadPoolExecutor(1) as pool, opened_at_the_end(gate):
         others: list[Future[int]] = []
         asked: list[bool] = []
-        reserve = stack.manager.reserve_stores
+        reserve = manager_of(stack).reserve_stores
 
         def note(num_blocks: int) -> bool:
             asked.append(reserve(num_blocks))
@@ -586,7 +601,7 @@ def test_a_put_keeps_its_room_in_the_tiers_while_others_put(register: Register) 
                 wait_until(lambda: others[0].done() or False in asked, WAIT_S)
 
         first = copied(blocks_of(4, seed=1), let_another_put)
-        stack.manager.reserve_stores = note  # type: ignore[method-assign]  # to see that the other waits
+        manager_of(stack).reserve_stores = note  # type: ignore[method-assign]  # to see that the other waits
         assert stack.put(hashes(4), first, timeout=WAIT_S) == 4
         gate.open()
         assert others[0].result(WAIT_S) == 4
@@ -605,13 +620,13 @@ def test_a_put_waits_for_rows_that_other_calls_copy() -> None:
         out = copied(empty(4), lambda _: gate.pass_through())
         others = [pool.submit(stack.get, keys[start : start + 4], out, WAIT_S) for start in range(0, 16, 4)]
         wait_until(lambda: gate.waiting == 4, WAIT_S)
-        step = stack.manager.on_schedule_end
+        step = manager_of(stack).on_schedule_end
 
         def note() -> None:
             asked.append(None)
             step()
 
-        stack.manager.on_schedule_end = note  # type: ignore[method-assign]  # to see that the put waits
+        manager_of(stack).on_schedule_end = note  # type: ignore[method-assign]  # to see that the put waits
         put = pool.submit(stack.put, hashes(4, "other"), blocks_of(4), timeout=WAIT_S)
         wait_until(lambda: put.done() or len(asked) > 3, WAIT_S)
         gate.open()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         TierError,
         TierUnavailableError,
     )
-    from tiered_kv.stack import Stack, open_stack
+    from tiered_kv.stack import EngineStack, Stack, open_engine_stack, open_stack
     from tiered_kv.stack_config import StackConfig, load_config
 
 __version__ = "0.1.0.dev0"
@@ -41,6 +41,7 @@ __all__ = [
     "AsyncStack",
     "ConfigError",
     "DirectTiers",
+    "EngineStack",
     "FormatError",
     "MissingExtraError",
     "Namespace",
@@ -54,6 +55,7 @@ __all__ = [
     "TieredKVError",
     "load_config",
     "make_offload_key",
+    "open_engine_stack",
     "open_stack",
 ]
 
@@ -64,7 +66,7 @@ _MODULES = {
     "tiered_kv.direct.tiers": "DirectTiers",
     "tiered_kv.errors": "ConfigError FormatError MissingExtraError ResourceError ShutdownError TierBusyError "
     "TierError TierUnavailableError TieredKVError",
-    "tiered_kv.stack": "Stack open_stack",
+    "tiered_kv.stack": "EngineStack Stack open_engine_stack open_stack",
     "tiered_kv.stack_config": "StackConfig load_config",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}

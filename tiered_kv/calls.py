@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from tiered_kv.base import ReqContext
+from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
 from tiered_kv.hints import HINTS_KEY, Hints
 from tiered_kv.interrupts import CallThread
@@ -30,14 +31,17 @@ _PAUSE_MAX_S = 2e-3
 
 
 class Calls:
-    """What the calls of a `BlockFacade` have in common: their lock, their steps, and their end.
+    """What the calls of a stack have in common: their lock, their steps, and their end.
 
     Args:
-        manager: The manager; no other code may call it meanwhile.
+        manager: The manager; no other code may call it meanwhile, unless an engine does and there are no such calls.
+        region: The primary tier's memory.
     """
 
-    def __init__(self, manager: TieringOffloadingManager) -> None:
-        self.manager = manager
+    def __init__(self, manager: TieringOffloadingManager, region: PrimaryRegion) -> None:
+        self._manager = manager
+        # Not its array: an array that is kept would keep the memory mapped after the region was closed.
+        self.region = region
         self._lock = threading.Lock()
         """Guards the manager, and the three fields below."""
         self._idle = threading.Condition(self._lock)
@@ -47,22 +51,6 @@ class Calls:
         self._pid = os.getpid()
         self._request_numbers = itertools.count()
         self._call_thread = CallThread("tiered-kv-calls")
-
-    def flush(self, timeout: float = 10.0) -> bool:
-        """Wait until no transfer to or from a secondary tier is in flight, `timeout` seconds at most.
-
-        Returns:
-            Whether all have ended. A tier that hangs keeps its transfers in flight beyond their deadline.
-
-        Raises:
-            ShutdownError: The stack is closed, or another process opened it before a fork.
-        """
-        return self._run(lambda: self._flush(time.monotonic() + timeout))
-
-    @property
-    def epoch(self) -> int:
-        """The number of resets since the stack was opened."""
-        return self.manager.primary.epoch
 
     def close(self, timeout: float = 5.0) -> None:
         """Wait for calls and for transfers, `timeout` seconds each at most, and close every tier.
@@ -79,28 +67,23 @@ class Calls:
 
     # On the call thread or a thread of the program.
 
-    def _flush(self, end_s: float) -> bool:
-        with self._call():
-            self._step()  # an idle stack publishes what its tiers have removed meanwhile
-            return self._wait(lambda: not self.manager.jobs_in_flight, end_s)
-
     def _close(self, timeout: float) -> None:
         with self._lock:
             self._idle.wait_for(lambda: self._calls == 0, timeout)
             if not self._is_shut_down:
                 self._is_shut_down = True
-                self.manager.shutdown(timeout)
+                self._manager.shutdown(timeout)
 
     def _step(self) -> int:
         """Let the manager collect finished jobs; return how many are still in flight."""
         with self._lock:
             self._raise_if_closed()
-            self.manager.on_schedule_end()
-            return self.manager.jobs_in_flight
+            self._manager.on_schedule_end()
+            return self._manager.jobs_in_flight
 
     def _reserve(self, num_blocks: int, end_s: float) -> bool:
         """Wait until every tier has reserved room for `num_blocks`; a tier without room skips them."""
-        return self._wait(lambda: self.manager.reserve_stores(num_blocks), end_s)
+        return self._wait(lambda: self._manager.reserve_stores(num_blocks), end_s)
 
     def _wait(self, is_over: Callable[[], bool], end_s: float) -> bool:
         """Step until `is_over()`, called under the lock; return whether that happened in time."""
@@ -110,7 +93,7 @@ class Calls:
                 self._raise_if_closed()
                 if is_over():
                     return True
-                self.manager.on_schedule_end()
+                self._manager.on_schedule_end()
             if time.monotonic() >= end_s:
                 return False
             pause_s = pause(pause_s)
@@ -140,16 +123,16 @@ class Calls:
         context = ReqContext(f"{verb}-{next(self._request_numbers)}", None if hints is None else {HINTS_KEY: hints})
         with self._call():
             with self._lock:
-                self.manager.on_new_request(context)
-                if epoch not in (None, self.epoch):
-                    self.manager.outdate(context)
+                self._manager.on_new_request(context)
+                if epoch not in (None, self._manager.primary.epoch):
+                    self._manager.outdate(context)
             try:
                 yield context
             finally:
                 with self._lock:
                     if not self._is_shut_down:
-                        self.manager.on_request_finished(context)
-                        self.manager.on_schedule_end()
+                        self._manager.on_request_finished(context)
+                        self._manager.on_schedule_end()
 
     def _raise_if_closed(self) -> None:
         self._call_thread.check()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Final, overload
 
 import numpy as np
 
 from tiered_kv.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext, make_offload_key
 from tiered_kv.buffers import Blocks, rows_in
 from tiered_kv.calls import PAUSE_MIN_S, Calls, HintsAsGiven, pause
-from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.tiering.manager import TieringOffloadingManager
 
 if TYPE_CHECKING:
     from tiered_kv.buffers import AnyBuffer
@@ -25,22 +23,13 @@ _GROUP: Final = 0
 class BlockFacade(Calls):
     """The part of a `Stack` that stores and loads blocks by key. Any thread of its process may call its methods.
 
-    A key is a block hash: bytes of any length, of your own making. `manager` has its block under the key
+    A key is a block hash: bytes of any length, of your own making. An engine's manager has the block under
     `make_offload_key(block_hash, 0)`, since engines have a hash in several KV cache groups. Such a whole key is bytes,
     too, and here it would name another block.
-
-    Args:
-        manager: The manager; no other code may call it while the facade is in use.
-        region: The primary tier's memory.
-        batch_blocks: Blocks that one call moves at a time; at most the smallest tier's budget in flight.
     """
 
-    def __init__(self, manager: TieringOffloadingManager, region: PrimaryRegion, batch_blocks: int) -> None:
-        super().__init__(manager)
-        # Not its array: an array that is kept would keep the memory mapped after the region was closed.
-        self.region = region
-        self._batch_blocks = batch_blocks
-        self._has_secondary = bool(manager.secondary_tiers)
+    _batch_blocks: int
+    """Blocks that one call moves at a time; at most the smallest tier's budget in flight."""
 
     def put(
         self,
@@ -135,7 +124,7 @@ class BlockFacade(Calls):
             TypeError: A key is not a block hash.
             ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
-        offload_keys, ask = keys_of(keys), self.manager.contains_many
+        offload_keys, ask = keys_of(keys), self._manager.contains_many
         return self._run(lambda: self._count_prefix("contains", offload_keys, timeout, None, ask))
 
     def prefetch(self, keys: Sequence[bytes], timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
@@ -158,7 +147,23 @@ class BlockFacade(Calls):
             ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
         ahead = keys_of(keys)[: max(self.region.num_blocks // 2, 1)]
-        return self._run(lambda: self._count_prefix("prefetch", ahead, timeout, hints, self.manager.lookup_many))
+        return self._run(lambda: self._count_prefix("prefetch", ahead, timeout, hints, self._manager.lookup_many))
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until no transfer to or from a secondary tier is in flight, `timeout` seconds at most.
+
+        Returns:
+            Whether all have ended. A tier that hangs keeps its transfers in flight beyond their deadline.
+
+        Raises:
+            ShutdownError: The stack is closed, or another process opened it before a fork.
+        """
+        return self._run(lambda: self._flush(time.monotonic() + timeout))
+
+    @property
+    def epoch(self) -> int:
+        """The number of resets since the stack was opened."""
+        return self._manager.primary.epoch
 
     def reset_cache(self) -> None:
         """Remove every block from every tier, as after new weights.
@@ -170,27 +175,21 @@ class BlockFacade(Calls):
         """
         self._run(self._reset_cache)
 
-    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return the counters by tier; the primary tier is "cpu". See docs/reference/counters.md.
-
-        A counter is a number, or a dictionary by label. `tiered_kv.metrics.instruments.count_of` reads them.
-        """
-        return self._run(self._counters)
-
     # The calls, on the call thread or a thread of the program.
 
     def _put(self, keys: Sequence[OffloadKey], blocks: Blocks, end_s: float, hints: HintsAsGiven, epoch: int) -> int:
-        count = len(keys) if self._has_secondary else _fitting(keys, self.region.num_blocks)
+        has_secondary = bool(self._manager.secondary_tiers)
+        count = len(keys) if has_secondary else _fitting(keys, self.region.num_blocks)
         done, batch = 0, self._batch_blocks
         with self._request("put", hints, epoch) as context:
             pause_s = PAUSE_MIN_S
             while done < count:
-                if self.manager.primary.skips_store(context):
+                if self._manager.primary.skips_store(context):
                     return 0
                 # Without secondary tiers an evicted block is lost. So the blocks that this call has stored are named
                 # again: the manager does not evict them for blocks that come after them.
-                first, stop = (done if self._has_secondary else 0), min(done + batch, count)
-                reserved = stop - done if self._has_secondary and self._reserve(stop - done, end_s) else 0
+                first, stop = (done if has_secondary else 0), min(done + batch, count)
+                reserved = stop - done if has_secondary and self._reserve(stop - done, end_s) else 0
                 if self._store(keys[first:stop], blocks[first:stop], context, reserved):
                     done = stop
                     batch, pause_s = self._batch_blocks, PAUSE_MIN_S
@@ -200,7 +199,7 @@ class BlockFacade(Calls):
                     break  # neither a transfer nor another call will make room
                 else:
                     pause_s = pause(pause_s)
-            return 0 if self.manager.primary.is_outdated(context) else done
+            return 0 if self._manager.primary.is_outdated(context) else done
 
     def _count_prefix(
         self, verb: str, keys: Sequence[OffloadKey], timeout: float, hints: HintsAsGiven, ask: _Ask
@@ -211,19 +210,20 @@ class BlockFacade(Calls):
         def take(wanted: Sequence[OffloadKey], _: int, context: ReqContext) -> tuple[int, int]:
             with self._lock:
                 found = self._look_up(wanted, context, ask)
-                self.manager.on_schedule_end()
+                self._manager.on_schedule_end()
             return found
 
         count = self._prefix(verb, keys, timeout, hints, take)
         return count if self.epoch == epoch else 0
 
+    def _flush(self, end_s: float) -> bool:
+        with self._call():
+            self._step()  # an idle stack publishes what its tiers have removed meanwhile
+            return self._wait(lambda: not self._manager.jobs_in_flight, end_s)
+
     def _reset_cache(self) -> None:
         with self._call(), self._lock:
-            self.manager.reset_cache()
-
-    def _counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        with self._call(), self._lock:
-            return self.manager.counters()
+            self._manager.reset_cache()
 
     def _prefix(
         self,
@@ -268,7 +268,7 @@ class BlockFacade(Calls):
         try:
             with self._lock:
                 self._raise_if_closed()
-                output = self.manager.prepare_store(keys, context)
+                output = self._manager.prepare_store(keys, context)
             if output is None:
                 return False
             source = {key: index for index, key in reversed(list(enumerate(keys)))}
@@ -280,20 +280,20 @@ class BlockFacade(Calls):
         finally:
             with self._lock:
                 self._raise_if_shut_down()
-                self.manager.release_stores(reserved)
+                self._manager.release_stores(reserved)
                 if output is not None:
-                    self.manager.complete_store(output.keys_to_store, context, copied)
-                    self.manager.on_schedule_end()
+                    self._manager.complete_store(output.keys_to_store, context, copied)
+                    self._manager.on_schedule_end()
         return True
 
     def _load(self, keys: Sequence[OffloadKey], out: Blocks, context: ReqContext) -> tuple[int, int]:
         """Load the ready blocks at the head of `keys`; return their number, and how many precede the first miss."""
         with self._lock:
-            ready, known = self._look_up(keys, context, self.manager.lookup_many)
+            ready, known = self._look_up(keys, context, self._manager.lookup_many)
             # In the step of the lookup: an answer is valid until the step ends.
-            spec = self.manager.prepare_load(keys[:ready], context) if ready else None
+            spec = self._manager.prepare_load(keys[:ready], context) if ready else None
             if spec is None:
-                self.manager.on_schedule_end()
+                self._manager.on_schedule_end()
                 return 0, known
         try:
             for index, row in enumerate(rows_of(spec)):
@@ -302,8 +302,8 @@ class BlockFacade(Calls):
         finally:
             with self._lock:
                 self._raise_if_shut_down()
-                self.manager.complete_load(keys[:ready], context)
-                self.manager.on_schedule_end()
+                self._manager.complete_load(keys[:ready], context)
+                self._manager.on_schedule_end()
         return ready, known
 
     def _look_up(self, keys: Sequence[OffloadKey], context: ReqContext, ask: _Ask) -> tuple[int, int]:

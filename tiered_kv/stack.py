@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
+from tiered_kv.base import OffloadKey
+from tiered_kv.calls import Calls
 from tiered_kv.config.redaction import error_text
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
@@ -30,13 +32,17 @@ from tiered_kv.tiering.requests import ManagerLimits
 if TYPE_CHECKING:  # what only some stacks use is imported when they use it
     from tiered_kv.exporters.events import EventPublisher
     from tiered_kv.exporters.server import StatusServer
-    from tiered_kv.exporters.status import Explanation
+    from tiered_kv.exporters.status import Explanation, Observed
 
 _log = logging.getLogger(__name__)
 
 
-def open_stack(source: str | os.PathLike[str] | Mapping[str, object] | StackConfig) -> Stack:
-    """Open a stack; close it with `Stack.close`, or use it as a context manager.
+_Source: TypeAlias = "str | os.PathLike[str] | Mapping[str, object] | StackConfig"
+_Kind = TypeVar("_Kind", bound="AnyStack")
+
+
+def open_stack(source: _Source) -> Stack:
+    """Open a stack to put and get blocks; close it with `Stack.close`, or use it as a context manager.
 
     Args:
         source: The path of a YAML file, a mapping of the same form, or a configuration.
@@ -46,6 +52,15 @@ def open_stack(source: str | os.PathLike[str] | Mapping[str, object] | StackConf
         TierError: A tier cannot be opened. Whatever was opened before it is closed again.
         ResourceError: The system refuses a thread, a descriptor or memory.
     """
+    return _open(source, Stack)
+
+
+def open_engine_stack(source: _Source) -> EngineStack:
+    """Open a stack for an engine of one process, whose scheduler calls its `manager`; otherwise as `open_stack`."""
+    return _open(source, EngineStack)
+
+
+def _open(source: _Source, kind: type[_Kind]) -> _Kind:
     with needing_resources("the stack cannot be opened"):
         config = load_config(source)
     if config.must_measure_prefill:
@@ -55,14 +70,11 @@ def open_stack(source: str | os.PathLike[str] | Mapping[str, object] | StackConf
     # The memory is pinned on the caller's thread, where CUDA knows the program's device.
     backend = CPUBackend(open_region(config))
     opening = CallThread("tiered-kv-open")
-    return opening.run_only(lambda: Stack(config, backend=backend, is_checked=True), undo=Stack.close)
+    return opening.run_only(lambda: kind(config, backend=backend, is_checked=True), undo=kind.close)
 
 
-class Stack(BlockFacade):
-    """An open stack.
-
-    `put`, `get`, `flush`, `counters`, `explain` and `close` may be called by any thread. `manager` and `primary` belong
-    to one thread: an engine uses them from its scheduler, and leaves `put` and `get` alone while it does.
+class AnyStack(Calls):
+    """What a `Stack` and an `EngineStack` have in common. Any thread may call the methods.
 
     A stack belongs to the process that opened it. In a child that is forked the threads of its tiers do not run: there
     these methods raise ShutdownError, `close` does nothing, and what the parent does is not disturbed.
@@ -71,16 +83,13 @@ class Stack(BlockFacade):
         config: The configuration.
         backend: Rows of an existing region with the sizes of `config`; the stack closes the region. By default the
             stack makes a region, pinned if this process has a GPU.
-        enable_events: Whether `manager.take_events` reports stored and removed blocks, if the configuration has no
-            publisher of events.
+        enable_events: Whether `EngineStack.manager.take_events` reports stored and removed blocks, if the configuration
+            has no publisher of events.
         is_checked: Whether the configuration was compared with the limits of the process (`require`).
 
     Attributes:
         config: The configuration.
-        manager: The whole offloading interface, for an engine.
-        primary: The primary tier's manager.
         region: The primary tier's memory, for workers that map it.
-        kv_view: The same memory as a memoryview of shape (num_blocks, block_bytes).
         secondary_tiers: In the order they are searched.
         tier_names: Their names.
         opened_s: When it was opened, by `time.monotonic`.
@@ -109,24 +118,24 @@ class Stack(BlockFacade):
                 undo.callback(self.server.close)
             backend = backend or CPUBackend(open_region(config))
             undo.callback(backend.region.close)
-            self.kv_view = backend.region.kv_view
+            kv_view = backend.region.kv_view
             self.events = _open_publisher(config)
             if self.events is not None:
                 undo.callback(self.events.close)
             reports_events = enable_events or self.events is not None
-            self.primary = CPUOffloadingManager(
+            primary = CPUOffloadingManager(
                 backend, config.primary.policy, enable_events=reports_events, hints=config.hints
             )
             self.secondary_tiers: list[SecondaryTierManager] = []
             undo.callback(shut_down, self.secondary_tiers, config)
             for settings in config.secondary:
-                self.secondary_tiers.append(open_tier(config, settings, self.kv_view, wants_events=reports_events))
+                self.secondary_tiers.append(open_tier(config, settings, kv_view, wants_events=reports_events))
             self.tier_names = [tier.name for tier in config.secondary]
             self.history = _history(config)
             if self.history is not None:
                 undo.callback(self.history.close)
             manager = _manager_type(config)(
-                self.primary,
+                primary,
                 self.secondary_tiers,
                 settings=config.secondary,
                 limits=limits_of(config),
@@ -137,11 +146,11 @@ class Stack(BlockFacade):
             )
             undo.callback(self.secondary_tiers.clear)  # the manager shuts them down, and ends their threads
             undo.callback(manager.shutdown, 0.0)
-            super().__init__(manager, backend.region, _batch_blocks(config))
+            super().__init__(manager, backend.region)
             if self.server is not None:
                 from tiered_kv.exporters.server import routes_of
 
-                self.server.start(routes_of(self))
+                self.server.start(routes_of(self.observed()))
             undo.pop_all()
 
     def _close(self, timeout: float) -> None:
@@ -149,8 +158,55 @@ class Stack(BlockFacade):
             self.server.close(timeout)
         super()._close(timeout)
 
+    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+        """Return the counters by tier; the primary tier is "cpu". See docs/reference/counters.md.
+
+        A counter is a number, or a dictionary by label. `tiered_kv.metrics.instruments.count_of` reads them.
+        """
+        return self._run(self._counters)
+
+    def observed(self) -> Observed:
+        """Return what exporters read: the manager, too, for what any thread may ask it."""
+        from tiered_kv.exporters.status import Observed
+
+        return Observed(self.config, self.history, self._manager, self.opened_s, self.counters)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+        with self._call(), self._lock:
+            return self._manager.counters()
+
+    if not TYPE_CHECKING:  # type checkers know which stack has which names
+
+        def __getattr__(self, name: str) -> object:
+            for kind, opens in _KINDS.items():
+                if hasattr(kind, name) and not isinstance(self, kind):
+                    raise AttributeError(f"this stack has no '{name}': {opens}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
+        if self.history is None:
+            raise ConfigError("the stack keeps no history: its setting is 0", location="history")
+        from tiered_kv.exporters.status import explain
+
+        history = self.history
+        return self._call_thread.run(lambda: explain(history, self._manager.primary.blocks, keys))
+
+
+class Stack(AnyStack, BlockFacade):
+    """An open stack of a program that stores and loads blocks itself: `open_stack` opens it. Any thread may call it."""
+
+    def __init__(self, config: StackConfig, *, backend: CPUBackend | None = None, is_checked: bool = False) -> None:
+        self._batch_blocks = _batch_blocks(config)
+        super().__init__(config, backend=backend, is_checked=is_checked)
+
     def explain(self, keys: Sequence[bytes]) -> list[Explanation]:
-        """Return for each block where it is, or why a tier does not have it. Any thread may call.
+        """Return for each block where it is, or why a tier does not have it.
 
         The answer comes from the history in memory; no tier is asked. "stored" means that no miss was noted since.
 
@@ -162,19 +218,38 @@ class Stack(BlockFacade):
             ConfigError: The stack keeps no history.
             ShutdownError: Another process opened the stack before a fork.
         """
-        if self.history is None:
-            raise ConfigError("the stack keeps no history: its setting is 0", location="history")
-        from tiered_kv.exporters.status import explain
-
-        history = self.history
-        found = self._call_thread.run(lambda: explain(history, self.primary.blocks, keys_of(keys)))
+        found = self._explain(keys_of(keys))
         return [replace(explanation, key=key) for explanation, key in zip(found, keys, strict=True)]
 
-    def __enter__(self) -> Stack:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+class EngineStack(AnyStack):
+    """An open stack of an engine, whose scheduler uses the manager: `open_engine_stack` opens it."""
+
+    @property
+    def manager(self) -> TieringOffloadingManager:
+        """The whole offloading interface. It belongs to one thread."""
+        return self._manager
+
+    @property
+    def primary(self) -> CPUOffloadingManager:
+        """The primary tier's manager. It belongs to the same thread."""
+        return self._manager.primary
+
+    @property
+    def kv_view(self) -> memoryview:
+        """The primary tier's memory, of shape (num_blocks, block_bytes)."""
+        return self.region.kv_view
+
+    def explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
+        """Return as `Stack.explain`, of blocks by their whole keys."""
+        return self._explain(keys)
+
+
+_KINDS: dict[type[AnyStack], str] = {
+    Stack: "open_stack() opens one that puts and gets blocks; in this one an engine's scheduler owns the manager",
+    EngineStack: "open_engine_stack() opens one for an engine's scheduler; in this one put and get use the manager",
+}
+"""Of what the other kind has, an error says who opens it."""
 
 
 def open_tier(

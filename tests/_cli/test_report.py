@@ -21,7 +21,7 @@ from tiered_kv._cli.report.page import Run
 from tiered_kv._cli.report.plots import SAMPLES_MAX, Sampler
 from tiered_kv._cli.report.replay_page import replay_page
 from tiered_kv.cli import main
-from tiered_kv.stack import open_stack
+from tiered_kv.stack import open_engine_stack
 from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.rig import FourMethodTier
@@ -219,7 +219,7 @@ def test_elements_escape_all_that_is_no_html() -> None:
 
 def replayed(run: Run, config: StackConfig | dict[str, object], remark: str, *, is_ended: bool) -> str:
     """Replay a few chats, or nothing if it is ended at once, and return the page."""
-    with open_stack(config) as stack:
+    with open_engine_stack(config) as stack:
         sampler = Sampler(stack.manager.counters)
         sampler.start()
         requests = ChatWorkload(chats=2, turns=2, active_chats=1).requests()

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.support.obedient import Engine, obedient, obedient_plugin, put, put_below, stack_of
-from tests.support.stacks import block_hashes
+from tests.support.stacks import block_hashes, manager_of
 from tests.support.threads import meanwhile
 from tiered_kv._cli.why import tier_namespaces
 from tiered_kv.cli import main
@@ -38,7 +38,7 @@ def stack() -> Iterator[Stack]:
     with open_stack(stack_of(OBEDIENT)) as stack:
         put_below(stack, KEYS)
         obedient(stack).present.clear()
-        assert Engine(stack.manager).request(KEYS, "r") == 0
+        assert Engine(manager_of(stack)).request(KEYS, "r") == 0
         yield stack
 
 
@@ -46,7 +46,7 @@ def stack() -> Iterator[Stack]:
 def served(stack: Stack) -> Iterator[str]:
     """Serve the stack as its setting `metrics` does; yield the URL."""
     server = StatusServer("127.0.0.1", 0)
-    server.start(routes_of(stack))
+    server.start(routes_of(stack.observed()))
     try:
         yield f"http://127.0.0.1:{server.port}"
     finally:
@@ -73,7 +73,7 @@ def test_a_stack_without_a_history_says_so() -> None:
         with pytest.raises(ConfigError, match="history"):
             stack.explain(block_hashes(KEYS))
         with pytest.raises(ConfigError, match="history"):
-            explain_query(stack, {})
+            explain_query(stack.observed(), {})
 
 
 def test_a_closed_stack_still_explains(stack: Stack) -> None:
@@ -86,13 +86,13 @@ def test_threads_may_ask_while_an_engine_runs() -> None:
 
         def ask() -> None:
             assert len(stack.explain(block_hashes(KEYS))) == 4
-            explain_query(stack, {"last": ["3"]})
+            explain_query(stack.observed(), {"last": ["3"]})
             stack.counters()
 
         with meanwhile(ask, threads=3):
             for number in range(100):
-                Engine(stack.manager).store(make_keys(8, str(number)), f"w{number}")
-                Engine(stack.manager).request(KEYS, f"r{number}")
+                Engine(manager_of(stack)).store(make_keys(8, str(number)), f"w{number}")
+                Engine(manager_of(stack)).request(KEYS, f"r{number}")
         ask()  # unlike `counters`, `explain` waits until the history has taken what was noted
         assert stack.counters()["cpu"]["blocks_total"] == {"miss": 100}
 
@@ -101,7 +101,9 @@ def test_threads_may_ask_while_an_engine_runs() -> None:
 
 
 def test_an_answer_has_keys_and_requests(stack: Stack) -> None:
-    answer = explain_query(stack, {"key": [KEYS[0].hex(), KEYS[1].hex().upper()], "request": ["r", "unknown"]})
+    answer = explain_query(
+        stack.observed(), {"key": [KEYS[0].hex(), KEYS[1].hex().upper()], "request": ["r", "unknown"]}
+    )
     assert answer["namespace"] == stack.config.identity.digest.hex()
     assert answer["tiers"] == ["cpu", "disk"]
     keys: Any = answer["keys"]
@@ -118,11 +120,11 @@ def test_an_answer_has_keys_and_requests(stack: Stack) -> None:
 
 def test_the_last_requests_are_those_that_missed_something(stack: Stack) -> None:
     put(stack, KEYS)
-    assert Engine(stack.manager).request(KEYS, "hit") == 4
-    assert Engine(stack.manager).request(make_keys(1, "new"), "s") == 0
-    requests: Any = explain_query(stack, {"last": ["1"]})["requests"]
+    assert Engine(manager_of(stack)).request(KEYS, "hit") == 4
+    assert Engine(manager_of(stack)).request(make_keys(1, "new"), "s") == 0
+    requests: Any = explain_query(stack.observed(), {"last": ["1"]})["requests"]
     assert [request["request"] for request in requests] == ["s"]
-    requests = explain_query(stack, {"last": ["9"], "request": ["hit"]})["requests"]
+    requests = explain_query(stack.observed(), {"last": ["9"], "request": ["hit"]})["requests"]
     assert [request["request"] for request in requests] == ["s", "hit", "r"]
 
 
@@ -142,7 +144,7 @@ def test_the_last_requests_are_those_that_missed_something(stack: Stack) -> None
 )
 def test_a_question_that_is_none_is_refused(stack: Stack, query: dict[str, list[str]]) -> None:
     with pytest.raises(ConfigError, match="expected"):
-        explain_query(stack, query)
+        explain_query(stack.observed(), query)
 
 
 def test_every_fate_has_words() -> None:
@@ -167,7 +169,7 @@ def test_why_says_by_which_estimate_a_tier_was_too_slow(capsys: pytest.CaptureFi
     with open_stack(stack_of(OBEDIENT, prefill={"tokens_per_s": 1 << 40})) as stack, served(stack) as url:
         for number in range(len(FIRST_LOADS) + 1):
             put_below(stack, KEYS)
-            Engine(stack.manager).request(KEYS, f"r{number}")
+            Engine(manager_of(stack)).request(KEYS, f"r{number}")
         estimates = answer(capsys, url, "--last")["estimates"]
         assert main(["why", url, "--last"]) == 0
     shown = capsys.readouterr().out
@@ -229,7 +231,7 @@ def test_an_answer_of_another_server_is_an_error(wrong: object, capsys: pytest.C
 def test_a_request_s_id_is_cut_and_nothing_in_it_is_obeyed_by_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = "\x1b]0;title\x07\nforged\x1b[2J" + "x" * 100_000
     with open_stack(stack_of(OBEDIENT)) as stack:
-        Engine(stack.manager).request(KEYS, chosen)
+        Engine(manager_of(stack)).request(KEYS, chosen)
         with served(stack) as url:
             assert len(json.dumps(answer(capsys, url, "--last"))) < 10_000
             assert answer(capsys, url, "--request", chosen[:5000])["requests"]

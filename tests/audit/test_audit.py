@@ -14,7 +14,7 @@ import pytest
 
 import tiered_kv
 from tests.support.shortages import Resource, outage
-from tests.support.stacks import stack_of
+from tests.support.stacks import manager_of, stack_of
 from tiered_kv.audit.audit import is_chosen
 from tiered_kv.audit.spare_rows import BLOCKS_MAX
 from tiered_kv.base import OffloadKey, ReqContext
@@ -49,7 +49,7 @@ class Engine:
 
     def begin(self, names: list[OffloadKey], req_id: str = "") -> tuple[ReqContext, int]:
         """Look up a request's blocks and load what is found; return how many those are."""
-        manager, context = self.stack.manager, ReqContext(req_id or f"request-{next(self._numbers)}")
+        manager, context = manager_of(self.stack), ReqContext(req_id or f"request-{next(self._numbers)}")
         manager.on_new_request(context)
         while None in (answers := [manager.lookup(name, context) for name in names]):
             manager.drain_jobs(10.0)
@@ -62,7 +62,7 @@ class Engine:
 
     def prepare(self, names: list[OffloadKey], context: ReqContext) -> list[OffloadKey]:
         """Take rows for blocks and write them; return which."""
-        output = self.stack.manager.prepare_store(names, context)
+        output = manager_of(self.stack).prepare_store(names, context)
         assert output is not None
         assert isinstance(output.store_spec, CPULoadStoreSpec)
         if output.keys_to_store:
@@ -73,15 +73,15 @@ class Engine:
         """Serve a whole request; return how many of its blocks were found."""
         context, found = self.begin(names, req_id)
         written = self.prepare(names[found:], context)
-        self.stack.manager.complete_store(written, context)
-        self.stack.manager.on_schedule_end()
-        self.stack.manager.on_request_finished(context)
+        manager_of(self.stack).complete_store(written, context)
+        manager_of(self.stack).on_schedule_end()
+        manager_of(self.stack).on_request_finished(context)
         self.settle()
         return found
 
     def settle(self) -> None:
-        assert self.stack.manager.drain_jobs(10.0)
-        self.stack.manager.on_schedule_end()
+        assert manager_of(self.stack).drain_jobs(10.0)
+        manager_of(self.stack).on_schedule_end()
 
 
 def config(*tiers: Config, blocks: int = NUM_BLOCKS, dtype: str = "float32", **top: Any) -> Config:
@@ -113,7 +113,7 @@ def counted(stack: Stack, tier: str) -> dict[str, Any]:
 
 
 def check_nothing_is_held(stack: Stack) -> None:
-    primary = stack.primary
+    primary = manager_of(stack).primary
     assert not [key for key, block in primary.blocks.items() if block.ref_cnt]
     assert len(primary.blocks) + primary.backend.get_num_free_blocks() == NUM_BLOCKS
 
@@ -133,7 +133,7 @@ def test_an_engine_that_computes_the_same_is_quiet(engine: Engine, caplog: pytes
 
 
 def test_a_prefetch_is_not_audited(engine: Engine) -> None:
-    manager, context = engine.stack.manager, ReqContext("aborted while it waits")
+    manager, context = manager_of(engine.stack), ReqContext("aborted while it waits")
     manager.on_new_request(context)
     manager.prefetch(keys(4), context)
     manager.on_schedule_end()
@@ -220,7 +220,7 @@ def test_only_blocks_from_the_first_lookup_on_are_compared(engine: Engine) -> No
     engine.serve(names + others)
     engine.weights = 1
     context, _ = engine.begin(names[5:])
-    engine.stack.manager.complete_store(engine.prepare(names + others, context), context)
+    manager_of(engine.stack).complete_store(engine.prepare(names + others, context), context)
     engine.settle()
     assert count_of(counted(engine.stack, "cpu"), "audited_blocks_total") == 3
 
@@ -272,7 +272,7 @@ def test_other_requests_find_the_blocks_all_the_while(open_stack: OpenStack) -> 
     written = engine.prepare(names, context)
     assert written == names
     assert found_by_another(engine.stack, names, plain, expected)
-    engine.stack.manager.complete_store(written, context)
+    manager_of(engine.stack).complete_store(written, context)
     assert found_by_another(engine.stack, names, plain, expected)
     engine.settle()
     assert found_by_another(engine.stack, names, plain, expected), "a row that was only there to be compared was kept"
@@ -280,10 +280,10 @@ def test_other_requests_find_the_blocks_all_the_while(open_stack: OpenStack) -> 
 
 def found_by_another(stack: Stack, names: list[OffloadKey], req_id: str, expected: Rows) -> bool:
     context = ReqContext(req_id)
-    assert all([stack.manager.lookup(name, context) for name in names])  # noqa: C419  # all keys, as an engine does
-    spec = stack.manager.prepare_load(names, context)
+    assert all([manager_of(stack).lookup(name, context) for name in names])  # noqa: C419  # all keys, as an engine does
+    spec = manager_of(stack).prepare_load(names, context)
     same = bool((stack.region.array[spec.block_ids] == expected).all())
-    stack.manager.complete_load(names, context)
+    manager_of(stack).complete_load(names, context)
     return same
 
 
@@ -304,7 +304,7 @@ def test_a_store_that_fails_is_not_compared(tier: str, engine: Engine) -> None:
     if tier == "secondary":
         evict_all(engine.stack)
     context, _ = engine.begin(keys(4))
-    engine.stack.manager.complete_store(engine.prepare(keys(4), context), context, success=False)
+    manager_of(engine.stack).complete_store(engine.prepare(keys(4), context), context, success=False)
     engine.settle()
     assert counted(engine.stack, "cpu") == {"audit_abandoned_blocks_total": {"failed_store": 4}}
     check_nothing_is_held(engine.stack)
@@ -314,11 +314,11 @@ def test_a_reset_while_the_engine_writes_leaves_no_row_behind(engine: Engine) ->
     engine.serve(keys(4))
     context, _ = engine.begin(keys(4))
     written = engine.prepare(keys(4), context)
-    engine.stack.manager.reset_cache()
+    manager_of(engine.stack).reset_cache()
     assert engine.prepare(keys(4), context) == [], "a key was given to a second store before the first had ended"
-    engine.stack.manager.complete_store(written, context)
+    manager_of(engine.stack).complete_store(written, context)
     engine.settle()
-    assert not engine.stack.primary.blocks
+    assert not manager_of(engine.stack).primary.blocks
     check_nothing_is_held(engine.stack)
     assert counted(engine.stack, "cpu") == {"audit_abandoned_blocks_total": {"reset": 4}}
 
@@ -328,12 +328,12 @@ def evict_all(stack: Stack) -> None:
     context = ReqContext()
     for number in range(4):
         others = keys(NUM_BLOCKS // 4, f"others-{number}")
-        output = stack.manager.prepare_store(others, context)
+        output = manager_of(stack).prepare_store(others, context)
         assert output is not None
-        stack.manager.complete_store(output.keys_to_store, context, success=True)
-        assert stack.manager.drain_jobs(10.0)
-        stack.manager.on_schedule_end()
-    assert not [key for key in keys(8) if key in stack.primary.blocks]
+        manager_of(stack).complete_store(output.keys_to_store, context, success=True)
+        assert manager_of(stack).drain_jobs(10.0)
+        manager_of(stack).on_schedule_end()
+    assert not [key for key in keys(8) if key in manager_of(stack).primary.blocks]
 
 
 # What follows.

@@ -19,7 +19,7 @@ from tiered_kv.cpu.policies.density import DensityPolicy
 from tiered_kv.cpu.policies.guarded import GuardedPolicy
 from tiered_kv.cpu.policies.lru import LRUPolicy
 from tiered_kv.errors import ConfigError
-from tiered_kv.stack import open_stack
+from tiered_kv.stack import open_engine_stack
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.request import ChatWorkload
 
@@ -172,7 +172,7 @@ def stack_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 def test_the_policy_on_the_page_evicts_tails_and_loses_no_block(stack_file: Path) -> None:
     stack_file.write_text(stack_file.read_text().replace("64KiB", "4KiB").replace("64MiB", "256KiB"))
     chats = ChatWorkload(chats=20, turns=4, active_chats=10, turn_blocks=3)
-    with open_stack(stack_file) as stack:
+    with open_engine_stack(stack_file) as stack:
         report = replay(stack.manager, stack.kv_view, chats.requests())
         assert isinstance(stack.primary.policy, GuardedPolicy)
         assert type(stack.primary.policy.inner).__name__ == "DeepestFirst"

@@ -20,7 +20,7 @@ import pytest
 from tests.support.prometheus import MONITORING, OF_THE_MACHINE, Prometheus, missing_prometheus, panels, wait_for
 from tests.support.stacks import Register, stack_of
 from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
-from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack import EngineStack, open_engine_stack
 from tiered_kv.testing.control import Gate
 from tiered_kv.testing.damage import Kind, record_damages
 from tiered_kv.testing.faults import HeldJobsTier, RaisingTier
@@ -73,7 +73,7 @@ def test_the_dashboard_has_a_row_a_question_and_says_what_each_panel_shows() -> 
 class Busy:
     """A stack under a replay, in a thread of its own, that goes on until it is closed."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: EngineStack) -> None:
         self._counters = stack.counters
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(stack,))
@@ -83,7 +83,7 @@ class Busy:
         self._stop.set()
         self._thread.join()
 
-    def _run(self, stack: Stack) -> None:
+    def _run(self, stack: EngineStack) -> None:
         requests = itertools.chain.from_iterable(
             ChatWorkload(seed=seed, chats=80, turns=4, active_chats=16, turn_blocks=4).requests() for seed in range(99)
         )
@@ -139,7 +139,7 @@ def test_each_fault_has_its_alert_and_every_panel_has_series(
 ) -> None:
     files, port, faulty = tmp_path / "fs", free_port(), Faulty(gate)
     faulty.register(register)
-    stack = open_stack(
+    stack = open_engine_stack(
         stack_of(
             {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "4MiB", "write_budget": "1PiB/day"},
             {"type": "fs", "path": str(files), "capacity": "64MiB"},

@@ -17,7 +17,7 @@ import zmq
 
 from tests.support.event_subscriber import Index, Message, Subscriber, index_of
 from tests.support.obedient import BLOCK_BYTES, put, stack_of
-from tests.support.stacks import ReplaceModule, block_hashes
+from tests.support.stacks import ReplaceModule, block_hashes, manager_of
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, make_offload_key
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.exporters.events import (
@@ -102,7 +102,7 @@ def test_the_events_of_tiers_that_evict_add_up_to_their_blocks(open_with_events:
             stack.get(block_hashes(keys[start : start + 10]), np.empty((10, BLOCK_BYTES), np.uint8))
 
         def is_right(index: Index) -> bool:
-            held = {"CPU": set(stack.primary.blocks)}
+            held = {"CPU": set(manager_of(stack).primary.blocks)}
             for medium, tier in zip(("MEMORY", "NVME"), stack.secondary_tiers, strict=True):
                 held[medium] = {key for key in keys if tier.lookup(key, ReqContext())}
                 assert 0 < len(held[medium]) < len(keys)
@@ -116,7 +116,7 @@ def test_a_reset_is_one_event_and_nothing_from_before_follows(open_with_events: 
     keys = make_keys(6)
     with Subscriber(publisher_of(stack)) as subscriber:
         put(stack, keys)
-        stack.manager.reset_cache()
+        manager_of(stack).reset_cache()
         put(stack, keys[:2])
         again = {"CPU": hashes(keys[:2]), "NVME": hashes(keys[:2])}
         messages = subscriber.replay_until(lambda messages: bool(cleared(messages)) and index_of(messages) == again)
@@ -140,7 +140,7 @@ def test_what_happened_before_the_stack_closes_is_published(open_with_events: Op
 def test_a_stack_without_events_has_no_publisher() -> None:
     with open_stack(stack_of()) as stack:
         assert stack.events is None
-        assert not stack.primary.reports_events
+        assert not manager_of(stack).primary.reports_events
         assert not [name for name in stack.counters()["cpu"] if name.startswith("event")]
 
 

@@ -93,7 +93,7 @@ def test_the_values_are_those_of_the_counters(stack: Stack) -> None:
     assert values["tiered_kv_used_bytes", ("tier", "cpu")] == 16 * BLOCK_BYTES
     assert get(stack, make_keys(2, "absent")) == 0
     counters = stack.counters()
-    for tier in status(stack)["tiers"]:
+    for tier in status(stack.observed())["tiers"]:
         for name in ("stored_bytes_total", "loaded_bytes_total", "blocks_total", "misses_total"):
             assert tier["counters"][name] == counters[tier["name"]][name]
         assert tier["counters"]["misses_total"]
@@ -129,7 +129,7 @@ def test_no_name_of_a_model_and_no_key_is_shown(name: str) -> None:
     with open_stack(stack_of({"type": "memory", "capacity": "256KiB"}, namespace=namespace)) as stack:
         put(stack, KEYS)
         exposed = samples(stack)
-        shown = f"{exposed} {status(stack)}"
+        shown = f"{exposed} {status(stack.observed())}"
     assert all(PLAIN.fullmatch(label) for sample in exposed for label in sample.labels.values())
     assert len(exposed) < SERIES_MAX
     assert "tulip" not in shown
@@ -182,7 +182,7 @@ def test_a_third_party_tier_s_counters_are_bounded_and_readable_whatever_they_ar
         for number in range(2):
             obedient(stack, number).own_counters = HOSTILE
         exposed = samples(stack)
-        json.dumps(status(stack), allow_nan=False)
+        json.dumps(status(stack.observed()), allow_nan=False)
         own = [sample for sample in exposed if sample.labels.get("tier") == "odd.name_0-"]
         strange = [sample for sample in own if "labels" in sample.labels]
         assert 0 < len(strange) <= THIRD_PARTY_SERIES_MAX
@@ -203,7 +203,7 @@ def test_a_third_party_tier_s_counters_are_bounded_and_readable_whatever_they_ar
 def test_a_number_that_no_float_can_hold_is_null_in_the_status() -> None:
     with open_stack(stack_of({"type": "obedient"})) as stack:
         obedient(stack).own_counters = {"huge": 10**400, "used_bytes": -(10**400), "own": 1}
-        assert status(stack)["tiers"][1]["counters"]["tier"] == {"huge": None, "used_bytes": None, "own": 1}
+        assert status(stack.observed())["tiers"][1]["counters"]["tier"] == {"huge": None, "used_bytes": None, "own": 1}
 
 
 def test_a_third_party_tier_cannot_hide_the_counters_of_others(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_no_secret_is_a_name_or_a_label() -> None:
     with open_stack(stack_of({"type": "obedient"}, memory)) as stack:
         obedient(stack).own_counters = own
         text = exposition(StackCollector(stack.counters, secrets=stack.config.secret_texts())).decode()
-        shown = str(status(stack))
+        shown = str(status(stack.observed()))
     assert secret not in text
     assert secret not in shown
     assert "tiered_kv_tier_requests_total" in text

@@ -22,7 +22,7 @@ from tests.support.obedient import (
     put_below,
     stack_of,
 )
-from tests.support.stacks import block_hashes
+from tests.support.stacks import block_hashes, manager_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -50,15 +50,15 @@ def stack() -> Iterator[Stack]:
 
 def test_an_engine_that_asks_key_by_key_asks_for_no_block_behind_the_first_miss(stack: Stack) -> None:
     put(stack, KEYS[:2])
-    assert Engine(stack.manager).request(KEYS, "r") == 2
+    assert Engine(manager_of(stack)).request(KEYS, "r") == 2
     assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 1), (0, 1))
 
 
 def test_lookup_many_asks_for_all_of_its_keys(stack: Stack) -> None:
     put(stack, KEYS[:2])
-    engine = Engine(stack.manager)
+    engine = Engine(manager_of(stack))
     context = engine.begin("r")
-    assert stack.manager.lookup_many(KEYS, context) == [True, True, False, False, False, False]
+    assert manager_of(stack).lookup_many(KEYS, context) == [True, True, False, False, False, False]
     engine.load(KEYS[:2], context)
     engine.end(context)
     assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 4), (0, 4))
@@ -66,25 +66,25 @@ def test_lookup_many_asks_for_all_of_its_keys(stack: Stack) -> None:
 
 @pytest.mark.parametrize("many", [False, True])
 def test_a_request_that_asks_again_and_again_counts_once(stack: Stack, many: bool) -> None:
-    engine = Engine(stack.manager)
+    engine = Engine(manager_of(stack))
     context = engine.begin("r")
     for _ in range(5):
         if many:
-            stack.manager.lookup_many(KEYS, context)
+            manager_of(stack).lookup_many(KEYS, context)
         for key in KEYS:
-            assert stack.manager.lookup(key, context) is False
-        stack.manager.on_schedule_end()
+            assert manager_of(stack).lookup(key, context) is False
+        manager_of(stack).on_schedule_end()
     engine.end(context)
     assert blocks(stack, "cpu") == blocks(stack, "disk") == (0, 6)
-    assert Engine(stack.manager).request(KEYS, "another") == 0
+    assert Engine(manager_of(stack)).request(KEYS, "another") == 0
     assert blocks(stack, "cpu") == (0, 7)
 
 
 def test_a_block_that_was_missed_first_and_loaded_then_is_a_hit(stack: Stack) -> None:
-    engine = Engine(stack.manager)
+    engine = Engine(manager_of(stack))
     context = engine.begin("r")
     assert engine.look_up(KEYS, context) == 0
-    stack.manager.on_schedule_end()
+    manager_of(stack).on_schedule_end()
     engine.store(KEYS, "another")
     assert engine.look_up(KEYS, context) == 6
     engine.load(KEYS, context)
@@ -98,9 +98,9 @@ def test_the_reason_is_that_of_the_miss_although_the_block_is_stored_in_the_same
     admit_after: int, fate: str
 ) -> None:
     with open_stack(stack_of({**OBEDIENT, "admit_after": admit_after})) as stack:
-        engine = Engine(stack.manager)
+        engine = Engine(manager_of(stack))
         context = engine.begin("r")
-        assert stack.manager.lookup_many(KEYS, context) == [False] * 6
+        assert manager_of(stack).lookup_many(KEYS, context) == [False] * 6
         engine.store(KEYS, "another")  # and ends the step
         engine.end(context)
         assert misses(stack, "disk") == {"absent": 6}
@@ -108,7 +108,7 @@ def test_the_reason_is_that_of_the_miss_although_the_block_is_stored_in_the_same
 
 
 def test_a_request_that_asks_again_and_misses_another_block_between_two_counts_it(stack: Stack) -> None:
-    tier, manager, engine = obedient(stack), stack.manager, Engine(stack.manager)
+    tier, manager, engine = obedient(stack), manager_of(stack), Engine(manager_of(stack))
     tier.present.add(KEYS[1])
     tier.holds_jobs = True
     context = engine.begin("r")
@@ -127,7 +127,7 @@ def test_a_request_that_asks_again_and_misses_another_block_between_two_counts_i
 
 def test_a_block_that_was_found_and_not_loaded_is_neither_hit_nor_miss(stack: Stack) -> None:
     put(stack, KEYS)
-    engine = Engine(stack.manager)
+    engine = Engine(manager_of(stack))
     context = engine.begin("r")
     assert engine.look_up(KEYS, context) == 6
     engine.end(context)
@@ -136,17 +136,17 @@ def test_a_block_that_was_found_and_not_loaded_is_neither_hit_nor_miss(stack: St
 
 def test_prefetch_asks_for_nothing(stack: Stack) -> None:
     put_below(stack, KEYS[:2])
-    engine = Engine(stack.manager)
+    engine = Engine(manager_of(stack))
     context = engine.begin("r")
-    stack.manager.prefetch(KEYS, context)
+    manager_of(stack).prefetch(KEYS, context)
     for _ in range(3):
-        stack.manager.on_schedule_end()
+        manager_of(stack).on_schedule_end()
     engine.end(context)
     assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 0), (0, 0))
 
 
 def test_keys_that_were_noted_are_not_kept_for_ever(stack: Stack) -> None:
-    manager, engine, asked = stack.manager, Engine(stack.manager), make_keys(3 * PAGE_KEYS)
+    manager, engine, asked = manager_of(stack), Engine(manager_of(stack)), make_keys(3 * PAGE_KEYS)
     for first in range(0, len(asked), 512):
         context = engine.begin(f"r-{first}")
         assert not any(manager.lookup_many(asked[first : first + 512], context))
@@ -161,10 +161,10 @@ def test_keys_that_were_noted_are_not_kept_for_ever(stack: Stack) -> None:
 def test_calls_without_an_id_are_one_request(stack: Stack) -> None:
     nameless = ReqContext()
     for _ in range(3):
-        assert stack.manager.lookup_many(KEYS, nameless) == [False] * 6
-        stack.manager.on_schedule_end()
+        assert manager_of(stack).lookup_many(KEYS, nameless) == [False] * 6
+        manager_of(stack).on_schedule_end()
     stack.close()
-    assert stack.manager.counters()["disk"]["blocks_total"] == {"miss": 6}
+    assert manager_of(stack).counters()["disk"]["blocks_total"] == {"miss": 6}
 
 
 def test_a_request_that_is_forgotten_counts_too() -> None:
@@ -196,9 +196,9 @@ def test_a_replay_counts_the_same_hits_as_the_counters_and_misses_add_up_with_re
     with open_stack(stack_of({"type": "memory", "capacity": "256KiB"}, nvme, blocks=48)) as stack:
         chats, hits = ChatWorkload(chats=20, turns=4, active_chats=8, turn_blocks=3), Counter[str]()
         for _ in range(2):  # however late stores are on a busy machine, the second replay finds some of the first
-            report = replay(stack.manager, stack.kv_view, chats.requests())
+            report = replay(manager_of(stack), stack.region.kv_view, chats.requests())
             hits.update({tier: traffic.hits for tier, traffic in report.tiers.items()})
-            assert stack.manager.drain_jobs(WAIT_S)
+            assert manager_of(stack).drain_jobs(WAIT_S)
         assert stack.history is not None
         stack.history.settle()
         assert hits["cpu"] > 0
@@ -222,9 +222,9 @@ def test_without_a_history_nothing_is_counted_or_kept() -> None:
         assert "unexplained_blocks_total" not in stack.counters()["cpu"]
         context = ReqContext("r")
         for _ in range(100):
-            stack.manager.lookup_many(KEYS, context)
-            stack.manager.on_schedule_end()
-        state = stack.manager._requests.get(context)
+            manager_of(stack).lookup_many(KEYS, context)
+            manager_of(stack).on_schedule_end()
+        state = manager_of(stack)._requests.get(context)
         assert state is not None
         assert state.log is None
 
@@ -232,7 +232,7 @@ def test_without_a_history_nothing_is_counted_or_kept() -> None:
 def test_a_block_that_is_evicted_and_missed_in_one_step_was_evicted() -> None:
     with open_stack(stack_of()) as stack:
         put(stack, KEYS)
-        engine, manager = Engine(stack.manager), stack.manager
+        engine, manager = Engine(manager_of(stack)), manager_of(stack)
         output = manager.prepare_store(OTHERS[: stack.region.num_blocks], engine.begin("evicts"))
         assert output is not None
         assert set(KEYS) <= set(output.evicted_keys)
@@ -285,7 +285,7 @@ def test_ghosts_agree_with_tiers_of_their_sizes(policy: str) -> None:
     requests, blocks = list(ChatWorkload(chats=120, active_chats=40).requests()), 500
     curve, asked = hit_curve(requests), sum(len(each.hash_ids) for each in requests)
     with open_stack(stack_of(blocks=blocks)) as opened:
-        replay(opened.manager, opened.kv_view, iter(requests), ReplaySettings(concurrency=1))
+        replay(manager_of(opened), opened.region.kv_view, iter(requests), ReplaySettings(concurrency=1))
         found = opened.counters()["cpu"]["ghost_hits_total"]
     for name, times in SIZES.items():
         real = hit_rate(policy, int(times * blocks), requests, curve).hit_rate
@@ -309,6 +309,6 @@ def test_a_stack_s_counters_have_the_hits_of_other_sizes(boundless: Stack) -> No
     assert counters["cpu"]["ghost_hits_total"] == {"0.5": 0, "1": 0, "2": 48, "4": 48}
     assert counters["memory"]["ghost_hits_total"]["0.5"] == 48
     assert "ghost_hits_total" not in counters["boundless"]
-    boundless.manager.reset_cache()
+    manager_of(boundless).reset_cache()
     put(boundless, keys[:4])
     assert boundless.counters()["cpu"]["ghost_hits_total"]["4"] == 48

@@ -22,7 +22,7 @@ from tests.support.obedient import (
     put_below,
     stack_of,
 )
-from tests.support.stacks import Register, block_hashes
+from tests.support.stacks import Register, block_hashes, manager_of
 from tiered_kv import stack as stack_module
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.history.recorder import PENDING_KEYS_MAX
@@ -77,25 +77,25 @@ def test_a_block_that_came_from_below_is_a_miss_above() -> None:
 
 def test_what_found_the_store_budget_used_up() -> None:
     with open_stack(stack_of({**OBEDIENT, "store_budget": BLOCK_BYTES})) as stack:
-        Engine(stack.manager).store(KEYS, "writer")
+        Engine(manager_of(stack)).store(KEYS, "writer")
         for index, key in enumerate(OTHERS[:16]):
-            Engine(stack.manager).store([key], f"writer-{index}")
+            Engine(manager_of(stack)).store([key], f"writer-{index}")
         obedient(stack).present.clear()
-        context = Engine(stack.manager).begin("reader")
-        assert stack.manager.lookup_many(KEYS, context) == [False] * 4
-        Engine(stack.manager).end(context)
+        context = Engine(manager_of(stack)).begin("reader")
+        assert manager_of(stack).lookup_many(KEYS, context) == [False] * 4
+        Engine(manager_of(stack)).end(context)
         assert misses(stack, "disk") == {"evicted": 1, "budget": 3}
 
 
 def answers_after(stack: Stack, keys: list[OffloadKey], clock: ManualClock, seconds: float) -> list[bool | None]:
     """Return the answers to a request that asks, and asks again after some time."""
-    engine = Engine(stack.manager)
+    engine = Engine(manager_of(stack))
     context = engine.begin("waits")
-    assert stack.manager.lookup_many(keys, context) == [None] * len(keys)
-    stack.manager.on_schedule_end()
+    assert manager_of(stack).lookup_many(keys, context) == [None] * len(keys)
+    manager_of(stack).on_schedule_end()
     clock.advance(seconds)
-    stack.manager.on_schedule_end()
-    answers = stack.manager.lookup_many(keys, context)
+    manager_of(stack).on_schedule_end()
+    answers = manager_of(stack).lookup_many(keys, context)
     engine.end(context)
     return answers
 
@@ -170,9 +170,9 @@ def test_a_block_without_room_to_be_promoted_is_refused_and_tiers_below_are_not_
     last = {"type": "memory", "capacity": "1MiB"}
     with open_stack(stack_of(OBEDIENT, last, primary={"promotion_budget": BLOCK_BYTES})) as stack:
         put_below(stack, KEYS)
-        context = Engine(stack.manager).begin("r")
-        assert stack.manager.lookup_many(KEYS, context) == [None, False, False, False]
-        Engine(stack.manager).end(context)
+        context = Engine(manager_of(stack)).begin("r")
+        assert manager_of(stack).lookup_many(KEYS, context) == [None, False, False, False]
+        Engine(manager_of(stack)).end(context)
         assert misses(stack, "disk") == {"refused": 3}
         assert blocks(stack, "memory") == (0, 0)
         assert misses(stack, "cpu") == {"evicted": 3}
@@ -203,7 +203,7 @@ def test_what_is_older_than_the_tier_keeps_it() -> None:
 
 def test_what_went_with_a_reset(stack: Stack) -> None:
     put(stack, KEYS)
-    stack.manager.reset_cache()
+    manager_of(stack).reset_cache()
     assert get(stack, KEYS[:2]) == 0
     assert misses(stack, "cpu") == misses(stack, "disk") == {"reset": 2}
     put(stack, KEYS[2:])
@@ -212,12 +212,12 @@ def test_what_went_with_a_reset(stack: Stack) -> None:
 
 
 def test_a_store_that_ends_after_a_reset_went_with_it(stack: Stack) -> None:
-    context = Engine(stack.manager).begin("writer")
-    output = stack.manager.prepare_store(KEYS, context)
+    context = Engine(manager_of(stack)).begin("writer")
+    output = manager_of(stack).prepare_store(KEYS, context)
     assert output is not None
-    stack.manager.complete_store(output.keys_to_store, context)
-    stack.manager.reset_cache()
-    Engine(stack.manager).end(context)  # the tier reports the store
+    manager_of(stack).complete_store(output.keys_to_store, context)
+    manager_of(stack).reset_cache()
+    Engine(manager_of(stack)).end(context)  # the tier reports the store
     assert get(stack, KEYS) == 0
     assert misses(stack, "disk") == {"reset": 4}
 
@@ -226,8 +226,8 @@ def test_a_tier_that_cannot_be_reset_is_not_used(register: Register) -> None:
     register("four", FourMethodTier)
     with open_stack(stack_of({"type": "four"})) as stack:
         put(stack, KEYS)
-        stack.manager.reset_cache()
-        stack.manager.drain_jobs(10)  # the tier's thread has found that it cannot
+        manager_of(stack).reset_cache()
+        manager_of(stack).drain_jobs(10)  # the tier's thread has found that it cannot
         assert get(stack, KEYS, timeout=0.5) == 0
         assert set(misses(stack, "four")) <= {"disabled", "reset"}
 
@@ -235,7 +235,7 @@ def test_a_tier_that_cannot_be_reset_is_not_used(register: Register) -> None:
 @pytest.mark.parametrize("present", [4, 2], ids=["all are promoted", "some are misses"])
 def test_a_request_that_waits_is_noted_once_however_often_it_asks(stack: Stack, present: int) -> None:
     """Otherwise the repetitions fill the history's queue, and other requests find no room."""
-    tier, manager = obedient(stack), stack.manager
+    tier, manager = obedient(stack), manager_of(stack)
     tier.present.update(KEYS[:present])
     tier.holds_jobs = True
     context = ReqContext("waits")
@@ -259,7 +259,7 @@ def test_what_was_not_stored_before_the_deadline(clock: ManualClock) -> None:
     with open_stack(stack_of({**OBEDIENT, "job_timeout": "1s"})) as stack:
         tier = obedient(stack)
         tier.holds_jobs = True
-        engine = Engine(stack.manager)
+        engine = Engine(manager_of(stack))
         engine.store(KEYS, "stores")
         clock.advance(1.0)
         assert not stack.flush(0.0)

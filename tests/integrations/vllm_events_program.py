@@ -45,7 +45,7 @@ from vllm_spec_program import (  # type: ignore[import-not-found]  # the same
     engine_with,
 )
 
-from tests.support.stacks import block_hashes
+from tests.support.stacks import block_hashes, manager_of
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.vllm.spec import stack_config
 from tiered_kv.stack import Stack, open_stack
@@ -148,7 +148,7 @@ class Checks:
                 assert stack.put(block_hashes(keys), np.zeros((24, BLOCK_BYTES), np.uint8)) == 24
                 assert stack.flush()
                 expected = {
-                    (MEDIUM_CPU, None): hashes_of(stack.primary.blocks),
+                    (MEDIUM_CPU, None): hashes_of(manager_of(stack).primary.blocks),
                     ("NVME", "disk"): hashes_of(keys),
                 }
                 wait_for(lambda: held_after(e for _, batch in reader.replay() for e in batch.events) == expected)
@@ -158,7 +158,7 @@ class Checks:
                 numbers = [number for number, _ in reader.replay()]
                 assert numbers == list(range(len(numbers)))
                 assert [number for number, _ in reader.replay(numbers[-1])] == numbers[-1:]
-                stack.manager.reset_cache()
+                manager_of(stack).reset_cache()
                 wait_for(lambda: [*reader.replay()][-1][1].events == [AllBlocksCleared()])
                 # By now it is surely connected, so what follows comes live, after the rest.
                 assert stack.put(block_hashes(keys[:1]), np.zeros((1, BLOCK_BYTES), np.uint8)) == 1

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.support.obedient import obedient, put, stack_of
-from tests.support.stacks import Register
+from tests.support.stacks import Register, manager_of
 from tiered_kv.metrics.instruments import NOTICES_MAX, Counters, Notices, count_of, flat_counts
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.control import ManualClock
@@ -66,7 +66,7 @@ PATIENT_OBEDIENT = {"type": "obedient", "breaker_failures": 1000}
 
 def notices_of(stack: Stack) -> dict[object, object]:
     """Return the count of each notice, the oldest first."""
-    return {notice["what"]: notice["count"] for notice in stack.manager.notices.snapshot()}
+    return {notice["what"]: notice["count"] for notice in manager_of(stack).notices.snapshot()}
 
 
 def test_a_breaker_that_flips_takes_no_room_from_other_notices() -> None:
@@ -124,7 +124,7 @@ def test_a_tier_that_cannot_reset_is_a_notice(register: Register) -> None:
 
     register("four", Nonblocking)
     with open_stack(stack_of({"type": "four"})) as stack:
-        stack.manager.reset_cache()
-        stack.manager.reset_cache()
+        manager_of(stack).reset_cache()
+        manager_of(stack).reset_cache()
         assert notices_of(stack) == {"disabled: it cannot reset": 1, "cache reset": 2}
-        assert stack.manager.disabled_tiers() == {"four"}
+        assert manager_of(stack).disabled_tiers() == {"four"}

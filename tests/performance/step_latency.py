@@ -171,7 +171,7 @@ def measure(directory: Path, tier: str, steps: int, rounds: int) -> dict[str, An
             "primary": {"capacity": PRIMARY_BYTES},
             "secondary": [settings],
         }
-        with tiered_kv.open_stack(config) as stack:
+        with tiered_kv.open_engine_stack(config) as stack:
             gc.collect()
             gc.freeze()  # as docs/explanation/performance.md advises programs
             scheduler = Steps(stack.manager, PRIMARY_BYTES // BLOCK_BYTES)

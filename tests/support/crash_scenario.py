@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from tests.support.disk_use import flush_file_system
-from tests.support.stacks import block_hashes, stack_of
+from tests.support.stacks import block_hashes, manager_of, stack_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import TierError
 from tiered_kv.metrics.instruments import count_of
@@ -165,7 +165,7 @@ class _Writer:
         self._check(version=0)
         self.progress.note("newest_stored", -1)
         self.progress.note("reset_asked")
-        self.stack.manager.reset_cache()
+        manager_of(self.stack).reset_cache()
         if self.scenario.path is not None:
             for thread in threading.enumerate():
                 if thread.name.endswith("-reset"):  # it lives until the reset is on the device
@@ -201,7 +201,7 @@ class _Writer:
 
     def _check(self, version: int) -> None:
         found = Found()
-        self.stack.primary.reset_cache()
+        manager_of(self.stack).primary.reset_cache()
         look(self.stack, self.scenario.keys, {version}, found, self.excuses)
         assert not found.problems, "; ".join(found.problems)
 
@@ -251,7 +251,7 @@ def _store_more(stack: Stack, found: Found) -> None:
         return
     if missing := ask(stack, keys).count(False):
         found.problems.append(f"{missing} of {JOB_BLOCKS} new blocks are not stored: {stack.counters()}")
-    stack.primary.reset_cache()
+    manager_of(stack).primary.reset_cache()
     for key, answer in zip(keys, ask(stack, keys), strict=True):
         content = load(stack, key) if answer else None
         if content not in (None, block_content(key, BLOCK_BYTES, _VERSION_OF_NEW)):

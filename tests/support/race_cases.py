@@ -21,6 +21,7 @@ from tests.support import stacks
 from tests.support.figures import Figures
 from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
+from tests.support.stacks import manager_of
 from tests.support.threads import meanwhile
 from tiered_kv.errors import TierBusyError
 from tiered_kv.metrics.instruments import count_of
@@ -117,7 +118,7 @@ def race_late_workers(
     hindrance = Hindrance(seed, delay_max_s=0.06)
     with stack:
         prompts = Prompts(stack.config.block.bytes, label=f"late-{seed}")
-        scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=seed)
+        scheduler = RacingScheduler(manager_of(stack), stack.region, prompts, seed=seed)
         with hindrance.before(*places):
             for number in range(1, _WEDGES_MAX + 1):
                 scheduler.run(seconds / (3 * _WEDGES))
@@ -127,9 +128,13 @@ def race_late_workers(
                 if number >= _WEDGES and _expired_jobs(stack):
                     break
         scheduler.finish()
-        problems = problems_at_rest(stack.manager, guard)
+        problems = problems_at_rest(manager_of(stack), guard)
         scheduler.run(seconds / 3)  # now the tier has what late stores have read
-        problems += [*scheduler.finish().problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
+        problems += [
+            *scheduler.finish().problems,
+            *problems_at_rest(manager_of(stack), guard),
+            *phantoms(manager_of(stack)),
+        ]
         expired = _expired_jobs(stack)
     return list(dict.fromkeys(problems)), expired
 
@@ -146,7 +151,7 @@ def race_late_shutdown(
     except TierBusyError as error:  # the stack of an earlier seed has not released it
         return [str(error)], 1
     hindrance = Hindrance(seed, delay_max_s=0.001)
-    scheduler = RacingScheduler(stack.manager, stack.region, Prompts(stack.config.block.bytes), seed=seed)
+    scheduler = RacingScheduler(manager_of(stack), stack.region, Prompts(stack.config.block.bytes), seed=seed)
     with hindrance.before(*places):
         try:
             scheduler.run(seconds)
@@ -198,7 +203,7 @@ def race_damage(config: Mapping[str, object], directory: Path, *, seed: int, sec
             corrupt = sum(count_of(counters, "tier", "corrupt_blocks_total") for counters in stack.counters().values())
             if total.problems or corrupt:
                 break
-        return [*total.problems, *problems_at_rest(stack.manager, guard)], corrupt
+        return [*total.problems, *problems_at_rest(manager_of(stack), guard)], corrupt
 
 
 def flip_a_bit(directory: Path, chance: random.Random, at_least_bytes: int) -> bool:
@@ -264,7 +269,7 @@ def race_from_arguments() -> None:
     config, seed, seconds, reset_every = sys.argv[1:]
     with open_stack(json.loads(config)) as stack:
         prompts = Prompts(stack.config.block.bytes)
-        scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=int(seed), has_epochs=False)
+        scheduler = RacingScheduler(manager_of(stack), stack.region, prompts, seed=int(seed), has_epochs=False)
         print("running", flush=True)
         for _ in range(ROUNDS_MAX):
             scheduler.run(float(seconds), reset_every=int(reset_every))
@@ -272,5 +277,5 @@ def race_from_arguments() -> None:
             if scheduler.race.problems or (scheduler.race.verified_blocks and has_reset):
                 break
         race = scheduler.finish()
-        race.note([*problems_at_rest(stack.manager), *phantoms(stack.manager)])
+        race.note([*problems_at_rest(manager_of(stack)), *phantoms(manager_of(stack))])
     print(json.dumps(asdict(race)), flush=True)

@@ -21,6 +21,7 @@ from typing import get_args, get_origin
 import numpy as np
 from pydantic import BaseModel, SecretBytes, SecretStr
 
+from tests.support.stacks import manager_of
 from tiered_kv.config.secret_keys import KEY_BYTES
 from tiered_kv.config.settings import StrictModel, TierSettings
 from tiered_kv.errors import ConfigError, TieredKVError
@@ -128,18 +129,18 @@ def _use(sheet: Sheet, place: str, stack: Stack, wait_s: float) -> None:
     keys = [bytes([number]) * 32 for number in range(_BLOCKS)]
     blocks = np.zeros((_BLOCKS, stack.config.block.bytes), dtype=np.uint8)
     sheet.note(f"{place}: put", stack.put(keys, blocks, timeout=wait_s), stack.flush(wait_s))
-    stack.manager.reset_cache()
+    manager_of(stack).reset_cache()
     sheet.note(f"{place}: get", stack.get(keys, blocks, wait_s))
     sheet.note(f"{place}: counters", stack.counters())
     sheet.note(f"{place}: metrics", exposition(StackCollector(stack.counters, secrets=stack.config.secret_texts())))
-    sheet.note(f"{place}: status", status(stack))
+    sheet.note(f"{place}: status", status(stack.observed()))
     for name, tier in zip(stack.tier_names, stack.secondary_tiers, strict=True):
         sheet.note(f"{place}: the tier '{name}'", tier, vars(tier), tier.stats())
         try:
             sheet.note(f"{place}: what '{name}' says of itself", tier.describe())
         except TieredKVError as error:
             sheet.note_error(f"{place}: what '{name}' says of itself", error)
-    for each in (stack, stack.manager, stack.config, *stack.config.secondary):
+    for each in (stack, manager_of(stack), stack.config, *stack.config.secondary):
         sheet.note(f"{place}: {type(each).__name__}", each, vars(each))
     sheet.note(f"{place}: the threads", *threading.enumerate(), *process_as_seen())
 

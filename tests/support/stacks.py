@@ -9,6 +9,8 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey, get_offload_block_hash
 from tiered_kv.hooks import TierType, hookimpl, tier_plugins
+from tiered_kv.stack import AnyStack
+from tiered_kv.tiering.manager import TieringOffloadingManager
 
 BUILT_IN_TIERS: dict[str, dict[str, object]] = {
     "fs": {"capacity": "64MiB"},
@@ -39,6 +41,11 @@ ReplaceModule = Callable[..., None]
 def block_hashes(keys: Iterable[OffloadKey]) -> list[bytes]:
     """Return the hashes by which `put` and `get` name blocks that a manager has under `keys`, of group 0."""
     return [get_offload_block_hash(key) for key in keys]
+
+
+def manager_of(stack: AnyStack) -> TieringOffloadingManager:
+    """Return a stack's manager, for tests that call it while nothing puts or gets."""
+    return stack.observed().manager
 
 
 def stack_of(

@@ -9,12 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-import numpy as np
-
 from tests.support.stacks import stack_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.facade import rows_of
-from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack import EngineStack, open_engine_stack
 from tiered_kv.testing.rig import make_keys
 
 ROOT = Path(__file__).parents[2]
@@ -60,19 +58,18 @@ class Files:
         return self.by_thread.get(threading.get_ident(), set())
 
 
-def opened(directory: Path) -> Stack:
-    return open_stack(stack_of({"type": "nvme", "path": str(directory), "capacity": "64MiB"}, blocks=64))
+def opened(directory: Path) -> EngineStack:
+    return open_engine_stack(stack_of({"type": "nvme", "path": str(directory), "capacity": "64MiB"}, blocks=64))
 
 
-def end_jobs(stack: Stack, files: Files) -> None:
+def end_jobs(stack: EngineStack, files: Files) -> None:
     while stack.manager.jobs_in_flight:
         files.of(stack.manager.on_schedule_end)
 
 
 def test_a_step_s_end_with_nothing_to_do_enters_few_files(tmp_path: Path) -> None:
     with opened(tmp_path) as stack:
-        stack.put([KEY], np.ones((1, stack.region.block_bytes), np.uint8))
-        assert stack.flush()
+        store(stack, Files(), [KEY])
         stack.manager.on_schedule_end()
         files = Files()
         with files.noted():
@@ -80,7 +77,7 @@ def test_a_step_s_end_with_nothing_to_do_enters_few_files(tmp_path: Path) -> Non
         assert len(files.own) <= AT_AN_IDLE_STEP_S_END, sorted(files.own)
 
 
-def store(stack: Stack, files: Files, keys: list[OffloadKey]) -> None:
+def store(stack: EngineStack, files: Files, keys: list[OffloadKey]) -> None:
     manager, request = stack.manager, ReqContext("first")
     files.of(manager.on_new_request, request)
     assert files.of(manager.lookup, keys[0], request) is False
@@ -91,7 +88,7 @@ def store(stack: Stack, files: Files, keys: list[OffloadKey]) -> None:
     files.of(manager.on_request_finished, request)
 
 
-def load(stack: Stack, files: Files, keys: list[OffloadKey]) -> None:
+def load(stack: EngineStack, files: Files, keys: list[OffloadKey]) -> None:
     manager, request = stack.manager, ReqContext("second")
     files.of(manager.on_new_request, request)
     assert files.of(manager.lookup, keys[0], request) is None

@@ -25,7 +25,7 @@ from tests.support.pages import shown
 from tests.support.soak.grounds import CHATS_SETTINGS, TIERS, Grounds, chats
 from tests.support.soak.soak import pace_problems, run_queue_s
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack import EngineStack, open_engine_stack
 from tiered_kv.testing.servers import free_port
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.tally import Tally
@@ -51,7 +51,7 @@ def no_full_collections() -> Iterator[None]:
 class Watcher:
     """Freezes both servers once every tier has been hit, and thaws them; on the scheduler's thread."""
 
-    def __init__(self, grounds: Grounds, stack: Stack) -> None:
+    def __init__(self, grounds: Grounds, stack: EngineStack) -> None:
         self.held_s: list[float] = []
         """Times of the steps while the servers were frozen, without what the thread stood in the run queue."""
         self.hits_while_frozen: dict[str, int] = {}
@@ -108,7 +108,7 @@ class Watcher:
 def test_frozen_servers_do_not_delay_the_scheduler_and_are_used_again(tmp_path: Path) -> None:
     pytest.importorskip("redis", reason="redis-py is not installed")
     pytest.importorskip("boto3", reason="boto3 is not installed")
-    with Grounds(tmp_path) as grounds, open_stack(grounds.config(0)) as stack, no_full_collections():
+    with Grounds(tmp_path) as grounds, open_engine_stack(grounds.config(0)) as stack, no_full_collections():
         watcher = Watcher(grounds, stack)
         try:
             report = replay(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.stacks import PATIENT, stack_of
+from tests.support.stacks import PATIENT, manager_of, stack_of
 from tests.tiering.conftest import BLOCK_BYTES as BENCH_BYTES
 from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, keys
 from tiered_kv.base import OffloadKey, ReqContext
@@ -35,7 +35,7 @@ def serve(stack: Stack, prompt: list[OffloadKey], req_id: str, times: int) -> li
     def each(wanted: list[OffloadKey]) -> list[OffloadKey]:
         return wanted + (times - 1) * wanted[::-1]
 
-    manager, context = stack.manager, ReqContext(req_id)
+    manager, context = manager_of(stack), ReqContext(req_id)
     manager.on_new_request(context)
     manager.prefetch(each(prompt), context)
     manager.on_schedule_end()
@@ -72,7 +72,7 @@ def state_after(times: int, policy: str, admission: Mapping[str, object]) -> tup
             serve(stack, [*shared[: 1 + number % 4], *make_keys(3, f"own-{number % 5}")], f"request-{number}", times)
             for number in range(12)
         ]
-        assert stack.manager.prepare_store(make_keys(8, "all rows"), ReqContext("last")), "a row is taken"
+        assert manager_of(stack).prepare_store(make_keys(8, "all rows"), ReqContext("last")), "a row is taken"
         counters = stack.counters()
     del counters["cpu"]["loaded_blocks_total"], counters["cpu"]["loaded_bytes_total"]
     counted = {

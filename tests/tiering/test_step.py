@@ -17,7 +17,7 @@ from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, PATIENT, stack_
 from tiered_kv import pauses
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.pauses import IDLE_WAIT_S_MAX, PAUSES_MAX, STEP, Step, give_way, wait_for_idle
-from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack import EngineStack, open_engine_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
@@ -33,13 +33,13 @@ FIRST_CALLS: dict[str, Callable[[TieringOffloadingManager], object]] = {
 
 
 @pytest.fixture
-def stack() -> Iterator[Stack]:
-    with open_stack(stack_of(blocks=8)) as opened:
+def stack() -> Iterator[EngineStack]:
+    with open_engine_stack(stack_of(blocks=8)) as opened:
         yield opened
 
 
 @pytest.mark.parametrize("first_call", FIRST_CALLS)
-def test_a_step_is_marked_until_it_ends(stack: Stack, first_call: str) -> None:
+def test_a_step_is_marked_until_it_ends(stack: EngineStack, first_call: str) -> None:
     stack.manager.on_schedule_end()
     assert STEP.pauses_left == 0
     FIRST_CALLS[first_call](stack.manager)
@@ -50,7 +50,7 @@ def test_a_step_is_marked_until_it_ends(stack: Stack, first_call: str) -> None:
     assert STEP.pauses_left == 0
 
 
-def test_a_step_without_an_end_delays_workers_a_limited_number_of_times(stack: Stack) -> None:
+def test_a_step_without_an_end_delays_workers_a_limited_number_of_times(stack: EngineStack) -> None:
     stack.manager.lookup(KEYS[0], CONTEXT)
     for _ in range(PAUSES_MAX + 10):
         give_way()
@@ -105,7 +105,7 @@ def test_the_next_thread_of_an_engine_may_have_the_identity_of_one_that_ended(mo
     assert step.is_busy()
 
 
-def test_the_thread_of_an_engine_may_end(stack: Stack) -> None:
+def test_the_thread_of_an_engine_may_end(stack: EngineStack) -> None:
     engine = threading.Thread(target=stack.manager.on_schedule_end)
     engine.start()
     engine.join()
@@ -186,7 +186,7 @@ def test_no_call_of_a_step_lets_another_thread_take_the_interpreter(tmp_path: Pa
         **({"path": str(tmp_path)} if tier in IN_DIRECTORIES else {}),
     }
     count = 600  # numpy releases the lock for arrays of more than 500
-    with open_stack(stack_of(entry, blocks=2 * count)) as stack, OtherThread() as other:
+    with open_engine_stack(stack_of(entry, blocks=2 * count)) as stack, OtherThread() as other:
         manager = stack.manager
 
         def turns_of_steps(keys: list[OffloadKey], context: ReqContext) -> dict[str, int]:

@@ -22,6 +22,7 @@ from tests.support.mounts import PowerLoss
 from tests.support.race_cases import BLOCK_BYTES, race_damage, race_late_workers, race_loads_with_stores, stack_of
 from tests.support.races import Prompts, open_guarded, problems_at_rest
 from tests.support.racing_scheduler import RacingScheduler
+from tests.support.stacks import manager_of
 from tests.support.syscalls import Fault
 from tests.trust import defective_crash_server
 from tiered_kv.base import OffloadKey, ReqContext
@@ -129,11 +130,11 @@ def test_a_tier_that_forgets_nothing_at_a_reset_is_found_by_a_scheduler_that_res
     with mock.patch.object(MemoryTier, "reset_cache", return_value=True):
         stack, guard = open_guarded(stack_of(MEMORY))
         with stack:
-            scheduler = RacingScheduler(stack.manager, stack.region, Prompts(BLOCK_BYTES), seed=SEED)
+            scheduler = RacingScheduler(manager_of(stack), stack.region, Prompts(BLOCK_BYTES), seed=SEED)
             limit_s = SECONDS * len(SEEDS)
             race = scheduler.run(limit_s, reset_every=100, until=lambda: bool(scheduler.race.problems))
             scheduler.finish()
-            problems = [*race.problems, *problems_at_rest(stack.manager, guard)]
+            problems = [*race.problems, *problems_at_rest(manager_of(stack), guard)]
     assert any("holds other bytes" in problem for problem in problems), problems
 
 

@@ -29,6 +29,7 @@ from tests.support.race_cases import (
 )
 from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
+from tests.support.stacks import manager_of
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv_nvme.disk import Disk
@@ -58,7 +59,7 @@ def test_threads_on_the_facade_get_what_was_put(
                 went_round = counters["cpu"]["evicted_blocks_total"] and counters[tier].get("loaded_blocks_total")
                 if race.problems or (went_round and race.verified_blocks):
                     break
-            note([*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)])
+            note([*race.problems, *problems_at_rest(manager_of(stack), guard), *phantoms(manager_of(stack))])
         note(unless(counters["cpu"]["evicted_blocks_total"] > 0, "nothing was evicted"))
         note(unless(counters[tier].get("loaded_blocks_total", 0) > 0, "nothing was promoted"))
         note(unless(race.verified_blocks > 0, "nothing was loaded"))
@@ -76,7 +77,7 @@ def test_a_scheduler_that_resets_amid_transfers_never_loads_what_was_before(
         stack, guard = open_guarded(stack_of(entry))
         with stack:
             scheduler = RacingScheduler(
-                stack.manager, stack.region, Prompts(BLOCK_BYTES, label=f"reset-{seed}"), seed=seed
+                manager_of(stack), stack.region, Prompts(BLOCK_BYTES, label=f"reset-{seed}"), seed=seed
             )
             race = scheduler.race
             for _ in range(ROUNDS_MAX):
@@ -87,7 +88,7 @@ def test_a_scheduler_that_resets_amid_transfers_never_loads_what_was_before(
                 if race.problems or (race.resets > 1 and race.verified_blocks and has_stored):
                     break
             scheduler.finish()
-            note([*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)])
+            note([*race.problems, *problems_at_rest(manager_of(stack), guard), *phantoms(manager_of(stack))])
         note(unless(race.resets > 1, "hardly any reset"))
         note(unless(race.verified_blocks > 0, "nothing was loaded"))
         note(unless(has_stored, "nothing was stored"))
@@ -146,7 +147,7 @@ def test_no_block_is_used_again_while_a_stalled_connection_may_touch_it(
             stack, guard = open_guarded(stack_of(entry, block_bytes=block_bytes))
             with stack:
                 prompts = Prompts(block_bytes, label=f"stalled-{seed}", **few)
-                scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=seed)
+                scheduler = RacingScheduler(manager_of(stack), stack.region, prompts, seed=seed)
                 for number in range(ROUNDS_MAX):
                     scheduler.run(0.6)
                     proxy.set_faults(Faults(stalls=True), Direction(direction))
@@ -158,7 +159,7 @@ def test_no_block_is_used_again_while_a_stalled_connection_may_touch_it(
                     if scheduler.race.problems or (number >= 2 and late and scheduler.race.verified_blocks):
                         break
                 race = scheduler.finish()
-                note([*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)])
+                note([*race.problems, *problems_at_rest(manager_of(stack), guard), *phantoms(manager_of(stack))])
             note(unless(late > 0, "no job was late"))
             note(unless(race.verified_blocks > 0, "nothing was loaded"))
 

@@ -17,6 +17,7 @@ from tests.support.figures import Figures, Profile
 from tests.support.race_cases import BLOCK_BYTES, TIERS, race_from_arguments, seeds_of, stack_of, unless
 from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
+from tests.support.stacks import manager_of
 from tiered_kv.stack import open_stack
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
@@ -37,7 +38,7 @@ def test_a_shutdown_amid_transfers_is_bounded_and_what_is_opened_next_is_sound(
     for seed, note in seeds_of(f"{tier}, shutdown", profile.pick(2, 6), figures):
         prompts = Prompts(BLOCK_BYTES, label="shutdown")
         stack, guard = open_guarded(stack_of(entry))
-        scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=seed, has_epochs=False)
+        scheduler = RacingScheduler(manager_of(stack), stack.region, prompts, seed=seed, has_epochs=False)
         scheduler.run(0.05 + 0.02 * seed)
         begin_s = time.monotonic()
         stack.close(timeout=0.0)
@@ -46,10 +47,10 @@ def test_a_shutdown_amid_transfers_is_bounded_and_what_is_opened_next_is_sound(
         guard.check()
         note([*scheduler.race.problems, *guard.violations])
         with open_stack(stack_of(entry)) as again:  # at once, also where a directory has one owner
-            scheduler = RacingScheduler(again.manager, again.region, prompts, seed=seed, has_epochs=False)
+            scheduler = RacingScheduler(manager_of(again), again.region, prompts, seed=seed, has_epochs=False)
             scheduler.run(0.3)
             race = scheduler.finish()
-            note([*race.problems, *problems_at_rest(again.manager), *phantoms(again.manager)])
+            note([*race.problems, *problems_at_rest(manager_of(again)), *phantoms(manager_of(again))])
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -68,7 +69,7 @@ def test_a_stack_that_is_closed_under_its_threads_ends_their_calls(
             closer.join()
         guard.check()
         note([*race.problems, *guard.violations])  # an exception that ends a thread fails the test by itself
-        note([f"{stack.manager.jobs_in_flight} jobs are left"] if stack.manager.jobs_in_flight else [])
+        note([f"{manager_of(stack).jobs_in_flight} jobs are left"] if manager_of(stack).jobs_in_flight else [])
         note(unless(race.calls > 0, "no call was made"))
 
 
@@ -122,4 +123,4 @@ def test_two_processes_race_on_one_storage(
         # And what they have left is sound for a third.
         with open_stack(config) as stack:
             third = race_facade(stack, Prompts(BLOCK_BYTES), seed=seed, threads=2, seconds=0.5)
-            note([*third.problems, *problems_at_rest(stack.manager), *phantoms(stack.manager)])
+            note([*third.problems, *problems_at_rest(manager_of(stack)), *phantoms(manager_of(stack))])

@@ -18,7 +18,7 @@ import pytest
 from tests.support.figures import Figures, Profile
 from tests.support.places import PlaceOf
 from tests.support.shortages import DescriptorsLeft, Resource, Shortage
-from tests.support.stacks import plugged, stack_of
+from tests.support.stacks import manager_of, plugged, stack_of
 from tiered_kv.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -107,7 +107,7 @@ class StackSubject:
         self.stack.flush(STEP_S)
 
     def reset(self) -> None:
-        self.stack.manager.reset_cache()
+        manager_of(self.stack).reset_cache()
         time.sleep(0.01)  # for the background task that writes it
 
     def close(self) -> None:
@@ -127,12 +127,12 @@ class StackSubject:
     def held(self) -> str:
         """Return what a call has not given back."""
         self.stack.flush(RECOVERY_S)
-        primary, counters = self.stack.primary, self.stack.counters()
+        primary, counters = manager_of(self.stack).primary, self.stack.counters()
         pinned = [block.ref_cnt for block in primary.blocks.values() if block.ref_cnt]
         lost = ROWS - primary.backend.get_num_free_blocks() - len(primary.blocks)
         names = ("pinned_bytes", "jobs_in_flight", "promotion_blocks")
         held = [f"{tier} {name}" for tier, counted in counters.items() for name in names if counted.get(name)]
-        for guarded in self.stack.manager._tiers:
+        for guarded in manager_of(self.stack)._tiers:
             reserved = guarded.stores.reserved_blocks + guarded.loads.reserved_blocks
             held += [f"{reserved} blocks reserved"] if reserved else []
         return "; ".join(held + [f"pins {pinned}"] * bool(pinned) + [f"{lost} rows lost"] * bool(lost))
@@ -224,7 +224,7 @@ class WorkerSubject:
         name = f"tiered-kv-test-{uuid.uuid4().hex}"
         shared = SharedStack(self._config, name=name, bytes_per_worker=BLOCK_BYTES)
         with ExitStack() as opened:
-            self._stack = shared.open_stack()
+            self._stack = shared.open_engine_stack()
             opened.callback(self._stack.close)
             self._handlers = shared.open_handlers(self._caches)
             opened.callback(self._handlers.shutdown)

@@ -16,6 +16,7 @@ from tests.support.disk_use import occupied_bytes
 from tests.support.places import Place, PlaceOf
 from tests.support.redis_groups import RedisSentinelServers
 from tests.support.redis_servers import RedisServer
+from tests.support.stacks import manager_of
 from tests.support.tenants import Tenant, neighbour
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
@@ -229,7 +230,7 @@ def test_an_epoch_survives_a_purge_as_a_new_one_so_that_nothing_from_before_a_re
     with open_stack(alice.file) as never_reset:
         alice.put(never_reset, alice.keys(4))
         with open_stack(alice.file) as stack:
-            stack.manager.reset_cache()
+            manager_of(stack).reset_cache()
             alice.put(stack, alice.keys(4, 4))
         purge(alice)
         alice.put(never_reset, alice.keys(4, 100))  # of old weights, for all that is known
@@ -317,7 +318,7 @@ def test_a_bucket_s_objects_that_others_put_under_the_namespace_s_names_stay_and
     client = place.s3.client()
     assert alice.store(FEW) == FEW
     with open_stack(alice.file) as stack:
-        stack.manager.reset_cache()
+        manager_of(stack).reset_cache()
         alice.put(stack, alice.keys(FEW))
     root = f"kv/{alice.digest}/"
     key = "ab" + "0" * 30

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.support import stacks
@@ -26,7 +25,7 @@ from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.facade import rows_of
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.stack import Stack
+from tiered_kv.stack import EngineStack
 from tiered_kv.worker import SharedStack, TieredOffloadingSpec, WorkerHandlers
 
 torch = pytest.importorskip("torch")
@@ -68,7 +67,7 @@ def transfer(handlers: WorkerHandlers, blocks: list[int], rows: list[int], *, is
     assert [result.success for result in handler.get_finished()] == [True]
 
 
-def prepare_store(stack: Stack, keys: list[OffloadKey]) -> list[int] | None:
+def prepare_store(stack: EngineStack, keys: list[OffloadKey]) -> list[int] | None:
     output = stack.manager.prepare_store(keys, ReqContext(req_id="r"))
     return None if output is None else rows_of(output.store_spec)
 
@@ -78,7 +77,7 @@ def test_workers_of_different_sizes_do_not_share_bytes(name: str) -> None:
     sides = [SharedStack(stack_of(), name=name, bytes_per_worker=size, num_workers=2) for size in sizes]
     caches = [Cache(size) for size in sizes]
     handlers = [side.open_handlers(caches[rank].canonical, rank) for rank, side in enumerate(sides)]
-    stack = sides[0].open_stack()
+    stack = sides[0].open_engine_stack()
     for rank, cache in enumerate(caches):
         cache.tensor[:] = 10 + rank
         transfer(handlers[rank], [0], [0], is_store=True)
@@ -95,10 +94,9 @@ def test_nothing_is_stored_or_copied_before_every_process_has_mapped_the_memory(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     shared = shared_stack(name)
-    stack = shared.open_stack()
+    stack = shared.open_engine_stack()
     first = shared.open_handlers(Cache().canonical, 0)
     assert prepare_store(stack, KEYS[:1]) is None
-    assert stack.put(KEYS[:1], np.zeros((1, 2 * PAGE_BYTES), dtype=np.uint8), timeout=0.05) == 0
     assert [record.getMessage() for record in caplog.records] == [
         "nothing is stored or promoted until worker 1 has mapped the engine's memory"
     ]
@@ -115,7 +113,7 @@ def test_nothing_is_stored_or_copied_before_every_process_has_mapped_the_memory(
 
 
 def test_the_stack_can_name_the_memory(name: str) -> None:
-    shared_stack(None, shared=name).open_stack().close()
+    shared_stack(None, shared=name).open_engine_stack().close()
     with pytest.raises(ConfigError, match=r"primary\.shared: a stack of several processes needs a name"):
         shared_stack(None)
 
@@ -139,7 +137,7 @@ def test_a_tier_that_cannot_be_opened_leaves_nothing_open(name: str, tmp_path: P
     (tmp_path / "file").write_text("")
     config = stack_of() | {"secondary": [{"type": "nvme", "path": str(tmp_path / "file"), "capacity": "64MiB"}]}
     with pytest.raises(TieredKVError):
-        SharedStack(config, name=name, bytes_per_worker=PAGE_BYTES).open_stack()
+        SharedStack(config, name=name, bytes_per_worker=PAGE_BYTES).open_engine_stack()
 
 
 def engine_configs(name: str, rank: int, stack: object, **extra: object) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.facade import rows_of
-from tiered_kv.stack import Stack
+from tiered_kv.stack import EngineStack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.worker import SharedStack
 
@@ -63,7 +63,7 @@ handlers.shutdown()
 
 
 class Engine:
-    def __init__(self, stack: Stack, workers: Sequence[subprocess.Popen[str]]) -> None:
+    def __init__(self, stack: EngineStack, workers: Sequence[subprocess.Popen[str]]) -> None:
         self.stack = stack
         self.workers = workers
 
@@ -117,7 +117,7 @@ def engine_at(directory: Path, *, workers_first: bool) -> Iterator[Engine]:
         "bytes_per_worker": PAGE_BYTES,
         "num_workers": NUM_WORKERS,
     }
-    stack = None if workers_first else SharedStack(**settings).open_stack()
+    stack = None if workers_first else SharedStack(**settings).open_engine_stack()
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, str(rank), json.dumps(settings)],
@@ -131,7 +131,7 @@ def engine_at(directory: Path, *, workers_first: bool) -> Iterator[Engine]:
         for worker in workers:
             assert worker.stdout is not None
             assert worker.stdout.readline() == "ready\n"
-        stack = stack or SharedStack(**settings).open_stack()
+        stack = stack or SharedStack(**settings).open_engine_stack()
         yield Engine(stack, workers)
     finally:
         for worker in workers:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.support import stacks
 from tests.support.entries import s3_entry
 from tests.support.redis_servers import PATIENT, RedisServer, redis_server
+from tests.support.stacks import manager_of
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
 from tiered_kv.stack_config import StackConfig, load_config
@@ -143,9 +144,9 @@ def assert_agrees(
     with open_stack(config) as stack:
 
         def after_a_step(_: object) -> None:
-            assert stack.manager.drain_jobs(60.0)
+            assert manager_of(stack).drain_jobs(60.0)
 
-        real = replay(stack.manager, stack.kv_view, iter(requests), on_progress=after_a_step)
+        real = replay(manager_of(stack), stack.region.kv_view, iter(requests), on_progress=after_a_step)
     simulated = simulate(config, requests)
     assert simulated.blocks == real.blocks
     assert all(hits > 0.005 * real.blocks for hits in real.hits.values())

@@ -23,7 +23,7 @@ from tiered_kv._cli.report.plots import Sampler
 from tiered_kv._cli.report.replay_page import TIER_COLUMNS, replay_page, tier_rows
 from tiered_kv.config.units import format_bytes
 from tiered_kv.metrics.instruments import flat_counts
-from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack import EngineStack, open_engine_stack
 from tiered_kv.stack_config import load_config
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.tally import ReplayReport, Tally
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> Status:
     config = load_config(args.stack)
     reported = start_report(args, config)
     with progress("opening the tiers", None):
-        stack = open_stack(config)
+        stack = open_engine_stack(config)
     with stack, interrupt_flag() as interrupted:
         if reported is not None:
             reported.note_tiers(stack.tier_names, stack.secondary_tiers)
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> Status:
 
 
 def _replayed(
-    stack: Stack, workload: Workload, settings: ReplaySettings, sampler: Sampler, interrupted: Callable[[], bool]
+    stack: EngineStack, workload: Workload, settings: ReplaySettings, sampler: Sampler, interrupted: Callable[[], bool]
 ) -> ReplayReport:
     with progress("requests", workload.total) as advance:
 

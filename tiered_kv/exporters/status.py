@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import TierSettings
@@ -135,15 +135,15 @@ class Explanation:
     tiers: tuple[TierFate, ...]
 
 
-class Observed(Protocol):
-    """The part of a `Stack` that this package reads."""
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The parts of a stack that this package reads."""
 
     config: StackConfig
     history: BlockHistory | None
     manager: TieringOffloadingManager
     opened_s: float
-
-    def counters(self) -> dict[str, dict[str, Any]]: ...  # Any: as `Counters.snapshot`
+    counters: Callable[[], dict[str, dict[str, Any]]]  # Any: as `Counters.snapshot`
 
 
 def explain(

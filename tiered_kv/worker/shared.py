@@ -22,7 +22,7 @@ from tiered_kv.cpu.region import (
 )
 from tiered_kv.errors import ConfigError, TieredKVError, needing_resources
 from tiered_kv.limits import refuse
-from tiered_kv.stack import Stack, needs_of
+from tiered_kv.stack import EngineStack, needs_of
 from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
 from tiered_kv.worker.shared_file import SharedFile
@@ -87,15 +87,16 @@ class SharedStack:
         refuse(needs_of(self.config))  # the scheduler's stack warns
         self.geometry = Geometry(self.config.primary_blocks, self.config.block.bytes, num_workers, block_size_factor)
 
-    def open_stack(self, *, enable_events: bool = False, file: SharedFile | None = None) -> Stack:
-        """Open the scheduler's side: the manager, and the secondary tiers. Close it with `Stack.close`.
+    def open_engine_stack(self, *, enable_events: bool = False, file: SharedFile | None = None) -> EngineStack:
+        """Open the scheduler's side: the manager, and the secondary tiers. Close it with `EngineStack.close`.
 
         A process that has joined the shared `file` already gives it. The stack owns it from now on.
 
         Raises:
-            ConfigError, TierError: As `open_stack`; or the memory is in use by another run.
+            ConfigError, TierError: As `open_engine_stack`; or the memory is in use by another run.
         """
-        return Stack(self.config, backend=_SharedBackend(self._join(SCHEDULER, file)), enable_events=enable_events)
+        backend = _SharedBackend(self._join(SCHEDULER, file))
+        return EngineStack(self.config, backend=backend, enable_events=enable_events)
 
     def open_handlers(
         self, kv_caches: CanonicalKVCaches, rank: int = 0, *, file: SharedFile | None = None
@@ -105,7 +106,7 @@ class SharedStack:
         Args:
             kv_caches: The worker's caches; see `open_handlers` of this package.
             rank: Which worker, 0 to `num_workers` - 1.
-            file: As for `open_stack`.
+            file: As for `open_engine_stack`.
 
         Raises:
             ValueError: The caches contradict themselves, or do not fit into the worker's part of a block.
@@ -267,7 +268,7 @@ class TieredOffloadingSpec(OffloadingSpec):
             num_workers=vllm_config.parallel_config.world_size,
             block_size_factor=self.block_size_factor,
         )
-        self._stack: Stack | None = None
+        self._stack: EngineStack | None = None
 
     def get_manager(self) -> OffloadingManager:
         """Return the stack's manager. The first call opens it; its `shutdown` closes the stack.
@@ -276,7 +277,7 @@ class TieredOffloadingSpec(OffloadingSpec):
             ConfigError, TierError: The stack cannot be opened.
         """
         if self._stack is None:
-            self._stack = self.shared.open_stack()
+            self._stack = self.shared.open_engine_stack()
         return self._stack.manager
 
     def get_handlers(

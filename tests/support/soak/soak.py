@@ -37,7 +37,7 @@ from tests.support.soak.grounds import (
     chats,
 )
 from tests.support.soak.holdings import Holdings, growth_problems, left_problems
-from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack import EngineStack, open_engine_stack
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.tally import Tally
 
@@ -113,7 +113,7 @@ def run(settings: SoakSettings, directory: Path) -> SoakReport:
         with ExitStack() as undo:
             other = undo.enter_context(Child(second, json.dumps(grounds.config(1)), str(settings.seed)))
             assert other.line() == "running", "the second process of the soak did not start"
-            with open_stack(grounds.config(0)) as stack:
+            with open_engine_stack(grounds.config(0)) as stack:
                 # As engines do once they are loaded: a full collection over what was imported holds the interpreter,
                 # and with it the scheduler, for 0.1 s.
                 gc.collect()
@@ -158,7 +158,7 @@ def run_queue_s() -> float:
 class _Soak:
     """The phases of a soak, on the scheduler's thread: warming up, faults, the end of the last fault, recovery."""
 
-    def __init__(self, settings: SoakSettings, grounds: Grounds, stack: Stack, report: SoakReport) -> None:
+    def __init__(self, settings: SoakSettings, grounds: Grounds, stack: EngineStack, report: SoakReport) -> None:
         self._settings = settings
         self._grounds = grounds
         self._stack = stack
@@ -302,7 +302,7 @@ def second() -> None:
             samples.append(Holdings.now())
         time.sleep(_SECOND_STEP_S)
 
-    with open_stack(config) as stack:
+    with open_engine_stack(config) as stack:
         print("running", flush=True)
         report = replay(
             stack.manager,

@@ -22,7 +22,7 @@ from tiered_kv.cpu.manager import PRIMARY_NAME
 from tiered_kv.integrations.prefill_meter import PrefillMeter
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, vllm_events
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.stack import Stack
+from tiered_kv.stack import EngineStack
 
 LOOKUP_S_MAX = 0.5
 """A request that waits is looked up after this time, although nothing has changed: waiting has limits."""
@@ -46,7 +46,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
             vLLM calls `on_reset_flushed`.
     """
 
-    def __init__(self, stack: Stack, *, has_events: bool, flush_steps: int | None) -> None:
+    def __init__(self, stack: EngineStack, *, has_events: bool, flush_steps: int | None) -> None:
         self._stack = stack
         self._manager = stack.manager
         self._blocks = stack.primary.blocks

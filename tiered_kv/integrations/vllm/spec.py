@@ -106,7 +106,7 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
             has_events = self.kv_events_config.enable_kv_cache_events
             file = self._join(SCHEDULER)
             self._manager = TieredKVManager(
-                self._shared.open_stack(enable_events=has_events, file=file),
+                self._shared.open_engine_stack(enable_events=has_events, file=file),
                 has_events=has_events,
                 flush_steps=None if _VLLM_REPORTS_FLUSHES else self.config.parallel.pp_size + _STEPS_AHEAD,
             )
