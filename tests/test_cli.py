@@ -19,7 +19,7 @@ from tests.support.stacks import Register, stack_file
 from tiered_kv import __version__
 from tiered_kv.cli import main
 from tiered_kv.cpu.policies.lru import LRUPolicy
-from tiered_kv.hooks import PluginReport, tier_plugins
+from tiered_kv.hooks import PluginState, tier_plugins
 from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import JobMetadata
 
@@ -251,8 +251,8 @@ def test_plugins_lists_tiers_with_their_settings(command: Command) -> None:
 
 
 def test_a_broken_plugin_is_shown(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = PluginReport("tape", "tiered-kv-tape 1.0", (), "ImportError: no tape")
-    monkeypatch.setattr(tier_plugins(), "reports", lambda: [report])
+    state = PluginState("tape", "tiered-kv-tape 1.0", (), "ImportError: no tape")
+    monkeypatch.setattr(tier_plugins(), "states", lambda: [state])
     assert "broken: plugin 'tape' of tiered-kv-tape 1.0: ImportError: no tape" in command.out("plugins", status=1)
     assert command.json("plugins", status=1)["broken"][0]["error"] == "ImportError: no tape"
 

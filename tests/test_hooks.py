@@ -79,7 +79,7 @@ def test_the_plugin_whose_entry_point_has_the_name_of_a_tier_has_it_before_other
     install("wanted", HOOK.format(name="wanted"))
     plugins = find_installed()
     first = plugins.resolve("wanted")
-    errors = {report.plugin: report.error for report in plugins.reports()}
+    errors = {state.plugin: state.error for state in plugins.states()}
     assert (
         "'wanted' is registered by plugin 'wanted' of wanted 1.0 and plugin 'copycat' of copycat 1.0"
         in errors["copycat"]
@@ -100,17 +100,17 @@ def test_an_installed_plugin_is_found(install: Install) -> None:
     install("outsider", HOOK.format(name="outside"))
     plugins = find_installed()
     assert plugins.resolve("outside").load() is FourMethodTier
-    (report,) = [report for report in plugins.reports() if report.plugin == "outsider"]
-    assert (report.distribution, report.error) == ("outsider 1.0", "")
+    (state,) = [state for state in plugins.states() if state.plugin == "outsider"]
+    assert (state.distribution, state.error) == ("outsider 1.0", "")
 
 
 def test_plugins_that_were_loaded_are_not_loaded_again(install: Install) -> None:
     install("outsider", HOOK.format(name="outside"))
     plugins = find_installed()
     plugins.resolve("outside")
-    before = plugins.reports()
+    before = plugins.states()
     plugins.find_installed()
-    assert plugins.reports() == before
+    assert plugins.states() == before
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def test_a_broken_plugin_is_reported_and_costs_no_other(
     install("healthy", HOOK.format(name="health"))
     plugins = find_installed()
     assert "health" in plugins.tier_types()
-    (report,) = [report for report in plugins.reports() if report.plugin == "broken"]
-    assert reason in report.error
+    (state,) = [state for state in plugins.states() if state.plugin == "broken"]
+    assert reason in state.error
     assert "plugin 'broken' of broken 1.0 cannot be loaded" in caplog.text
     with pytest.raises(ConfigError, match=r"unknown tier type 'x'.*plugin 'broken' of broken 1\.0 cannot be loaded"):
         plugins.resolve("x")
@@ -162,7 +162,7 @@ def test_a_name_that_two_distributions_claim_is_an_error_that_names_both(install
     assert "plugin 'first' of first 1.0" in str(caught.value)
     assert "plugin 'second' of second 1.0" in str(caught.value)
     assert plugins.resolve("once")
-    conflicts = {report.plugin for report in plugins.reports() if "uninstall one of them" in report.error}
+    conflicts = {state.plugin for state in plugins.states() if "uninstall one of them" in state.error}
     assert conflicts == {"first", "second"}
 
 
@@ -209,7 +209,7 @@ def test_a_plugin_gives_each_name_once() -> None:
 
 def test_the_built_in_tiers_come_through_entry_points_alone() -> None:
     assert TierPlugins().tier_types() == {}
-    origins = {report.plugin: report for report in tier_plugins().reports()}
+    origins = {state.plugin: state for state in tier_plugins().states()}
     for name in ("memory", "nvme"):
         assert origins[name].distribution.startswith("tiered-kv ")
         assert origins[name].error == ""

@@ -30,7 +30,7 @@ PAUSE_MIN_S = 50e-6
 _PAUSE_MAX_S = 2e-3
 
 
-class Calls:
+class StackCalls:
     """What the calls of a stack have in common: their lock, their steps, and their end.
 
     Args:

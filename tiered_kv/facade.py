@@ -10,7 +10,7 @@ import numpy as np
 
 from tiered_kv.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext, make_offload_key
 from tiered_kv.buffers import Blocks, rows_in
-from tiered_kv.calls import PAUSE_MIN_S, Calls, HintsAsGiven, pause
+from tiered_kv.calls import PAUSE_MIN_S, HintsAsGiven, StackCalls, pause
 
 if TYPE_CHECKING:
     from tiered_kv.buffers import AnyBuffer
@@ -20,7 +20,7 @@ _GROUP: Final = 0
 """The KV cache group of the blocks."""
 
 
-class BlockFacade(Calls):
+class BlockFacade(StackCalls):
     """The part of a `Stack` that stores and loads blocks by key. Any thread of its process may call its methods.
 
     A key is a block hash: bytes of any length, of your own making. An engine's manager has the block under

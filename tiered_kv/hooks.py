@@ -6,7 +6,7 @@ A plugin is a module, or any object, with
     def tiered_kv_register_tiers() -> Iterable[TierType]: ...
 
 that its distribution names in the entry point group "tiered_kv". The built-in tiers are found in the same way. If a
-plugin cannot be loaded, only its own tiers are missing; `TierPlugins.reports` says why.
+plugin cannot be loaded, only its own tiers are missing; `TierPlugins.states` says why.
 
 A plugin is imported when its tier is asked for, if its entry point is called as its tier type. All plugins are imported
 to find a type that no entry point is called by.
@@ -110,7 +110,7 @@ def tier_type_of_class(name: str, tier_class: type[SecondaryTierManager]) -> Tie
 
 
 @dataclass(frozen=True, slots=True)
-class PluginReport:
+class PluginState:
     """A plugin that was loaded, or could not be.
 
     Args:
@@ -142,8 +142,8 @@ class TierPlugins:
         self._manager.add_hookspecs(_Hooks)
         self._lock = threading.RLock()  # held while plugins are loaded, which may register others
         self._waiting: list[importlib.metadata.EntryPoint] = []  # installed, and not loaded
-        self._reports: list[PluginReport] = []
-        self._claims: dict[str, list[tuple[PluginReport, TierType]]] = {}  # by the name of the tier type
+        self._states: list[PluginState] = []
+        self._claims: dict[str, list[tuple[PluginState, TierType]]] = {}  # by the name of the tier type
 
     def find_installed(self) -> None:
         """Find the installed plugins that were not found yet. They are loaded when they are needed.
@@ -151,14 +151,14 @@ class TierPlugins:
         A plugin that cannot be loaded then is logged, reported and left out. If the system gives no descriptor, thread
         or memory to load it, the method that needs it raises `ResourceError`; it may be called again.
         """
-        found = {_origin(each) for each in self._waiting} | {(each.plugin, each.distribution) for each in self._reports}
+        found = {_origin(each) for each in self._waiting} | {(each.plugin, each.distribution) for each in self._states}
         for entry_point in importlib.metadata.entry_points(group=PROJECT):
             # An editable installation may be found twice, by its own path and by PYTHONPATH.
             if _origin(entry_point) not in found:
                 found.add(_origin(entry_point))
                 self._waiting.append(entry_point)
 
-    def register(self, plugin: object, name: str | None = None) -> PluginReport:
+    def register(self, plugin: object, name: str | None = None) -> PluginState:
         """Add a plugin: a module or object with the `tiered_kv_register_tiers` hook.
 
         Args:
@@ -179,24 +179,24 @@ class TierPlugins:
                 raise ResourceError.of(f"the plugin '{label}' cannot be used", error) from error
             found = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             raise ConfigError(f"plugin '{label}' cannot be used: {found}") from error
-        report = PluginReport(label, "", tiers)
-        self._add(report)
-        if conflicts := self._conflicts(report):
+        state = PluginState(label, "", tiers)
+        self._add(state)
+        if conflicts := self._conflicts(state):
             self.unregister(label)
             raise ConfigError(conflicts)
-        return report
+        return state
 
     def unregister(self, name: str) -> None:
         """Remove the plugin that was registered as `name`, and its tier types."""
         self._manager.unregister(name=name)
-        self._reports = [each for each in self._reports if each.distribution or each.plugin != name]
-        left = {tier: [each for each in claims if each[0] in self._reports] for tier, claims in self._claims.items()}
+        self._states = [each for each in self._states if each.distribution or each.plugin != name]
+        left = {tier: [each for each in claims if each[0] in self._states] for tier, claims in self._claims.items()}
         self._claims = {tier: claims for tier, claims in left.items() if claims}
 
-    def reports(self) -> list[PluginReport]:
-        """Return a report of every plugin, in the order they were loaded, with name conflicts as errors."""
+    def states(self) -> list[PluginState]:
+        """Return the state of every plugin, in the order they were loaded, with name conflicts as errors."""
         self._load()
-        return [dataclasses.replace(each, error=each.error or self._conflicts(each)) for each in self._reports]
+        return [dataclasses.replace(each, error=each.error or self._conflicts(each)) for each in self._states]
 
     def tier_types(self) -> dict[str, TierType]:
         """Return the usable tier types by name, sorted."""
@@ -227,7 +227,7 @@ class TierPlugins:
         """Return why no tier type called `name` can be used, and what to do."""
         if name in self._claims:
             return self._conflict(name)
-        broken = [f"; {each.origin} cannot be loaded: {each.error}" for each in self._reports if each.error]
+        broken = [f"; {each.origin} cannot be loaded: {each.error}" for each in self._states if each.error]
         known, note = list(self.tier_types()), "".join(broken)
         return (
             f"unknown tier type '{name}'{suggestion(name, known)}; known: {', '.join(known) or 'none'}{note}; "
@@ -238,27 +238,27 @@ class TierPlugins:
         """Load the plugins whose entry point is called `name`, by default all, that are not loaded yet."""
         with self._lock:
             for entry_point in [each for each in self._waiting if name in (None, each.name)]:
-                report = self._loaded(entry_point)
+                state = self._loaded(entry_point)
                 self._waiting = [each for each in self._waiting if each is not entry_point]
-                self._add(report)
-                if conflicts := self._conflicts(report):
+                self._add(state)
+                if conflicts := self._conflicts(state):
                     _log.warning("%s", conflicts)
 
-    def _loaded(self, entry_point: importlib.metadata.EntryPoint) -> PluginReport:
+    def _loaded(self, entry_point: importlib.metadata.EntryPoint) -> PluginState:
         plugin, distribution = _origin(entry_point)
         try:
-            return PluginReport(plugin, distribution, self._tiers_of(entry_point.load(), f"{distribution}:{plugin}"))
+            return PluginState(plugin, distribution, self._tiers_of(entry_point.load(), f"{distribution}:{plugin}"))
         except Exception as error:  # any exception that a third-party module raises when it is imported
             if remedy_of(error):  # it may be loaded later
                 raise ResourceError.of(f"the plugin '{plugin}' cannot be loaded", error) from error
-            report = PluginReport(plugin, distribution, (), f"{type(error).__name__}: {error}")
-            _log.warning("%s cannot be loaded and is left out: %s", report.origin, report.error)
-            return report
+            state = PluginState(plugin, distribution, (), f"{type(error).__name__}: {error}")
+            _log.warning("%s cannot be loaded and is left out: %s", state.origin, state.error)
+            return state
 
-    def _add(self, report: PluginReport) -> None:
-        self._reports.append(report)
-        for tier in report.tiers:
-            self._claims.setdefault(tier.name, []).append((report, tier))
+    def _add(self, state: PluginState) -> None:
+        self._states.append(state)
+        for tier in state.tiers:
+            self._claims.setdefault(tier.name, []).append((state, tier))
 
     def _owned(self, name: str) -> TierType | None:
         """Return the tier type of that name; None if there is none, or if plugins are in conflict about it.
@@ -271,15 +271,15 @@ class TierPlugins:
 
     def _named(self, name: str) -> list[TierType]:
         """Return the tier types of that name whose plugin's entry point is called so too."""
-        return [tier for report, tier in self._claims.get(name, []) if report.distribution and report.plugin == name]
+        return [tier for state, tier in self._claims.get(name, []) if state.distribution and state.plugin == name]
 
     def _conflict(self, name: str) -> str:
-        origins = " and ".join(report.origin for report, _ in self._claims[name])
+        origins = " and ".join(state.origin for state, _ in self._claims[name])
         return f"tier type '{name}' is registered by {origins}; uninstall one of them"
 
-    def _conflicts(self, report: PluginReport) -> str:
-        """Return an error message about the names that `report` claims and other plugins have, or ""."""
-        lost = (tier.name for tier in report.tiers if self._owned(tier.name) is not tier)
+    def _conflicts(self, state: PluginState) -> str:
+        """Return an error message about the names that `state` claims and other plugins have, or ""."""
+        lost = (tier.name for tier in state.tiers if self._owned(tier.name) is not tier)
         return "; ".join(map(self._conflict, lost))
 
     def _tiers_of(self, plugin: object, name: str) -> tuple[TierType, ...]:

@@ -12,11 +12,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.calls import Calls
+from tiered_kv.calls import StackCalls
 from tiered_kv.config.redaction import error_text
-from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
+from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError, needing_resources
 from tiered_kv.facade import BlockFacade, keys_of
@@ -73,7 +73,7 @@ def _open(source: _Source, kind: type[_Kind]) -> _Kind:
     return opening.run_only(lambda: kind(config, backend=backend, is_checked=True), undo=kind.close)
 
 
-class AnyStack(Calls):
+class AnyStack(StackCalls):
     """What a `Stack` and an `EngineStack` have in common. Any thread may call the methods.
 
     A stack belongs to the process that opened it. In a child that is forked the threads of its tiers do not run: there

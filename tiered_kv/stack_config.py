@@ -11,7 +11,7 @@ from pydantic import Field, SerializeAsAny, WithJsonSchema, field_validator, mod
 
 from tiered_kv.config.namespace import Namespace, NamespaceIdentity
 from tiered_kv.config.reading import fill_variables, from_source
-from tiered_kv.config.settings import ClassArguments, StrictModel, TierSettings
+from tiered_kv.config.settings import PRIMARY_NAME, ClassArguments, StrictModel, TierSettings
 from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, Seconds, Share, format_bytes
 from tiered_kv.config.validation import Problems, validate
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
@@ -32,8 +32,6 @@ _RATE_SCHEMA: dict[str, Any] = {
         {"type": "string", "pattern": r"^0*[1-9][0-9]*$|\$\{"},  # also from a variable of the environment
     ]
 }
-PRIMARY_TIER_NAME = "cpu"
-"""The primary tier's name in counters; no secondary tier may have it."""
 
 
 class BlockSettings(StrictModel):
@@ -221,7 +219,7 @@ class StackConfig(StrictModel):
     @field_validator("secondary")
     @classmethod
     def _names_differ(cls, tiers: tuple[TierSettings, ...]) -> tuple[TierSettings, ...]:
-        taken = {PRIMARY_TIER_NAME: "the primary tier"}
+        taken = {PRIMARY_NAME: "the primary tier"}
         for index, tier in enumerate(tiers):
             if tier.name in taken:
                 raise ConfigError(

@@ -21,7 +21,7 @@ from tiered_kv.toolkit.small_files import fields_of, opened, read_file
 from tiered_kv_fs.directory import claimed
 from tiered_kv_fs.files import locked, occupied_bytes, read_all, reason_of, unlink_same
 from tiered_kv_fs.layout import BLOCK_PATH, NAMESPACE, NAMESPACE_NAME, NAMESPACE_PATH, SHARED_PATH, SWEEP_NAME
-from tiered_kv_fs.ledger import Ledger
+from tiered_kv_fs.ledger import DirectoryLedger
 from tiered_kv_fs.settings import FsSettings
 
 
@@ -34,7 +34,7 @@ class FsAdministration(ListedStorage):
         self._path = self._claimed.path
 
     def purge(self, digest: str, deadline: float) -> Purged:
-        root, ledger = f"{self._path}/{digest}", Ledger(self._path)
+        root, ledger = f"{self._path}/{digest}", DirectoryLedger(self._path)
         with self.opened("purge") as is_stored:
             if not is_stored or not os.path.isdir(root) or os.path.islink(root):
                 return Purged(0, 0)

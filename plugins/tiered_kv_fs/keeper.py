@@ -18,8 +18,8 @@ from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import failure_reason
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.files import reason_of
-from tiered_kv_fs.ledger import VALID_S, Holder, Ledger, LedgerState
-from tiered_kv_fs.sweeper import Sweep, Sweeper
+from tiered_kv_fs.ledger import VALID_S, DirectoryLedger, Holder, LedgerState
+from tiered_kv_fs.sweeper import DirectorySweeper, Sweep
 
 _log = logging.getLogger("tiered_kv.fs")
 
@@ -75,8 +75,8 @@ class Keeper:
         self._usable_bytes = self.capacity_bytes - OPENING_BYTES
         self._grant_bytes_max = self.grant_bytes
         self._measure_after_s = 0.0
-        self._ledger = Ledger(self.directory.path)
-        self._sweeper = Sweeper(self.directory, self._ledger, self._usable_bytes, self.counters)
+        self._ledger = DirectoryLedger(self.directory.path)
+        self._sweeper = DirectorySweeper(self.directory, self._ledger, self._usable_bytes, self.counters)
         with self._ledger.locked() as state:
             self.used_bytes = state.total_bytes or 0  # as of the last use of the ledger; any thread may read it
         self._free_bytes = 0

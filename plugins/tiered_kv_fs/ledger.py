@@ -87,7 +87,7 @@ class LedgerState:
                 self.surveyed_s = 0.0
 
 
-class Ledger:
+class DirectoryLedger:
     """A directory's ledger, a file that is replaced as a whole. Any thread but the scheduler's may call."""
 
     def __init__(self, directory: str) -> None:

@@ -23,7 +23,7 @@ from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.epoch import is_joined
 from tiered_kv_fs.files import locked, occupied_bytes, round_up
 from tiered_kv_fs.layout import BLOCK_PATH, EPOCH, NAMESPACE, SWEEP_NAME, TEMPORARY_PATH
-from tiered_kv_fs.ledger import LAPSE_S, SURVEY_INTERVAL_S, Ledger
+from tiered_kv_fs.ledger import LAPSE_S, SURVEY_INTERVAL_S, DirectoryLedger
 
 _CANDIDATES_MAX: Final = 65_536
 """Files that one survey keeps as the next to evict; at most about 20 MB."""
@@ -59,11 +59,11 @@ class _Count:
 
 
 @dataclass(eq=False)
-class Sweeper:
+class DirectorySweeper:
     """Makes room in a directory, which may occupy `capacity_bytes`. One thread at a time."""
 
     directory: Directory
-    ledger: Ledger
+    ledger: DirectoryLedger
     capacity_bytes: int
     counters: Counters
 

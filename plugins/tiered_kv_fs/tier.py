@@ -48,7 +48,7 @@ _COUNTERS: Final = ("present_blocks_total", "evicted_blocks_total", "surveys_tot
 _COUNTERS_BY_LABEL: Final = ("corrupt_blocks_total", "unreadable_blocks_total", "failed_calls_total")
 
 
-class Sizing(NamedTuple):
+class FsSizes(NamedTuple):
     """The sizes that follow from a capacity."""
 
     part_blocks: int  # blocks in a part of a job
@@ -56,7 +56,7 @@ class Sizing(NamedTuple):
     grant_bytes: int  # bytes of one grant
 
     @classmethod
-    def of(cls, capacity_bytes: int, block_bytes: int, overhead_bytes: int) -> Sizing:
+    def of(cls, capacity_bytes: int, block_bytes: int, overhead_bytes: int) -> FsSizes:
         """Return the sizes for a capacity; a stored block exceeds its size by `overhead_bytes` at most.
 
         Raises:
@@ -96,7 +96,7 @@ class FsTier(AsyncTier):
         self._settings = settings
         self._codecs = settings.open_codecs()
         block_bytes = block_bytes_of(primary_kv_view)
-        self._sizing = Sizing.of(settings.capacity, block_bytes, self._codecs.overhead_bytes)
+        self._sizing = FsSizes.of(settings.capacity, block_bytes, self._codecs.overhead_bytes)
         digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
         name = getattr(offloading_spec, "name", None) or tier_type
         identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)

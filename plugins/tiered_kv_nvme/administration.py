@@ -37,7 +37,7 @@ from tiered_kv_nvme.directory import (
     LOCK_NAME,
     MARKER_NAME,
     OWN_NAMES,
-    Directory,
+    SegmentDirectory,
     claimed_directory,
     release_lock,
     remove_leftovers,
@@ -101,9 +101,9 @@ class NvmeAdministration(TierAdministration):
                 inspection = Inspection(fd, self._path, self._claimed.tier, self._claimed.private, identity, deadline)
                 inspection.verify(self._settings.open_codecs(), verification, owned)
 
-    def _owned(self, identity: Identity) -> Directory:
+    def _owned(self, identity: Identity) -> SegmentDirectory:
         try:
-            return Directory(self._path, identity, tier=self._claimed.tier, private=self._claimed.private)
+            return SegmentDirectory(self._path, identity, tier=self._claimed.tier, private=self._claimed.private)
         except TierBusyError as error:
             message = f"a running process has {self._path}; stop it first, or leave --repair out"
             raise TierBusyError(message, tier=self._claimed.tier, operation="repair") from error
@@ -216,7 +216,7 @@ class Inspection:
             census.add(self._digest, 0, blocks, written_s=time.time() - os.fstat(fd).st_mtime)
         return SurveyedSegments(files, free, unusable, size_bytes, filled_bytes)
 
-    def verify(self, codecs: CodecSet, verification: Verification, owned: Directory | None) -> None:
+    def verify(self, codecs: CodecSet, verification: Verification, owned: SegmentDirectory | None) -> None:
         """Check the payload of every valid block; if the directory is `owned`, delete damaged blocks."""
         files = None if owned is None else SegmentFiles(Disk(), owned, False, self._counters, 0, 0, 0)
         scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters)

@@ -54,7 +54,7 @@ def segment_pattern(digest: bytes) -> re.Pattern[str]:
     return re.compile(rf"segment-{digest[:4].hex()}-(\d{{6}})\.kv")
 
 
-class Directory:
+class SegmentDirectory:
     """A locked directory. Opening makes a missing one, and claims an empty one.
 
     Raises:

@@ -12,7 +12,7 @@ from enum import Enum
 
 from tiered_kv.permissions import check_file
 from tiered_kv_nvme.counters import StoreCounters
-from tiered_kv_nvme.directory import SEGMENT_RESERVE_BYTES, Directory
+from tiered_kv_nvme.directory import SEGMENT_RESERVE_BYTES, SegmentDirectory
 from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, Scratch, has_name, write_fully
 from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader, Summary, checksum, pages
 from tiered_kv_nvme.segment import Segment
@@ -31,7 +31,7 @@ class SegmentFiles:
     """The segment files of a directory. Recovery's threads use it, later the reclaimer alone."""
 
     disk: Disk
-    directory: Directory
+    directory: SegmentDirectory
     is_direct: bool  # whether to open them with O_DIRECT
     counters: StoreCounters
     segment_bytes: int  # of new files

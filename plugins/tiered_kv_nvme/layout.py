@@ -88,7 +88,7 @@ class BatchHeader(NamedTuple):
     offset: int
     batch_bytes: int
 
-    def encode(self, header: memoryview, entries: Sequence[Entry], keys: Sequence[OffloadKey]) -> None:
+    def encode(self, header: memoryview, entries: Sequence[SegmentEntry], keys: Sequence[OffloadKey]) -> None:
         """Write the header, its entries and their keys into `header`, of `header_bytes`."""
         pack = _ENTRY.pack
         table = [
@@ -140,7 +140,7 @@ class Summary(NamedTuple):
         return summary if fits and summary.sequence < _NUMBER_MAX else None
 
 
-class Entry(NamedTuple):
+class SegmentEntry(NamedTuple):
     """One stored block. Size and checksum are those of the payload as stored."""
 
     offset: int
@@ -169,16 +169,16 @@ class EntryTable:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def __getitem__(self, ordinal: int) -> Entry:
+    def __getitem__(self, ordinal: int) -> SegmentEntry:
         start = ordinal * CHECKSUM_BYTES
-        return Entry(
+        return SegmentEntry(
             self.offsets[ordinal],
             self.stored_bytes[ordinal],
             self.codecs[ordinal],
             bytes(self.checksums[start : start + CHECKSUM_BYTES]),
         )
 
-    def append(self, keys: Sequence[OffloadKey], entries: Sequence[Entry], states: Sequence[int]) -> None:
+    def append(self, keys: Sequence[OffloadKey], entries: Sequence[SegmentEntry], states: Sequence[int]) -> None:
         """Add the blocks of one batch: all of them, or none after an error (`MemoryError`)."""
         count = len(self.keys)
         try:

@@ -17,7 +17,7 @@ from enum import Enum
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.event_log import EventLog
 from tiered_kv_nvme.index import Index, ordinal_of, place_of, slot_of
-from tiered_kv_nvme.layout import BatchHeader, Entry, batch_header_bytes
+from tiered_kv_nvme.layout import BatchHeader, SegmentEntry, batch_header_bytes
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
 from tiered_kv_nvme.worth import READ, Worth
 
@@ -27,7 +27,7 @@ _SEGMENTS_TO_RELOCATE = 3
 """One to reclaim, one for its used blocks, one for stores."""
 
 
-class Stream(Enum):
+class WriteStream(Enum):
     """A kind of writer. Each has a segment, so that stores cannot take the space of relocated blocks."""
 
     STORES = "stores"
@@ -64,18 +64,18 @@ class SegmentPool:
         self._growth_refused = False
         self._ages = itertools.count()
         self._free: deque[Segment] = deque()
-        self._active: dict[Stream, Segment] = {}
+        self._active: dict[WriteStream, Segment] = {}
 
     # For writers.
 
-    def reserve(self, demand: Demand, epoch: int, timeout_s: float, stream: Stream) -> Reservation | None:
+    def reserve(self, demand: Demand, epoch: int, timeout_s: float, stream: WriteStream) -> Reservation | None:
         """Reserve space for as many blocks of `demand` as the stream's active segment can hold, at least one.
 
         Waits at most `timeout_s` for a free segment. Returns None if none became or can become free in time, if the
         cache was reset since `epoch`, or if the pool is closed.
         """
         deadline = time.monotonic() + timeout_s
-        spare = int(stream is Stream.STORES)  # stores leave one free segment to relocations
+        spare = int(stream is WriteStream.STORES)  # stores leave one free segment to relocations
         with self.changed:
             while not self.closed and epoch == self.epoch:
                 active = self._active.get(stream)
@@ -96,7 +96,7 @@ class SegmentPool:
         self,
         reservation: Reservation,
         keys: Sequence[OffloadKey],
-        entries: Sequence[Entry],
+        entries: Sequence[SegmentEntry],
         states: Sequence[int],
         old_places: Sequence[int] | None,
     ) -> bool:
@@ -153,16 +153,16 @@ class SegmentPool:
         segment.writers += 1
         return Reservation(segment, header, key_bytes)
 
-    def _activate(self, segment: Segment, stream: Stream) -> None:
+    def _activate(self, segment: Segment, stream: WriteStream) -> None:
         assert segment.state is SegmentState.FREE
         segment.state = SegmentState.ACTIVE
         segment.epoch = self.epoch
         self._active[stream] = segment
-        if stream is Stream.STORES:
+        if stream is WriteStream.STORES:
             self.worth.note_filled()
         self.changed.notify_all()  # the reclaimer has a segment to free
 
-    def _retire(self, stream: Stream) -> None:
+    def _retire(self, stream: WriteStream) -> None:
         segment = self._active.pop(stream)
         segment.state = SegmentState.FULL
         segment.age = next(self._ages)
@@ -207,15 +207,15 @@ class SegmentPool:
     def resume(self, segment: Segment) -> None:
         """Locked. Let stores continue to fill a recovered segment."""
         segment.state = SegmentState.ACTIVE
-        self._active[Stream.STORES] = segment
+        self._active[WriteStream.STORES] = segment
 
     def remove(self, segment: Segment) -> None:
         """Locked. Remove a segment, before its file is deleted."""
         assert not segment.readers
         assert not segment.writers
         del self.segments[segment.slot]
-        if not self.can_relocate and Stream.RELOCATIONS in self._active:
-            self._retire(Stream.RELOCATIONS)  # otherwise none would be left for stores
+        if not self.can_relocate and WriteStream.RELOCATIONS in self._active:
+            self._retire(WriteStream.RELOCATIONS)  # otherwise none would be left for stores
 
     def lose(self, segments: Iterable[Segment]) -> list[Segment]:
         """Locked. Note that the files of segments were deleted; return the free ones, which are in the pool no more.

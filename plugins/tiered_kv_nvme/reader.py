@@ -16,7 +16,7 @@ from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv_nvme.counters import StoreCounters
 from tiered_kv_nvme.disk import Disk, Scratch, is_alignment_error, read_fully
 from tiered_kv_nvme.index import ordinal_of, place_of, slot_of
-from tiered_kv_nvme.layout import PAGE_BYTES, Entry, EntryTable, checksum, pages
+from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentEntry, checksum, pages
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.segment import Segment
 from tiered_kv_nvme.worth import READ
@@ -36,11 +36,11 @@ class Wanted(NamedTuple):
     block: memoryview
     segment: Segment
     ordinal: int
-    entry: Entry
+    entry: SegmentEntry
 
 
 @dataclass(slots=True)
-class Run:
+class BlockRun:
     """Blocks of one segment that one call reads, in the order of their offsets."""
 
     blocks: list[Wanted]
@@ -157,21 +157,21 @@ class BlockReader:
             self.counters.add(kind, status.value)
         return still_valid
 
-    def _runs(self, wanted: list[Wanted]) -> list[Run]:
+    def _runs(self, wanted: list[Wanted]) -> list[BlockRun]:
         wanted.sort(key=lambda item: (item.segment.slot, item.entry.offset))
-        runs: list[Run] = []
+        runs: list[BlockRun] = []
         for item in wanted:
             scatter = self._can_scatter(item.entry)
             if not runs or not runs[-1].extend(item, scatter):
-                runs.append(Run([item], scatter))
+                runs.append(BlockRun([item], scatter))
         return runs
 
-    def _can_scatter(self, entry: Entry) -> bool:
+    def _can_scatter(self, entry: SegmentEntry) -> bool:
         """Return whether a block can be read into the caller's memory."""
         is_raw = entry.codec == RAW_ID and entry.stored_bytes == self.block_bytes
         return self._may_scatter and is_raw and entry.offset % PAGE_BYTES == 0
 
-    def _read(self, run: Run) -> list[RecordStatus]:
+    def _read(self, run: BlockRun) -> list[RecordStatus]:
         if run.scatter:
             try:
                 return self._read_scattered(run)
@@ -180,7 +180,7 @@ class BlockReader:
                     raise
         return self._read_buffered(run)
 
-    def _read_scattered(self, run: Run) -> list[RecordStatus]:
+    def _read_scattered(self, run: BlockRun) -> list[RecordStatus]:
         buffers: list[memoryview] = []
         start = at = run.blocks[0].entry.offset
         for item in run.blocks:
@@ -196,7 +196,7 @@ class BlockReader:
             statuses.append(RecordStatus.OK if is_sound else RecordStatus.BAD_CHECKSUM)
         return statuses
 
-    def _read_buffered(self, run: Run) -> list[RecordStatus]:
+    def _read_buffered(self, run: BlockRun) -> list[RecordStatus]:
         entries = [item.entry for item in run.blocks]
         payloads = read_payloads(self.disk, self._scratch, run.blocks[0].segment.fd, entries)
         statuses: list[RecordStatus] = []
@@ -206,7 +206,7 @@ class BlockReader:
         return statuses
 
 
-def read_payloads(disk: Disk, scratch: Scratch, fd: int, entries: Sequence[Entry]) -> list[memoryview]:
+def read_payloads(disk: Disk, scratch: Scratch, fd: int, entries: Sequence[SegmentEntry]) -> list[memoryview]:
     """Read neighbouring payloads, sorted by offset, in one call. Payloads behind the end of the file are short."""
     start = entries[0].offset // PAGE_BYTES * PAGE_BYTES
     span = scratch.take(pages(max(map(_end, entries))) - start)
@@ -228,7 +228,12 @@ def neighbours(table: EntryTable, ordinals: Iterable[int]) -> Iterator[list[int]
 
 
 def decode_payload(
-    entry: Entry, key: OffloadKey, payload: memoryview, block: memoryview, namespace_digest: bytes, codecs: CodecSet
+    entry: SegmentEntry,
+    key: OffloadKey,
+    payload: memoryview,
+    block: memoryview,
+    namespace_digest: bytes,
+    codecs: CodecSet,
 ) -> RecordStatus:
     """Verify a stored payload and decode it into `block`.
 
@@ -243,9 +248,9 @@ def decode_payload(
     return status
 
 
-def _end(entry: Entry) -> int:
+def _end(entry: SegmentEntry) -> int:
     return entry.offset + entry.stored_bytes
 
 
-def _is_sound(payload: memoryview, entry: Entry) -> bool:
+def _is_sound(payload: memoryview, entry: SegmentEntry) -> bool:
     return len(payload) == entry.stored_bytes and checksum(payload) == entry.checksum

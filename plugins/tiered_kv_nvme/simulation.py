@@ -9,8 +9,8 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.toolkit.codecs import RAW_ID
 from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv_nvme.index import ordinal_of, place_of, slot_of
-from tiered_kv_nvme.layout import CHECKSUM_BYTES, Entry
-from tiered_kv_nvme.pool import SegmentPool, Stream
+from tiered_kv_nvme.layout import CHECKSUM_BYTES, SegmentEntry
+from tiered_kv_nvme.pool import SegmentPool, WriteStream
 from tiered_kv_nvme.reclaimer import survivors
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
 from tiered_kv_nvme.settings import NvmeSettings
@@ -32,7 +32,7 @@ class NvmeKeys(KeyStore):
         worth = Worth(settings.capacity // block_bytes, self._sizing.segments_max)
         self._pool = SegmentPool(bytes(16), 0, worth)
         self._places = self._pool.index.places
-        self._entry = Entry(0, block_bytes + self.overhead_bytes, RAW_ID, bytes(CHECKSUM_BYTES))
+        self._entry = SegmentEntry(0, block_bytes + self.overhead_bytes, RAW_ID, bytes(CHECKSUM_BYTES))
         self._batch_blocks = max(1, min(BATCH_BLOCKS_MAX, PART_BYTES // block_bytes))
 
     @property
@@ -48,7 +48,7 @@ class NvmeKeys(KeyStore):
             batch = wanted[start : start + self._batch_blocks]
             while batch:
                 self._make_room()
-                count = self._write(batch, Stream.STORES)
+                count = self._write(batch, WriteStream.STORES)
                 if not count:
                     break
                 batch = batch[count:]
@@ -62,7 +62,7 @@ class NvmeKeys(KeyStore):
         self.read_blocks += len(loaded)
         return loaded
 
-    def _write(self, keys: Sequence[OffloadKey], stream: Stream, old_places: Sequence[int] | None = None) -> int:
+    def _write(self, keys: Sequence[OffloadKey], stream: WriteStream, old_places: Sequence[int] | None = None) -> int:
         """Write a batch of as many of `keys` as the segment can hold; return their number."""
         demand = Demand.of([self._entry.stored_bytes] * len(keys), [len(key) for key in keys])
         pool = self._pool
@@ -98,7 +98,7 @@ class NvmeKeys(KeyStore):
             for ordinals in survivors(pool, segment):
                 keys = [table.keys[ordinal] for ordinal in ordinals]
                 places = [place_of(segment.slot, ordinal) for ordinal in ordinals]
-                while keys and (count := self._write(keys, Stream.RELOCATIONS, places)):
+                while keys and (count := self._write(keys, WriteStream.RELOCATIONS, places)):
                     keys, places = keys[count:], places[count:]
         with pool.changed:
             gone = [at for at, key in enumerate(table.keys) if pool.index.drop(key, place_of(segment.slot, at))]

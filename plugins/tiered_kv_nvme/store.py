@@ -19,7 +19,7 @@ from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv_nvme.counters import StoreCounters
-from tiered_kv_nvme.directory import Directory
+from tiered_kv_nvme.directory import SegmentDirectory
 from tiered_kv_nvme.disk import Disk, probe_direct
 from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.files import SegmentFiles
@@ -63,7 +63,7 @@ class SegmentStore:
     """Blocks in a directory of segments. Any thread may call every method but `close`.
 
     Raises:
-        TierBusyError, FormatError, TierUnavailableError: As `Directory`.
+        TierBusyError, FormatError, TierUnavailableError: As `SegmentDirectory`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SegmentStore:
         self._old_indexes: deque[dict[OffloadKey, int]] = deque()  # from before resets that are not written yet
         self._reset_task = BackgroundTask(self._write_resets, f"tiered-kv-{tier}-reset")
         self.counters = StoreCounters(path)
-        self._directory = Directory(path, identity, tier=tier, private=options.private)
+        self._directory = SegmentDirectory(path, identity, tier=tier, private=options.private)
         with ExitStack() as undo:
             undo.callback(self._directory.close)
             try:
@@ -190,7 +190,7 @@ class SegmentStore:
                 clear_in_chunks(self._old_indexes.popleft())
 
     def _remake(self) -> None:
-        """Make the directory and its small files again if somebody has deleted them; see `Directory.remake`."""
+        """Make the directory and its small files again if somebody has deleted them; see `SegmentDirectory.remake`."""
         self._directory.remake()
         self._epoch.remake()
 

@@ -34,7 +34,7 @@ class NvmeTier(BlockingTier):
 
     Raises:
         ConfigError: The sizes do not fit the blocks, or the codec's library or a key file cannot be used.
-        TierBusyError, FormatError, TierUnavailableError: The directory cannot be used; see `Directory`.
+        TierBusyError, FormatError, TierUnavailableError: The directory cannot be used; see `SegmentDirectory`.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ from tiered_kv.toolkit.codecs import CodecSet, Draft, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
 from tiered_kv_nvme.counters import StoreCounters
 from tiered_kv_nvme.disk import Disk, Scratch, is_alignment_error, write_fully
-from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, Entry, checksum
-from tiered_kv_nvme.pool import Reservation, SegmentPool, Stream
+from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, SegmentEntry, checksum
+from tiered_kv_nvme.pool import Reservation, SegmentPool, WriteStream
 from tiered_kv_nvme.segment import Demand
 
 BATCH_BLOCKS_MAX = 256
@@ -90,9 +90,9 @@ class BatchWriter:
 
         With `old_places` the blocks move from there, and do not wait for space.
         """
-        timeout_s, stream = self.room_timeout_s, Stream.STORES
+        timeout_s, stream = self.room_timeout_s, WriteStream.STORES
         if old_places is not None:
-            timeout_s, stream = 0.0, Stream.RELOCATIONS
+            timeout_s, stream = 0.0, WriteStream.RELOCATIONS
         done = 0
         while done < len(keys):
             rest = payloads[done:]
@@ -101,7 +101,7 @@ class BatchWriter:
             if reservation is None:
                 if epoch != self.pool.epoch:
                     return done, "reset"
-                if stream is Stream.STORES:
+                if stream is WriteStream.STORES:
                     with self.pool.changed:
                         starved = self.pool.is_starved
                     self.counters.add("refused_stores_total" if starved else "room_timeouts_total")
@@ -147,14 +147,14 @@ class BatchWriter:
 
     def _lay_out(
         self, header: BatchHeader, keys: Sequence[OffloadKey], payloads: Sequence[Payload], *, gather: bool
-    ) -> tuple[list[Entry], list[memoryview]]:
+    ) -> tuple[list[SegmentEntry], list[memoryview]]:
         """Return a batch's entries and the buffers to write.
 
         With `gather`: a header, and the payloads where they are. Otherwise: one buffer, into which blocks are copied or
         encrypted.
         """
         batch = self._scratch.take(header.header_bytes if gather else header.batch_bytes)
-        entries: list[Entry] = []
+        entries: list[SegmentEntry] = []
         at = header.header_bytes
         for key, (draft, known_checksum) in zip(keys, payloads, strict=True):
             end = at + draft.payload_bytes
@@ -162,7 +162,7 @@ class BatchWriter:
                 draft.write_into(batch[at:end], binding_of(self.pool.digest, key))
                 known_checksum = known_checksum or checksum(batch[at:end])
             assert known_checksum is not None, "a block to encrypt is never gathered"
-            entries.append(Entry(header.offset + at, draft.payload_bytes, draft.codec_id, known_checksum))
+            entries.append(SegmentEntry(header.offset + at, draft.payload_bytes, draft.codec_id, known_checksum))
             at = end
         header.encode(batch[: header.header_bytes], entries, keys)
         if gather:

@@ -28,7 +28,7 @@ from tiered_kv_redis.epoch import KEY_PREFIX
 from tiered_kv_redis.reasons import (
     MOVED,
     PERMISSION,
-    REFUSAL_HINTS,
+    REFUSAL_ADVICE,
     WRONG_TYPE,
     NodeError,
     reason_of_error,
@@ -136,7 +136,7 @@ class RedisAdministration(ListedStorage):
             yield True
         except (NodeError, RedisError, OSError) as error:
             reason = reason_of_error(error)
-            hint = REFUSAL_HINTS.get(reason, f"cannot be used now: {reason}")
+            hint = REFUSAL_ADVICE.get(reason, f"cannot be used now: {reason}")
             hint = _NO_PERMISSION if reason == PERMISSION else hint
             text = self._topology.said.get(reason, "") if isinstance(error, NodeError) else str(error)
             message = with_text(f"the server {hint}", text, self._settings.secret_texts())

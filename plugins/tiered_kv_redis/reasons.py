@@ -51,7 +51,7 @@ UNUSABLE: Final = frozenset((LOADING, CLUSTER_DOWN))
 OF_ONE_SERVER: Final = UNUSABLE | {BUSY, TIMEOUT, UNAVAILABLE, AUTH, TLS, PROTOCOL}
 """Reasons that concern one server only."""
 
-REFUSAL_HINTS: Final = {
+REFUSAL_ADVICE: Final = {
     AUTH: "refuses the user or password, or clients of other machines; check 'username', 'password' and its "
     "'protected-mode'",
     PERMISSION: "does not permit what this tier does; its user needs +get +set +strlen +unlink "

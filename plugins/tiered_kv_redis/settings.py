@@ -41,8 +41,8 @@ class RedisSettings(CodecSettings):
     A user and a password in `url` are moved to `username` and `password` when the entry is read.
     """
 
-    unknown_key_hints: ClassVar[Mapping[str, str]] = {
-        **CodecSettings.unknown_key_hints,
+    unknown_key_advice: ClassVar[Mapping[str, str]] = {
+        **CodecSettings.unknown_key_advice,
         **dict.fromkeys(
             ("capacity", "quota"), "the limit is the server's 'maxmemory', with 'maxmemory-policy allkeys-lru'"
         ),

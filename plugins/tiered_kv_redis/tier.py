@@ -22,7 +22,7 @@ from tiered_kv_redis.reasons import (
     ABSENT,
     MOVED,
     OF_ONE_SERVER,
-    REFUSAL_HINTS,
+    REFUSAL_ADVICE,
     SERVER_ERROR,
     UNANSWERED,
     NodeError,
@@ -75,8 +75,8 @@ class RedisTier(BlockingTier):
             self._stored = Blocks(settings, self._topology, self._counters, block_bytes, digest, self._note_failures)
             self._keyspace = KeySpace(self._topology, digest, getattr(offloading_spec, "namespace", {}))
             refusal = self._contact()
-            if refusal in REFUSAL_HINTS:
-                message = self._with_text(f"the server {REFUSAL_HINTS[refusal]}", refusal)
+            if refusal in REFUSAL_ADVICE:
+                message = self._with_text(f"the server {REFUSAL_ADVICE[refusal]}", refusal)
                 raise TierUnavailableError(message, tier=name, operation="open")
             if refusal:
                 shown = self._with_text(refusal, refusal)
@@ -112,7 +112,7 @@ class RedisTier(BlockingTier):
     def describe(self) -> Mapping[str, object]:
         refusal = self._contact()
         if refusal:
-            hint = REFUSAL_HINTS.get(refusal, f"cannot be used now: {refusal}")
+            hint = REFUSAL_ADVICE.get(refusal, f"cannot be used now: {refusal}")
             message = self._with_text(f"the server {hint}", refusal)
             raise TierUnavailableError(message, tier=self.name, operation="describe")
         settings = self._settings

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.status_server import StatusServer, response
-from tiered_kv._cli.ask import ANSWER_BYTES_MAX, Address, address_of, fetch
+from tiered_kv._cli.ask import ANSWER_BYTES_MAX, StatusAddress, address_of, fetch
 from tiered_kv.errors import ConfigError, TierUnavailableError
 
 STACK = """
@@ -104,7 +104,7 @@ def test_an_answer_that_does_not_come_times_out() -> None:
         socket.create_server(("127.0.0.1", 0)) as listening,
         pytest.raises(TierUnavailableError, match=r"no answer within 0\.2 s"),
     ):
-        fetch(Address("127.0.0.1", listening.getsockname()[1]), "/status", 0.2)
+        fetch(StatusAddress("127.0.0.1", listening.getsockname()[1]), "/status", 0.2)
 
 
 def test_tls_that_is_not_trusted_is_an_error() -> None:

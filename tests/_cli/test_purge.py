@@ -27,7 +27,7 @@ OWN = IDENTITY.digest.hex()
 OTHER = "ab" * 16
 
 
-class Ledger(TierAdministration):
+class DirectoryLedger(TierAdministration):
     """Stores two namespaces, one of the stack and one of an unknown tenant."""
 
     purged: ClassVar[list[str]]
@@ -53,10 +53,10 @@ class Ledger(TierAdministration):
 
 
 @pytest.fixture(autouse=True)
-def ledger() -> Iterator[type[Ledger]]:
+def ledger() -> Iterator[type[DirectoryLedger]]:
     """The storage of tiers of the type "kept"."""
 
-    class Mine(Ledger):
+    class Mine(DirectoryLedger):
         purged: ClassVar[list[str]] = []
 
     with plugged(
@@ -81,7 +81,7 @@ def purge(capsys: pytest.CaptureFixture[str]) -> Command:
     ("options", "purged"), [(["--yes"], [OWN]), (["--yes", "--namespace", OTHER], [OTHER]), (["--dry-run"], [])]
 )
 def test_the_chosen_namespace_is_purged_and_by_default_the_stack_s_own(
-    stack: str, ledger: type[Ledger], purge: Command, options: list[str], purged: list[str]
+    stack: str, ledger: type[DirectoryLedger], purge: Command, options: list[str], purged: list[str]
 ) -> None:
     out = purge.out(stack, *options)
     assert ledger.purged == purged
@@ -90,7 +90,7 @@ def test_the_chosen_namespace_is_purged_and_by_default_the_stack_s_own(
 
 
 def test_a_tenant_s_namespaces_are_purged_and_those_of_unknown_tenants_reported(
-    stack: str, ledger: type[Ledger], purge: Command
+    stack: str, ledger: type[DirectoryLedger], purge: Command
 ) -> None:
     report = purge.json(stack, "--yes", "--tenant", "default", status=1)
     assert ledger.purged == [OWN]
@@ -122,7 +122,7 @@ class Terminal(io.StringIO):
 )
 def test_without_yes_a_user_at_a_terminal_is_asked(
     stack: str,
-    ledger: type[Ledger],
+    ledger: type[DirectoryLedger],
     terminal: io.StringIO,
     status: int,
     says: str,
@@ -136,7 +136,7 @@ def test_without_yes_a_user_at_a_terminal_is_asked(
 
 
 def test_a_tier_that_cannot_be_purged_is_reported_and_the_others_are_purged(
-    tmp_path: Path, ledger: type[Ledger], purge: Command
+    tmp_path: Path, ledger: type[DirectoryLedger], purge: Command
 ) -> None:
     stack = stack_file(tmp_path, "type: closed", "type: memory, capacity: 64KiB", "type: kept")
     tiers = purge.json(stack, "--yes", status=1)["tiers"]
@@ -148,7 +148,7 @@ def test_a_tier_that_cannot_be_purged_is_reported_and_the_others_are_purged(
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_a_file_that_is_left_is_reported_whatever_bytes_its_name_has(
-    stack: str, ledger: type[Ledger], encoding: str
+    stack: str, ledger: type[DirectoryLedger], encoding: str
 ) -> None:
     ledger.left = (os.fsdecode(b"caf\xe9"),)
     output = io.BytesIO()
@@ -160,7 +160,7 @@ def test_a_file_that_is_left_is_reported_whatever_bytes_its_name_has(
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), ConfigError("broken")])
 def test_an_exception_of_an_administration_is_the_tier_s_error(
-    stack: str, ledger: type[Ledger], purge: Command, error: Exception
+    stack: str, ledger: type[DirectoryLedger], purge: Command, error: Exception
 ) -> None:
     ledger.error = error
     assert "broken" in purge.out(stack, "--yes", status=1)

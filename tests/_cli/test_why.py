@@ -18,7 +18,7 @@ from tiered_kv._cli.why import tier_namespaces
 from tiered_kv.cli import main
 from tiered_kv.config.namespace import differences
 from tiered_kv.errors import ConfigError
-from tiered_kv.exporters.server import Answer, StatusServer, routes_of
+from tiered_kv.exporters.server import Body, StatusServer, routes_of
 from tiered_kv.exporters.status import KEYS_MAX, explain_query
 from tiered_kv.reasons import SENTENCES, Fate
 from tiered_kv.stack import Stack, open_stack
@@ -220,7 +220,7 @@ def test_what_the_process_refuses_is_shown(url: str, capsys: pytest.CaptureFixtu
 )
 def test_an_answer_of_another_server_is_an_error(wrong: object, capsys: pytest.CaptureFixture[str]) -> None:
     server = StatusServer("127.0.0.1", 0)
-    server.start({"/explain": lambda query: Answer(json.dumps(wrong).encode(), "application/json")})
+    server.start({"/explain": lambda query: Body(json.dumps(wrong).encode(), "application/json")})
     try:
         assert main(["why", f"http://127.0.0.1:{server.port}", "--last"]) == 2
     finally:

@@ -104,7 +104,7 @@ def test_the_example_installs_and_is_found(tmp_path: Path) -> None:
     subprocess.run([*pip, "--target", str(tmp_path / "site"), str(EXAMPLE)], check=True, timeout=600)
     program = (
         "import json; from tiered_kv.hooks import tier_plugins;"
-        "print(json.dumps([[r.plugin, r.distribution, r.error] for r in tier_plugins().reports()]))"
+        "print(json.dumps([[r.plugin, r.distribution, r.error] for r in tier_plugins().states()]))"
     )
     search = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
     found = subprocess.run(

@@ -20,7 +20,7 @@ from tests.support.stacks import Register, ReplaceModule, stack_of
 from tests.support.threads import meanwhile, no_threads
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.exporters import server as server_module
-from tiered_kv.exporters.server import CONNECTIONS_MAX, LINE_BYTES_MAX, Answer, StatusServer
+from tiered_kv.exporters.server import CONNECTIONS_MAX, LINE_BYTES_MAX, Body, StatusServer
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.stack_config import MetricsSettings
 from tiered_kv.testing.control import Gate, wait_until
@@ -157,14 +157,14 @@ def server() -> Iterator[StatusServer]:
 @pytest.fixture
 def greeting(server: StatusServer) -> StatusServer:
     """A server that says hello."""
-    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
+    server.start({"/": lambda query: Body(b"hello", "text/plain")})
     return server
 
 
 def test_a_ninth_connection_is_refused_and_served_once_another_has_ended(server: StatusServer, gate: Gate) -> None:
-    def slow(query: Any) -> Answer:
+    def slow(query: Any) -> Body:
         gate.pass_through()
-        return Answer(b"done", "text/plain")
+        return Body(b"done", "text/plain")
 
     server.start({"/slow": slow})
     gate.close()
@@ -182,7 +182,7 @@ def test_a_ninth_connection_is_refused_and_served_once_another_has_ended(server:
 
 
 def test_a_connection_for_which_there_is_no_thread_is_refused_and_the_next_one_is_served(server: StatusServer) -> None:
-    server.start({"/fine": lambda query: Answer(b"fine", "text/plain")})
+    server.start({"/fine": lambda query: Body(b"fine", "text/plain")})
     with no_threads():
         for _ in range(CONNECTIONS_MAX + 1):
             assert raw(server, b"") == b""
@@ -216,7 +216,7 @@ def test_a_request_that_never_ends_and_an_answer_that_the_client_does_not_read_t
     server: StatusServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module._Handler, "timeout", 0.05)
-    server.start({"/": lambda query: Answer(bytes(64 << 20), "text/plain")})
+    server.start({"/": lambda query: Body(bytes(64 << 20), "text/plain")})
     assert raw(server, b"GET / HTT") == b""
     with closing(socket.create_connection((server.host, server.port), timeout=TIMEOUT_S)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -224,10 +224,10 @@ def test_a_request_that_never_ends_and_an_answer_that_the_client_does_not_read_t
 
 
 def test_a_route_that_fails_says_nothing_of_why(server: StatusServer, caplog: pytest.LogCaptureFixture) -> None:
-    def failing(query: Any) -> Answer:
+    def failing(query: Any) -> Body:
         raise RuntimeError("the password is tulip")
 
-    def picky(query: Any) -> Answer:
+    def picky(query: Any) -> Body:
         raise ConfigError("expected key=HEX")
 
     server.start({"/failing": failing, "/picky": picky})

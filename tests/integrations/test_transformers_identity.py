@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="the extra 'transformers'")
 from tiered_kv.errors import MissingExtraError  # noqa: E402
 from tiered_kv.integrations.transformers import PrefixCache, block_keys  # noqa: E402
 from tiered_kv.integrations.transformers.identity import config_digest, weights_digest  # noqa: E402
-from tiered_kv.integrations.transformers.layout import BlockLayout  # noqa: E402
+from tiered_kv.integrations.transformers.layout import CacheLayout  # noqa: E402
 
 
 class TestTokenHashes:
@@ -121,7 +121,7 @@ def changed_weights() -> Iterator[dict[str, Any]]:
 class TestLayout:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
     def test_a_row_is_what_the_documentation_says(self, dtype: Any) -> None:
-        layout = BlockLayout(layers=2, kv_heads=3, head_dim=4, block_tokens=5, dtype=dtype)
+        layout = CacheLayout(layers=2, kv_heads=3, head_dim=4, block_tokens=5, dtype=dtype)
         states = [tuple(torch.randn(1, 3, 23, 4).to(dtype) for _ in range(2)) for _ in range(2)]
         rows = layout.gather(states, 1, 3)
         assert rows.shape == (3, layout.block_bytes) == (3, 2 * 2 * 3 * 5 * 4 * dtype.itemsize)

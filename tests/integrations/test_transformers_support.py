@@ -19,7 +19,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
 torch = pytest.importorskip("torch", reason="the extra 'transformers'")
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers'")
 
-from tiered_kv.integrations.transformers.layout import BlockLayout  # noqa: E402 - after what it needs
+from tiered_kv.integrations.transformers.layout import CacheLayout  # noqa: E402 - after what it needs
 from tiered_kv.integrations.transformers.prefix_cache import PrefixCache  # noqa: E402
 from tiered_kv.integrations.transformers.saver import Saver  # noqa: E402
 from tiered_kv.integrations.transformers.support import layout_of, states_of, token_count  # noqa: E402
@@ -51,7 +51,7 @@ def llama(temporary_directory: Path) -> Any:
 
 
 @pytest.fixture
-def layout(llama: Any) -> BlockLayout:
+def layout(llama: Any) -> CacheLayout:
     return layout_of(llama, 4)
 
 
@@ -145,7 +145,7 @@ class TestCaches:
             cache.update(part, part, layer)
         return cache
 
-    def test_only_a_dynamic_cache_can_be_saved(self, llama: Any, layout: BlockLayout) -> None:
+    def test_only_a_dynamic_cache_can_be_saved(self, llama: Any, layout: CacheLayout) -> None:
         dynamic = transformers.DynamicCache
         sliding, offloaded = model_of("Mistral", sliding_window=16).config, dynamic()
         offloaded.offloading = True
@@ -161,7 +161,7 @@ class TestCaches:
             with pytest.raises(TypeError, match=message):
                 states_of(cache, layout)
 
-    def test_a_cache_of_several_sequences_is_refused(self, layout: BlockLayout) -> None:
+    def test_a_cache_of_several_sequences_is_refused(self, layout: CacheLayout) -> None:
         with pytest.raises(ValueError, match=r"one sequence can be saved at a time; .* \(3, 2, 8, 8\)"):
             states_of(self.filled(transformers.DynamicCache(), batch=3), layout)
 
@@ -174,11 +174,11 @@ class TestCaches:
             ({"dtype": torch.bfloat16}, r"found 2 heads of 8 elements of torch\.bfloat16"),
         ],
     )
-    def test_a_cache_of_another_model_is_refused(self, layout: BlockLayout, made: dict[str, Any], message: str) -> None:
+    def test_a_cache_of_another_model_is_refused(self, layout: CacheLayout, made: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             states_of(self.filled(transformers.DynamicCache(), **made), layout)
 
-    def test_zeroes_in_place_of_keys_are_refused(self, layout: BlockLayout) -> None:
+    def test_zeroes_in_place_of_keys_are_refused(self, layout: CacheLayout) -> None:
         cache = self.filled(transformers.DynamicCache())
         for layer in cache.layers:  # what `reset` does in Transformers 4
             layer.keys.zero_()

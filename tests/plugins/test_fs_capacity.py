@@ -14,7 +14,7 @@ from tiered_kv.testing.control import Gate, wait_until
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_fs.files import locked
 from tiered_kv_fs.layout import TEMPORARY_BLOCK
-from tiered_kv_fs.ledger import Holder, Ledger
+from tiered_kv_fs.ledger import DirectoryLedger, Holder
 
 BLOCK_BYTES = 65_536
 CAPACITY_BYTES = 8 << 20
@@ -135,7 +135,7 @@ def test_the_grant_of_a_writer_that_was_killed_is_free_again_once_it_has_lapsed(
     rig = open_rig()
     assert rig.store(make_keys(4)).success
     rig.tier.shutdown()
-    with Ledger(str(path)).locked() as state:
+    with DirectoryLedger(str(path)).locked() as state:
         state.add(CAPACITY_BYTES // 2)
         state.holders["0" * 16] = Holder(DIGEST.hex(), "f" * 16, CAPACITY_BYTES // 2, state.now_s - 3600)
     rig.reopen()
@@ -154,7 +154,7 @@ def test_a_tier_that_lapsed_and_goes_on_stores_within_a_new_grant(open_rig: Open
     gate.close()
     stopped.tier._event_loop.call_soon_threadsafe(gate.pass_through)  # type: ignore[attr-defined]  # the loop is blocked
     wait_until(lambda: gate.waiting)
-    with Ledger(str(path)).locked() as state:
+    with DirectoryLedger(str(path)).locked() as state:
         for holder in state.holders.values():
             holder.seen_s -= 3600
     for number in range(20):  # more than fits: surveys and evicts

@@ -24,7 +24,7 @@ from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.toolkit.record import decode_record
 from tiered_kv_fs import blocks as block_files
 from tiered_kv_fs import files
-from tiered_kv_fs.ledger import Ledger
+from tiered_kv_fs.ledger import DirectoryLedger
 
 BLOCK_BYTES = 4096
 CAPACITY_BYTES = 16 << 20
@@ -135,7 +135,7 @@ def test_a_directory_that_somebody_deletes_is_made_again(rig: TierRig, path: Pat
         return not path.exists()
 
     if holds_ledger:
-        with Ledger(str(path)).locked():  # which writes the ledger anew at the end
+        with DirectoryLedger(str(path)).locked():  # which writes the ledger anew at the end
             for entry in path.iterdir():
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     else:

@@ -13,7 +13,7 @@ import pytest
 
 from tiered_kv.errors import TierBusyError
 from tiered_kv.testing.rig import make_keys
-from tiered_kv_nvme.directory import Directory
+from tiered_kv_nvme.directory import SegmentDirectory
 
 if TYPE_CHECKING:
     from tests.plugins.conftest import StoreBench
@@ -96,7 +96,7 @@ def test_a_small_file_is_made_again(bench: StoreBench, name: str) -> None:
     (bench.path / name).unlink()
     bench.wait_until((bench.path / name).exists)
     with pytest.raises(TierBusyError):
-        Directory(str(bench.path), bench.identity)
+        SegmentDirectory(str(bench.path), bench.identity)
     store.close()
     assert bench.get(bench.open(), keys) == set(keys[:20])
 
@@ -158,8 +158,8 @@ def test_a_directory_is_not_made_on_the_file_system_below_a_mount_that_has_gone(
 
 HOLD = """
 import os, subprocess, sys, time
-from tiered_kv_nvme.directory import Directory, Identity
-Directory(sys.argv[1], Identity(bytes(range(16)), {}, 4096))
+from tiered_kv_nvme.directory import SegmentDirectory, Identity
+SegmentDirectory(sys.argv[1], Identity(bytes(range(16)), {}, 4096))
 if sys.argv[2] == "child" and os.fork():
     os._exit(0)
 print(os.getpid(), flush=True)
@@ -180,7 +180,7 @@ def test_the_error_names_the_process_that_holds_the_lock_whatever_its_file_says(
         (bench.path / "lock").write_text("1\n")
         try:
             with pytest.raises(TierBusyError, match=rf"is in use by process {pid} \(python[\w.]*\); stop it"):
-                Directory(str(bench.path), bench.identity)
+                SegmentDirectory(str(bench.path), bench.identity)
         finally:
             assert owner.stdin is not None
             owner.stdin.close()

@@ -15,7 +15,7 @@ from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.codecs import RAW_ID
 from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES
 from tiered_kv_nvme.index import CHUNK_KEYS, slot_of
-from tiered_kv_nvme.layout import Entry, EntryTable
+from tiered_kv_nvme.layout import EntryTable, SegmentEntry
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.reclaimer import survivors
 from tiered_kv_nvme.segment import Segment, segment_bytes_min
@@ -101,7 +101,7 @@ def test_blocks_that_are_evicted_together_teach_what_they_teach_one_by_one() -> 
         for worth in (together, apart):
             worth.note_filled()
             worth.advance()
-        table.append(gone, [Entry(4096, 4096, RAW_ID, bytes(16))] * len(gone), used)
+        table.append(gone, [SegmentEntry(4096, 4096, RAW_ID, bytes(16))] * len(gone), used)
     segment = Segment(0, -1, 1 << 30, 1)
     segment.table = table
     for worth in (together, apart):
@@ -197,7 +197,7 @@ def move_every_block(pool: SegmentPool, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_blocks_to_move_are_chosen_in_chunks_that_give_way_to_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, segment = SegmentPool(bytes(16), 1, Worth(4096, 4)), Segment(0, -1, 1 << 30, 1)
     keys = make_keys(4 * CHUNK_KEYS)
-    segment.table.append(keys, [Entry(4096, 4096, RAW_ID, bytes(16))] * len(keys), [0] * len(keys))
+    segment.table.append(keys, [SegmentEntry(4096, 4096, RAW_ID, bytes(16))] * len(keys), [0] * len(keys))
     pool.index.add(keys, 0)
     move_every_block(pool, monkeypatch)
     STEP.pauses_left = 10

@@ -27,11 +27,11 @@ from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import AES_ID, ZSTD_AES_ID, CodecSet
 from tiered_kv.toolkit.encryption import Cipher
-from tiered_kv_nvme.directory import Directory
+from tiered_kv_nvme.directory import SegmentDirectory
 from tiered_kv_nvme.disk import Disk, Scratch
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.index import Index, place_of
-from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, Entry, EntryTable
+from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, EntryTable, SegmentEntry
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.tier import NvmeTier
@@ -116,7 +116,7 @@ def test_the_index_takes_at_most_150_bytes_a_block_beyond_its_key() -> None:
             table = EntryTable()
             for first in range(start, min(start + 1000, count), 32):
                 batch = keys[first : min(first + 32, start + 1000)]
-                entries = [Entry(4096 * number, 4096, 0, bytes(16)) for number in range(len(batch))]
+                entries = [SegmentEntry(4096 * number, 4096, 0, bytes(16)) for number in range(len(batch))]
                 index.add(batch, place_of(slot, len(table)))
                 table.append(batch, entries, bytes(len(batch)))
             tables.append(table)
@@ -208,8 +208,8 @@ def test_a_second_process_is_refused_with_the_id_of_the_owner(bench: StoreBench)
     bench.open()
     program = (
         "import sys\n"
-        "from tiered_kv_nvme.directory import Directory, Identity\n"
-        "Directory(sys.argv[1], Identity(bytes(range(16)), {}, 4096), tier='second')\n"
+        "from tiered_kv_nvme.directory import SegmentDirectory, Identity\n"
+        "SegmentDirectory(sys.argv[1], Identity(bytes(range(16)), {}, 4096), tier='second')\n"
     )
     command = [sys.executable, "-c", program, str(bench.path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -222,9 +222,9 @@ def test_an_error_shows_only_the_differences_of_namespaces(tmp_path: Path) -> No
         inner = {"model": "m", "tenant": tenant, "parallel": {"tensor": 2, "rank": rank}}
         return Identity(tenant.encode().ljust(16), {"namespace": inner, "format": 1}, 4096)
 
-    Directory(str(tmp_path / "kv"), identity("default", 0)).close()
+    SegmentDirectory(str(tmp_path / "kv"), identity("default", 0)).close()
     with pytest.raises(FormatError) as caught:
-        Directory(str(tmp_path / "kv"), identity("bob", 1))
+        SegmentDirectory(str(tmp_path / "kv"), identity("bob", 1))
     assert "(parallel.rank: 0 there, 1 here; tenant: 'default' there, 'bob' here)" in str(caught.value)
 
 

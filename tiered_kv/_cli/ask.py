@@ -27,7 +27,7 @@ _PATH = re.compile("[!-~]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class StatusAddress:
     """The address of a stack's process; `path` is the prefix of all pages."""
 
     host: str
@@ -45,7 +45,7 @@ def is_address(text: str) -> bool:
     return "://" in text or _HOST_AND_PORT.fullmatch(text) is not None
 
 
-def address_of(text: str) -> Address:
+def address_of(text: str) -> StatusAddress:
     """Return the address in `text`: a URL, HOST:PORT, or the path of a stack's file, for its `metrics.listen`.
 
     Only `metrics` is read of a stack's file. So the variables of its secrets need not be set here.
@@ -58,7 +58,7 @@ def address_of(text: str) -> Address:
     return from_source(text, _address_of_stack)
 
 
-def fetch(address: Address, page: str, timeout_s: float = TIMEOUT_S) -> bytes:
+def fetch(address: StatusAddress, page: str, timeout_s: float = TIMEOUT_S) -> bytes:
     """Return the body of a page, such as "/status". The call waits up to `timeout_s` seconds for each part of it.
 
     Raises:
@@ -89,7 +89,7 @@ def fetch(address: Address, page: str, timeout_s: float = TIMEOUT_S) -> bytes:
     return body
 
 
-def _address_of_url(url: str) -> Address:
+def _address_of_url(url: str) -> StatusAddress:
     try:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname
@@ -105,10 +105,10 @@ def _address_of_url(url: str) -> Address:
     if port is None:
         port = 443 if is_tls else 80
     _check_port(port)
-    return Address(host, port, is_tls, parts.path.rstrip("/").removesuffix("/status"))
+    return StatusAddress(host, port, is_tls, parts.path.rstrip("/").removesuffix("/status"))
 
 
-def _address_of_stack(raw: Mapping[str, object]) -> Address:
+def _address_of_stack(raw: Mapping[str, object]) -> StatusAddress:
     if raw.get("metrics") is None:
         raise ConfigError(
             f"the stack serves no status; add this line to the file, and open the stack anew: {_LINE}",
@@ -117,7 +117,7 @@ def _address_of_stack(raw: Mapping[str, object]) -> Address:
     filled = fill_variables({"metrics": raw["metrics"]}, os.environ)
     host, port = validate(MetricsSettings, filled["metrics"], ("metrics",)).address
     _check_port(port)
-    return Address(host, port)
+    return StatusAddress(host, port)
 
 
 def _check_port(port: int) -> None:

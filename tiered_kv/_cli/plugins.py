@@ -8,7 +8,7 @@ from typing import Any
 from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json, print_table, print_text
 from tiered_kv.config.units import formatted_setting
-from tiered_kv.hooks import PluginReport, TierType, tier_plugins
+from tiered_kv.hooks import PluginState, TierType, tier_plugins
 
 Schema = dict[str, Any]  # Any: JSON
 
@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Status:
-    reports = tier_plugins().reports()
-    broken = [report for report in reports if report.error]
+    states = tier_plugins().states()
+    broken = [state for state in states if state.error]
     if args.json:
         print_json(
             {
@@ -33,25 +33,25 @@ def run(args: argparse.Namespace) -> Status:
                     {
                         "name": tier.name,
                         "description": tier.description,
-                        "plugin": report.plugin,
-                        "distribution": report.distribution,
+                        "plugin": state.plugin,
+                        "distribution": state.distribution,
                         "settings": _settings(tier),
                     }
-                    for report in reports
-                    for tier in report.tiers
+                    for state in states
+                    for tier in state.tiers
                 ],
                 "broken": [
-                    {"plugin": report.plugin, "distribution": report.distribution, "error": report.error}
-                    for report in broken
+                    {"plugin": state.plugin, "distribution": state.distribution, "error": state.error}
+                    for state in broken
                 ],
             }
         )
     else:
-        for report in reports:
-            for tier in report.tiers:
-                _show(tier, report)
-        for report in broken:
-            print_text(f"broken: {report.origin}: {report.error}")
+        for state in states:
+            for tier in state.tiers:
+                _show(tier, state)
+        for state in broken:
+            print_text(f"broken: {state.origin}: {state.error}")
     return Status.FOUND if broken else Status.OK
 
 
@@ -79,7 +79,7 @@ def _accepts(field: Schema) -> str:
     return " | ".join(map(str, words or [field.get("format") or field.get("type", "mapping")]))
 
 
-def _show(tier: TierType, report: PluginReport) -> None:
+def _show(tier: TierType, state: PluginState) -> None:
     rows = [
         [
             str(setting["name"]),
@@ -90,7 +90,7 @@ def _show(tier: TierType, report: PluginReport) -> None:
         for setting in _settings(tier)
     ]
     about = f": {tier.description}" if tier.description else ""
-    title = f"{tier.name}{about} ({report.origin})"
+    title = f"{tier.name}{about} ({state.origin})"
     print_table(["setting", "accepts", "default", "what it is for"], rows, title=title, numbers=False)
 
 

@@ -19,10 +19,11 @@ from tiered_kv._cli.measuring import (
 from tiered_kv._cli.output import Status, print_json, print_table, progress
 from tiered_kv._cli.report import simulation_page as pages
 from tiered_kv._cli.report.page import Run
+from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.units import parse_bytes, rounded_bytes
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.errors import ConfigError
-from tiered_kv.stack_config import PRIMARY_BLOCKS_MIN, PRIMARY_TIER_NAME, StackConfig, load_config
+from tiered_kv.stack_config import PRIMARY_BLOCKS_MIN, StackConfig, load_config
 from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate
 from tiered_kv.workload.prices import Prices, costs, load_prices, times_a_month
 from tiered_kv.workload.request import Request
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> Status:
         raise ConfigError("--sample is for policies alone, not with a STACK")
     for name, capacity in args.limit or ():
         assert config is not None
-        if name == PRIMARY_TIER_NAME:
+        if name == PRIMARY_NAME:
             raise ConfigError("the primary tier has --capacity", location="--limit")
         config = with_tier(config, name, capacity=capacity)
     policies, sizes, workload = _policies(args.policy), _sizes(args.capacity, config), chosen_workload(args)
@@ -144,14 +145,14 @@ def _simulate_stacks(
     sizes: list[int],
 ) -> Answer:
     fleet = Fleet(**{name: getattr(args, name) for name in ("servers", "router", "concurrency") if getattr(args, name)})
-    names = [PRIMARY_TIER_NAME, *(tier.name for tier in config.secondary)]
+    names = [PRIMARY_NAME, *(tier.name for tier in config.secondary)]
     prices = Prices(currency="", tiers={}) if args.prices is None else load_prices(args.prices, names)
     times = times_a_month(requests) if prices.tiers else 0.0
     runs: list[pages.StackRun] = []
     for policy, size in product(policies or [config.primary.policy], sizes or [config.primary_blocks]):
         name = f"{policy} with {size:,} blocks ({rounded_bytes(size * config.block.bytes)})"
         with progress(name, len(requests)) as advance:
-            stack = with_tier(config, PRIMARY_TIER_NAME, capacity=size * config.block.bytes, policy=policy)
+            stack = with_tier(config, PRIMARY_NAME, capacity=size * config.block.bytes, policy=policy)
             simulated = simulate(stack, requests, fleet, on_progress=advance)
         if fleet.servers > 1:
             name += f" on each of {fleet.servers:,} servers, {simulated.busiest_share:.1%} of blocks on the busiest"

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiered_kv._cli.arguments import describe_use, interval
-from tiered_kv._cli.ask import DEFAULT_ADDRESS, Address, address_of, fetch
+from tiered_kv._cli.ask import DEFAULT_ADDRESS, StatusAddress, address_of, fetch
 from tiered_kv._cli.live import Fields, Sight, View, Watcher, has_problem, read_status
 from tiered_kv._cli.output import Status, print_json, print_text, progress
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
@@ -95,11 +95,11 @@ def run(args: argparse.Namespace) -> Status:
     return Status.INTERRUPTED
 
 
-def _ask(address: Address) -> Fields:
+def _ask(address: StatusAddress) -> Fields:
     return read_status(fetch(address, "/status"))
 
 
-def _once(watcher: Watcher, address: Address, args: argparse.Namespace) -> Status:
+def _once(watcher: Watcher, address: StatusAddress, args: argparse.Namespace) -> Status:
     """Show one interval; raise TierUnavailableError without an answer."""
     with progress(f"looking twice in {rounded_seconds(args.interval)}", None):
         first = watcher.look()
@@ -115,7 +115,7 @@ def _once(watcher: Watcher, address: Address, args: argparse.Namespace) -> Statu
     return Status.FOUND if has_problem(sight.view) else Status.OK
 
 
-def _draw(watcher: Watcher, address: Address, interval_s: float) -> None:
+def _draw(watcher: Watcher, address: StatusAddress, interval_s: float) -> None:
     """Draw on the terminal's alternate screen."""
     console = _console()
     with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:

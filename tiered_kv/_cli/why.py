@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from tiered_kv._cli.arguments import describe_use, seconds
-from tiered_kv._cli.ask import Address, address_of, fetch, is_address
+from tiered_kv._cli.ask import StatusAddress, address_of, fetch, is_address
 from tiered_kv._cli.inspect import administer
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
 from tiered_kv.config.namespace import differences
-from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.reasons import SENTENCES
-from tiered_kv.stack_config import PRIMARY_TIER_NAME, StackConfig, load_config
+from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.toolkit.administration import StoredNamespace
 
 _TIMEOUT_S: Final = 10.0
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> Status:
     return Status.FOUND if args.request is not None and not answer["requests"] else Status.OK
 
 
-def _fetch(address: Address, query: list[tuple[str, str]], timeout_s: float) -> Answer:
+def _fetch(address: StatusAddress, query: list[tuple[str, str]], timeout_s: float) -> Answer:
     """Return the answer of the process at `address`; raise TierUnavailableError if it is not that of a stack."""
     try:
         answer = json.loads(fetch(address, f"/explain?{urllib.parse.urlencode(query)}", timeout_s))
@@ -128,7 +128,7 @@ def _show_request(request: Answer) -> None:
 def _estimate(answer: Answer, tier: str) -> str:
     """Return the times that the process compares now; nothing while it does not know them."""
     estimates = answer.get("estimates", {})
-    of_tier, of_engine = estimates.get(tier, {}), estimates.get(PRIMARY_TIER_NAME, {})
+    of_tier, of_engine = estimates.get(tier, {}), estimates.get(PRIMARY_NAME, {})
     load_s, block_s = (of_tier.get(f"expected_{each}_seconds", 0.0) for each in ("load", "block"))
     compute_s, backlog_s = (of_engine.get(f"compute_{each}_seconds", 0.0) for each in ("block", "backlog"))
     if not load_s + block_s or not compute_s:

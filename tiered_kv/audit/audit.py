@@ -20,8 +20,9 @@ from typing import Any, Final
 from tiered_kv.audit.comparison import is_known
 from tiered_kv.audit.spare_rows import BLOCKS_MAX, Audited, Pair, SpareRows
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
+from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
+from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.tiering.answers import checked_answers, tier_exceptions
 from tiered_kv.tiering.base import JobResult

@@ -12,8 +12,9 @@ from typing import Final
 
 from tiered_kv.audit.comparison import difference_of
 from tiered_kv.base import OffloadKey, ReqContext, get_offload_group_idx
+from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
-from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
+from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.errors import ResourceError
 from tiered_kv.threads import DaemonThreads
 from tiered_kv.tiering.guarded import GuardedTier

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from pydantic import (
     BaseModel,
@@ -18,13 +18,16 @@ from tiered_kv.config.redaction import HIDDEN, has_environment_text, redact, sec
 from tiered_kv.config.units import Bytes, BytesPerDay, Count, Seconds, formatted_setting
 from tiered_kv.limits import Take
 
+PRIMARY_NAME: Final = "cpu"
+"""The primary tier's name in counters and answers; no secondary tier may have it."""
+
 
 class StrictModel(BaseModel):
     """A frozen model that refuses unknown keys and shows no secret when it is printed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
-    unknown_key_hints: ClassVar[Mapping[str, str]] = {}
+    unknown_key_advice: ClassVar[Mapping[str, str]] = {}
     """For keys that users may expect and that are no settings: the hint that the error gives."""
 
     _from_environment: Mapping[str, frozenset[str]] = PrivateAttr(default={})
@@ -93,7 +96,7 @@ class TierSettings(StrictModel):
     if TYPE_CHECKING:
         _tier_type: object
 
-    unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    unknown_key_advice: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("name_key", "name_key_file"),
         "Tiered KV no longer computes secret names: remove this key. Blocks under secret names are not found any more. "
         "A tier of your own can compute names: see examples/keyed_names.py",

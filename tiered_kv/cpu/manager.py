@@ -22,8 +22,6 @@ from tiered_kv.cpu.policies.guarded import guarded_policy
 from tiered_kv.hints import BY_REQUEST, HINT_NAMES, HintReader, Hints
 from tiered_kv.mediums import CPULoadStoreSpec
 
-PRIMARY_NAME = "cpu"
-"""The primary tier's name in counters and answers."""
 CHAINS_MAX = 100_000
 """Limit of requests whose recency is tracked, and of `outdated` ones; beyond it the oldest request is forgotten."""
 EVENTS_MAX = 1 << 16

@@ -33,7 +33,7 @@ _RETRY_S: Final = 0.1
 _log = logging.getLogger(__name__)
 
 
-class Answer(NamedTuple):
+class Body(NamedTuple):
     """The body of an answer, and its type."""
 
     body: bytes
@@ -41,7 +41,7 @@ class Answer(NamedTuple):
 
 
 Query = Mapping[str, list[str]]
-Routes = Mapping[str, Callable[[Query], Answer]]
+Routes = Mapping[str, Callable[[Query], Body]]
 """For each path, a function that any thread may call. The text of a `ConfigError` is sent to the client."""
 
 
@@ -53,7 +53,7 @@ def routes_of(stack: Observed) -> Routes:
     """
     collector = StackCollector(stack.counters, secrets=stack.config.secret_texts())
     return {
-        "/metrics": lambda _: Answer(exposition(collector), CONTENT_TYPE),
+        "/metrics": lambda _: Body(exposition(collector), CONTENT_TYPE),
         "/status": lambda _: _json(status(stack)),
         "/explain": lambda query: _json(explain_query(stack, query)),
         "/healthz": lambda _: _text("ok"),
@@ -169,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(answer.body if self.command != "HEAD" else b"")
 
-    def _answer(self) -> tuple[HTTPStatus, Answer]:
+    def _answer(self) -> tuple[HTTPStatus, Body]:
         routes, logged = self.server.routes, self.server.logged
         try:
             parts = urlsplit(self.path)
@@ -202,9 +202,9 @@ def _wake(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _text(text: str) -> Answer:
-    return Answer(f"{text}\n".encode(), "text/plain; charset=utf-8")
+def _text(text: str) -> Body:
+    return Body(f"{text}\n".encode(), "text/plain; charset=utf-8")
 
 
-def _json(value: object) -> Answer:
-    return Answer(json.dumps(value, allow_nan=False).encode(), "application/json")
+def _json(value: object) -> Body:
+    return Body(json.dumps(value, allow_nan=False).encode(), "application/json")

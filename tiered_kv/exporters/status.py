@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any, Final, TypeVar
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import ConfigError
 from tiered_kv.exporters.metrics import is_finite, numbers_of, safe_label
@@ -19,7 +19,7 @@ from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.metrics.instruments import quantile
 from tiered_kv.pauses import give_way
 from tiered_kv.reasons import PRESENT, Fate
-from tiered_kv.stack_config import PRIMARY_TIER_NAME, StackConfig
+from tiered_kv.stack_config import StackConfig
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 _BREAKER = {0: "closed", 1: "half_open", 2: "open"}
@@ -40,7 +40,7 @@ def status(stack: Observed) -> dict[str, Any]:  # Any: as JSON has it
     """
     config, counters = stack.config, stack.counters()
     disabled, secrets = stack.manager.disabled_tiers(), config.secret_texts()
-    tiers = [_primary(counters[PRIMARY_TIER_NAME])]
+    tiers = [_primary(counters[PRIMARY_NAME])]
     tiers += [_secondary(tier, counters[tier.name], tier.name in disabled, secrets) for tier in config.secondary]
     return {
         "version": version("tiered-kv"),
@@ -55,8 +55,8 @@ def status(stack: Observed) -> dict[str, Any]:  # Any: as JSON has it
 
 def _primary(counted: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "name": PRIMARY_TIER_NAME,
-        "type": PRIMARY_TIER_NAME,
+        "name": PRIMARY_NAME,
+        "type": PRIMARY_NAME,
         "breaker": "",
         "is_disabled": False,
         "used_bytes": counted["used_bytes"],

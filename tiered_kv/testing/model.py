@@ -73,7 +73,7 @@ class StackUnderTest:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class EngineTransfer:
     """A prepared load or store of an engine: its rows, and their expected content."""
 
     request: ReqContext
@@ -95,8 +95,8 @@ class StackModel:
         self.stored: set[OffloadKey] = set()
         self.epoch = 0
         self.requests: dict[str, tuple[ReqContext, list[OffloadKey]]] = {}
-        self.loads: list[Transfer] = []
-        self.stores: list[Transfer] = []
+        self.loads: list[EngineTransfer] = []
+        self.stores: list[EngineTransfer] = []
         self.faults_on: set[str] = set()
         self._outdated: set[str] = set()
         self._request_numbers = itertools.count()
@@ -155,7 +155,7 @@ class StackModel:
         """Prepare a load of keys that were found in this step, and compare their rows."""
         request, _ = self.requests[req_id]
         spec = self.manager.prepare_load(keys, request)
-        self.loads.append(Transfer(request, keys, spec.block_ids.tolist(), self._content(keys), self.epoch))
+        self.loads.append(EngineTransfer(request, keys, spec.block_ids.tolist(), self._content(keys), self.epoch))
         self.check_transfers()
 
     def complete_load(self, number: int) -> None:
@@ -177,7 +177,7 @@ class StackModel:
         content = self._content(output.keys_to_store)
         self.manager.primary.backend.region.array[rows] = content
         if rows:
-            self.stores.append(Transfer(request, output.keys_to_store, rows, content, self.epoch))
+            self.stores.append(EngineTransfer(request, output.keys_to_store, rows, content, self.epoch))
         self.check_transfers()
         return True
 

@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, group_of
-from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
+from tiered_kv.config.settings import PRIMARY_NAME
+from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.errors import TierError
 from tiered_kv.history.ledger import CPU, RequestLog
 from tiered_kv.history.recorder import BlockHistory

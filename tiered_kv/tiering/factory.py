@@ -95,7 +95,7 @@ def _check_keywords(tier_class: Callable[..., object], keywords: Mapping[str, ob
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     accepted = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
-    hints = TierSettings.unknown_key_hints
+    hints = TierSettings.unknown_key_advice
     unknown = ", ".join(
         f"'{keyword}'" + (f" ({hints[keyword]})" if keyword in hints else suggestion(keyword, accepted))
         for keyword in keywords

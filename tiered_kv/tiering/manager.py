@@ -16,9 +16,9 @@ from tiered_kv.base import (
     ReqContext,
     RequestOffloadingContext,
 )
-from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
+from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.instruments import Notices, StepTimer, timed

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tiered_kv.stack_config import PRIMARY_TIER_NAME, load_config
+from tiered_kv.config.settings import PRIMARY_NAME
+from tiered_kv.stack_config import load_config
 from tiered_kv.workload.request import Request
 from tiered_kv.workload.sampling import Sample
 from tiered_kv.workload.simulation import Fleet, run_servers, with_tier
@@ -62,7 +63,7 @@ def hit_rate(
 
 
 def _run(policy: str, blocks: int, requests: Sequence[Request], on_progress: Callable[[int], None]) -> Tally:
-    stack = with_tier(_ALONE, PRIMARY_TIER_NAME, capacity=blocks, policy=policy)
+    stack = with_tier(_ALONE, PRIMARY_NAME, capacity=blocks, policy=policy)
     (server,) = run_servers(stack, requests, Fleet(concurrency=1), on_progress)
     return server.replay.tally
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
@@ -19,7 +19,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_type_of
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import limits_of, located
-from tiered_kv.stack_config import PRIMARY_TIER_NAME, StackConfig
+from tiered_kv.stack_config import StackConfig
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.keys_only import KeysOnlyTier, KeyStore
 from tiered_kv.workload.replay import Replay, ReplaySettings
@@ -124,11 +124,11 @@ def span_s(requests: Sequence[Request]) -> float:
 
 def with_tier(config: StackConfig, name: str, **changes: object) -> StackConfig:
     """Return a stack with other settings of one tier, which are not validated."""
-    tiers = {PRIMARY_TIER_NAME: config.primary, **{tier.name: tier for tier in config.secondary}}
+    tiers = {PRIMARY_NAME: config.primary, **{tier.name: tier for tier in config.secondary}}
     if name not in tiers:
         raise ConfigError(f"there is no tier '{name}'; there are: {', '.join(tiers)}", location="--limit")
     tiers[name] = tiers[name].model_copy(update=changes)
-    return config.model_copy(update={"primary": tiers.pop(PRIMARY_TIER_NAME), "secondary": tuple(tiers.values())})
+    return config.model_copy(update={"primary": tiers.pop(PRIMARY_NAME), "secondary": tuple(tiers.values())})
 
 
 def routes(router: str, requests: Sequence[Request], servers: int) -> Iterator[int]:
@@ -236,13 +236,13 @@ def _simulated(config: StackConfig, requests: Sequence[Request], servers: Sequen
         )
 
     of_primary = dict.fromkeys(_COUNTS, 0) | {
-        "written_blocks": sum(count_of(each, PRIMARY_TIER_NAME, "stored_blocks_total") for each in counters),
-        "read_blocks": sum(count_of(each, PRIMARY_TIER_NAME, "loaded_blocks_total") for each in counters),
+        "written_blocks": sum(count_of(each, PRIMARY_NAME, "stored_blocks_total") for each in counters),
+        "read_blocks": sum(count_of(each, PRIMARY_NAME, "loaded_blocks_total") for each in counters),
         "evicted_blocks": sum(server.primary.evicted_blocks for server in servers),
         "used_bytes": sum(len(server.primary.blocks) for server in servers) * block_bytes,
     }
     primary_bytes = config.primary_blocks * block_bytes
-    tiers = {PRIMARY_TIER_NAME: use(PRIMARY_TIER_NAME, of_primary, primary_bytes, len(servers))}
+    tiers = {PRIMARY_NAME: use(PRIMARY_NAME, of_primary, primary_bytes, len(servers))}
     for index, tier in enumerate(config.secondary):
         stores = {id(server.stores[index]): server.stores[index] for server in servers}.values()
         counts = {name: sum(getattr(keys, name) for keys in stores) for name in _COUNTS}

@@ -37,7 +37,7 @@ INTERVAL_S: Final = 0.05
 """Between the first samples. It doubles when there are too many, so that short and long runs have about as many."""
 
 
-def hits_over_requests(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
+def hits_over_requests(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
     """Draw the share of blocks that each tier served, over the requests."""
     windows = _windows(samples, lambda sample: sample.blocks)
     edges = np.array([windows[0][0].requests, *(after.requests for _, after in windows)] if windows else [0])
@@ -57,7 +57,7 @@ def hits_over_requests(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
     return draw("hits", "Share of blocks by the tier they came from, over the requests", plot)
 
 
-def throughput(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
+def throughput(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
     """Draw bytes stored and bytes loaded a second by each tier, over time."""
     last, names = samples[-1], ("stored_bytes_total", "loaded_bytes_total")
     moved = max((last.count(tier, name) for tier in tiers for name in names), default=0)
@@ -68,7 +68,7 @@ def throughput(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
     return _rates("throughput", about, labels, samples, tiers, scale)
 
 
-def failures(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
+def failures(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
     """Draw skipped stores and failed transfers, in blocks a second by tier, over time."""
     labels = {"skipped_blocks_total": "skipped (blocks/s)", "failed_blocks_total": "failed (blocks/s)"}
     return _rates("failures", "Blocks skipped (above) and failed (below) over time, by tier", labels, samples, tiers, 1)
@@ -95,7 +95,7 @@ def step_distribution(step_s: Sequence[float], step_us: LatencyUs) -> Html:
     return draw("steps", "Distribution of the time of a step", plot)
 
 
-def steps_over_time(samples: Sequence[Sample], step_s: Sequence[float]) -> Html:
+def steps_over_time(samples: Sequence[ReplaySample], step_s: Sequence[float]) -> Html:
     """Draw the median and the 99th percentile of the steps of each window, over time."""
     windows = _windows(samples, lambda sample: sample.steps)
     steps_us = np.asarray(step_s, dtype=float) * _US_PER_S
@@ -112,7 +112,7 @@ def steps_over_time(samples: Sequence[Sample], step_s: Sequence[float]) -> Html:
     return draw("steptime", "Median and 99th percentile of the time of a step, over time", plot)
 
 
-def use_over_time(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
+def use_over_time(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
     """Draw the share of its capacity that each tier uses, over time, for tiers that report both."""
 
     def plot(axes: Axes) -> None:
@@ -126,7 +126,7 @@ def use_over_time(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
     return draw("use", "Share of its capacity that each tier uses, over time", plot)
 
 
-def breakers_over_time(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
+def breakers_over_time(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
     """Draw the state of each tier's breaker, over time."""
 
     def plot(axes: Axes) -> None:
@@ -142,16 +142,18 @@ def breakers_over_time(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
     return draw("breakers", "State of the breaker of each tier, over time", plot, height_in=0.6 + 0.2 * len(tiers))
 
 
-def _windows(samples: Sequence[Sample], progress: Callable[[Sample], float]) -> list[tuple[Sample, Sample]]:
+def _windows(
+    samples: Sequence[ReplaySample], progress: Callable[[ReplaySample], float]
+) -> list[tuple[ReplaySample, ReplaySample]]:
     """Return pairs of samples between which `progress` has grown."""
     return [(a, b) for a, b in pairwise(samples) if progress(b) > progress(a)]
 
 
-def _middles(windows: Sequence[tuple[Sample, Sample]]) -> list[float]:
+def _middles(windows: Sequence[tuple[ReplaySample, ReplaySample]]) -> list[float]:
     return [(before.seconds + after.seconds) / 2 for before, after in windows]
 
 
-def _share(before: Sample, after: Sample, tier: str) -> float:
+def _share(before: ReplaySample, after: ReplaySample, tier: str) -> float:
     return 100 * (after.hits.get(tier, 0) - before.hits.get(tier, 0)) / (after.blocks - before.blocks)
 
 
@@ -159,7 +161,7 @@ def _rates(
     name: str,
     description: str,
     labels: Mapping[str, str],
-    samples: Sequence[Sample],
+    samples: Sequence[ReplaySample],
     tiers: Sequence[str],
     scale: float,
 ) -> Html:
@@ -182,7 +184,7 @@ def _rates(
     return draw(name, description, plot, rows=len(labels))
 
 
-def _states(samples: Sequence[Sample], tier: str) -> Iterator[tuple[int, float, float]]:
+def _states(samples: Sequence[ReplaySample], tier: str) -> Iterator[tuple[int, float, float]]:
     """Yield each state of a tier's breaker, and its begin and end in seconds."""
     for state, group in groupby(pairwise(samples), lambda pair: pair[0].count(tier, "breaker_state")):
         pairs = list(group)
@@ -195,13 +197,13 @@ def _fill(axes: Axes, edges: Values, below: Values, top: Values, color: str) -> 
         axes.stairs(top, edges, baseline=below, fill=True, color=color, linewidth=0)
 
 
-def _over_time(axes: Axes, samples: Sequence[Sample]) -> None:
+def _over_time(axes: Axes, samples: Sequence[ReplaySample]) -> None:
     axes.set_xlim(0, max(samples[-1].seconds, _SECONDS_MIN))
     axes.set_xlabel("seconds since the start")
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ReplaySample:
     """A replay at one moment, in totals since its start.
 
     Attributes:
@@ -241,7 +243,7 @@ class Sampler:
 
     counters: Callable[[], CountersByTier]
     clock: Callable[[], float] = time.monotonic
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[ReplaySample] = field(default_factory=list)
     step_s: Sequence[float] = ()
     _interval_s: float = INTERVAL_S
     _next_s: float = 0.0
@@ -270,5 +272,5 @@ class Sampler:
             self._interval_s *= 2
         seconds, tally = self.clock() - self._started_s, self._tally
         hits, steps = dict(tally.hits), len(tally.step_s)
-        self.samples.append(Sample(seconds, tally.requests, tally.blocks, hits, steps, self.counters()))
+        self.samples.append(ReplaySample(seconds, tally.requests, tally.blocks, hits, steps, self.counters()))
         self._next_s = seconds + self._interval_s

@@ -9,10 +9,10 @@ from tiered_kv._cli.report import figures, page, plots
 from tiered_kv._cli.report.figures import Html, bar, card, element, joined, table
 from tiered_kv._cli.report.page import Run, figure, quantity, section, tile
 from tiered_kv._cli.report.plots import Sampler
+from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.units import format_bytes
 from tiered_kv.metrics.instruments import flat_counts
 from tiered_kv.reasons import FAILED, SENTENCES, TOO_SLOW_REASONS
-from tiered_kv.stack_config import PRIMARY_TIER_NAME
 from tiered_kv.workload.replay import ReplaySettings
 from tiered_kv.workload.tally import GB, ReplayReport
 
@@ -85,7 +85,7 @@ def _measured(report: ReplayReport, settings: ReplaySettings) -> str:
 
 
 def _tiles(report: ReplayReport) -> Iterator[Html]:
-    primary = report.tiers[PRIMARY_TIER_NAME]  # all transfers go through it
+    primary = report.tiers[PRIMARY_NAME]  # all transfers go through it
     yield tile(f"{100 * report.hit_rate:.1f}", "%", "of blocks were hits")
     yield tile(f"{report.blocks - report.misses:,}", "", "blocks loaded by requests")
     yield tile(f"{report.misses:,}", "", "blocks missed")

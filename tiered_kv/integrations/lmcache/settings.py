@@ -28,7 +28,7 @@ an object waits at most `QUEUE_S_MAX` for a tier, and a tier begins no work on i
 class AdapterNamespace(UserNamespace):
     """The user's part of the namespace: what LMCache does not report."""
 
-    unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    unknown_key_advice: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("model", "dtype", "layout", "layers", "groups", "parallel"), "LMCache sets it"
     )
 

@@ -25,7 +25,7 @@ REPLICA_VARIABLE = "TIERED_KV_REPLICA"
 class HiCacheNamespace(UserModelNamespace):
     """What the extra config may say of the namespace."""
 
-    unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    unknown_key_advice: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("dtype", "layout", "hash_algorithm", "hash_seed", "layers", "groups", "parallel"),
         "SGLang sets it; known keys: model, revision, quantization, tenant, extra",
     )

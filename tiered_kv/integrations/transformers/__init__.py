@@ -13,7 +13,7 @@ Needs the extra `transformers`. `transformers.md` says what is stored, under whi
 from __future__ import annotations
 
 from tiered_kv.integrations.transformers.identity import Weights
-from tiered_kv.integrations.transformers.layout import BlockLayout, block_keys
+from tiered_kv.integrations.transformers.layout import CacheLayout, block_keys
 from tiered_kv.integrations.transformers.prefix_cache import PrefixCache, PrefixCacheStats, Restored
 
-__all__ = ["BlockLayout", "PrefixCache", "PrefixCacheStats", "Restored", "Weights", "block_keys"]
+__all__ = ["CacheLayout", "PrefixCache", "PrefixCacheStats", "Restored", "Weights", "block_keys"]

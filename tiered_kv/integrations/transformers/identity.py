@@ -18,7 +18,7 @@ import xxhash
 
 from tiered_kv.integrations.environment import counting_variables
 from tiered_kv.integrations.transformers import layout as block_layout
-from tiered_kv.integrations.transformers.layout import BlockLayout
+from tiered_kv.integrations.transformers.layout import CacheLayout
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ class Weights(StrEnum):
     """The `model` and `revision` of the stack's namespace, for which you vouch; no weight is read."""
 
 
-def namespace_fields(model: Any, layout: BlockLayout, weights: Weights) -> dict[str, object]:
+def namespace_fields(model: Any, layout: CacheLayout, weights: Weights) -> dict[str, object]:
     """Return the model's fields of the namespace; `model` is a PreTrainedModel."""
     extra = {
         "config": config_digest(model.config.to_dict()),
@@ -99,7 +99,7 @@ def namespace_fields(model: Any, layout: BlockLayout, weights: Weights) -> dict[
     }
 
 
-def _approximations(model: Any, layout: BlockLayout) -> dict[str, str]:
+def _approximations(model: Any, layout: CacheLayout) -> dict[str, str]:
     """Return what changes more than the last bits of how the model is run: nothing, as a rule."""
     import torch
 

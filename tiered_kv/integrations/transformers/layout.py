@@ -28,7 +28,7 @@ States = Sequence["tuple[torch.Tensor, torch.Tensor]"]
 
 
 @dataclass(frozen=True, slots=True)
-class BlockLayout:
+class CacheLayout:
     """The shape of a block, and the copies between blocks and a cache's tensors. Any thread may use it.
 
     Args:

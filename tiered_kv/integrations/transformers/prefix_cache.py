@@ -18,7 +18,7 @@ from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import from_source
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.integrations.transformers.identity import Weights, namespace_fields
-from tiered_kv.integrations.transformers.layout import BlockLayout, States, block_keys
+from tiered_kv.integrations.transformers.layout import CacheLayout, States, block_keys
 from tiered_kv.integrations.transformers.saver import Saver
 from tiered_kv.integrations.transformers.support import layout_of, states_of, token_count
 from tiered_kv.stack import Stack, open_stack
@@ -82,7 +82,7 @@ class PrefixCache:
     """
 
     def __init__(
-        self, model_config: Any, layout: BlockLayout, stack: Stack, pending_bytes_max: int, save_timeout_s: float
+        self, model_config: Any, layout: CacheLayout, stack: Stack, pending_bytes_max: int, save_timeout_s: float
     ) -> None:
         self._model_config = model_config
         self.layout = layout
@@ -295,7 +295,7 @@ BLOCK_TOKENS = 16
 
 def _complete(
     raw: Mapping[str, object], model: Any, block_tokens: int | None, weights: Weights
-) -> tuple[StackConfig, BlockLayout]:
+) -> tuple[StackConfig, CacheLayout]:
     """Return the configuration of a stack for a model's blocks, and their layout.
 
     In `raw`, `block` may have `tokens`, and `namespace` what the model does not say: `model`, `revision`, `tenant`,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tiered_kv.integrations.model_files import rope_types
-from tiered_kv.integrations.transformers.layout import BlockLayout, States
+from tiered_kv.integrations.transformers.layout import CacheLayout, States
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ _FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "proportional", "y
 length of the whole prompt, and so do the keys of its first tokens."""
 
 
-def layout_of(model: Any, block_tokens: int) -> BlockLayout:  # Any: a PreTrainedModel
+def layout_of(model: Any, block_tokens: int) -> CacheLayout:  # Any: a PreTrainedModel
     """Return the layout of a model's blocks, from its configuration, or raise TypeError or ValueError."""
     reason = next(_refusals(model), "")
     if reason:
@@ -33,10 +33,10 @@ def layout_of(model: Any, block_tokens: int) -> BlockLayout:  # Any: a PreTraine
     dtype = model.dtype
     if str(dtype).removeprefix("torch.") not in _DTYPES:
         raise ValueError(f"keys and values must be of one of {', '.join(_DTYPES)}; this model's are {dtype}")
-    return BlockLayout(config.num_hidden_layers, *shape, block_tokens, dtype)
+    return CacheLayout(config.num_hidden_layers, *shape, block_tokens, dtype)
 
 
-def states_of(cache: Any, layout: BlockLayout) -> States:  # Any: the caller's argument
+def states_of(cache: Any, layout: CacheLayout) -> States:  # Any: the caller's argument
     """Return the tensors of a cache as they are at this moment, or raise TypeError or ValueError.
 
     A `DynamicCache` replaces its tensors when it grows, and changes none. So the returned ones stay as they are while a
@@ -140,7 +140,7 @@ def _check_kind(cache: Any) -> None:
             raise TypeError(f"layer {number} of the cache is a {type(layer).__name__}, which does not keep every token")
 
 
-def _check_states(tensor: torch.Tensor, layout: BlockLayout) -> None:
+def _check_states(tensor: torch.Tensor, layout: CacheLayout) -> None:
     if tensor.dim() != 4 or tensor.shape[0] != 1:
         raise ValueError(f"one sequence can be saved at a time; the cache's tensors are of shape {tuple(tensor.shape)}")
     found = (tensor.shape[1], tensor.shape[3], tensor.dtype)

@@ -214,7 +214,7 @@ def _digest(name: str, value: object) -> str:
 class VllmNamespace(UserModelNamespace):
     """What a configuration may say of the namespace."""
 
-    unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    unknown_key_advice: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("dtype", "layout", "hash_seed", "layers", "groups", "parallel"),
         f"vLLM sets it; known keys: {_CAN_BE_SET}",
     )

@@ -18,7 +18,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.base import OffloadPolicy as OurPolicy
-from tiered_kv.cpu.manager import PRIMARY_NAME
+from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.integrations.prefill_meter import PrefillMeter
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, vllm_events
 from tiered_kv.mediums import CPULoadStoreSpec
