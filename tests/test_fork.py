@@ -140,6 +140,7 @@ def test_a_lock_of_fs_is_given_back_though_a_child_was_forked_while_it_was_held(
 FORKS = """
 import json, os, signal, sys, threading
 from tests.support.races import Prompts, phantoms, problems_at_rest, race_facade
+from tests.support.stacks import manager_of
 from tiered_kv.errors import ShutdownError
 from tiered_kv.stack import open_stack
 
@@ -169,7 +170,7 @@ with open_stack(config) as stack:
             loaded = own.get(keys, out)
             os._exit(0 if loaded and not prompts.differences(keys[:loaded], out[:loaded], 0, "get") else 2)
     racer.join()
-    problems += [*problems_at_rest(stack.manager), *phantoms(stack.manager)]
+    problems += [*problems_at_rest(manager_of(stack)), *phantoms(manager_of(stack))]
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 print(problems, status)
 """

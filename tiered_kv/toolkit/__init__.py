@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tiered_kv.base import OffloadKey, ReqContext
     from tiered_kv.config.settings import TierSettings
+    from tiered_kv.config.units import Bytes, Count, Seconds
     from tiered_kv.hooks import TierType, hookimpl, tier_plugins
     from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
     from tiered_kv.tiering.factory import SecondaryTierFactory
@@ -25,6 +26,8 @@ __all__ = [
     "AsyncTier",
     "BatchedLookups",
     "BlockingTier",
+    "Bytes",
+    "Count",
     "JobMetadata",
     "JobResult",
     "OffloadKey",
@@ -32,6 +35,7 @@ __all__ = [
     "ReqContext",
     "SecondaryTierFactory",
     "SecondaryTierManager",
+    "Seconds",
     "TierSettings",
     "TierSpec",
     "TierType",
@@ -43,6 +47,7 @@ __all__ = [
 _MODULES = {
     "tiered_kv.base": "OffloadKey ReqContext",
     "tiered_kv.config.settings": "TierSettings",
+    "tiered_kv.config.units": "Bytes Count Seconds",
     "tiered_kv.hooks": "TierType hookimpl tier_plugins",
     "tiered_kv.tiering.base": "JobMetadata JobResult SecondaryTierManager TierSpec",
     "tiered_kv.tiering.factory": "SecondaryTierFactory",

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from pydantic import Field
 
-from tiered_kv.config.units import Bytes
-from tiered_kv.toolkit import SecondaryTierManager, TierSettings, TierType, hookimpl
+from tiered_kv.toolkit import Bytes, SecondaryTierManager, TierSettings, TierType, hookimpl
 
 
 class SqliteSettings(TierSettings):
