@@ -24,7 +24,6 @@ HASHES = [
     b"/etc/passwd",
     b"..",
     b".",
-    b"",
     b"a\0b",
     b"\n",
     b"x\r\nFLUSHALL\r\n",
