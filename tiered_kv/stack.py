@@ -192,10 +192,14 @@ class AnyStack(StackCalls):
     def _explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
         if self.history is None:
             raise ConfigError("the stack keeps no history: its setting is 0", location="history")
-        from tiered_kv.exporters.status import explain
-
         history = self.history
-        return self._call_thread.run(lambda: explain(history, self._manager.primary.blocks, keys))
+
+        def answer() -> list[Explanation]:
+            from tiered_kv.exporters.status import explain  # here, since an interrupted import may keep its lock
+
+            return explain(history, self._manager.primary.blocks, keys)
+
+        return self._call_thread.run(answer)
 
 
 class Stack(AnyStack, BlockFacade):
