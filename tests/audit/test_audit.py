@@ -366,3 +366,5 @@ def test_every_lookup_is_a_miss_once_the_engine_differs_from_its_own_blocks(
     assert counted(engine.stack, "cpu")["audit_stopped"] == 1
     assert engine.serve(keys(4), plain) == 0
     assert engine.serve(keys(4), plain) == 0
+    engine.stack.put([b"one"], bytes(BLOCK_BYTES))
+    assert len(engine.stack.get([b"one"])) == engine.stack.contains([b"one"]) == 0

@@ -111,7 +111,7 @@ class Audit:
     def begin(self, req_context: ReqContext) -> None:
         """Audit a new request, if it is chosen and no other request is being audited."""
         req_id, current = req_context.req_id, self._current
-        if not req_id or not is_chosen(req_id, self._rules.share) or PRIMARY_NAME in self.stopped:
+        if not req_id or not is_chosen(req_id, self._rules.share) or self.withholds_all:
             return
         if current is None:
             context = ReqContext(f"\0audit-{next(self._numbers)}")
@@ -123,10 +123,15 @@ class Audit:
     def audits(self, req_context: ReqContext) -> bool:
         return self._current is not None and self._current.req_id == req_context.req_id
 
+    @property
+    def withholds_all(self) -> bool:
+        """Whether every lookup is a miss, since the primary tier had a wrong block."""
+        return PRIMARY_NAME in self.stopped
+
     def withholds(self, key: OffloadKey, req_context: ReqContext) -> bool:
         """Return whether to answer a lookup with a miss."""
         audited = self._current
-        if PRIMARY_NAME in self.stopped:
+        if self.withholds_all:
             return True
         if audited is None or audited.req_id != req_context.req_id:
             return False
@@ -341,7 +346,7 @@ class Audit:
         audited = self._current
         assert audited is not None
         self._current = None
-        self.is_active = PRIMARY_NAME in self.stopped
+        self.is_active = self.withholds_all
         for guarded in self._tiers:
             guarded.call("on_request_finished", audited.context)
         self._abandon(reason, self._spare_rows.pending(audited) + len(audited.asked))

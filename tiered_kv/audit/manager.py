@@ -42,6 +42,11 @@ class AuditedManager(TieringOffloadingManager):
             return [False] * len(keys)
         return super().lookup_many(keys, req_context)
 
+    def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        if self._audit.withholds_all:
+            return [False] * len(keys)
+        return super().contains_many(keys, req_context)
+
     def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         if not self._audit.audits(req_context):  # it gets no blocks, and its first lookup marks what it computes
             super().prefetch(keys, req_context)
