@@ -114,3 +114,23 @@ def test_a_call_that_is_cancelled_before_a_thread_is_free_never_begins() -> None
         assert await stack.contains(HASHES) == 0
 
     run(program)
+
+
+def test_a_cancelled_close_closes_the_stack_also_if_it_has_not_begun() -> None:
+    async def program(stack: AsyncStack) -> None:
+        end = threading.Event()
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        busy = asyncio.create_task(asyncio.to_thread(end.wait, WAIT_S))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(stack.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.sleep(0)
+        end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert await busy
+        with pytest.raises(ShutdownError):
+            await stack.contains(HASHES)
+
+    run(program)

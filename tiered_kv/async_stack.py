@@ -25,7 +25,8 @@ class AsyncStack:
     executor, which limits how many run at a time. `timeout` counts also while the call waits for a thread.
 
     A cancelled call raises `CancelledError` when it has ended, within its `timeout`. So nothing uses the buffers of
-    `put` and `get` any more, and nothing stays reserved. A shorter `asyncio.timeout` does not end it earlier.
+    `put` and `get` any more, and nothing stays reserved. A shorter `asyncio.timeout` does not end it earlier. A call
+    that no thread has begun raises at once, and never begins; only `close` closes the stack in any case.
 
     Args:
         stack: The stack, which `close` closes.
@@ -89,7 +90,7 @@ class AsyncStack:
 
     async def close(self, timeout: float = 5.0) -> None:
         """As `Stack.close`."""
-        await _finish(lambda: self.stack.close(timeout))
+        await _finish(lambda: self.stack.close(timeout), always=True)
 
     async def __aenter__(self) -> AsyncStack:
         return self
@@ -104,8 +105,11 @@ def _countdown(timeout: float) -> Callable[[], float]:
     return lambda: max(0.0, end_s - time.monotonic())
 
 
-async def _finish(call: Callable[[], T]) -> T:
-    """Return the result of `call`, which runs on a thread. If this is cancelled, wait for its end, if it has begun."""
+async def _finish(call: Callable[[], T], *, always: bool = False) -> T:
+    """Return the result of `call`, which runs on a thread.
+
+    If this is cancelled, wait for the call's end, if it has begun or `always` runs.
+    """
     claim = threading.Lock()  # taken by the thread that begins the call, or by a cancellation before
 
     def begin() -> T | None:
@@ -118,7 +122,7 @@ async def _finish(call: Callable[[], T]) -> T:
             await asyncio.wait([running])  # unlike `await running`, it leaves the future alone when it is cancelled
         except asyncio.CancelledError:
             is_cancelled = True
-            if claim.acquire(blocking=False):
+            if not always and claim.acquire(blocking=False):
                 raise
     if is_cancelled:
         running.exception()  # else asyncio logs that nobody has asked for it
