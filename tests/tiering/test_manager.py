@@ -63,17 +63,6 @@ def test_a_request_level_tier_that_counts_offers_gets_nothing_before_the_request
     assert bench.jobs == [keys(0, 1)]
 
 
-def test_a_completed_store_cascades_each_key_once_and_a_failed_one_does_not(bench: Bench) -> None:
-    context = bench.request("a")
-    bench.manager.prepare_store(keys(1, 2), context)
-    bench.manager.complete_store(keys(1, 1), context)
-    bench.manager.complete_store(keys(2, 2), context, success=False)
-    assert bench.jobs == [keys(1)]
-    bench.end()
-    assert len(bench.primary.policy) == 1
-    assert bench.free == bench.num_blocks - 1
-
-
 def test_completing_a_load_twice_releases_no_other_pin(bench: Bench) -> None:
     context = bench.request("a")
     bench.store(keys(*range(8)), context)  # pinned by the cascade
@@ -105,25 +94,6 @@ def test_a_hit_below_is_promoted_once_for_all_who_ask(bench: Bench) -> None:
     assert bench.counter("loaded_blocks_total") == 2
 
 
-def test_tiers_are_searched_in_order(make_bench: MakeBench) -> None:
-    bench = make_bench({}, {})
-    bench.tiers[0].has(1)
-    bench.tiers[1].has(1, 2)
-    bench.lookup(keys(1, 2), bench.request("a"))
-    bench.step()
-    assert [[list(job.keys) for job in tier.jobs] for tier in bench.tiers] == [[keys(1)], [keys(2)]]
-
-
-def test_a_promoted_block_is_kept_for_the_request_that_waits_for_it(bench: Bench) -> None:
-    context = bench.promote(1)
-    bench.end()
-    assert not bench.has_room_for(*range(10, 18))
-    assert bench.lookup(keys(1), context) == [True]
-    bench.load(keys(1), context)
-    bench.step()
-    assert bench.has_room_for(*range(10, 18))
-
-
 @pytest.mark.parametrize("how", ["finished", "time"])
 def test_a_promoted_block_that_is_not_loaded_is_released(bench: Bench, how: str) -> None:
     context = bench.promote(1)
@@ -135,23 +105,6 @@ def test_a_promoted_block_that_is_not_loaded_is_released(bench: Bench, how: str)
         bench.step()
         assert bench.counter("released_holds_total", tier="cpu") == 1
     assert bench.has_room_for(*range(10, 18))
-
-
-def test_promotions_do_not_flush_the_primary_tier(bench: Bench) -> None:
-    bench.store(keys(*range(20, 28)), bench.request("a"))
-    bench.end()
-    bench.tier.has(*range(10))
-    one, other = bench.request("one"), bench.request("other")
-    assert bench.lookup(keys(*range(8)), one) == [None] * 6 + [False] * 2, "it takes what it has got"
-    assert bench.lookup(keys(8), other) == [None], "it waits for what the others hold"
-    bench.step()
-    assert len(bench.jobs) == 1
-    bench.tier.end()
-    bench.manager.on_request_finished(one)
-    bench.step()
-    assert bench.lookup(keys(8), other) == [None]
-    bench.step()
-    assert bench.jobs == [keys(8)]
 
 
 def test_blocks_held_for_many_requests_count_once(make_bench: MakeBench) -> None:
@@ -169,14 +122,6 @@ def test_blocks_held_for_many_requests_count_once(make_bench: MakeBench) -> None
     for context in waiting:
         bench.manager.on_request_finished(context)
     assert bench.counter("promotion_blocks", tier="cpu") == 1
-
-
-def test_promoted_blocks_fill_the_tiers_above_that_want_them(make_bench: MakeBench) -> None:
-    bench = make_bench({"fill_on_promotion": True}, {})
-    bench.promote(1, tier=1)
-    bench.end()
-    assert bench.jobs == [keys(1)]
-    assert not bench.tiers[0].jobs[0].is_promotion
 
 
 @pytest.mark.parametrize("tier_raises", [False, True])
