@@ -80,10 +80,16 @@ def give_way(pause_s: float = PAUSE_S) -> None:
         time.sleep(pause_s)
 
 
-def wait_for_idle(limit_s: float) -> None:
-    """Wait while the scheduler's thread computes, for `limit_s` at most. Workers call this before they store blocks."""
+def wait_for_idle(limit_s: float) -> bool:
+    """Wait while the scheduler's thread computes, for `limit_s` at most; return whether it has paused.
+
+    Workers call this before they store blocks.
+    """
     end_s = time.monotonic() + limit_s
     pause_s = _IDLE_PAUSE_S
-    while STEP.is_busy() and (left_s := end_s - time.monotonic()) > 0:
+    while is_busy := STEP.is_busy():
+        if (left_s := end_s - time.monotonic()) <= 0:
+            break
         time.sleep(min(pause_s, left_s))
         pause_s *= 2
+    return not is_busy

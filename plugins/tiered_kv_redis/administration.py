@@ -69,7 +69,7 @@ class RedisAdministration(ListedStorage):
             with closing(node.client()) as client:
                 found = client.scan_iter(pattern, _NAMES_AT_ONCE)
                 while names := list(islice(found, _NAMES_AT_ONCE)):
-                    yield list(_entries(client, names))
+                    yield list(_entries(client, list(dict.fromkeys(names))))  # SCAN may repeat a name
 
     def delete(self, entries: Sequence[Entry]) -> dict[int, str]:
         refused: dict[int, str] = {}

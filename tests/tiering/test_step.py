@@ -75,12 +75,12 @@ def test_stores_wait_while_the_engine_computes_for_a_limited_time(
     )
     monkeypatch.setattr(pauses, "time", clock)
     monkeypatch.setattr(pauses, "STEP", step := Step())
-    wait_for_idle(IDLE_WAIT_S_MAX)
+    assert wait_for_idle(IDLE_WAIT_S_MAX)
     assert slept_s == [0.0], "no scheduler is known"
     step.end()
     step.is_busy()  # the first sample
     now_s[0] += 0.001
-    wait_for_idle(IDLE_WAIT_S_MAX)
+    assert wait_for_idle(IDLE_WAIT_S_MAX) is (used_s < math.inf)
     assert waited_s - 1e-9 <= slept_s[0] <= min(2 * waited_s, IDLE_WAIT_S_MAX) + 1e-9
 
 

@@ -67,6 +67,7 @@ class BlockingTier(QueuedTier):
         )
         self._threads_max = threads
         self._has_lookup_thread = lookup_thread
+        self._engine_pauses = True  # whether the last store that waited for a pause of the engine found one
         self._work_tokens: SimpleQueue[bool] = SimpleQueue()  # one for each part that may be in the queue
         self._lookup_tokens: SimpleQueue[bool] = SimpleQueue()  # for the thread that serves lookups only
         self._threads_lock = threading.Lock()  # guards the three below
@@ -160,9 +161,11 @@ class BlockingTier(QueuedTier):
         if self._part_queue.take_lookups():
             self._run_probes()
         elif not is_for_lookups and (part := self._part_queue.take()) is not None:
-            # The only thread has to serve loads too. The more stores wait, the less they give way.
+            # The only thread has to serve loads too. To an engine without pauses, the more stores wait, the less they
+            # give way.
             if not part.job.metadata.is_promotion and self._threads_max > 1:
-                wait_for_idle(IDLE_WAIT_S_MAX / (1 + self._part_queue.stores_waiting))
+                waiting = 0 if self._engine_pauses else self._part_queue.stores_waiting
+                self._engine_pauses = wait_for_idle(IDLE_WAIT_S_MAX / (1 + waiting))
             self._run_parts([part, *self._part_queue.take_small_jobs(part)])
 
     def _run_parts(self, parts: Sequence[Part]) -> None:
