@@ -29,7 +29,7 @@ from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.proxy import FaultProxy, Faults
 from tiered_kv.testing.rig import OpenTier, compressible_content, make_keys
-from tiered_kv.testing.s3_servers import S3Server, installed_server, moto_server
+from tiered_kv.testing.s3_servers import S3Server, installed_server, moto_bucket, moto_server
 from tiered_kv.testing.servers import fake_redis_url
 from tiered_kv.testing.wire_faults import ByteFault, TierUnderWireFaults
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
@@ -40,6 +40,7 @@ from tiered_kv.toolkit.record import HEADER_BYTES
 __all__ = [
     "fake_redis_url",
     "installed_server",
+    "moto_bucket",
     "moto_server",
     "patient_nvme",
     "place_of",
