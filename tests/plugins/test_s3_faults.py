@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.fake_s3 import WAIT_S, FakeS3, OpenRig, open_rig, server
-from tests.support.stacks import stack_of
+from tests.support.stacks import block_hashes, stack_of
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.control import wait_until
@@ -127,10 +127,10 @@ def test_one_object_that_always_fails_costs_its_own_blocks_and_opens_no_breaker(
     entry = {**server.entry, "request_timeout": "1s", "lookup_timeout": "10s", "job_timeout": "10s", "attempts": 2}
     with open_stack(stack_of(entry, blocks=8, block_bytes=512)) as stack:
         for keys in prompts:
-            assert stack.put(keys, blocks, timeout=WAIT_S) == 8
+            assert stack.put(block_hashes(keys), blocks, timeout=WAIT_S) == 8
             assert stack.flush(WAIT_S)
         server.bad_objects[digest_of(prompts[5][3]).hex()] = fault
-        found = sum(stack.get(keys, blocks, WAIT_S) for _ in range(5) for keys in prompts)
+        found = sum(stack.get(block_hashes(keys), blocks, WAIT_S) for _ in range(5) for keys in prompts)
         assert found >= 0.9 * 5 * (9 * 8 + 3)
         counters = stack.counters()["s3"]
         assert (counters["breaker_opened_total"], counters["tier"]["unanswered_blocks_total"] > 0) == (0, True)
@@ -139,7 +139,7 @@ def test_one_object_that_always_fails_costs_its_own_blocks_and_opens_no_breaker(
 
         def has_opened() -> bool:
             for keys in prompts:
-                stack.get(keys, blocks, WAIT_S)
+                stack.get(block_hashes(keys), blocks, WAIT_S)
             return count_of(stack.counters(), "s3", "breaker_opened_total") > 0
 
         wait_until(has_opened, what="the breaker's opening where nothing is answered")
