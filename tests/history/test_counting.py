@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
@@ -195,14 +196,16 @@ def test_a_replay_counts_the_same_hits_as_the_counters_and_misses_add_up_with_re
     nvme = {"type": "nvme", "path": str(tmp_path), "capacity": "16MiB"}
     with open_stack(stack_of({"type": "memory", "capacity": "256KiB"}, nvme, blocks=48)) as stack:
         chats, hits = ChatWorkload(chats=20, turns=4, active_chats=8, turn_blocks=3), Counter[str]()
-        for _ in range(2):  # however late stores are on a busy machine, the second replay finds some of the first
+        for turn in itertools.count():  # on a busy machine the stores or loads of a replay may all come too late
+            assert turn < 20
             report = replay(manager_of(stack), stack.region.kv_view, chats.requests())
             hits.update({tier: traffic.hits for tier, traffic in report.tiers.items()})
             assert manager_of(stack).drain_jobs(WAIT_S)
+            if turn and hits["nvme"]:
+                break
         assert stack.history is not None
         stack.history.settle()
         assert hits["cpu"] > 0
-        assert hits["nvme"] > 0
         for tier in ("cpu", "memory", "nvme"):
             assert hits[tier] == blocks(stack, tier)[0]
             assert sum(misses(stack, tier).values()) == blocks(stack, tier)[1]
