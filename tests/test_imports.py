@@ -61,6 +61,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.interrupts", "tiered_kv.calls", "tiered_kv.facade", "tiered_kv.stack", "tiered_kv.async_stack"),
     ("tiered_kv.direct",),
     ("tiered_kv.worker",),
+    ("tiered_kv.server",),
     ("tiered_kv.workload",),
     ("tiered_kv.testing",),
     ("tiered_kv.integrations",),

@@ -110,6 +110,21 @@ def test_the_memory_is_that_of_the_least_cgroup_above_the_process(case: str, tmp
     assert min(limit.amount for limit in limits.memory()) == wanted
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_free_memory_is_what_the_machine_and_the_cgroups_have_left(version: int, tmp_path: Path) -> None:
+    stat = f"inactive_file {MIB}\nactive_file {2 * MIB}"
+    if version == 2:
+        files = {"a/memory.max": f"{GIB}", "a/memory.current": f"{900 * MIB}", "a/memory.stat": stat}
+        limits = limits_of(tmp_path, V2.format(root="/"), "0::/a\n", files)
+    else:
+        stat = "inactive_file 1\nactive_file 2\n" + re.sub(r"(?m)^", "total_", stat)
+        used = {"memory.limit_in_bytes": f"{GIB}", "memory.usage_in_bytes": f"{900 * MIB}", "memory.stat": stat}
+        files = {f"memory/a/{name}": text for name, text in used.items()}
+        limits = limits_of(tmp_path, V1.format(root="/"), "4:memory:/a\n", files)
+    (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {2 * GIB >> 10} kB\n")
+    assert sorted(limit.amount for limit in limits.free_memory()) == [127 * MIB, 2 * GIB]
+
+
 def test_a_stack_that_does_not_fit_is_refused_and_one_that_barely_fits_is_warned_about(tmp_path: Path) -> None:
     limits = limits_of(tmp_path, *TREES["v2, nested"][:3])
     both = [*of_memory(600 * MIB), Take("memory", 400 * MIB, "secondary.0.capacity")]

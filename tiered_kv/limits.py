@@ -93,6 +93,23 @@ class Limits:
         """Return the limits above which processes are slowed down."""
         return list(self._of_cgroups("memory", ("memory.high",)))
 
+    def free_memory(self) -> list[Limit]:
+        """Return how much more memory can be had now: of the machine, and below the limits of the cgroups.
+
+        What the kernel keeps of files counts as free, since it gives that up.
+        """
+        found = []
+        if match := re.search(r"MemAvailable: *(\d+) kB", self._read("/proc/meminfo")):
+            found.append(Limit(int(match[1]) << 10, "MemAvailable of this machine"))
+        for folder in self._cgroups("memory"):
+            for limit in self._limits(folder, ("memory.max", "memory.limit_in_bytes")):
+                used = self._read(f"{folder}/memory.current") or self._read(f"{folder}/memory.usage_in_bytes")
+                kept = re.findall(r"^(?:total_)?(?:in)?active_file (\d+)$", self._read(f"{folder}/memory.stat"), re.M)
+                # Version 1 gives both the cgroup's own and, behind them, the totals.
+                free = limit.amount - int(used or 0) + sum(int(each) for each in kept[-2:])
+                found.append(Limit(max(0, free), f"{limit.where}, less what it uses"))
+        return found
+
     def own_memory(self) -> int:
         """Return the bytes of private memory that this process has now."""
         match = re.search(r"^RssAnon:\s*(\d+) kB", self._read("/proc/self/status"), re.M)

@@ -106,7 +106,7 @@ class PrimaryRegion:
 
         Raises:
             ConfigError: The file has another owner or size, or it cannot be bound to the node.
-        ResourceError: The system maps no more memory.
+            ResourceError: The system maps no more memory.
         """
         wanted = offset + num_blocks * block_bytes
         try:
@@ -130,13 +130,13 @@ class PrimaryRegion:
         self.is_pinned = False
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
-        self.flat = memoryview(mapping)
+        self.flat = memoryview(mapping)[: num_blocks * block_bytes]  # a mapping of huge pages may be longer
         """All bytes, one-dimensional."""
         self.kv_view = self.flat.cast("B", (num_blocks, block_bytes))
         """The same bytes, of shape (num_blocks, block_bytes)."""
-        self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(mapping, dtype=np.uint8).reshape(
-            num_blocks, block_bytes
-        )
+        self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(
+            mapping, dtype=np.uint8, count=num_blocks * block_bytes
+        ).reshape(num_blocks, block_bytes)
         """The same bytes as a numpy array."""
 
     def _place(self, huge_pages: bool, numa_node: int | None) -> None:

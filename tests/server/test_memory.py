@@ -1,0 +1,213 @@
+"""The memory that a server shares with its engines: sealed, allocated in the background, not for forked children."""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import mmap
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from tiered_kv.errors import ConfigError, ResourceError
+from tiered_kv.server import memory
+from tiered_kv.server.memory import PREFAULT_BYTES, Generations, HostRegion, map_generations, map_host_region
+
+ROWS, ROW_BYTES = 6, 5000
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    with closing(HostRegion(ROWS, ROW_BYTES)) as opened:
+        yield opened
+
+
+def allocated_bytes(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+def test_an_engine_and_the_server_see_the_same_rows(region: HostRegion) -> None:
+    with closing(map_host_region(region.fd, ROWS, ROW_BYTES)) as mapped:
+        mapped.array[2] = 7
+        assert region.array[2].tobytes() == bytes([7]) * ROW_BYTES
+        region.kv_view[ROWS - 1, ROW_BYTES - 1] = 9
+        assert mapped.flat[ROWS * ROW_BYTES - 1] == 9
+        assert not mapped.array[0].any()
+
+
+def test_an_engine_keeps_the_rows_of_a_server_that_has_ended() -> None:
+    region = HostRegion(ROWS, ROW_BYTES)
+    region.array[1] = 3
+    with closing(map_host_region(region.fd, ROWS, ROW_BYTES)) as mapped:
+        assert region.close()
+        assert region.close(), "closing twice does nothing"
+        assert mapped.array[1].all()
+
+
+@pytest.mark.parametrize("size_bytes", [0, 4096, 1 << 20])
+def test_nobody_changes_the_size_of_the_rows(region: HostRegion, size_bytes: int) -> None:
+    fd = os.open(f"/proc/self/fd/{region.fd}", os.O_RDWR)
+    try:
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size_bytes)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    finally:
+        os.close(fd)
+
+
+def test_an_engine_refuses_memory_that_could_be_truncated_under_it() -> None:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(ROWS * ROW_BYTES)
+        with pytest.raises(ConfigError, match="can be truncated"):
+            map_host_region(file.fileno(), ROWS, ROW_BYTES)
+    fd = os.memfd_create("half", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, ROWS * 4)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    try:
+        with pytest.raises(ConfigError, match="can be truncated"):
+            map_generations(fd, ROWS)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(("rows", "row_bytes"), [(ROWS + 1, ROW_BYTES), (ROWS, 2 * ROW_BYTES), (1, 4096)])
+def test_an_engine_refuses_rows_of_another_size(region: HostRegion, rows: int, row_bytes: int) -> None:
+    with pytest.raises(ConfigError, match="found one of 32KiB"):
+        map_host_region(region.fd, rows, row_bytes)
+
+
+def test_prefault_allocates_all_pages_and_changes_no_byte() -> None:
+    size_bytes = 5 * PREFAULT_BYTES // 2
+    with closing(HostRegion(2, size_bytes // 2)) as region:
+        region.flat[-1] = 42
+        assert not region.wait_prefaulted(0)
+        seen: list[tuple[int, int]] = []
+        region.prefault(2, lambda done, of: seen.append((done, of)))
+        assert region.wait_prefaulted()
+        assert allocated_bytes(region.fd) == size_bytes
+        assert seen == sorted(seen)
+        assert seen[-1] == (size_bytes, size_bytes)
+        assert len(seen) == 3
+        assert region.flat[-1] == 42
+        assert not region.flat[0]
+
+
+def test_close_stops_prefault() -> None:
+    with closing(HostRegion(64, PREFAULT_BYTES)) as region:
+        seen: list[int] = []
+
+        def note(done: int, _: int) -> None:
+            seen.append(done)
+            while region._chunks:  # until `close` has begun
+                time.sleep(0.001)
+
+        region.prefault(2, note)
+        region.close()
+        assert len(seen) <= 2, "one chunk that each thread has begun"
+        assert not region.wait_prefaulted()
+
+
+def test_prefault_says_that_there_is_less_memory(region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: int, length: int) -> None:
+        raise OSError(14, "Bad address")
+
+    monkeypatch.setattr(memory, "_allocate", refuse)
+    region.prefault(1)
+    with pytest.raises(ResourceError, match="cannot be allocated"):
+        region.wait_prefaulted()
+
+
+def test_more_memory_than_is_free_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"primary\.capacity: the rows need 1PiB of memory, and .* are free"):
+        HostRegion(1 << 20, 1 << 30)
+
+
+def test_huge_pages_that_are_not_reserved_are_an_error_that_says_how_to_reserve_them() -> None:
+    rows = 1 << 20  # 2 TiB in all
+    with pytest.raises(ConfigError, match=rf"expected {rows} reserved .* of 2MiB.*vm\.nr_hugepages=\d+\)"):
+        HostRegion(rows, 2 << 20, reserved=True)
+
+
+def test_reserved_huge_pages_are_used() -> None:
+    try:
+        region = HostRegion(3, 1 << 20, reserved=True)
+    except ConfigError:
+        pytest.skip("no huge pages are reserved")
+    with closing(region), closing(map_host_region(region.fd, 3, 1 << 20)) as mapped:
+        region.prefault()
+        assert region.wait_prefaulted()
+        assert region.has_huge_pages
+        mapped.array[2, -1] = 5
+        assert region.array[2, -1] == 5
+
+
+def test_a_file_of_whole_huge_pages_has_only_the_rows_in_its_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_rounded_to_pages", lambda fd, size_bytes: -(-size_bytes // (2 << 20)) * (2 << 20))
+    with closing(HostRegion(ROWS, ROW_BYTES)) as region:
+        assert os.fstat(region.fd).st_size == 2 << 20
+        assert region.flat.nbytes == region.array.nbytes == ROWS * ROW_BYTES
+        with closing(map_host_region(region.fd, ROWS, ROW_BYTES)) as mapped:
+            assert mapped.kv_view.shape == (ROWS, ROW_BYTES)
+
+
+def test_a_numa_node_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"numa_node|NUMA"):
+        HostRegion(1, 4096, numa_node=1000)
+
+
+def test_only_the_server_changes_generations() -> None:
+    with closing(Generations(8)) as generations:
+        seen = map_generations(generations.fd, 8)
+        generations.values[7] = 0xFFFFFFFF
+        generations.bump([1, 7, 1])
+        assert seen.tolist() == [0, 2, 0, 0, 0, 0, 0, 0]
+        with pytest.raises(TypeError):
+            seen[1] = 5
+        with pytest.raises(PermissionError):
+            mmap.mmap(generations.fd, 32)
+        with pytest.raises(PermissionError):
+            os.pwrite(generations.fd, b"\xff", 0)
+        with pytest.raises(PermissionError):
+            os.ftruncate(generations.fd, 0)
+        with pytest.raises(ConfigError, match="found one of 32B"):
+            map_generations(generations.fd, 9)
+
+
+def ended(work: Callable[[], object]) -> int:
+    """Return the exit code of a forked child that does some work: 0, or minus the signal that ended it."""
+    child = os.fork()
+    if not child:
+        status = 1
+        faulthandler.disable()
+        signal.alarm(60)
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_has_no_rows_of_its_parent_and_keeps_no_memory(region: HostRegion) -> None:
+    mapped = map_host_region(region.fd, ROWS, ROW_BYTES)
+    identity = os.fstat(region.fd).st_ino
+
+    def close_and_map_others() -> None:
+        others = [mmap.mmap(-1, ROWS * ROW_BYTES) for _ in range(8)]
+        assert mapped.close()
+        for each in others:
+            each[:] = bytes(len(each))  # would be a SIGSEGV if one lay where the rows did
+        assert identity not in [os.stat(each).st_ino for each in os.scandir("/proc/self/fd") if os.path.exists(each)]
+
+    with closing(mapped):
+        assert ended(lambda: mapped.flat[0]) == -signal.SIGSEGV
+        assert ended(lambda: mapped.array.fill(1)) == -signal.SIGSEGV
+        assert ended(close_and_map_others) == 0
+        mapped.array[0] = 8
+        assert region.array[0].all()

@@ -1,0 +1,350 @@
+"""The memory that a host's cache shares with its engines: the rows of one namespace, and a generation for each of them.
+
+The server makes both files and hands their descriptors over its socket. Neither has a name: they end with the last
+process that has mapped them. The kernel refuses to shrink or grow them (F_ADD_SEALS, fcntl(2)); otherwise any process
+that has the descriptor could kill all others, since an access behind the end of a file is a SIGBUS.
+
+Engines write to the rows. They only read the generations: the kernel refuses any new mapping that could write to them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+from weakref import WeakKeyDictionary
+
+from tiered_kv.config.units import format_bytes, rounded_bytes
+from tiered_kv.cpu.region import Geometry, PrimaryRegion
+from tiered_kv.errors import ConfigError, ResourceError, needing_resources
+from tiered_kv.limits import Limit, Limits
+from tiered_kv.threads import start_thread
+
+Progress = Callable[[int, int], object]
+"""Called with the bytes that are allocated, and the bytes in all."""
+
+PREFAULT_BYTES: Final = 4 << 20
+"""What one call of the kernel allocates. Meanwhile, a few milliseconds, the process can map no other memory."""
+_PREFAULT_THREADS: Final = 4
+_PREFAULT_NICE: Final = 10
+"""The server already answers, and engines run: what they need of the processors goes first."""
+_SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1; not in Python 3.11's fcntl
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not in the mmap module
+_MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
+_SHMEM_ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_HUGE_PAGES: Final = Path("/sys/kernel/mm/hugepages")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class HostRegion(PrimaryRegion):
+    """The server's rows of one namespace, in a sealed file without a name that its engines map (`map_host_region`).
+
+    One thread creates and closes it and starts `prefault`; any thread may wait for it.
+
+    Args:
+        num_blocks, block_bytes: As of `PrimaryRegion`.
+        huge_pages: Ask for transparent huge pages. The kernel gives them only where its setting `shmem_enabled`, in
+            /sys/kernel/mm/transparent_hugepage, is not `never`, as it is by default.
+        reserved: Take the huge pages that are reserved for such use (vm.nr_hugepages) instead.
+        numa_node: Bind the memory to this node, for all processes that map it.
+
+    Attributes:
+        fd: The file, to hand over a socket; the region closes it.
+
+    Raises:
+        ConfigError: Less memory is free, or fewer huge pages are reserved, than the rows need, or it cannot be bound.
+        ResourceError: The system gives no descriptor, or maps no more memory.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_bytes: int,
+        *,
+        huge_pages: bool = True,
+        reserved: bool = False,
+        numa_node: int | None = None,
+    ) -> None:
+        wanted = Geometry(num_blocks, block_bytes).size_bytes
+        if not reserved:
+            _check_free(wanted, Limits().free_memory())
+        self._threads: list[threading.Thread] = []
+        self._chunks: deque[int] = deque()  # offsets that no thread has begun with
+        self._lock = threading.Lock()  # guards the number below, and makes the calls of `on_progress` one after another
+        self._allocated_bytes = 0
+        self._ended = threading.Event()
+        self._failure: ResourceError | None = None
+        self.fd = _create("tiered-kv-rows", os.MFD_HUGETLB if reserved else 0)
+        try:
+            self._size_bytes = _rounded_to_pages(self.fd, wanted)
+            with needing_resources(f"{rounded_bytes(wanted)} of memory cannot be mapped"):
+                os.ftruncate(self.fd, self._size_bytes)
+                try:
+                    mapping = mmap.mmap(self.fd, self._size_bytes)
+                except OSError as error:
+                    if reserved and error.errno == errno.ENOMEM:
+                        raise _too_few_reserved(self._size_bytes, os.fstatvfs(self.fd).f_bsize) from error
+                    raise
+            self._adopt(mapping, num_blocks, block_bytes)
+            self._place(huge_pages and not reserved and _gives_huge_pages(), numa_node)
+            self.has_huge_pages |= reserved
+            with needing_resources("the rows' memory cannot be sealed"):
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+        except BaseException:
+            self.close()
+            raise
+
+    def prefault(self, threads: int = _PREFAULT_THREADS, on_progress: Progress | None = None) -> None:
+        """Start to allocate all pages in the background, so that later no engine's copy waits for a page. Call it once.
+
+        Rows may be used meanwhile: their bytes do not change. Before Linux 5.14 it does nothing.
+
+        Args:
+            threads: Threads that do so; the time is the kernel's, which clears the pages.
+            on_progress: Called on these threads, one call after another.
+
+        Raises:
+            ResourceError: The system gives no thread.
+        """
+        self._chunks.extend(range(0, self._size_bytes, PREFAULT_BYTES))
+        address = self.array.ctypes.data
+        try:
+            for number in range(threads):
+                name = f"tiered-kv-prefault-{number}"
+                self._threads.append(start_thread(self._populate, name, address, on_progress))
+        except ResourceError:
+            if not self._threads:
+                raise
+
+    def wait_prefaulted(self, timeout_s: float | None = None) -> bool:
+        """Return whether all pages are allocated; wait up to `timeout_s` for it, or until the region is closed.
+
+        Raises:
+            ResourceError: The system has given less memory. To use rows that have none may end the process.
+        """
+        self._ended.wait(timeout_s)
+        if self._failure is not None:
+            raise self._failure
+        return self._allocated_bytes == self._size_bytes
+
+    def close(self) -> bool:
+        """Stop `prefault`, close the file and unmap it as `PrimaryRegion` does. Engines keep what they have mapped."""
+        self._chunks.clear()
+        for thread in self._threads:
+            thread.join()  # of one chunk at most
+        self._threads.clear()
+        self._ended.set()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        return not hasattr(self, "_mapping") or super().close()  # it has none if it could not be mapped
+
+    def _populate(self, address: int, on_progress: Progress | None) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PREFAULT_NICE)  # of this thread only
+        with suppress(IndexError):
+            while self._failure is None:
+                offset = self._chunks.popleft()
+                length = min(PREFAULT_BYTES, self._size_bytes - offset)
+                try:
+                    _allocate(address + offset, length)
+                except OSError as error:
+                    self._failure = ResourceError.of("the rows' memory cannot be allocated", error)
+                    self._ended.set()
+                    return
+                with self._lock:
+                    self._allocated_bytes += length
+                    if on_progress is not None:
+                        on_progress(self._allocated_bytes, self._size_bytes)
+                    if self._allocated_bytes == self._size_bytes:
+                        self._ended.set()
+
+
+class Generations:
+    """A number of 32 bits for each row, which only the server changes: a row has another whenever it is given anew.
+
+    One thread calls.
+
+    Attributes:
+        fd: The file, to hand over a socket; `close` closes it.
+        values: The numbers.
+
+    Raises:
+        ResourceError: The system gives no descriptor, maps no more memory, or is older than Linux 5.1.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.fd = _create("tiered-kv-generations")
+        try:
+            with needing_resources("the rows' generations cannot be mapped"):
+                os.ftruncate(self.fd, rows * 4)
+                self.values = memoryview(mmap.mmap(self.fd, rows * 4)).cast("I")
+                seals = _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def bump(self, rows: Iterable[int]) -> None:
+        """Give each of these rows its next generation; after the last comes 0."""
+        values = self.values
+        for row in rows:
+            values[row] = values[row] + 1 & 0xFFFFFFFF
+
+    def close(self) -> None:
+        """Close and unmap the file. Engines keep what they have mapped. A second call does nothing."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self.values.release()
+
+
+def map_host_region(fd: int, num_blocks: int, block_bytes: int) -> PrimaryRegion:
+    """Map the rows of a server, which may run as another user: the socket has shown who it is.
+
+    A forked child does not inherit the rows, since the server gives them to others when this process has ended. In the
+    child every access to them is a SIGSEGV; to close the region there is safe and does nothing to the parent's.
+
+    Args:
+        fd: The file that has come over the socket; the caller closes it.
+        num_blocks, block_bytes: As the server says.
+
+    Raises:
+        ConfigError: The file has another size, or could be made smaller.
+        ResourceError: The system maps no more memory.
+    """
+    wanted = Geometry(num_blocks, block_bytes).size_bytes
+    size_bytes = _rounded_to_pages(fd, wanted)
+    _check_sealed(fd, size_bytes, f"{num_blocks} rows of {format_bytes(block_bytes)}")
+    region = PrimaryRegion.__new__(PrimaryRegion)
+    with needing_resources("the rows of the host's cache cannot be mapped"):
+        mapping = mmap.mmap(fd, size_bytes)
+        mapping.madvise(mmap.MADV_DONTFORK)
+    region._adopt(mapping, num_blocks, block_bytes)
+    _not_inherited[mapping] = (region.array.ctypes.data, size_bytes, _identity(fd))
+    region._place(True, None)
+    return region
+
+
+def map_generations(fd: int, rows: int) -> memoryview:
+    """Map the generations of a server's rows, read-only. The memory is unmapped with the last view of it.
+
+    Args:
+        fd: The file that has come over the socket; the caller closes it.
+        rows: How many rows there are.
+
+    Raises:
+        ConfigError, ResourceError: As `map_host_region`.
+    """
+    _check_sealed(fd, rows * 4, f"generations of {rows} rows")
+    with needing_resources("the generations of the host's cache cannot be mapped"):
+        return memoryview(mmap.mmap(fd, rows * 4, prot=mmap.PROT_READ)).cast("I")
+
+
+def _create(name: str, flags: int = 0) -> int:
+    with needing_resources("memory to share cannot be created"):
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+
+
+def _rounded_to_pages(fd: int, size_bytes: int) -> int:
+    page_bytes = os.fstatvfs(fd).f_bsize  # of a huge page, if the file has those
+    return -(-size_bytes // page_bytes) * page_bytes
+
+
+def _check_free(wanted: int, free: list[Limit]) -> None:
+    least = min(free, key=lambda each: each.amount, default=Limit(wanted, ""))
+    if least.amount < wanted:
+        raise ConfigError(
+            f"the rows need {rounded_bytes(wanted)} of memory, and {rounded_bytes(least.amount)} are free "
+            f"({least.where}); lower it, or end what uses the memory",
+            location="primary.capacity",
+        )
+
+
+def _too_few_reserved(wanted: int, page_bytes: int) -> ConfigError:
+    def read(name: str) -> int:
+        with suppress(OSError, ValueError):
+            return int((_HUGE_PAGES / f"hugepages-{page_bytes >> 10}kB" / name).read_text())
+        return 0
+
+    pages, free = wanted // page_bytes, read("free_hugepages") - read("resv_hugepages")
+    total = read("nr_hugepages") + pages - free
+    return ConfigError(
+        f"expected {pages} reserved huge pages of {format_bytes(page_bytes)}, found {free} that are free; reserve them "
+        f"at best when the machine starts (sysctl vm.nr_hugepages={total}), or use transparent ones",
+        location="primary.huge_pages",
+    )
+
+
+def _gives_huge_pages() -> bool:
+    with suppress(OSError):
+        return not {"[never]", "[deny]"}.intersection(_SHMEM_ENABLED.read_text().split())
+    return False
+
+
+def _allocate(address: int, length: int) -> None:
+    """Allocate the pages of a part of a mapping, without a change of their bytes. Other threads run meanwhile."""
+    if _libc.madvise(address, length, _MADV_POPULATE_WRITE):
+        code = ctypes.get_errno()
+        if code != errno.EINVAL:  # an older kernel: it allocates each page with its first use
+            raise OSError(code, os.strerror(code))
+
+
+def _check_sealed(fd: int, size_bytes: int, what: str) -> None:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # no file of memory
+        seals = 0
+    found = os.fstat(fd).st_size
+    if seals & _SIZE_SEALS != _SIZE_SEALS:
+        raise ConfigError(f"expected memory sealed against another size for {what}, found a file that can be truncated")
+    if found != size_bytes:
+        raise ConfigError(
+            f"expected {what}, a file of {format_bytes(size_bytes)}, found one of {format_bytes(found)}; "
+            "the server and this engine must be of one version and divide the memory alike"
+        )
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+_not_inherited: WeakKeyDictionary[mmap.mmap, tuple[int, int, tuple[int, int]]] = WeakKeyDictionary()
+"""The rows that this process has mapped: address, bytes and file."""
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: reserve the addresses of the rows, and close their files, which would keep the memory.
+
+    Otherwise the child might map something else there, and unmap that when it deletes its copy of the mapping.
+    """
+    mapped = [each for mapping, each in _not_inherited.items() if not mapping.closed]
+    if not mapped:
+        return
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+    for address, size_bytes, _ in mapped:
+        _libc.mmap(address, size_bytes, _PROT_NONE, flags, -1, 0)
+    files = {file for _, _, file in mapped}
+    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
+        with suppress(OSError):  # the descriptor of the listing itself
+            if _identity(fd) in files:
+                os.dup2(nothing, fd, inheritable=False)  # its number stays taken: the copy will close it
+    os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
