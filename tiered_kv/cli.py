@@ -19,6 +19,7 @@ from tiered_kv.errors import TieredKVError
 
 _VERBS = {
     "check": "validate a stack's file, open every tier, show what each can do here",
+    "serve": "serve a stack to all engines of this host, over a unix socket",
     "replay": "drive real bytes through a stack by a request trace, and check every block that comes back",
     "simulate": "say what policies, sizes and stacks would hit and cost, without moving a byte",
     "bench": "measure store and load throughput and lookup latency, tier by tier",

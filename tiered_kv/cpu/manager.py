@@ -31,6 +31,8 @@ PROMOTION_ROWS_MAX = 8
 _ROWS_SHARE = 512
 """They are at most one row of the primary tier in so many."""
 _NO_HINTS = Hints()
+_GRANTED = OffloadKey(b"\0granted")
+"""Stands for the key of a row that was granted without one."""
 _position_of = attrgetter("position")
 
 
@@ -315,12 +317,55 @@ class CPUOffloadingManager(OffloadingManager):
         Returns:
             The blocks in order, without a chain; or None, with nothing changed, if there is no room.
         """
-        missing = len(keys) - self.backend.get_num_free_blocks()
+        if not self._make_room(len(keys), chain, evicted, ahead=self._rows_ahead if writer is PROMOTION else 0):
+            return None
+        blocks = self.backend.allocate_blocks(keys)
+        for block in blocks:
+            block.writer = writer
+            self.blocks[block.key] = block
+        self.policy.admit(chain.in_order(blocks), chain)
+        return blocks
+
+    def grant(self, count: int) -> list[CPUBlock] | None:
+        """Allocate `count` rows for blocks whose keys come later, by `adopt`; None if there is no room.
+
+        Until then they are in no index. `backend.free` frees them.
+        """
+        if not self._make_room(count, RequestChain(), []):
+            return None
+        return self.backend.allocate_blocks([_GRANTED] * count)
+
+    def adopt(self, keys: Sequence[OffloadKey], rows: Sequence[CPUBlock], req_context: ReqContext) -> list[CPUBlock]:
+        """Give granted rows their keys, in state writing; `complete_store` ends the store.
+
+        Returns:
+            The rows that are not used: a key is stored already, or the request stores nothing.
+        """
+        if self.is_outdated(req_context):
+            return list(rows)
+        chain = self.chain_of(req_context)
+        if chain.hints is not None and chain.hints.skips_store:
+            self.skipped_blocks += len(keys)
+            return list(rows)
+        adopted, unused = [], []
+        for key, block in zip(keys, rows, strict=True):
+            if key in self.blocks or key in self._orphans:
+                unused.append(block)
+                continue
+            block.key, block.writer = key, req_context.req_id
+            self.blocks[key] = block
+            adopted.append(block)
+        self.policy.admit(chain.in_order(adopted), chain)
+        chain.extend(adopted)
+        return unused
+
+    def _make_room(self, count: int, chain: RequestChain, evicted: list[OffloadKey], *, ahead: int = 0) -> bool:
+        missing = count - self.backend.get_num_free_blocks()
         if missing > 0:
             self.policy.use((), chain)
-            victims = self._victims(missing, chain, ahead=self._rows_ahead if writer is PROMOTION else 0)
+            victims = self._victims(missing, chain, ahead=ahead)
             if victims is None:
-                return None
+                return False
             gone = [block.key for block in victims]
             for block in victims:
                 del self.blocks[block.key]
@@ -330,12 +375,7 @@ class CPUOffloadingManager(OffloadingManager):
             if self.on_evicted is not None:
                 self.on_evicted(gone)
             self._note_event(gone, removed=True)
-        blocks = self.backend.allocate_blocks(keys)
-        for block in blocks:
-            block.writer = writer
-            self.blocks[block.key] = block
-        self.policy.admit(chain.in_order(blocks), chain)
-        return blocks
+        return True
 
     def _victims(self, missing: int, chain: RequestChain, ahead: int) -> list[CPUBlock] | None:
         """Return evicted blocks: `ahead` if there are so many besides the request's own, else `missing`, or None."""

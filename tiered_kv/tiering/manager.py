@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from tiered_kv.base import (
@@ -188,6 +188,11 @@ class TieringOffloadingManager(OffloadingManager):
         """
         self._search.expect(blocks, before, self._requests.state_of(req_context), is_whole=is_whole)
 
+    def is_ahead(self, req_context: ReqContext) -> bool:
+        """Return whether the prefetch of a request may still find blocks, or left some that would come too late."""
+        state = self._requests.get(req_context)
+        return state is not None and (state in self._prefetches.running or bool(state.promoting) or state.is_cut)
+
     def promoting(self, req_context: ReqContext) -> int:
         """Return how many blocks are being promoted for a request. If it waits only for them, lookups find no more."""
         state = self._requests.get(req_context)
@@ -197,6 +202,11 @@ class TieringOffloadingManager(OffloadingManager):
         """Return the tier that a block was promoted from for this request, or "cpu"."""
         state = self._requests.get(req_context)
         return PRIMARY_NAME if state is None else state.sources.get(key, PRIMARY_NAME)
+
+    def sources_of(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
+        """Return the tier of each block that was promoted for a request."""
+        state = self._requests.get(req_context)
+        return {} if state is None else state.sources
 
     # The engine's transfers.
 
@@ -258,6 +268,21 @@ class TieringOffloadingManager(OffloadingManager):
             state.stores_pending -= len(written)
             if state.is_finished and state.stores_pending <= 0 and not state.unready:
                 self._end_request(state)
+
+    def store_granted(
+        self, keys: Sequence[OffloadKey], rows: Sequence[CPUBlock], req_context: ReqContext
+    ) -> list[CPUBlock]:
+        """Store blocks that are written already, into rows of `primary.grant`; return the rows that were not used."""
+        unused = self.primary.adopt(keys, rows, req_context)
+        rest = set(map(id, unused))
+        stored = [key for key, block in zip(keys, rows, strict=True) if id(block) not in rest]
+        if self._tiers and req_context.req_id:
+            state = self._requests.state_of(req_context)
+            if state.request_level:
+                state.keys.update(dict.fromkeys(keys))
+            state.stores_pending += len(stored)
+        self.complete_store(stored, req_context)
+        return unused
 
     @timed
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:

@@ -1,0 +1,127 @@
+"""Several engines use one cache of their host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.host_server import keys_of, serving, stack_of, wait_for
+from tiered_kv.errors import ConfigError
+
+KEYS = keys_of(40)
+
+
+def test_an_engine_finds_what_another_has_stored(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        first, second = served.engine(), served.engine()
+        assert first.store(KEYS) == KEYS
+        assert second.load(KEYS) == len(KEYS)
+        assert second.load(keys_of(60)) == len(KEYS)
+
+
+def test_a_block_is_written_once(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        first, second = served.engine(), served.engine()
+        first.store(KEYS)
+        assert first.store(keys_of(50)) == keys_of(10, first=40)
+        assert second.store(KEYS) == KEYS  # it does not know of them
+        served_rows = served.count(lambda host: len(host.manager.primary.blocks))
+        assert served_rows == 50
+        second.load(keys_of(50))
+        assert second.store(keys_of(50)) == []
+
+
+def test_an_engine_that_knows_a_block_stores_it_again_once_it_is_evicted(tmp_path: Path) -> None:
+    with serving(tmp_path, stack_of(rows=64)) as served:
+        engine, other = served.engine(), served.engine()
+        engine.store(KEYS[:8])
+        assert engine.store(KEYS[:8]) == []
+        other.store(keys_of(8, first=1000))
+        for first in range(2000, 2100, 8):
+            other.store(keys_of(8, first=first))
+        assert other.load(KEYS[:8]) == 0
+        assert engine.store(KEYS[:8]) == KEYS[:8]
+
+
+def test_a_block_comes_from_a_tier_below(tmp_path: Path) -> None:
+    nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
+    with serving(tmp_path, stack_of(rows=64, secondary=[nvme])) as served:
+        engine = served.engine()
+        engine.store(KEYS)
+        served.engine().store(keys_of(16, first=500))
+        for first in range(2000, 2200, 8):
+            engine.store(keys_of(8, first=first))
+        context = engine.begin()
+        engine.manager.prefetch(KEYS[:16], context)
+        assert engine.load(KEYS[:16], context) == 16
+        assert engine.manager.hit_tier(KEYS[15], context) == "nvme"
+
+
+def test_after_a_reset_no_engine_finds_a_block(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        first, second = served.engine(), served.engine()
+        first.store(KEYS)
+        waiting = second.begin()
+        first.manager.reset_cache()
+        second.step_until(lambda: second.manager.epoch == 1)
+        assert second.load(KEYS) == 0
+        assert second.store(KEYS[:4], waiting) == []  # it began before
+        assert second.store(KEYS[:4]) == KEYS[:4]
+        assert first.load(KEYS[:8]) == 4
+
+
+def test_leases_and_grants_end_with_the_engine(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine, other = served.engine(), served.engine()
+        engine.store(KEYS)
+        context = engine.begin()
+        assert engine.look_up(KEYS, context) == len(KEYS)
+        engine.manager.prepare_load(KEYS, context)
+        engine.manager.complete_load(KEYS, context)
+        engine.close()
+        other.step_until(lambda: served.count(lambda host: len(host.sessions)) == 1)
+        assert served.count(lambda host: sum(block.ref_cnt > 0 for block in host.manager.primary.blocks.values())) == 0
+
+
+def test_an_engine_attaches_again_to_a_server_that_was_started_anew(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        engine.store(KEYS)
+        context = engine.begin()
+        assert engine.look_up(KEYS, context) == len(KEYS)
+        engine.manager.prepare_load(KEYS[:4], context)
+        served.engines.clear()
+    engine.step_until(lambda: not engine.manager.is_attached)
+    assert engine.manager.lookup(KEYS[5], context) is False
+    with serving(tmp_path) as served:
+        for _ in range(5):
+            engine.manager.on_schedule_end()
+        assert not engine.manager.is_attached  # a copy runs
+        engine.manager.complete_load(KEYS[:4], context)
+        engine.step_until(lambda: engine.manager.is_attached)
+        assert engine.load(KEYS) == 0
+        engine.store(KEYS)
+        assert engine.load(KEYS) == len(KEYS)
+        engine.close()
+
+
+def test_an_engine_of_another_model_is_refused(tmp_path: Path) -> None:
+    settings = {"namespace": {"model": "other"}, "block": {"bytes": 4096, "tokens": 16}}
+    with serving(tmp_path) as served, pytest.raises(ConfigError, match="model"):
+        served.engine(settings=settings)
+
+
+def test_engines_of_two_models_share_one_server(tmp_path: Path) -> None:
+    template = {name: value for name, value in stack_of().items() if name == "primary"}
+    settings = [{"namespace": {"model": name}, "block": {"bytes": 4096, "tokens": 16}} for name in "abc"]
+    with serving(tmp_path, template, namespaces=2) as served:
+        first, second = (served.engine(settings=each) for each in settings[:2])
+        first.store(KEYS)
+        assert second.load(KEYS) == 0
+        with pytest.raises(ConfigError, match="--namespaces"):
+            served.engine(settings=settings[2])
+        second.close()
+        wait_for(lambda: not served.namespaces.hosts[1].sessions)
+        third = served.engine(settings=settings[2])
+        assert third.store(KEYS[:16]) == KEYS[:16]

@@ -1,0 +1,178 @@
+"""A host's server on a thread of the test's process, and engines that attach to it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.server.attach import Attachment
+from tiered_kv.server.client import AttachedManager
+from tiered_kv.server.host import Host
+from tiered_kv.server.namespaces import Namespaces
+from tiered_kv.server.protocol import Hello
+from tiered_kv.server.server import CacheServer, listen
+
+BLOCK_BYTES = 4096
+WAIT_S = 20.0
+_numbers = itertools.count()
+
+
+def stack_of(rows: int = 256, **more: object) -> dict[str, object]:
+    """Return the file of a stack with `rows` rows."""
+    return {
+        "namespace": {"model": "test"},
+        "block": {"bytes": BLOCK_BYTES},
+        "primary": {"capacity": rows * BLOCK_BYTES},
+        **more,
+    }
+
+
+def keys_of(count: int, first: int = 0) -> list[OffloadKey]:
+    return [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(first, first + count)]
+
+
+def content_of(key: OffloadKey) -> bytes:
+    return (key * (BLOCK_BYTES // len(key) + 1))[:BLOCK_BYTES]
+
+
+@contextmanager
+def serving(directory: Path, stack: dict[str, object] | None = None, namespaces: int = 1) -> Iterator[Served]:
+    """Serve a stack at `directory`/cache.sock."""
+    path = directory / "cache.sock"
+    opened = Namespaces(stack or stack_of(), namespaces)
+    opened.open_own()
+    server = CacheServer(listen(path), opened)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    served = Served(f"unix:{path}", server, opened)
+    try:
+        yield served
+    finally:
+        for engine in served.engines:
+            engine.close()
+        server.stop()
+        thread.join()
+
+
+@dataclass
+class Served:
+    """A server that runs."""
+
+    address: str
+    server: CacheServer
+    namespaces: Namespaces
+    engines: list[Engine] = field(default_factory=list)
+
+    @property
+    def host(self) -> Host:
+        return self.namespaces.hosts[0]
+
+    def engine(self, name: str = "", **more: Any) -> Engine:  # Any: of `Hello`
+        engine = Engine(self.address, name or f"engine-{next(_numbers)}", **more)
+        self.engines.append(engine)
+        return engine
+
+    def count(self, what: Callable[[Host], int]) -> int:
+        """Return a number that the server's thread reads."""
+        answer: list[int] = []
+        self.server.call_soon(lambda: answer.append(what(self.host)))
+        wait_for(lambda: bool(answer))
+        return answer[0]
+
+    def rows_in_use(self) -> int:
+        """Return how many rows engines have: leased, or granted."""
+        return self.count(lambda host: sum(each.leases + len(each.granted) for each in host.sessions.values()))
+
+
+class Engine:
+    """An engine of one process: it stores and loads as a scheduler with its workers does."""
+
+    def __init__(self, address: str, name: str, **more: Any) -> None:
+        attachment = Attachment(address, Hello(name, "scheduler", **more))
+        attachment.connect()
+        self.manager = AttachedManager(attachment)
+
+    def begin(self, name: str = "", **params: object) -> ReqContext:
+        context = ReqContext(name or f"request-{next(_numbers)}", dict(params) or None)
+        self.manager.on_new_request(context)
+        return context
+
+    def end(self, context: ReqContext) -> None:
+        self.manager.on_request_finished(context)
+        self.manager.on_schedule_end()
+
+    def step_until(self, is_over: Callable[[], object], timeout_s: float = WAIT_S) -> None:
+        """End steps until `is_over()`."""
+        end_s = time.monotonic() + timeout_s
+        while not is_over():
+            assert time.monotonic() < end_s, "it takes too long"
+            self.manager.on_schedule_end()
+            time.sleep(0.0005)
+
+    def store(self, keys: Sequence[OffloadKey], context: ReqContext | None = None) -> list[OffloadKey]:
+        """Store blocks, and return the keys of those that were written."""
+        own = context or self.begin()
+        outputs: list[Any] = []
+
+        def prepare() -> bool:
+            outputs[:] = [self.manager.prepare_store(keys, own)]
+            return outputs[0] is not None
+
+        self.step_until(prepare)
+        written: list[OffloadKey] = outputs[0].keys_to_store
+        for key, row in zip(written, outputs[0].store_spec.block_ids, strict=True):
+            self.region_row(row)[:] = content_of(key)
+        self.manager.complete_store(written, own)
+        if context is None:
+            self.end(own)
+        self.manager.on_schedule_end()
+        return written
+
+    def look_up(self, keys: Sequence[OffloadKey], context: ReqContext) -> int:
+        """Return the length of the prefix that is there."""
+        answers: list[bool | None] = []
+
+        def ask() -> bool:
+            answers[:] = self.manager.lookup_many(keys, context)
+            first = answers.index(False) if False in answers else len(answers)
+            return None not in answers[:first]
+
+        self.step_until(ask)
+        return answers.index(False) if False in answers else len(answers)
+
+    def load(self, keys: Sequence[OffloadKey], context: ReqContext | None = None) -> int:
+        """Load the prefix that is there, check its bytes, and return its length."""
+        own = context or self.begin()
+        found = self.look_up(keys, own)
+        if found:
+            spec = self.manager.prepare_load(keys[:found], own)
+            for key, row in zip(keys, spec.block_ids, strict=False):
+                assert bytes(self.region_row(row)) == content_of(key), "wrong bytes"
+            self.manager.complete_load(keys[:found], own)
+        if context is None:
+            self.end(own)
+        return found
+
+    def region_row(self, row: int) -> memoryview:
+        link = self.manager.link
+        assert link is not None
+        assert link.region is not None
+        view: memoryview = link.region.array[row].data
+        return view
+
+    def close(self) -> None:
+        self.manager.shutdown()
+
+
+def wait_for(is_over: Callable[[], object], timeout_s: float = WAIT_S) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not is_over():
+        assert time.monotonic() < end_s, "it takes too long"
+        time.sleep(0.001)

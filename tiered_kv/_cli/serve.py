@@ -1,0 +1,101 @@
+"""`tiered-kv serve`: one cache for all engines of a host."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import pwd
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from tiered_kv._cli.arguments import describe_use, file_path, positive_int
+from tiered_kv._cli.output import Status, print_json, print_text
+from tiered_kv.errors import ConfigError
+from tiered_kv.server.namespaces import Namespaces
+from tiered_kv.server.server import CacheServer, listen
+
+_FIRST_PASSED_FD: Final = 3
+"""systemd's first socket (sd_listen_fds(3))."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Serve a stack to all engines of this host. They map its memory, copy blocks to and from it, and find what any "
+        "of them has stored. An engine attaches with 'attach: unix:PATH' in place of its stack.\n\n"
+        "A file without 'namespace' and 'block' takes those of the engines."
+    )
+    parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
+    parser.add_argument("--socket", metavar="PATH", type=file_path, help="where engines connect; systemd may pass it")
+    parser.add_argument(
+        "--namespaces", metavar="N", type=positive_int, default=1, help="how many models divide the capacities (1)"
+    )
+    parser.add_argument(
+        "--allow-user", metavar="USER", type=_user, action="append", default=[], help="who may connect, besides oneself"
+    )
+    describe_use(
+        parser,
+        ("tiered-kv serve stack.yaml --socket /run/tiered-kv/cache.sock", "until Ctrl-C, or SIGTERM"),
+        (
+            "tiered-kv serve stack.yaml --socket /run/tiered-kv/cache.sock --namespaces 2 --allow-user vllm",
+            "for two models, and for engines of another user",
+        ),
+    )
+
+
+def run(args: argparse.Namespace) -> Status:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    listener, where = _listener(args.socket, is_shared=bool(args.allow_user))
+    try:
+        namespaces = Namespaces(args.stack, args.namespaces)
+        namespaces.open_own()
+        server = CacheServer(listener, namespaces, args.allow_user)
+    except BaseException:
+        listener.close()
+        raise
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    if args.json:
+        print_json({"socket": where, "pid": os.getpid()})
+    else:
+        print_text(f"serving {args.stack} at {where}")
+    sys.stdout.flush()
+    _notify("READY=1")
+    try:
+        server.serve()
+    finally:
+        _notify("STOPPING=1")
+        if args.socket is not None:
+            Path(where).unlink(missing_ok=True)
+    return Status.OK
+
+
+def _listener(path: Path | None, *, is_shared: bool) -> tuple[socket.socket, str]:
+    """Return the socket to listen on, systemd's or a new one, and its path."""
+    if os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1":
+        passed = socket.socket(fileno=_FIRST_PASSED_FD)
+        if passed.family is not socket.AF_UNIX or passed.type is not socket.SOCK_SEQPACKET:
+            raise ConfigError("expected a unix socket of packets; write ListenSequentialPacket= in the socket unit")
+        return passed, str(passed.getsockname())
+    if path is None:
+        raise ConfigError("expected the path of the socket", location="--socket")
+    return listen(path, mode=0o666 if is_shared else 0o600), str(path)
+
+
+def _notify(state: str) -> None:
+    """Tell systemd (sd_notify(3)), where it has started this process."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.sendto(state.encode(), address.replace("@", "\0", 1))
+
+
+def _user(text: str) -> int:
+    try:
+        return int(text) if text.isdecimal() else pwd.getpwnam(text).pw_uid
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"there is no user {text!r}") from None

@@ -1,0 +1,254 @@
+"""A process's connection to a host's server: made by a thread, lost with the server, and made again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import numpy as np
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.server import protocol
+from tiered_kv.server.memory import map_generations, map_host_region
+from tiered_kv.server.protocol import Channel, Hello, Welcome
+from tiered_kv.threads import start_thread
+
+SCHEME: Final = "unix:"
+RETRY_MIN_S: Final = 0.05
+RETRY_MAX_S: Final = 2.0
+OPEN_S: Final = 60.0
+"""How long a server may take to open a stack."""
+UNREAD_BYTES_MAX: Final = 8 << 20
+_SNDBUF_BYTES: Final = 1 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class HostRows(CPULoadStoreSpec):
+    """Rows of a server's memory.
+
+    Args:
+        block_ids: The rows.
+        instance: The memory that they belong to: a server that was started anew has another.
+    """
+
+    def __init__(self, block_ids: Sequence[int], instance: str) -> None:
+        super().__init__(block_ids)
+        self.instance = instance
+
+
+class HostLink:
+    """An open connection, and what this process knows of the server's rows. One thread uses it.
+
+    Args:
+        channel: The connection.
+        welcome: The server's answer.
+        region: The rows; None in a process that does not copy.
+        generations: The generation of each row, which the server changes.
+    """
+
+    def __init__(
+        self, channel: Channel, welcome: Welcome, region: PrimaryRegion | None, generations: memoryview
+    ) -> None:
+        self.channel = channel
+        self.welcome = welcome
+        self.region = region
+        self.free: list[int] = []
+        """Rows that this process may write."""
+        self.is_granting = False
+        """Whether rows were asked for that have not come."""
+        self.workers = 0
+        """Worker processes of the session that have the rows."""
+        self.pongs: set[int] = set()
+        self._generations = generations
+        self._current = np.frombuffer(generations, np.uint32)
+        self._seen = np.zeros(welcome.rows, np.uint32)
+        self._seen_view = self._seen.data
+        self._row_of: dict[OffloadKey, int] = {}
+        self._key_of: dict[int, OffloadKey] = {}
+
+    def rows_of(self, rows: Sequence[int]) -> HostRows:
+        return HostRows(rows, self.welcome.instance)
+
+    def know(self, keys: Sequence[OffloadKey], rows: Sequence[int], generations: Sequence[int] | None = None) -> None:
+        """Note that blocks are in these rows, while the rows have their generations: by default the present ones."""
+        if not rows:
+            return
+        self._row_of.update(zip(keys, rows, strict=True))
+        self._key_of.update(zip(rows, keys, strict=True))
+        places = np.array(rows)
+        self._seen[places] = self._current[places] if generations is None else np.array(generations, np.uint32)
+        if len(self._row_of) > 2 * self.welcome.rows:
+            self._row_of = {key: row for row, key in self._key_of.items()}
+
+    def is_known(self, key: OffloadKey) -> bool:
+        """Return whether the server still has a block of which it has told, or that was sent to it."""
+        row = self._row_of.get(key)
+        return row is not None and self._key_of.get(row) == key and self._seen_view[row] == self._generations[row]
+
+    def forget_known(self) -> None:
+        self._row_of.clear()
+        self._key_of.clear()
+
+    def say_bye(self) -> None:
+        """Tell the server that this process uses no row any more."""
+        with suppress(TieredKVError):
+            self.channel.add(protocol.BYE)
+            self.channel.flush()
+
+    def close(self) -> None:
+        self.channel.close()
+        if self.region is not None:
+            self.region.close()
+        del self._current
+        with suppress(BufferError):
+            self._generations.release()
+
+
+class Attachment:
+    """Connects a process to a server, again and again while there is none. Any thread may call `close`.
+
+    Args:
+        address: "unix:" and the path of the server's socket.
+        hello: Who this process is.
+        maps_rows: Whether the process copies blocks itself.
+    """
+
+    def __init__(self, address: str, hello: Hello, *, maps_rows: bool = True) -> None:
+        if not address.startswith(SCHEME) or len(address) == len(SCHEME):
+            raise ConfigError(f"expected 'unix:' and the path of a socket, found {address!r}", location="attach")
+        self._path = address.removeprefix(SCHEME)
+        self.hello = hello
+        self._maps_rows = maps_rows
+        self._ready: HostLink | None = None
+        self._wanted = threading.Event()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()  # guards the two below, never held across I/O
+        self._thread: threading.Thread | None = None
+        self._told = ""
+
+    def connect(self) -> bool:
+        """Connect now, and return whether a server listens.
+
+        Raises:
+            ConfigError: The server refuses this process, and says why.
+        """
+        try:
+            self._ready = self._open()
+        except OSError as error:
+            self._tell(error.strerror or str(error))
+            return False
+        return True
+
+    def take_link(self) -> HostLink | None:
+        """Return a new connection, once; begin to connect if there is none. Never waits."""
+        link, self._ready = self._ready, None
+        if link is None and not self._closed.is_set():
+            self._wanted.set()
+            if self._thread is None:
+                self._thread = start_thread(self._run, "tiered-kv-attach")
+        return link
+
+    def lost(self, why: str) -> None:
+        """Note that the connection has ended."""
+        self._tell(why)
+
+    def close(self) -> None:
+        """Stop to connect; a connection that nobody has taken is closed."""
+        self._closed.set()
+        self._wanted.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(RETRY_MAX_S)
+        link, self._ready = self._ready, None
+        if link is not None:
+            link.say_bye()
+            link.close()
+
+    def _run(self) -> None:
+        pause_s = RETRY_MIN_S
+        while not self._closed.is_set():
+            self._wanted.wait()
+            if self._ready is not None or self._closed.is_set():
+                self._wanted.clear()
+                continue
+            try:
+                self._ready = self._open()
+                self._wanted.clear()
+                self._told, pause_s = "", RETRY_MIN_S
+                _log.info("attached to the host's cache at %s", self._path)
+            except (OSError, TieredKVError) as error:
+                self._tell(str(error) if isinstance(error, TieredKVError) else error.strerror or str(error))
+                self._closed.wait(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MAX_S)
+
+    def _tell(self, why: str) -> None:
+        """Log once that there is no server, and why."""
+        if why != self._told:
+            self._told = why
+            _log.warning("no cache at %s: %s; every block is a miss until it is there", self._path, why)
+
+    def _open(self) -> HostLink:
+        """Return a new connection.
+
+        Raises:
+            OSError: No server listens, or it does not answer.
+            ConfigError: It refuses.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fds: list[int] = []
+        try:
+            sock.settimeout(OPEN_S)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SNDBUF_BYTES)
+            sock.connect(self._path)
+            body = protocol.to_json(self.hello)
+            sock.send(protocol.HEADER.pack(protocol.HELLO, 0, 0, 0, len(body)) + body)
+            packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 2)
+            welcome = _welcome_of(packet)
+            if len(fds) != 2:
+                raise ConfigError("the server has sent no memory")
+            region = map_host_region(fds[0], welcome.rows, welcome.row_bytes) if self._maps_rows else None
+            try:
+                return HostLink(Channel(sock, UNREAD_BYTES_MAX), welcome, region, map_generations(fds[1], welcome.rows))
+            except BaseException:
+                if region is not None:
+                    region.close()
+                raise
+        except BaseException:
+            sock.close()
+            raise
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+def _welcome_of(packet: bytes) -> Welcome:
+    """Return the server's answer to HELLO.
+
+    Raises:
+        ConfigError: It refuses, or speaks another version.
+        OSError: It has closed the connection.
+    """
+    message = next(protocol.messages_of(memoryview(packet)), None)
+    if message is None:
+        raise OSError("the server has closed the connection")
+    if message.code == protocol.REFUSED:
+        raise ConfigError(f"the host's cache refuses this process: {bytes(message.body).decode(errors='replace')}")
+    if message.code != protocol.WELCOME:
+        raise ConfigError("the server does not speak the protocol of a host's cache")
+    fields: dict[str, Any] = protocol.object_of(message.body)
+    version = fields.get("version", 0)
+    if not version >= protocol.VERSION_MIN:
+        raise ConfigError(
+            f"the server speaks version {version}, this process {protocol.VERSION_MIN} to {protocol.VERSION}: upgrade "
+            "the server"
+        )
+    return Welcome(**{name: fields[name] for name in Welcome.__slots__})

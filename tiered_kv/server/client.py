@@ -1,0 +1,515 @@
+"""The manager of an engine that uses a host's cache: it answers from what the server has sent, and never waits."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from tiered_kv.base import (
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from tiered_kv.errors import TieredKVError
+from tiered_kv.hints import HINTS_KEY, HintReader, Hints
+from tiered_kv.server import protocol
+from tiered_kv.server.attach import Attachment, HostLink, HostRows
+from tiered_kv.server.protocol import ROW_MAX, Message, ProtocolError
+from tiered_kv.tiering.pace import EngineCost
+
+PACKETS_A_TURN = 64
+_NO_HINTS = Hints()
+
+
+@dataclass(slots=True, eq=False)
+class _AttachedRequest:
+    """A request of the engine."""
+
+    number: int
+    req_context: ReqContext
+    hints: Hints
+    link: HostLink | None = None
+    """The connection that knows the request; None until something is sent of it."""
+    epoch: int = 0
+    is_outdated: bool = False
+    """Whether it began before a reset: it stores and loads nothing."""
+    keys: list[OffloadKey] = field(default_factory=list)
+    """Those that the server was asked for, in order."""
+    rows: dict[OffloadKey, int] = field(default_factory=dict)
+    """The last answer for each: a row that is leased, or a code."""
+    tiers: dict[OffloadKey, int] = field(default_factory=dict)
+    known_asked: list[Sequence[OffloadKey]] = field(default_factory=list)
+    """Keys of which the server was asked whether they are stored, message by message."""
+    unsent: int = 0
+    """Keys from this one on have not been asked for."""
+    asked_s: float = 0.0
+    waits_for_answer: bool = False
+    """Whether nothing has come since it last asked."""
+    is_ahead: bool = False
+    transfers: int = 0
+    """Blocks that the engine's workers read or write."""
+    is_finished: bool = False
+
+
+class AttachedManager(OffloadingManager):
+    """Answers an engine's scheduler from a host's server. All methods belong to one thread, and only `shutdown` waits.
+
+    While the server is away every block is a miss, and nothing is stored. `TieringOffloadingManager` explains the
+    methods that both have.
+
+    Args:
+        attachment: Connects to the server; `shutdown` closes it.
+        clock: Seconds of a monotonic clock.
+
+    Attributes:
+        cost: What computing costs the engine, which an engine that measures it keeps up to date.
+        epoch: The number of resets of the namespace that this engine knows.
+    """
+
+    def __init__(self, attachment: Attachment, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.cost = EngineCost()
+        self.epoch = 0
+        self._attachment = attachment
+        self._clock = clock
+        self._link: HostLink | None = None
+        self._hint_reader = HintReader()
+        self._requests: dict[str, _AttachedRequest] = {}
+        self._by_number: dict[int, _AttachedRequest] = {}
+        self._number = 0
+        self._unsent: dict[int, _AttachedRequest] = {}
+        """Requests with keys that were looked up and not asked for, by number."""
+        self._writing: dict[OffloadKey, int] = {}
+        self._transfers = 0
+        self._now_s = clock()
+        self._heard_s: float | None = None
+        """Since when the server owes an answer; None if it owes none."""
+        self._is_silent = False
+        self._counts = {"hit": 0, "miss": 0, "stored": 0, "too_late": 0, "lost_links": 0}
+        self.poll()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the server answers, and all workers have its rows."""
+        link = self._link
+        return link is not None and not self._is_silent and link.workers >= self._attachment.hello.workers
+
+    @property
+    def link(self) -> HostLink | None:
+        """The connection; None while the server is away."""
+        return self._link
+
+    # Lookups.
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        request = self._requests.get(req_context.req_id) or self._begin(req_context)
+        row = request.rows.get(key)
+        if row is not None:
+            if row <= ROW_MAX:
+                return True
+            if row == protocol.MISSING:
+                return False
+            return self._wait(request)
+        if not self.is_attached or request.is_outdated or request.hints.skips_load:
+            return False
+        self._ask(request, (key,))
+        return None
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Return `lookup` of each key, in order."""
+        request = self._requests.get(req_context.req_id) or self._begin(req_context)
+        get = request.rows.get
+        return [
+            True if (row := get(key)) is not None and row <= ROW_MAX else self.lookup(key, req_context) for key in keys
+        ]
+
+    def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        """Ask for the prefix of a request in the engine's queue: what is ready is leased, the rest promoted."""
+        request = self._requests.get(req_context.req_id) or self._begin(req_context)
+        if self.is_attached and not request.is_outdated and not request.hints.skips_load:
+            request.is_ahead = True
+            self._ask(request, keys)
+            self._send_asked(request)
+            self._flush()
+
+    def ask_known(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Ask which blocks are stored, of those that the engine has itself and will offer."""
+        request = self._requests.get(req_context.req_id) or self._begin(req_context)
+        if self.is_attached and not request.is_outdated:
+            self._tell(request)
+            for part in _parts(keys):
+                request.known_asked.append(part)
+                self._add(request, protocol.ACQUIRE, part, flags=protocol.ONLY_KNOWN)
+
+    def end_prefetch(self, req_context: ReqContext) -> None:
+        """The request is scheduled; `expect` says so to the server."""
+
+    def expect(self, blocks: int, req_context: ReqContext, *, before: int = 0, is_whole: bool = False) -> None:
+        request = self._requests.get(req_context.req_id)
+        if request is None or not request.is_ahead or request.link is not self._link or self._link is None:
+            return
+        request.is_ahead = False
+        if protocol.WAITING in request.rows.values() or request.waits_for_answer:
+            cost = self.cost
+            seconds = (cost.block_s, cost.growth_s, cost.backlog_s, cost.notice_s)
+            body = protocol.EXPECTED.pack(blocks, before, is_whole, cost.stalled, *seconds)
+            self._send(protocol.EXPECT, request, body=body)
+            request.asked_s, request.waits_for_answer = self._now_s, True
+
+    def promoting(self, req_context: ReqContext) -> int:
+        """Return for how many blocks a request waits."""
+        request = self._requests.get(req_context.req_id)
+        return 0 if request is None else sum(row == protocol.WAITING for row in request.rows.values())
+
+    def hit_tier(self, key: OffloadKey, req_context: ReqContext) -> str:
+        request, link = self._requests.get(req_context.req_id), self._link
+        number = 0 if request is None else request.tiers.get(key, 0)
+        return "cpu" if link is None else link.welcome.tiers[number]
+
+    # Transfers.
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> HostRows:
+        request = self._requests.get(req_context.req_id)
+        found = [-1] if request is None else [request.rows.get(key, -1) for key in keys]
+        link = self._link
+        if link is None or request is None or request.link is not link or not all(0 <= row <= ROW_MAX for row in found):
+            raise ValueError("a block is not ready to be loaded; look keys up in the same step")
+        self._count_transfers(request, len(set(keys)))
+        self._counts["hit"] += len(found)
+        return link.rows_of(found)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        request = self._requests.get(req_context.req_id)
+        if request is None:
+            return
+        keys = dict.fromkeys(keys)
+        self._count_transfers(request, -len(keys))
+        if request.link is not None and request.link is self._link:
+            rows = sorted({row for key in keys if (row := request.rows.pop(key, -1)) >= 0 and row <= ROW_MAX})
+            self._release(request, rows)
+        self._end_if_over(request)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        request = self._requests.get(req_context.req_id) or self._begin(req_context)
+        link = self._link
+        if request.is_outdated or request.hints.skips_store or link is None or not self.is_attached:
+            return PrepareStoreOutput([], HostRows([], ""), [])
+        if request.link not in (None, link):
+            return PrepareStoreOutput([], link.rows_of([]), [])
+        held, writing, is_known = request.rows, self._writing, link.is_known
+        new = [
+            key
+            for key in dict.fromkeys(keys)
+            if key not in writing and held.get(key, protocol.MISSING) > ROW_MAX and not is_known(key)
+        ][: link.welcome.grant_max]
+        if len(new) > len(link.free):
+            self._ask_grant(len(new))
+            return None
+        rows = [link.free.pop() for _ in new]
+        writing.update(zip(new, rows, strict=True))
+        self._count_transfers(request, len(new))
+        return PrepareStoreOutput(new, link.rows_of(rows), [])
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        request = self._requests.get(req_context.req_id)
+        if request is None:
+            return
+        written = [(key, row) for key in dict.fromkeys(keys) if (row := self._writing.pop(key, -1)) >= 0]
+        link = self._link
+        if link is not None and request.link in (None, link):
+            rows = [row for _, row in written]
+            if success and not request.is_outdated:
+                self._tell(request)
+                at = 0
+                for part in _parts([key for key, _ in written]):
+                    self._add(request, protocol.COMMIT, part, protocol.pack_rows(rows[at : at + len(part)]))
+                    at += len(part)
+                link.know([key for key, _ in written], rows)
+                self._counts["stored"] += len(written)
+            else:
+                link.free += rows
+        self._count_transfers(request, -len(written))
+        self._end_if_over(request)
+
+    # Requests and steps.
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        before = self._requests.get(req_context.req_id)
+        if before is not None:
+            self._forget(before)
+        self._begin(req_context)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        request = self._requests.get(req_context.req_id)
+        if request is not None:
+            request.is_finished = True
+            self._end_if_over(request)
+
+    def outdate(self, req_context: ReqContext) -> None:
+        """Treat a request as one from before the last reset."""
+        request = self._requests.get(req_context.req_id) or self._begin(req_context)
+        self._outdate(request)
+
+    def on_schedule_end(self) -> None:
+        """Send what the step has asked for, and take what the server has answered."""
+        for request in self._unsent.copy().values():
+            self._send_asked(request)
+        link = self._link
+        if link is not None and len(link.free) < link.welcome.grant_rows // 2:
+            self._ask_grant(link.welcome.grant_rows)
+        self.poll()
+
+    def poll(self) -> None:
+        """Take the server's answers, and notice that it has gone, or has come back."""
+        self._now_s = self._clock()
+        link = self._link
+        if link is None:
+            if not self._transfers:  # before that, workers copy to and from the rows of the last connection
+                self._link = self._attachment.take_link()
+                if self._link is not None:
+                    self._attached(self._link)
+            return
+        try:
+            for message in link.channel.receive(PACKETS_A_TURN):
+                self._heard_s, self._is_silent = None, False
+                self._handle(message, link)
+            if self._heard_s is not None and self._now_s - self._heard_s > link.welcome.answer_s:
+                self._is_silent = True
+            link.channel.flush()
+        except TieredKVError as error:
+            self._lose(str(error))
+
+    def reset_cache(self) -> None:
+        """Forget every block of the namespace, for all engines."""
+        self.epoch += 1
+        for request in self._requests.values():
+            self._outdate(request)
+        link = self._link
+        if link is not None:
+            link.forget_known()
+            link.channel.add(protocol.RESET)
+            self._flush()
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def shutdown(self) -> None:
+        """End the connection. Rows that copies still use stay this engine's until its processes have ended."""
+        link, self._link = self._link, None
+        if link is not None:
+            if not self._transfers:
+                link.say_bye()
+            link.close()
+        self._attachment.close()
+
+    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+        """Return what this engine has counted; the server's metrics have the rest. Any thread may call."""
+        return {"host": {**self._counts, "is_attached": int(self.is_attached)}}
+
+    # Messages from the server.
+
+    def _handle(self, message: Message, link: HostLink) -> None:
+        code, count, body = message.code, message.items, message.body
+        if code == protocol.ANSWER:
+            self._take_answer(message)
+        elif code == protocol.GRANTED:
+            link.free += protocol.split_rows(body, count)
+            link.is_granting = False
+        elif code == protocol.KNOWN:
+            self._take_known(message, link)
+        elif code == protocol.EPOCH:
+            if message.number > self.epoch:
+                self.epoch = message.number
+                for request in self._requests.values():
+                    self._outdate(request)
+        elif code == protocol.WORKERS:
+            link.workers = message.number
+        elif code == protocol.PONG:
+            link.pongs.add(message.number)
+        elif code in (protocol.GOODBYE, protocol.REFUSED):
+            raise ProtocolError(bytes(body).decode(errors="replace") or "the server ends")
+
+    def _take_answer(self, message: Message) -> None:
+        count, size = message.items, protocol.START.size
+        body = message.body
+        start = protocol.START.unpack_from(body)[0]
+        rows = protocol.split_rows(body[size : size + 4 * count], count)
+        request = self._by_number.get(message.number)
+        if request is None:
+            return  # END travels, and ends the leases
+        keys = request.keys[start : start + count]
+        request.rows.update(zip(keys, rows, strict=True))
+        request.waits_for_answer = False
+        tiers = bytes(body[size + 4 * count :])
+        if any(tiers):
+            request.tiers.update((key, tier) for key, tier in zip(keys, tiers, strict=True) if tier)
+        link = self._link
+        if link is not None:
+            if protocol.MISSING in rows or protocol.WAITING in rows:
+                pairs = [(key, row) for key, row in zip(keys, rows, strict=True) if row <= ROW_MAX]
+                keys, rows = [key for key, _ in pairs], [row for _, row in pairs]
+            link.know(keys, rows)
+
+    def _take_known(self, message: Message, link: HostLink) -> None:
+        request = self._by_number.get(message.number)
+        count = message.items
+        numbers = protocol.split_rows(message.body, 2 * count)
+        if request is None or not request.known_asked:
+            return
+        keys = request.known_asked.pop(0)
+        found = [
+            (key, row, generation)
+            for key, row, generation in zip(keys, numbers[:count], numbers[count:], strict=True)
+            if row <= ROW_MAX
+        ]
+        link.know([key for key, _, _ in found], [row for _, row, _ in found], [each for _, _, each in found])
+
+    # Messages to the server.
+
+    def _begin(self, req_context: ReqContext) -> _AttachedRequest:
+        self._number = self._number % 0xFFFFFFFF + 1
+        hints = self._hint_reader.read(req_context.kv_transfer_params) if req_context.kv_transfer_params else None
+        request = _AttachedRequest(self._number, req_context, hints or _NO_HINTS, epoch=self.epoch)
+        self._requests[req_context.req_id] = self._by_number[request.number] = request
+        return request
+
+    def _tell(self, request: _AttachedRequest) -> None:
+        """Let the server know a request before anything is asked for it."""
+        if request.link is None and self._link is not None:
+            request.link = self._link
+            params = request.req_context.kv_transfer_params or {}
+            told = {"id": request.req_context.req_id[:100], "epoch": request.epoch, "hints": params.get(HINTS_KEY)}
+            self._send(protocol.BEGIN, request, body=json.dumps(told).encode())
+
+    def _ask(self, request: _AttachedRequest, keys: Iterable[OffloadKey]) -> None:
+        """Note keys to be asked for, once each."""
+        rows = request.rows
+        before = len(request.keys)
+        limit = protocol.REQUEST_KEYS_MAX - before
+        for key in islice(keys, limit):
+            if key not in rows:
+                rows[key] = protocol.WAITING
+                request.keys.append(key)
+        if len(request.keys) > before:
+            self._unsent[request.number] = request
+
+    def _send_asked(self, request: _AttachedRequest) -> None:
+        """Ask for the keys that were noted."""
+        self._unsent.pop(request.number, None)
+        first, request.unsent = request.unsent, len(request.keys)
+        if self._link is None or first == len(request.keys):
+            return
+        self._tell(request)
+        flags = protocol.AHEAD if request.is_ahead else 0
+        for part in _parts(request.keys[first:]):
+            self._add(request, protocol.ACQUIRE, part, flags=flags)
+        request.asked_s, request.waits_for_answer = self._now_s, True
+
+    def _ask_grant(self, rows: int) -> None:
+        link = self._link
+        if link is not None and not link.is_granting:
+            link.is_granting = True
+            link.channel.add(protocol.GRANT, max(rows, link.welcome.grant_rows) - len(link.free))
+            self._owed()
+
+    def _release(self, request: _AttachedRequest, rows: Sequence[int]) -> None:
+        for at in range(0, len(rows), protocol.ROWS_MAX):
+            part = rows[at : at + protocol.ROWS_MAX]
+            self._send(protocol.RELEASE, request, len(part), protocol.pack_rows(part))
+
+    def _add(
+        self, request: _AttachedRequest, code: int, keys: Sequence[OffloadKey], more: bytes = b"", *, flags: int = 0
+    ) -> None:
+        self._send(code, request, len(keys), protocol.pack_keys(keys) + more, flags)
+        if code == protocol.ACQUIRE:
+            self._owed()
+
+    def _send(self, code: int, request: _AttachedRequest, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
+        if self._link is not None:
+            try:
+                self._link.channel.add(code, request.number, count, body, flags)
+            except ProtocolError as error:
+                self._lose(str(error))
+
+    def _flush(self) -> None:
+        if self._link is not None:
+            try:
+                self._link.channel.flush()
+            except protocol.ClosedError as error:
+                self._lose(str(error))
+
+    def _owed(self) -> None:
+        if self._heard_s is None:
+            self._heard_s = self._now_s
+
+    # The state of requests and of the connection.
+
+    def _wait(self, request: _AttachedRequest) -> bool | None:
+        """Return the answer for a block that may come: None, or False once the request has waited too long."""
+        link = self._link
+        if link is None or self._is_silent:
+            return False
+        limit_s = link.welcome.answer_s if request.waits_for_answer else link.welcome.wait_s
+        if self._now_s - request.asked_s <= limit_s:
+            return None
+        self._counts["too_late"] += 1
+        return False
+
+    def _count_transfers(self, request: _AttachedRequest, blocks: int) -> None:
+        request.transfers += blocks
+        self._transfers += blocks
+
+    def _end_if_over(self, request: _AttachedRequest) -> None:
+        if request.is_finished and request.transfers <= 0:
+            if request.link is not None and request.link is self._link:
+                self._send(protocol.END, request)
+            self._forget(request)
+
+    def _forget(self, request: _AttachedRequest) -> None:
+        if self._requests.get(request.req_context.req_id) is request:
+            del self._requests[request.req_context.req_id]
+        self._by_number.pop(request.number, None)
+        self._unsent.pop(request.number, None)
+
+    def _outdate(self, request: _AttachedRequest) -> None:
+        request.is_outdated = True
+        for key, row in request.rows.items():
+            if row > ROW_MAX:
+                request.rows[key] = protocol.MISSING
+
+    def _attached(self, link: HostLink) -> None:
+        self.epoch = max(self.epoch, link.welcome.epoch)
+        self._heard_s, self._is_silent = None, False
+        for request in self._requests.values():
+            request.epoch = self.epoch if not request.is_outdated else -1
+
+    def _lose(self, why: str) -> None:
+        """The server has gone: what it has answered is not valid any more, but for copies that run."""
+        link, self._link = self._link, None
+        if link is None:
+            return
+        self._counts["lost_links"] += 1
+        link.close()
+        self._attachment.lost(why)
+        self._unsent.clear()
+        for request in self._requests.values():
+            request.link, request.unsent, request.waits_for_answer = None, 0, False
+            request.keys, request.rows, request.tiers, request.known_asked = [], {}, {}, []
+
+
+def _parts(keys: Sequence[OffloadKey]) -> Iterable[Sequence[OffloadKey]]:
+    """Yield the keys in order, for one message each: at most `KEYS_MAX`, of one length."""
+    first = 0
+    while first < len(keys):
+        end = min(first + protocol.KEYS_MAX, len(keys))
+        size = len(keys[first])
+        if any(len(keys[at]) != size for at in range(first, end)):
+            end = next(at for at in range(first, end) if len(keys[at]) != size)
+        yield keys[first:end]
+        first = end

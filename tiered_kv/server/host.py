@@ -1,0 +1,165 @@
+"""One namespace of a server: its stack, its memory, and the sessions that use it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
+
+from tiered_kv.backend import BlockStatus
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.cpu.backend import CPUBackend, CPUBlock
+from tiered_kv.server import protocol
+from tiered_kv.server.memory import Generations, HostRegion
+from tiered_kv.server.protocol import Welcome
+from tiered_kv.stack import EngineStack
+from tiered_kv.stack_config import StackConfig
+
+GRANT_SHARE: Final = 128
+"""A session has one row in so many in advance, `GRANT_ROWS_MIN` at least."""
+GRANT_ROWS_MIN: Final = 16
+GRANT_MAX_SHARE: Final = 4
+"""It never has more than one row in so many to write."""
+LEASE_SHARE: Final = 2
+"""All leases of a session are for one row in so many at most."""
+ANSWER_S: Final = 1.0
+
+
+class HostBackend(CPUBackend):
+    """Rows whose generation changes when they are freed: engines see that a block is gone."""
+
+    region: HostRegion
+
+    def __init__(self, region: HostRegion, generations: Generations) -> None:
+        super().__init__(region)
+        self.generations = generations
+
+    def free(self, block: BlockStatus) -> None:
+        super().free(block)
+        assert isinstance(block, CPUBlock)
+        self.generations.bump((block.block_id,))
+
+
+class HostSession(Protocol):
+    """A session, as its namespace sees it."""
+
+    leases: int
+    granted: dict[int, CPUBlock]
+
+    @property
+    def is_waiting(self) -> bool: ...
+
+    def answer_changed(self) -> None: ...
+
+    def answer_waiting(self) -> None: ...
+
+    def send(self, code: int, number: int = 0) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Host:
+    """A stack whose rows engines map. Made by any thread; then owned by the server's.
+
+    Args:
+        config: The stack.
+
+    Raises:
+        ConfigError, TierError, ResourceError: The stack cannot be opened.
+    """
+
+    def __init__(self, config: StackConfig) -> None:
+        settings = config.primary
+        self.config = config
+        self.instance = uuid.uuid4().hex
+        self.generations = Generations(config.primary_blocks)
+        try:
+            region = HostRegion(
+                config.primary_blocks,
+                config.block.bytes,
+                huge_pages=settings.huge_pages,
+                numa_node=settings.numa_node,
+            )
+            self._backend = HostBackend(region, self.generations)
+            self.stack = EngineStack(config, backend=self._backend)
+        except BaseException:
+            self.generations.close()
+            raise
+        self.manager = self.stack.manager
+        self.sessions: dict[str, HostSession] = {}
+        self.leases_max = max(1, config.primary_blocks // LEASE_SHARE)
+        self.grant_max = max(1, config.primary_blocks // GRANT_MAX_SHARE)
+        self._tiers = {name: number for number, name in enumerate(self.stack.tier_names, 1)}
+
+    @property
+    def epoch(self) -> int:
+        return self.manager.primary.epoch
+
+    @property
+    def fds(self) -> list[int]:
+        """Descriptors of the rows and of their generations."""
+        return [self._backend.region.fd, self.generations.fd]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the next step may find something without a message."""
+        return bool(self.manager.jobs_in_flight) or any(session.is_waiting for session in self.sessions.values())
+
+    def welcome(self) -> Welcome:
+        rows = self.config.primary_blocks
+        return Welcome(
+            instance=self.instance,
+            rows=rows,
+            row_bytes=self.config.block.bytes,
+            block_tokens=self.config.block.tokens,
+            epoch=self.epoch,
+            grant_rows=min(max(rows // GRANT_SHARE, GRANT_ROWS_MIN), self.grant_max),
+            grant_max=self.grant_max,
+            tiers=["cpu", *self.stack.tier_names],
+            answer_s=ANSWER_S,
+            wait_s=self.config.primary.request_wait,
+        )
+
+    def step(self) -> None:
+        """Answer requests, and end a step of the manager."""
+        sessions = list(self.sessions.values())
+        for session in sessions:
+            session.answer_changed()
+        self.manager.on_schedule_end()
+        for session in sessions:
+            if session.is_waiting:
+                session.answer_waiting()
+
+    def reset(self) -> None:
+        """Forget every block, and tell all engines."""
+        self.manager.reset_cache()
+        for session in self.sessions.values():
+            session.send(protocol.EPOCH, self.epoch)
+
+    def free(self, blocks: Iterable[CPUBlock]) -> None:
+        """Free rows that were granted."""
+        for block in blocks:
+            self._backend.free(block)
+
+    def outdate_rows(self, blocks: Iterable[CPUBlock]) -> None:
+        """Let engines forget what they believe of rows whose blocks were not taken."""
+        self.generations.bump(block.block_id for block in blocks)
+
+    def generations_of(self, rows: Sequence[int]) -> list[int]:
+        """Return the generation of each row; 0 for a code."""
+        current = self.generations.values
+        return [current[row] if row <= protocol.ROW_MAX else 0 for row in rows]
+
+    def tiers_of(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> bytes:
+        """Return for each block the number of the tier that it was promoted from for a request; 0 for none."""
+        sources = self.manager.sources_of(req_context)
+        if not sources:
+            return bytes(len(keys))
+        return bytes(self._tiers.get(sources.get(key, ""), 0) for key in keys)
+
+    def close(self, timeout: float) -> None:
+        """Close the stack. Engines keep what they have mapped, and this process writes no row any more."""
+        for session in self.sessions.values():
+            session.close()
+        self.stack.close(timeout)
+        self.generations.close()

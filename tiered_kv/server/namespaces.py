@@ -1,0 +1,137 @@
+"""The stacks of a server: one for each namespace, opened when an engine needs it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any, Final
+
+from tiered_kv.config.namespace import differences
+from tiered_kv.config.reading import fill_variables, from_source
+from tiered_kv.config.redaction import error_text
+from tiered_kv.config.validation import validate
+from tiered_kv.direct.settings import part_of
+from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.server.host import Host
+from tiered_kv.stack_config import StackConfig, load_config
+from tiered_kv.threads import start_thread
+
+CLOSE_S: Final = 5.0
+_DIGEST_CHARACTERS: Final = 12
+
+_log = logging.getLogger(__name__)
+
+Opened = Callable[[Host | TieredKVError], None]
+CallSoon = Callable[[Callable[[], None]], None]
+"""Makes a call on the server's thread."""
+
+
+class Namespaces:
+    """Opens stacks on threads of their own. The server's thread calls, and owns the hosts.
+
+    Args:
+        source: The stack's file, or a mapping. Without `namespace` and `block`, engines say these.
+        count: How many namespaces there may be at a time. They divide the capacities evenly.
+
+    Raises:
+        ConfigError: The file cannot be used.
+    """
+
+    def __init__(self, source: str | os.PathLike[str] | Mapping[str, object], count: int = 1) -> None:
+        self._raw: dict[str, Any] = from_source(source, lambda raw: fill_variables(raw, os.environ))
+        self._count = count
+        self._own: StackConfig | None = load_config(source) if "namespace" in self._raw else None
+        if self._own is not None and count > 1:
+            raise ConfigError(
+                "the file has one namespace; leave it out where engines have several", location="namespace"
+            )
+        self._hosts: dict[bytes, Host] = {}
+        self._opening: dict[bytes, list[Opened]] = {}
+
+    @property
+    def hosts(self) -> list[Host]:
+        return list(self._hosts.values())
+
+    def open_own(self) -> None:
+        """Open the stack of the file, if it has a namespace, before any engine needs it."""
+        if self._own is not None:
+            self._hosts[self._own.identity.digest] = Host(self._own)
+
+    def open(self, settings: dict[str, Any] | None, call_soon: CallSoon, on_opened: Opened) -> None:  # Any: JSON
+        """Call `on_opened` on the server's thread, with the host of a namespace or with an error."""
+        try:
+            config = self._config_of(settings)
+            digest = config.identity.digest
+            if digest in self._hosts:
+                on_opened(self._hosts[digest])
+                return
+            if digest not in self._opening:
+                idle = self._take_idle()
+                start_thread(self._open, "tiered-kv-open", config, idle, call_soon)
+            self._opening.setdefault(digest, []).append(on_opened)
+        except TieredKVError as error:
+            on_opened(error)
+
+    def close(self) -> None:
+        for host in self._hosts.values():
+            host.close(CLOSE_S)
+        self._hosts.clear()
+
+    def _open(self, config: StackConfig, idle: Host | None, call_soon: CallSoon) -> None:
+        opened: Host | TieredKVError
+        try:
+            if idle is not None:  # first: both may have one directory
+                idle.close(CLOSE_S)
+            opened = Host(config)
+        except TieredKVError as error:
+            _log.error("a stack cannot be opened: %s", error_text(error, config.secret_texts()))
+            opened = error
+        call_soon(lambda: self._opened(config.identity.digest, opened))
+
+    def _opened(self, digest: bytes, opened: Host | TieredKVError) -> None:
+        if isinstance(opened, Host):
+            self._hosts[digest] = opened
+        for on_opened in self._opening.pop(digest):
+            on_opened(opened)
+
+    def _config_of(self, settings: dict[str, Any] | None) -> StackConfig:
+        if settings is None:
+            if self._own is None:
+                raise ConfigError("the server's file has no namespace, and the client gives none", location="namespace")
+            return self._own
+        wanted = {name: settings.get(name) for name in ("namespace", "block")}
+        config = validate(StackConfig, {**self._raw, **wanted})  # no variable of the server's is filled in for a client
+        if self._own is not None:
+            differing = differences(self._own.identity.described, config.identity.described)
+            if differing:
+                name, (ours, theirs) = next(iter(differing.items()))
+                raise ConfigError(
+                    f"the server has {name} {ours!r}, the engine {theirs!r}; leave namespace and block out of the "
+                    "server's file, so that it takes those of engines",
+                    location="namespace",
+                )
+            return self._own
+        if self._count == 1:
+            return config
+        directory, share = config.identity.digest.hex()[:_DIGEST_CHARACTERS], Fraction(1, self._count)
+        primary = config.primary.model_copy(update={"capacity": config.primary.capacity // self._count})
+        secondary = tuple(part_of(tier, directory, share) for tier in config.secondary)
+        return config.model_copy(update={"primary": primary, "secondary": secondary})
+
+    def _take_idle(self) -> Host | None:
+        """Return a stack that no engine uses, to be closed, if there is no place for another.
+
+        Raises:
+            ConfigError: All are in use.
+        """
+        if len(self._hosts) + len(self._opening) < self._count:
+            return None
+        idle = next((digest for digest, host in self._hosts.items() if not host.sessions), None)
+        if idle is None:
+            raise ConfigError(
+                f"the server has {self._count} namespaces, all in use; start it with a larger --namespaces",
+                location="namespace",
+            )
+        return self._hosts.pop(idle)

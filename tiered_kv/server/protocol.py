@@ -1,0 +1,328 @@
+"""The messages between a host's cache server and its clients.
+
+They travel over a unix socket of packets (SOCK_SEQPACKET). A packet holds whole messages, at most `PACKET_BYTES_MAX`.
+A message is a header (`HEADER`: code, flags, count, number, bytes of the body; little endian) and its body. `number` is
+the client's number of a request, unless the table says otherwise.
+
+    client to server
+    HELLO     JSON: see `Hello`; the first message of a connection
+    BEGIN     JSON: `id` and `hints` of a request, and the `epoch` in which it began
+    ACQUIRE   keys, at the end of those that the request named before: lease those that are ready
+    EXPECT    `EXPECTED`: the engine schedules the request now, and what computing costs it
+    RELEASE   rows: end the request's leases of them
+    COMMIT    keys, then as many granted rows: their blocks are written
+    END       the request has ended: end all its leases
+    GRANT     number = rows wanted in advance
+    RETURN    granted rows that are not needed
+    RESET     forget every block of the namespace
+    PING      number comes back in PONG; with the flag `WHEN_IDLE`, once no job of a tier is in flight
+    MAPPED    this worker has mapped the rows, and pinned them
+    BYE       this process uses no row any more
+
+    server to client
+    WELCOME   JSON: see `Welcome`; two descriptors come with it: the rows, and their generations
+    REFUSED   text: why not, and what to do
+    WORKERS   number = worker processes of the session that have mapped the rows; count = its schedulers
+    ANSWER    `START`, then a row or code for each key from there on, then the tier of each (a byte)
+    KNOWN     a row or code for each key of an ACQUIRE with `ONLY_KNOWN`, then as many generations: nothing is leased
+    GRANTED   rows
+    EPOCH     number = the namespace's epoch; requests of earlier epochs store and load nothing
+    PONG      the number of the PING
+    GOODBYE   the server ends
+
+Keys of one message have one length. A row is a uint32. The codes in place of a row are `MISSING` and `WAITING`.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, NamedTuple
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.errors import TieredKVError
+
+VERSION: Final = 1
+VERSION_MIN: Final = 1
+"""The oldest version that this one understands: at most the one before it."""
+
+PACKET_BYTES_MAX: Final = 64 << 10
+KEYS_MAX: Final = 512
+"""Keys of a message."""
+KEY_BYTES_MAX: Final = 96
+ROWS_MAX: Final = 4096
+"""Rows of a message."""
+REQUEST_KEYS_MAX: Final = 1 << 17
+"""Keys of a request."""
+
+HELLO, BEGIN, ACQUIRE, EXPECT, RELEASE, COMMIT, END, GRANT, RETURN, RESET, PING, MAPPED, BYE = range(1, 14)
+WELCOME, REFUSED, WORKERS, ANSWER, KNOWN, GRANTED, EPOCH, PONG, GOODBYE = range(65, 74)
+
+AHEAD: Final = 1
+"""Flag of ACQUIRE: the request waits in the engine's queue. Lease what is ready, and begin to promote the rest."""
+ONLY_KNOWN: Final = 2
+"""Flag of ACQUIRE: the engine has these blocks; say which are stored."""
+SCATTERED: Final = 4
+"""Flag of ACQUIRE: a block is of use without those before it."""
+WHEN_IDLE: Final = 1
+
+MISSING: Final = 0xFFFFFFFF
+"""No tier has the block, or it would come too late."""
+WAITING: Final = 0xFFFFFFFE
+"""The block may come; another ANSWER follows."""
+ROW_MAX: Final = WAITING - 1
+
+HEADER: Final = struct.Struct("<BBHII")
+START: Final = struct.Struct("<I")
+EXPECTED: Final = struct.Struct("<IIII4d")
+"""Blocks, blocks before them, whether a part is of no use; of `EngineCost` stalled, then its seconds in order."""
+
+
+class ProtocolError(TieredKVError):
+    """The other side sent what it must not send, or does not read. The connection ends."""
+
+
+class ClosedError(TieredKVError):
+    """The other side has closed the connection."""
+
+
+class Message(NamedTuple):
+    """A message that has come. Its body is valid until the next packet is received."""
+
+    code: int
+    flags: int
+    items: int
+    number: int
+    body: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who a client is.
+
+    Args:
+        name: Of the session. All processes of an engine have the same, and no two engines.
+        role: "scheduler" for the process that stores and loads, "worker" for one that only copies.
+        workers: How many worker processes the session has.
+        settings: `namespace` and `block` of the client, as in a stack's file; None for the server's own.
+        version: The newest version of the protocol that the client speaks.
+    """
+
+    name: str
+    role: str
+    workers: int = 0
+    settings: dict[str, Any] | None = None  # Any: JSON
+    version: int = VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """What a server answers.
+
+    Args:
+        instance: Identifies the memory: rows of one instance mean nothing in another.
+        rows, row_bytes, block_tokens: Of the namespace's memory.
+        epoch: The namespace's epoch.
+        grant_rows: Rows that the client should have in advance.
+        grant_max: The most that it can have.
+        tiers: Names of the tiers, the primary tier first.
+        answer_s: How long the client waits for an answer.
+        wait_s: How long a request waits for blocks that may come.
+        version: Of the protocol of this connection.
+    """
+
+    instance: str
+    rows: int
+    row_bytes: int
+    block_tokens: int
+    epoch: int
+    grant_rows: int
+    grant_max: int
+    tiers: list[str]
+    answer_s: float
+    wait_s: float
+    version: int = VERSION
+
+
+def to_json(fields: Hello | Welcome) -> bytes:
+    return json.dumps(asdict(fields)).encode()
+
+
+def hello_of(body: memoryview) -> Hello:
+    """Return the fields of a HELLO.
+
+    Raises:
+        ProtocolError: They are not what they have to be.
+    """
+    found = object_of(body)
+    known = {name: found[name] for name in Hello.__slots__ if name in found}
+    hello = Hello(**{"name": "", "role": "", **known})
+    texts_are_right = (
+        isinstance(hello.name, str) and 0 < len(hello.name) <= 200 and hello.role in ("scheduler", "worker")
+    )
+    numbers = (hello.workers, hello.version)
+    numbers_are_right = all(type(each) is int and 0 <= each < 1 << 16 for each in numbers)
+    if not (texts_are_right and numbers_are_right and isinstance(hello.settings, dict | None)):
+        raise ProtocolError("expected the name and role of a client")
+    return hello
+
+
+def object_of(body: memoryview) -> dict[str, Any]:  # Any: JSON
+    """Return a JSON object.
+
+    Raises:
+        ProtocolError: It is none.
+    """
+    try:
+        found = json.loads(bytes(body))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ProtocolError("expected a JSON object")
+    return found
+
+
+def pack_keys(keys: Sequence[OffloadKey]) -> bytes:
+    """Return keys of one length as the end of a body."""
+    return b"".join(keys)
+
+
+def split_keys(body: memoryview, count: int) -> list[OffloadKey]:
+    """Return the keys of a body that has nothing else.
+
+    Raises:
+        ProtocolError: They do not fit, or are too many.
+    """
+    size, rest = divmod(len(body), count) if count else (0, 1)
+    if rest or not 4 < size <= KEY_BYTES_MAX or count > KEYS_MAX:
+        raise ProtocolError(f"expected at most {KEYS_MAX} keys of one length, at most {KEY_BYTES_MAX} bytes each")
+    packed = bytes(body)
+    return [OffloadKey(packed[at : at + size]) for at in range(0, len(packed), size)]
+
+
+def pack_rows(rows: Sequence[int]) -> bytes:
+    return array.array("I", rows).tobytes()
+
+
+def split_rows(body: memoryview, count: int) -> list[int]:
+    """Return the rows of a body that has nothing else.
+
+    Raises:
+        ProtocolError: They do not fit, or are too many.
+    """
+    if len(body) != 4 * count or count > ROWS_MAX:
+        raise ProtocolError(f"expected at most {ROWS_MAX} rows")
+    return body.cast("I").tolist()
+
+
+class Channel:
+    """One side of a connection. It never waits. One thread calls.
+
+    Args:
+        sock: A connected socket of packets; the channel closes it.
+        limit_bytes: Bytes that may wait for the other side to read. Beyond it the connection fails.
+    """
+
+    def __init__(self, sock: socket.socket, limit_bytes: int) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self._limit_bytes = limit_bytes
+        self._packet = bytearray()
+        self._packets: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._buffer = bytearray(PACKET_BYTES_MAX + 1)
+        self._view = memoryview(self._buffer)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether packets wait for the other side to read."""
+        return bool(self._packets)
+
+    def add(self, code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
+        """Add a message to those that `flush` sends.
+
+        Raises:
+            ProtocolError: Too much waits.
+        """
+        packet = self._packet
+        if packet and len(packet) + HEADER.size + len(body) > PACKET_BYTES_MAX:
+            self._close_packet()
+            packet = self._packet
+        packet += HEADER.pack(code, flags, count, number, len(body))
+        packet += body
+        if len(packet) + self._waiting_bytes > self._limit_bytes:
+            raise ProtocolError(f"the other side has left more than {self._limit_bytes} bytes unread")
+
+    def flush(self) -> None:
+        """Send what the other side has room for.
+
+        Raises:
+            ClosedError: It has closed the connection.
+        """
+        if self._packet and not self._packets and self._send(self._packet):
+            self._packet = bytearray()
+            return
+        if self._packet:
+            self._close_packet()
+        while self._packets and self._send(self._packets[0]):
+            self._waiting_bytes -= len(self._packets.popleft())
+
+    def receive(self, packets_max: int) -> Iterator[Message]:
+        """Yield the messages of the packets that have come.
+
+        Raises:
+            ClosedError: The other side has closed the connection.
+            ProtocolError: A packet has no whole messages.
+        """
+        for _ in range(packets_max):
+            try:
+                size = self.sock.recv_into(self._buffer)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise ClosedError(error.strerror or "closed") from error
+            if not size:
+                raise ClosedError("closed")
+            yield from messages_of(self._view[:size])
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def _send(self, packet: bytes | bytearray) -> bool:
+        try:
+            self.sock.send(packet, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ClosedError(error.strerror or "closed") from error
+        return True
+
+    def _close_packet(self) -> None:
+        self._packets.append(bytes(self._packet))
+        self._waiting_bytes += len(self._packet)
+        self._packet = bytearray()
+
+
+def messages_of(packet: memoryview) -> Iterator[Message]:
+    """Yield the messages of a packet.
+
+    Raises:
+        ProtocolError: It has no whole messages.
+    """
+    at, end = 0, len(packet)
+    if end > PACKET_BYTES_MAX:
+        raise ProtocolError(f"a packet has more than {PACKET_BYTES_MAX} bytes")
+    while at < end:
+        if end - at < HEADER.size:
+            raise ProtocolError("a packet ends within a message")
+        code, flags, count, number, size = HEADER.unpack_from(packet, at)
+        at += HEADER.size
+        if size > end - at:
+            raise ProtocolError("a packet ends within a message")
+        yield Message(code, flags, count, number, packet[at : at + size])
+        at += size

@@ -1,0 +1,371 @@
+"""The server of a host's cache: its socket, the processes that are connected, and the loop that serves them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.server import protocol
+from tiered_kv.server.host import Host
+from tiered_kv.server.namespaces import Namespaces
+from tiered_kv.server.protocol import Channel, ClosedError, Hello, Message, ProtocolError
+from tiered_kv.server.session import Session
+
+CONNECTIONS_MAX: Final = 1024
+UNREAD_BYTES_MAX: Final = 8 << 20
+"""Bytes that a client may leave unread; then it loses its connection."""
+HELLO_S: Final = 5.0
+"""How long a connection may take to say who it is."""
+_PACKETS_A_TURN: Final = 16
+_TICK_S: Final = 0.001
+"""Between two steps while a tier works or a request waits."""
+_IDLE_S: Final = 0.5
+_SO_PEERPIDFD: Final = 77
+"""Linux 6.5; not in Python's socket module."""
+_SNDBUF_BYTES: Final = 1 << 20
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    """A connected process, or one that has left its connection and may still copy."""
+
+    channel: Channel
+    pid: int
+    pidfd: int
+    since_s: float
+    hello: Hello | None = None
+    host: Host | None = None
+    session: Session | None = None
+    is_connected: bool = True
+    is_mapped: bool = False
+    is_opening: bool = False
+
+    def is_of(self, hello: Hello) -> bool:
+        """Return whether the process is one of the session that `hello` names."""
+        return self.hello is not None and self.hello.name == hello.name
+
+    @property
+    def name(self) -> str:
+        role = "" if self.hello is None else f" ({self.hello.role} of {self.hello.name})"
+        return f"process {self.pid}{role}"
+
+
+class CacheServer:
+    """Serves the stacks of a host. One thread calls `serve`; any thread may call `stop`.
+
+    Args:
+        listener: A listening unix socket of packets (SOCK_SEQPACKET); the server closes it.
+        namespaces: Opens and keeps the stacks; the server closes it.
+        users: Numbers of the users whose processes may connect; by default this process's own, and root.
+    """
+
+    def __init__(self, listener: socket.socket, namespaces: Namespaces, users: Collection[int] = ()) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._namespaces = namespaces
+        self._users = {0, os.geteuid(), *users}
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._calls: deque[Callable[[], None]] = deque()
+        """To be made on the server's thread; any thread appends."""
+        self._processes: set[_Process] = set()
+        self._channels: dict[Channel, _Process] = {}
+        self._is_stopping = False
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._run_calls)
+
+    def serve(self, on_idle: Callable[[], None] | None = None) -> None:
+        """Serve until `stop`, then say goodbye to all clients and close the stacks.
+
+        `on_idle` is called at least twice a second.
+        """
+        try:
+            while not self._is_stopping:
+                busy = any(host.is_busy for host in self._namespaces.hosts)
+                for key, mask in self._selector.select(_TICK_S if busy else _IDLE_S):
+                    key.data(mask)
+                for host in self._namespaces.hosts:
+                    host.step()
+                for process in list(self._channels.values()):
+                    self._guarded(process, process.channel.flush)
+                    self._watch_writes(process)
+                self._expire_strangers()
+                if on_idle is not None:
+                    on_idle()
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """Let `serve` return. Signal handlers may call this."""
+        self._is_stopping = True
+        self._wake()
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Make a call on the server's thread. Any thread may call this."""
+        self._calls.append(call)
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError, OSError):  # it is awake, or closed
+            self._wake_writer.send(b"\0")
+
+    def _run_calls(self, _: int) -> None:
+        with suppress(BlockingIOError):
+            self._wake_reader.recv(4096)
+        while self._calls:
+            self._calls.popleft()()
+
+    # Connections.
+
+    def _accept(self, _: int) -> None:
+        try:
+            sock, _address = self._listener.accept()
+        except OSError:
+            return
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SNDBUF_BYTES)
+            pid, uid, _gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            refusal = ""
+            if uid not in self._users:
+                refusal = f"user {uid} may not use this cache; start the server with --allow-user {uid}"
+            elif len(self._channels) >= CONNECTIONS_MAX:
+                refusal = f"{CONNECTIONS_MAX} processes are connected, and there can be no more"
+            pidfd = -1 if refusal else _pidfd_of(sock, pid)
+            if pidfd < 0 and not refusal:
+                refusal = "the server cannot see when this process ends; share its PID namespace, or use Linux 6.5"
+        except OSError:
+            sock.close()
+            return
+        channel = Channel(sock, UNREAD_BYTES_MAX)
+        if refusal:
+            _refuse(channel, refusal)
+            channel.close()
+            return
+        process = _Process(channel, pid, pidfd, time.monotonic())
+        self._processes.add(process)
+        self._channels[channel] = process
+        self._selector.register(sock, selectors.EVENT_READ, lambda mask: self._read(process, mask))
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda _: self._has_ended(process))
+
+    def _read(self, process: _Process, mask: int) -> None:
+        if mask & selectors.EVENT_READ:
+            self._guarded(process, lambda: self._receive(process))
+
+    def _receive(self, process: _Process) -> None:
+        for message in process.channel.receive(_PACKETS_A_TURN):
+            if process.hello is None:
+                self._greet(process, message)
+            elif message.code == protocol.BYE:
+                self._leave(process)
+                return
+            elif process.is_opening:
+                raise ProtocolError("a client waits for the answer to its HELLO")
+            elif process.hello.role == "worker":
+                if message.code != protocol.MAPPED or process.session is None:
+                    raise ProtocolError("a worker only says that it has mapped the rows")
+                process.is_mapped = True
+                self._tell_workers(process.session)
+            else:
+                assert process.session is not None
+                process.session.handle(message)
+
+    def _guarded(self, process: _Process, call: Callable[[], None]) -> None:
+        """Make a call for a process, which loses its connection if it does what it must not do."""
+        if not process.is_connected:
+            return
+        try:
+            call()
+        except ClosedError:
+            self._disconnect(process)
+        except TieredKVError as error:
+            _log.warning("%s loses its connection: %s", process.name, error)
+            with suppress(TieredKVError):
+                _refuse(process.channel, str(error))
+            self._disconnect(process)
+
+    def _watch_writes(self, process: _Process) -> None:
+        if process.is_connected:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.channel.is_blocked else 0)
+            key = self._selector.get_key(process.channel.sock)
+            if key.events != events:
+                self._selector.modify(process.channel.sock, events, key.data)
+
+    def _expire_strangers(self) -> None:
+        now_s = time.monotonic()
+        for process in list(self._channels.values()):
+            if process.hello is None and now_s - process.since_s > HELLO_S:
+                self._disconnect(process)
+
+    # A process's life.
+
+    def _greet(self, process: _Process, message: Message) -> None:
+        if message.code != protocol.HELLO:
+            raise ProtocolError("expected HELLO")
+        hello = process.hello = protocol.hello_of(message.body)
+        if hello.version < protocol.VERSION_MIN:
+            raise ProtocolError(
+                f"the client speaks version {hello.version}, the server {protocol.VERSION_MIN} to {protocol.VERSION}: "
+                "upgrade tiered-kv in the engine's environment"
+            )
+        process.is_opening = True
+        self._namespaces.open(hello.settings, self.call_soon, lambda opened: self._opened(process, opened))
+
+    def _opened(self, process: _Process, opened: Host | TieredKVError) -> None:
+        if isinstance(opened, TieredKVError):
+            error = opened
+
+            def refuse() -> None:
+                raise error
+
+            self._guarded(process, refuse)
+        else:
+            self._guarded(process, lambda: self._welcome(process, opened))
+
+    def _welcome(self, process: _Process, host: Host) -> None:
+        hello = process.hello
+        assert hello is not None
+        session = next((each.session for each in self._processes if each.host is host and each.is_of(hello)), None)
+        if hello.role == "scheduler" and session is not None:
+            before = self._scheduler_of(session)
+            if before is not None and (before.is_connected or before.pid != process.pid):
+                raise ProtocolError(f"another process, {before.pid}, is the scheduler of '{hello.name}'")
+            if before is not None:  # a scheduler connects again only if none of its copies is running
+                session.close()
+                self._forget(before)
+        if session is None:
+            session = host.sessions[hello.name] = Session(hello.name, host)
+        process.host, process.session, process.is_opening = host, session, False
+        if hello.role == "scheduler":
+            session.channel = process.channel
+        process.channel.flush()
+        body = protocol.to_json(host.welcome())
+        packet = protocol.HEADER.pack(protocol.WELCOME, 0, 0, 0, len(body)) + body
+        try:
+            socket.send_fds(process.channel.sock, [packet], host.fds)
+        except OSError as error:
+            raise ClosedError(error.strerror or "closed") from error
+        self._tell_workers(session)
+
+    def _tell_workers(self, session: Session) -> None:
+        """Tell the processes of a session how many workers have the rows, and whether the scheduler is there."""
+        processes = [process for process in self._channels.values() if process.session is session]
+        workers = sum(process.is_mapped for process in processes)
+        for process in processes:
+            with suppress(ProtocolError):  # who does not read loses its connection elsewhere
+                process.channel.add(protocol.WORKERS, workers, count=session.channel is not None)
+
+    def _scheduler_of(self, session: Session) -> _Process | None:
+        of_session = (each for each in self._processes if each.session is session and each.hello is not None)
+        return next((each for each in of_session if each.hello is not None and each.hello.role == "scheduler"), None)
+
+    def _disconnect(self, process: _Process) -> None:
+        """Close a connection. The process may still copy, so its rows are free only when it has ended."""
+        if not process.is_connected:
+            return
+        process.is_connected = False
+        self._selector.unregister(process.channel.sock)
+        del self._channels[process.channel]
+        process.channel.close()
+        session = process.session
+        if session is None:
+            self._forget(process)
+            return
+        if session.channel is process.channel:
+            session.channel = None
+        self._tell_workers(session)
+
+    def _leave(self, process: _Process) -> None:
+        """A process has said that it uses no row any more."""
+        self._disconnect(process)
+        if process in self._processes:
+            self._has_ended(process)
+
+    def _has_ended(self, process: _Process) -> None:
+        self._disconnect(process)
+        session = process.session
+        self._forget(process)
+        if session is not None and not any(each.session is session for each in self._processes):
+            had_rows = session.has_rows
+            session.close()
+            del session.host.sessions[session.name]
+            _log.info("session '%s' has ended%s", session.name, ", its rows are free" if had_rows else "")
+
+    def _forget(self, process: _Process) -> None:
+        if process in self._processes:
+            self._processes.discard(process)
+            self._selector.unregister(process.pidfd)
+            os.close(process.pidfd)
+
+    def _close(self) -> None:
+        for process in list(self._channels.values()):
+            with suppress(TieredKVError):
+                process.channel.add(protocol.GOODBYE)
+                process.channel.flush()
+            self._disconnect(process)
+        for process in list(self._processes):
+            self._forget(process)
+        self._selector.close()
+        for each in (self._listener, self._wake_reader, self._wake_writer):
+            each.close()
+        self._namespaces.close()
+
+
+def listen(path: str | os.PathLike[str], *, mode: int = 0o600) -> socket.socket:
+    """Return a socket that listens at `path`, in place of one that no process listens at.
+
+    Raises:
+        ConfigError: Another server listens there, or the path cannot be used.
+    """
+    where = Path(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        if where.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+                other.setblocking(False)
+                try:
+                    other.connect(str(where))
+                except (ConnectionRefusedError, FileNotFoundError):
+                    where.unlink(missing_ok=True)
+                except BlockingIOError:
+                    pass
+        sock.bind(str(where))
+        where.chmod(mode)
+        sock.listen(64)
+    except OSError as error:
+        sock.close()
+        reason = "a server listens there already" if where.is_socket() else error.strerror or str(error)
+        raise ConfigError(f"cannot listen at {where}: {reason}", location="--socket") from error
+    return sock
+
+
+def _refuse(channel: Channel, why: str) -> None:
+    with suppress(ClosedError):
+        channel.add(protocol.REFUSED, body=why.encode())
+        channel.flush()
+
+
+def _pidfd_of(sock: socket.socket, pid: int) -> int:
+    """Return a descriptor that is readable once the peer has ended; -1 if there is none."""
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        pass
+    try:
+        return os.pidfd_open(pid) if pid > 0 else -1
+    except OSError:
+        return -1

@@ -1,0 +1,353 @@
+"""One engine's use of a namespace: its requests, the rows that they lease, and the rows that it was granted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.hints import HINTS_KEY
+from tiered_kv.server import protocol
+from tiered_kv.server.host import Host
+from tiered_kv.server.protocol import Channel, Message, ProtocolError
+from tiered_kv.tiering.pace import EngineCost
+
+REQUESTS_MAX = 100_000
+_NAME_CHARACTERS_MAX = 200
+
+
+@dataclass(slots=True, eq=False)
+class SessionRequest:
+    """A request of an engine."""
+
+    number: int
+    context: ReqContext
+    keys: list[OffloadKey] = field(default_factory=list)
+    codes: list[int] = field(default_factory=list)
+    """For each key its row, or a code of the protocol."""
+    answered: int = 0
+    """Keys before this one have their final codes."""
+    leased: dict[int, OffloadKey] = field(default_factory=dict)
+    is_ahead: bool = False
+    """Whether it waits in the engine's queue."""
+    is_scattered: bool = False
+    prefetched: int = 0
+    """Keys before this one are ready, or were given to the manager's prefetch."""
+    told: list[int] = field(default_factory=list)
+    """The codes that were last sent, from `answered` on, if they were not all final."""
+    promoting: int = 0
+    """How many of its blocks were being promoted when it was last looked up."""
+
+
+class Session:
+    """What one engine has of a namespace. Owned by the server's thread.
+
+    Its rows are its own until it gives them back, or until all of its processes have ended: a living process may still
+    copy.
+
+    Args:
+        name: The engine's name, unique among the sessions of the namespace.
+        host: The namespace.
+    """
+
+    def __init__(self, name: str, host: Host) -> None:
+        self.name = name
+        self.host = host
+        self.channel: Channel | None = None
+        """Of the scheduler; None while it is not connected."""
+        self.granted: dict[int, CPUBlock] = {}
+        self.leases = 0
+        """Leases of all requests together."""
+        self.requests: dict[int, SessionRequest] = {}
+        self.waiting: dict[int, SessionRequest] = {}
+        """Requests without a final answer for each key, by number."""
+        self.changed: dict[int, SessionRequest] = {}
+        """Requests to answer in this step."""
+        self.idle_pings: list[int] = []
+        self.cost = EngineCost()
+        self._handlers: dict[int, Callable[[Message], None]] = {
+            protocol.BEGIN: self._begin,
+            protocol.ACQUIRE: self._acquire,
+            protocol.EXPECT: self._expect,
+            protocol.RELEASE: self._release,
+            protocol.COMMIT: self._commit,
+            protocol.END: self._end,
+            protocol.GRANT: self._grant,
+            protocol.RETURN: self._return,
+            protocol.RESET: self._reset,
+            protocol.PING: self._ping,
+        }
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something may be answered without a message."""
+        return bool(self.waiting or self.idle_pings)
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self.granted or self.leases)
+
+    def handle(self, message: Message) -> None:
+        """Do what a message of the scheduler asks for.
+
+        Raises:
+            ProtocolError: It may not ask for that.
+        """
+        handler = self._handlers.get(message.code)
+        if handler is None:
+            raise ProtocolError(f"there is no message {message.code} for a server")
+        handler(message)
+
+    def send(self, code: int, number: int = 0, count: int = 0, body: bytes = b"") -> None:
+        """Add a message for the scheduler, if it is connected."""
+        if self.channel is not None:
+            self.channel.add(code, number, count, body)
+
+    def close(self) -> None:
+        """Give back all rows: no process of the session copies any more."""
+        for request in list(self.requests.values()):
+            self._finish(request)
+        self.host.free(self.granted.values())
+        self.granted.clear()
+
+    # Once a step.
+
+    def answer_changed(self) -> None:
+        """Look up, before the manager's step ends, what requests have named in it."""
+        changed, self.changed = self.changed, {}
+        for request in changed.values():
+            if request.is_ahead:
+                self._prefetch(request)
+            else:
+                self._look_up(request)
+            self._answer(request)
+
+    def answer_waiting(self) -> None:
+        """Answer requests for which a block may have come; after the step."""
+        manager = self.host.manager
+        for request in list(self.waiting.values()):
+            promoting = manager.promoting(request.context)
+            is_over = request.is_ahead and not manager.is_ahead(request.context)
+            if is_over or promoting != request.promoting or promoting < request.codes.count(protocol.WAITING):
+                if request.is_ahead:
+                    self._lease_ready(request, ends_at_miss=is_over)
+                else:
+                    self._look_up(request)
+                self._answer(request)
+        if self.idle_pings and not manager.jobs_in_flight:
+            for number in self.idle_pings:
+                self.send(protocol.PONG, number)
+            self.idle_pings.clear()
+
+    # Messages.
+
+    def _begin(self, message: Message) -> None:
+        found = protocol.object_of(message.body)
+        name, hints, epoch = found.get("id"), found.get("hints"), found.get("epoch")
+        if not isinstance(name, str) or len(name) > _NAME_CHARACTERS_MAX or type(epoch) is not int:
+            raise ProtocolError("expected the id and epoch of a request")
+        if message.number in self.requests or len(self.requests) >= REQUESTS_MAX:
+            raise ProtocolError(f"request {message.number} has begun already, or there are too many")
+        params = None if hints is None else {HINTS_KEY: hints}
+        context = ReqContext(f"{self.name}/{message.number}/{name}", params)
+        self.requests[message.number] = SessionRequest(message.number, context)
+        self.host.manager.on_new_request(context)
+        if epoch != self.host.epoch:
+            self.host.manager.outdate(context)
+
+    def _acquire(self, message: Message) -> None:
+        request = self._request(message)
+        keys = protocol.split_keys(message.body, message.items)
+        if message.flags & protocol.ONLY_KNOWN:
+            self._tell_known(request, keys)
+            return
+        if len(request.keys) + len(keys) > protocol.REQUEST_KEYS_MAX:
+            raise ProtocolError(f"a request has more than {protocol.REQUEST_KEYS_MAX} keys")
+        request.is_ahead = bool(message.flags & protocol.AHEAD)
+        request.is_scattered = bool(message.flags & protocol.SCATTERED)
+        request.keys += keys
+        request.codes += [protocol.WAITING] * len(keys)
+        self.changed[request.number] = request
+
+    def _expect(self, message: Message) -> None:
+        request = self._request(message)
+        if len(message.body) != protocol.EXPECTED.size:
+            raise ProtocolError("expected the cost of computing")
+        blocks, before, is_whole, stalled, block_s, growth_s, backlog_s, notice_s = protocol.EXPECTED.unpack(
+            message.body
+        )
+        self.cost = EngineCost(block_s, growth_s, backlog_s, notice_s, stalled)
+        self._take_cost()
+        request.is_ahead = False
+        self.host.manager.end_prefetch(request.context)
+        self.host.manager.expect(blocks, request.context, before=before, is_whole=bool(is_whole))
+        self.changed[request.number] = request
+
+    def _release(self, message: Message) -> None:
+        request = self._request(message)
+        rows = protocol.split_rows(message.body, message.items)
+        self._end_leases(request, rows)
+
+    def _commit(self, message: Message) -> None:
+        request = self._request(message)
+        keys_bytes = len(message.body) - 4 * message.items
+        if keys_bytes <= 0:
+            raise ProtocolError("expected keys and rows")
+        keys = protocol.split_keys(message.body[:keys_bytes], message.items)
+        rows = protocol.split_rows(message.body[keys_bytes:], message.items)
+        blocks = self._take_granted(rows)
+        unused = self.host.manager.store_granted(keys, blocks, request.context)
+        if unused:
+            self.host.outdate_rows(unused)
+            self._give(unused)
+
+    def _end(self, message: Message) -> None:
+        self._finish(self._request(message))
+
+    def _grant(self, message: Message) -> None:
+        wanted = min(message.number, self.host.grant_max - len(self.granted), protocol.ROWS_MAX)
+        blocks = self.host.manager.primary.grant(wanted) if wanted > 0 else None
+        self._give(blocks or [])
+
+    def _return(self, message: Message) -> None:
+        self.host.free(self._take_granted(protocol.split_rows(message.body, message.items)))
+
+    def _reset(self, _: Message) -> None:
+        self.host.reset()
+
+    def _ping(self, message: Message) -> None:
+        if message.flags & protocol.WHEN_IDLE:
+            self.idle_pings.append(message.number)
+        else:
+            self.send(protocol.PONG, message.number)
+
+    # Answers.
+
+    def _tell_known(self, request: SessionRequest, keys: Sequence[OffloadKey]) -> None:
+        """Tell which blocks are ready, and count a use of them: the engine has them, and need not store them."""
+        get = self.host.manager.primary.blocks.get
+        blocks = [get(key) for key in keys]
+        rows = [protocol.MISSING if block is None or block.ref_cnt < 0 else block.block_id for block in blocks]
+        found = [key for key, row in zip(keys, rows, strict=True) if row != protocol.MISSING]
+        self.host.manager.touch(found, request.context)
+        generations = self.host.generations_of(rows)
+        self.send(protocol.KNOWN, request.number, len(rows), protocol.pack_rows(rows) + protocol.pack_rows(generations))
+
+    def _look_up(self, request: SessionRequest) -> None:
+        """Ask all tiers for what has no final code, and lease what is ready."""
+        asked = [index for index, code in enumerate(request.codes) if code == protocol.WAITING]
+        self._take_cost()
+        answers = self.host.manager.lookup_many([request.keys[index] for index in asked], request.context)
+        self._lease(request, asked, answers)
+
+    def _prefetch(self, request: SessionRequest) -> None:
+        """Lease the ready blocks at the head, and begin to promote those behind them."""
+        ready = self._lease_ready(request, ends_at_miss=False)
+        first = max(ready, request.prefetched)
+        if first < len(request.keys):
+            self.host.manager.prefetch(request.keys[first:], request.context)
+        request.prefetched = len(request.keys)
+
+    def _lease_ready(self, request: SessionRequest, *, ends_at_miss: bool) -> int:
+        """Lease the ready blocks at the head; return how many keys precede the first that is not.
+
+        `ends_at_miss` says that no tier promotes the blocks behind them. Then a miss ends the prefix.
+        """
+        blocks, codes = self.host.manager.primary.blocks, request.codes
+        index = request.answered
+        asked = []
+        while index < len(codes):
+            if codes[index] == protocol.WAITING:
+                block = blocks.get(request.keys[index])
+                if block is None or block.ref_cnt < 0:
+                    break
+                asked.append(index)
+            index += 1
+        self._lease(request, asked, [True] * len(asked))
+        if ends_at_miss and index < len(codes):
+            answer = self.host.manager.lookup_many([request.keys[index]], request.context)
+            self._lease(request, [index], answer)
+        return index
+
+    def _lease(self, request: SessionRequest, asked: Sequence[int], answers: Sequence[bool | None]) -> None:
+        """Lease the blocks that are answered True, as far as the session may; a miss ends a prefix."""
+        room = self.host.leases_max - self.leases
+        leased: list[int] = []
+        codes = request.codes
+        for index, answer in zip(asked, answers, strict=True):
+            if answer and len(leased) < room:
+                leased.append(index)
+            elif answer is False or (answer and not request.is_ahead):  # a scheduled request does not wait for room
+                codes[index] = protocol.MISSING
+                if not request.is_scattered:
+                    codes[index:] = [protocol.MISSING] * (len(codes) - index)
+                    break
+        if leased:
+            spec = self.host.manager.prepare_load([request.keys[index] for index in leased], request.context)
+            before = len(request.leased)
+            for index, row in zip(leased, spec.block_ids.tolist(), strict=True):
+                codes[index] = row
+                request.leased[row] = request.keys[index]
+            self.leases += len(request.leased) - before
+
+    def _answer(self, request: SessionRequest) -> None:
+        """Tell the engine what has changed."""
+        codes, first = request.codes, request.answered
+        request.promoting = self.host.manager.promoting(request.context)
+        while request.answered < len(codes) and codes[request.answered] != protocol.WAITING:
+            request.answered += 1
+        if request.answered == len(codes):
+            self.waiting.pop(request.number, None)
+        else:
+            self.waiting[request.number] = request
+            if codes[first:] == request.told:
+                return
+            request.told = codes[first:]
+        tiers = self.host.tiers_of(request.keys, request.context)
+        for start in range(first, len(codes), protocol.ROWS_MAX):
+            part = codes[start : start + protocol.ROWS_MAX]
+            body = protocol.START.pack(start) + protocol.pack_rows(part) + tiers[start : start + protocol.ROWS_MAX]
+            self.send(protocol.ANSWER, request.number, len(part), body)
+
+    # Rows.
+
+    def _finish(self, request: SessionRequest) -> None:
+        self._end_leases(request, list(request.leased))
+        for requests in (self.requests, self.waiting, self.changed):
+            requests.pop(request.number, None)
+        self.host.manager.on_request_finished(request.context)
+
+    def _end_leases(self, request: SessionRequest, rows: Iterable[int]) -> None:
+        keys = []
+        for row in rows:
+            key = request.leased.pop(row, None)
+            if key is None:
+                raise ProtocolError(f"request {request.number} has no lease of row {row}")
+            keys.append(key)
+        self.leases -= len(keys)
+        if keys:
+            self.host.manager.complete_load(keys, request.context)
+
+    def _take_granted(self, rows: Sequence[int]) -> list[CPUBlock]:
+        if len(set(rows)) < len(rows) or not all(row in self.granted for row in rows):
+            raise ProtocolError("a row was not granted to the session")
+        return [self.granted.pop(row) for row in rows]
+
+    def _give(self, blocks: Sequence[CPUBlock]) -> None:
+        """Tell the engine that these rows are its to write."""
+        self.granted.update((block.block_id, block) for block in blocks)
+        rows = [block.block_id for block in blocks]
+        self.send(protocol.GRANTED, 0, len(rows), protocol.pack_rows(rows))
+
+    def _request(self, message: Message) -> SessionRequest:
+        request = self.requests.get(message.number)
+        if request is None:
+            raise ProtocolError(f"there is no request {message.number}")
+        return request
+
+    def _take_cost(self) -> None:
+        """Let the manager compare loads with what computing costs this engine."""
+        cost = self.host.manager.cost
+        for name in EngineCost.__slots__:
+            setattr(cost, name, getattr(self.cost, name))
