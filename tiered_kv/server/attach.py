@@ -28,6 +28,8 @@ OPEN_S: Final = 60.0
 """How long a server may take to open a stack."""
 UNREAD_BYTES_MAX: Final = 8 << 20
 _SNDBUF_BYTES: Final = 1 << 20
+_NEWS_MAX: Final = 256
+"""Answers that are noted and not sorted."""
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +74,8 @@ class HostLink:
         self._current = np.frombuffer(generations, np.uint32)
         self._seen = np.zeros(welcome.rows, np.uint32)
         self._seen_view = self._seen.data
+        self._news: list[tuple[Sequence[OffloadKey], Sequence[int], np.ndarray[Any, np.dtype[np.uint32]]]] = []
+        """Keys, rows and generations that have not been sorted into the next two."""
         self._row_of: dict[OffloadKey, int] = {}
         self._key_of: dict[int, OffloadKey] = {}
 
@@ -80,21 +84,31 @@ class HostLink:
 
     def know(self, keys: Sequence[OffloadKey], rows: Sequence[int], generations: Sequence[int] | None = None) -> None:
         """Note that blocks are in these rows, while the rows have their generations: by default the present ones."""
-        if not rows:
-            return
-        self._row_of.update(zip(keys, rows, strict=True))
-        self._key_of.update(zip(rows, keys, strict=True))
-        places = np.array(rows)
-        self._seen[places] = self._current[places] if generations is None else np.array(generations, np.uint32)
+        if rows:
+            current = self._current[rows] if generations is None else np.array(generations, np.uint32)
+            self._news.append((keys, rows, current))
+            if len(self._news) > _NEWS_MAX:
+                self._read_news()
+
+    def _read_news(self) -> None:
+        """Sort what was noted: only a store needs it, and it takes longer than to note it."""
+        for keys, rows, generations in self._news:
+            self._row_of.update(zip(keys, rows, strict=True))
+            self._key_of.update(zip(rows, keys, strict=True))
+            self._seen[rows] = generations
+        self._news.clear()
         if len(self._row_of) > 2 * self.welcome.rows:
             self._row_of = {key: row for row, key in self._key_of.items()}
 
     def is_known(self, key: OffloadKey) -> bool:
         """Return whether the server still has a block of which it has told, or that was sent to it."""
+        if self._news:
+            self._read_news()
         row = self._row_of.get(key)
         return row is not None and self._key_of.get(row) == key and self._seen_view[row] == self._generations[row]
 
     def forget_known(self) -> None:
+        self._news.clear()
         self._row_of.clear()
         self._key_of.clear()
 

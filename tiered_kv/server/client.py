@@ -177,7 +177,7 @@ class AttachedManager(OffloadingManager):
         request = self._requests.get(req_context.req_id)
         found = [-1] if request is None else [request.rows.get(key, -1) for key in keys]
         link = self._link
-        if link is None or request is None or request.link is not link or not all(0 <= row <= ROW_MAX for row in found):
+        if link is None or request is None or request.link is not link or not _are_rows(found):
             raise ValueError("a block is not ready to be loaded; look keys up in the same step")
         self._count_transfers(request, len(set(keys)))
         self._counts["hit"] += len(found)
@@ -190,7 +190,7 @@ class AttachedManager(OffloadingManager):
         keys = dict.fromkeys(keys)
         self._count_transfers(request, -len(keys))
         if request.link is not None and request.link is self._link:
-            rows = sorted({row for key in keys if (row := request.rows.pop(key, -1)) >= 0 and row <= ROW_MAX})
+            rows = [row for key in keys if (row := request.rows.pop(key, protocol.MISSING)) <= ROW_MAX]
             self._release(request, rows)
         self._end_if_over(request)
 
@@ -347,7 +347,7 @@ class AttachedManager(OffloadingManager):
         request.rows.update(zip(keys, rows, strict=True))
         request.waits_for_answer = False
         tiers = bytes(body[size + 4 * count :])
-        if any(tiers):
+        if tiers.count(0) < count:
             request.tiers.update((key, tier) for key, tier in zip(keys, tiers, strict=True) if tier)
         link = self._link
         if link is not None:
@@ -389,14 +389,13 @@ class AttachedManager(OffloadingManager):
 
     def _ask(self, request: _AttachedRequest, keys: Iterable[OffloadKey]) -> None:
         """Note keys to be asked for, once each."""
-        rows = request.rows
-        before = len(request.keys)
-        limit = protocol.REQUEST_KEYS_MAX - before
-        for key in islice(keys, limit):
-            if key not in rows:
-                rows[key] = protocol.WAITING
-                request.keys.append(key)
-        if len(request.keys) > before:
+        rows, before = request.rows, len(request.keys)
+        new = dict.fromkeys(islice(keys, protocol.REQUEST_KEYS_MAX - before), protocol.WAITING)
+        if rows:
+            new = {key: code for key, code in new.items() if key not in rows}
+        rows.update(new)
+        request.keys += new
+        if new:
             self._unsent[request.number] = request
 
     def _send_asked(self, request: _AttachedRequest) -> None:
@@ -503,13 +502,17 @@ class AttachedManager(OffloadingManager):
             request.keys, request.rows, request.tiers, request.known_asked = [], {}, {}, []
 
 
+def _are_rows(codes: Collection[int]) -> bool:
+    return not codes or (min(codes) >= 0 and max(codes) <= ROW_MAX)
+
+
 def _parts(keys: Sequence[OffloadKey]) -> Iterable[Sequence[OffloadKey]]:
     """Yield the keys in order, for one message each: at most `KEYS_MAX`, of one length."""
     first = 0
     while first < len(keys):
         end = min(first + protocol.KEYS_MAX, len(keys))
         size = len(keys[first])
-        if any(len(keys[at]) != size for at in range(first, end)):
+        if set(map(len, keys[first:end])) != {size}:
             end = next(at for at in range(first, end) if len(keys[at]) != size)
         yield keys[first:end]
         first = end

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.hints import HINTS_KEY
 from tiered_kv.server import protocol
 from tiered_kv.server.host import Host
-from tiered_kv.server.protocol import Channel, Message, ProtocolError
+from tiered_kv.server.protocol import Channel, ClosedError, Message, ProtocolError
 from tiered_kv.tiering.pace import EngineCost
 
 REQUESTS_MAX = 100_000
@@ -28,7 +30,7 @@ class SessionRequest:
     """For each key its row, or a code of the protocol."""
     answered: int = 0
     """Keys before this one have their final codes."""
-    leased: dict[int, OffloadKey] = field(default_factory=dict)
+    leased: dict[int, CPUBlock] = field(default_factory=dict)
     is_ahead: bool = False
     """Whether it waits in the engine's queue."""
     is_scattered: bool = False
@@ -118,10 +120,13 @@ class Session:
         changed, self.changed = self.changed, {}
         for request in changed.values():
             if request.is_ahead:
-                self._prefetch(request)
+                self._lease_ready(request)
+                rest = request.keys[max(request.answered, request.prefetched) :]
+                request.prefetched = len(request.keys)
+                if rest:
+                    self.host.manager.prefetch(rest, request.context)
             else:
                 self._look_up(request)
-            self._answer(request)
 
     def answer_waiting(self) -> None:
         """Answer requests for which a block may have come; after the step."""
@@ -134,7 +139,6 @@ class Session:
                     self._lease_ready(request, ends_at_miss=is_over)
                 else:
                     self._look_up(request)
-                self._answer(request)
         if self.idle_pings and not manager.jobs_in_flight:
             for number in self.idle_pings:
                 self.send(protocol.PONG, number)
@@ -236,79 +240,84 @@ class Session:
 
     def _look_up(self, request: SessionRequest) -> None:
         """Ask all tiers for what has no final code, and lease what is ready."""
-        asked = [index for index, code in enumerate(request.codes) if code == protocol.WAITING]
+        manager, codes = self.host.manager, request.codes
+        asked = [index for index in range(request.answered, len(codes)) if codes[index] == protocol.WAITING]
         self._take_cost()
-        answers = self.host.manager.lookup_many([request.keys[index] for index in asked], request.context)
-        self._lease(request, asked, answers)
+        answers = manager.lookup_many([request.keys[index] for index in asked], request.context)
+        room = self.host.leases_max - self.leases
+        ready: list[CPUBlock] = []
+        for index, answer in zip(asked, answers, strict=True):
+            if answer and len(ready) < room:
+                block = manager.primary.blocks[request.keys[index]]
+                codes[index] = block.block_id
+                ready.append(block)
+            elif answer is not None:  # a scheduled request does not wait for room
+                self._miss(request, index)
+                if not request.is_scattered:
+                    break
+        self._answer(request, ready)
 
-    def _prefetch(self, request: SessionRequest) -> None:
-        """Lease the ready blocks at the head, and begin to promote those behind them."""
-        ready = self._lease_ready(request, ends_at_miss=False)
-        first = max(ready, request.prefetched)
-        if first < len(request.keys):
-            self.host.manager.prefetch(request.keys[first:], request.context)
-        request.prefetched = len(request.keys)
-
-    def _lease_ready(self, request: SessionRequest, *, ends_at_miss: bool) -> int:
-        """Lease the ready blocks at the head; return how many keys precede the first that is not.
+    def _lease_ready(self, request: SessionRequest, *, ends_at_miss: bool = False) -> None:
+        """Lease the ready blocks at the head of a request that waits in the engine's queue.
 
         `ends_at_miss` says that no tier promotes the blocks behind them. Then a miss ends the prefix.
         """
-        blocks, codes = self.host.manager.primary.blocks, request.codes
-        index = request.answered
-        asked = []
-        while index < len(codes):
-            if codes[index] == protocol.WAITING:
-                block = blocks.get(request.keys[index])
-                if block is None or block.ref_cnt < 0:
-                    break
-                asked.append(index)
-            index += 1
-        self._lease(request, asked, [True] * len(asked))
-        if ends_at_miss and index < len(codes):
-            answer = self.host.manager.lookup_many([request.keys[index]], request.context)
-            self._lease(request, [index], answer)
-        return index
-
-    def _lease(self, request: SessionRequest, asked: Sequence[int], answers: Sequence[bool | None]) -> None:
-        """Lease the blocks that are answered True, as far as the session may; a miss ends a prefix."""
+        primary, first = self.host.manager.primary, request.answered
+        if request.context.req_id in primary.load_skippers:
+            self._miss(request, first)
+            self._answer(request, [])
+            return
         room = self.host.leases_max - self.leases
-        leased: list[int] = []
-        codes = request.codes
-        for index, answer in zip(asked, answers, strict=True):
-            if answer and len(leased) < room:
-                leased.append(index)
-            elif answer is False or (answer and not request.is_ahead):  # a scheduled request does not wait for room
-                codes[index] = protocol.MISSING
-                if not request.is_scattered:
-                    codes[index:] = [protocol.MISSING] * (len(codes) - index)
-                    break
-        if leased:
-            spec = self.host.manager.prepare_load([request.keys[index] for index in leased], request.context)
-            before = len(request.leased)
-            for index, row in zip(leased, spec.block_ids.tolist(), strict=True):
-                codes[index] = row
-                request.leased[row] = request.keys[index]
-            self.leases += len(request.leased) - before
+        # Hot path: runs for each key of a prompt, while its engine's step waits for the answer.
+        ready: list[CPUBlock] = []
+        for block in map(primary.blocks.get, islice(request.keys, first, first + room)):
+            if block is None or block.ref_cnt < 0:
+                break
+            ready.append(block)
+        end = first + len(ready)
+        request.codes[first:end] = [block.block_id for block in ready]
+        if ends_at_miss and end < len(request.keys) and len(ready) < room:
+            answers = self.host.manager.lookup_many([request.keys[end]], request.context)
+            if answers == [False]:
+                self._miss(request, end)
+        self._answer(request, ready)
 
-    def _answer(self, request: SessionRequest) -> None:
-        """Tell the engine what has changed."""
+    def _miss(self, request: SessionRequest, index: int) -> None:
+        """Note that a block is missing, and with it those behind it, unless each is of use alone."""
+        end = index + 1 if request.is_scattered else len(request.codes)
+        request.codes[index:end] = [protocol.MISSING] * (end - index)
+
+    def _answer(self, request: SessionRequest, ready: list[CPUBlock]) -> None:
+        """Tell the engine what has changed, then pin what is `ready`: that takes longer, and evicts nothing."""
         codes, first = request.codes, request.answered
         request.promoting = self.host.manager.promoting(request.context)
-        while request.answered < len(codes) and codes[request.answered] != protocol.WAITING:
-            request.answered += 1
-        if request.answered == len(codes):
-            self.waiting.pop(request.number, None)
-        else:
+        if protocol.WAITING in codes:
+            while codes[request.answered] != protocol.WAITING:
+                request.answered += 1
             self.waiting[request.number] = request
-            if codes[first:] == request.told:
-                return
-            request.told = codes[first:]
+            told = codes[first:]
+            if told != request.told:
+                self._tell(request, first)
+            request.told = codes[request.answered :]
+        else:
+            request.answered = len(codes)
+            self.waiting.pop(request.number, None)
+            self._tell(request, first)
+        if ready:
+            distinct = {block.block_id: block for block in ready if block.block_id not in request.leased}
+            request.leased.update(distinct)
+            self.leases += len(distinct)
+            self.host.manager.lease(list(distinct.values()), request.context)
+
+    def _tell(self, request: SessionRequest, first: int) -> None:
         tiers = self.host.tiers_of(request.keys, request.context)
-        for start in range(first, len(codes), protocol.ROWS_MAX):
-            part = codes[start : start + protocol.ROWS_MAX]
+        for start in range(first, len(request.codes), protocol.ROWS_MAX):
+            part = request.codes[start : start + protocol.ROWS_MAX]
             body = protocol.START.pack(start) + protocol.pack_rows(part) + tiers[start : start + protocol.ROWS_MAX]
             self.send(protocol.ANSWER, request.number, len(part), body)
+        if self.channel is not None:
+            with suppress(ClosedError):  # the server notices that, too
+                self.channel.flush()
 
     # Rows.
 
@@ -319,15 +328,15 @@ class Session:
         self.host.manager.on_request_finished(request.context)
 
     def _end_leases(self, request: SessionRequest, rows: Iterable[int]) -> None:
-        keys = []
+        blocks = []
         for row in rows:
-            key = request.leased.pop(row, None)
-            if key is None:
+            block = request.leased.pop(row, None)
+            if block is None:
                 raise ProtocolError(f"request {request.number} has no lease of row {row}")
-            keys.append(key)
-        self.leases -= len(keys)
-        if keys:
-            self.host.manager.complete_load(keys, request.context)
+            blocks.append(block)
+        self.leases -= len(blocks)
+        if blocks:
+            self.host.manager.end_leases(blocks, request.context)
 
     def _take_granted(self, rows: Sequence[int]) -> list[CPUBlock]:
         if len(set(rows)) < len(rows) or not all(row in self.granted for row in rows):

@@ -227,6 +227,31 @@ class TieringOffloadingManager(OffloadingManager):
     @timed
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary.complete_load(keys, req_context)
+        self._offer_again(keys, req_context)
+
+    @timed
+    def lease(self, blocks: list[CPUBlock], req_context: ReqContext) -> None:
+        """Pin distinct ready blocks for a request's load. Unlike `prepare_load`, it does not end the prefetch."""
+        STEP.pauses_left = PAUSES_MAX
+        self.primary.lease(blocks, req_context)
+        keys = [block.key for block in blocks]
+        state = self._requests.state_of(req_context)
+        log = None if self._history is None else self._requests.log_of(state)
+        self._account.loaded(keys, log, state.sources)
+        if state.held:
+            self._promotions.release(state, keys)
+        if state.request_level:
+            state.keys.update(dict.fromkeys(keys))
+
+    @timed
+    def end_leases(self, blocks: Collection[CPUBlock], req_context: ReqContext) -> None:
+        """Release the pins of `lease`."""
+        keys = [block.key for block in blocks] if self._counting_tiers else []
+        self.primary.end_leases(blocks)
+        self._offer_again(keys, req_context)
+
+    def _offer_again(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Offer loaded blocks to tiers that count how often a block is offered."""
         if self._counting_tiers and self.primary.hints_of(req_context).skips_store:
             return
         state = self._requests.get(req_context)

@@ -160,6 +160,27 @@ class ChainOrder:
         self._size -= 1
         return True
 
+    def discard_all(self, blocks: Iterable[CPUBlock]) -> None:
+        """Remove those of `blocks` that are in the order; cheaper than `discard` of each."""
+        chain: RequestChain | None = None
+        stack: dict[int, CPUBlock] | None = None
+        for block in blocks:
+            if block.chain is not chain:
+                if not stack and chain is not None:
+                    self._stacks.pop(chain, None)
+                chain = block.chain
+                found = self._stacks.get(chain) if chain is not None else None
+                stack = None if found is None else found.blocks
+            row = block.block_id
+            if stack and stack.get(row) is block:
+                del stack[row]
+                self._size -= 1
+            elif row in self._held:
+                del self._held[row]
+                self._size -= 1
+        if not stack and chain is not None:
+            self._stacks.pop(chain, None)
+
     def oldest(self) -> RequestChain | None:
         """Return the least recently used chain, or None if the order is empty."""
         queue = self._queue

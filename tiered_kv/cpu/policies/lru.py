@@ -25,16 +25,14 @@ class LRUPolicy(CachePolicy):
         self._order.add(blocks)
 
     def remove(self, blocks: Iterable[CPUBlock]) -> None:
-        discard = self._order.discard
-        for block in blocks:
-            discard(block)
+        self._order.discard_all(blocks)
 
     def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
         order = self._order
         chain.refresh()
         if all(block.chain is chain for block in blocks):
             return
-        evictable = [block for block in blocks if order.discard(block)]
+        evictable = [block for block in blocks if block.ref_cnt <= 0 and order.discard(block)]
         chain.take(blocks)
         order.add(evictable)
 
