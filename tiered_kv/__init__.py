@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         TierError,
         TierUnavailableError,
     )
+    from tiered_kv.server.connect import HostStack, connect
     from tiered_kv.stack import EngineStack, Stack, open_engine_stack, open_stack
     from tiered_kv.stack_config import StackConfig, load_config
 
@@ -43,6 +44,7 @@ __all__ = [
     "DirectTiers",
     "EngineStack",
     "FormatError",
+    "HostStack",
     "MissingExtraError",
     "Namespace",
     "ResourceError",
@@ -53,6 +55,7 @@ __all__ = [
     "TierError",
     "TierUnavailableError",
     "TieredKVError",
+    "connect",
     "load_config",
     "make_offload_key",
     "open_engine_stack",
@@ -66,6 +69,7 @@ _MODULES = {
     "tiered_kv.direct.tiers": "DirectTiers",
     "tiered_kv.errors": "ConfigError FormatError MissingExtraError ResourceError ShutdownError TierBusyError "
     "TierError TierUnavailableError TieredKVError",
+    "tiered_kv.server.connect": "HostStack connect",
     "tiered_kv.stack": "EngineStack Stack open_engine_stack open_stack",
     "tiered_kv.stack_config": "StackConfig load_config",
 }

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, TypeVar, cast, overload
 
 from tiered_kv.buffers import Blocks
 from tiered_kv.calls import HintsAsGiven
-from tiered_kv.stack import Stack
 
 if TYPE_CHECKING:
     from tiered_kv.buffers import AnyBuffer
+    from tiered_kv.server.connect import HostStack
+    from tiered_kv.stack import Stack
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ class AsyncStack:
         stack: The stack, which `close` closes.
     """
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack | HostStack) -> None:
         self.stack = stack
 
     async def put(

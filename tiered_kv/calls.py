@@ -12,16 +12,15 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from tiered_kv.base import ReqContext
+from tiered_kv.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
 from tiered_kv.hints import HINTS_KEY, Hints
 from tiered_kv.interrupts import CallThread
-from tiered_kv.tiering.manager import TieringOffloadingManager
 
 HintsAsGiven = Mapping[str, object] | None
 T = TypeVar("T")
@@ -30,7 +29,55 @@ PAUSE_MIN_S = 50e-6
 _PAUSE_MAX_S = 2e-3
 
 
-class StackCalls:
+class CalledManager(Protocol):
+    """What the calls need of a manager; `TieringOffloadingManager` explains each."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def has_tiers_below(self) -> bool: ...
+
+    @property
+    def jobs_in_flight(self) -> int: ...
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]: ...
+
+    def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]: ...
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec: ...
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None: ...
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None: ...
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None: ...
+
+    def reserve_stores(self, num_blocks: int) -> bool: ...
+
+    def release_stores(self, num_blocks: int) -> None: ...
+
+    def stores_nothing_of(self, req_context: ReqContext) -> bool: ...
+
+    def is_outdated(self, req_context: ReqContext) -> bool: ...
+
+    def outdate(self, req_context: ReqContext) -> None: ...
+
+    def on_new_request(self, req_context: ReqContext) -> object: ...
+
+    def on_request_finished(self, req_context: ReqContext) -> None: ...
+
+    def on_schedule_end(self) -> None: ...
+
+    def reset_cache(self) -> None: ...
+
+    def shutdown(self, timeout_s: float = 5.0) -> None: ...
+
+
+M = TypeVar("M", bound=CalledManager)
+
+
+class StackCalls(Generic[M]):
     """What the calls of a stack have in common: their lock, their steps, and their end.
 
     Args:
@@ -38,7 +85,7 @@ class StackCalls:
         region: The primary tier's memory.
     """
 
-    def __init__(self, manager: TieringOffloadingManager, region: PrimaryRegion) -> None:
+    def __init__(self, manager: M, region: PrimaryRegion) -> None:
         self._manager = manager
         # Not its array: an array that is kept would keep the memory mapped after the region was closed.
         self.region = region
@@ -124,7 +171,7 @@ class StackCalls:
         with self._call():
             with self._lock:
                 self._manager.on_new_request(context)
-                if epoch not in (None, self._manager.primary.epoch):
+                if epoch not in (None, self._manager.epoch):
                     self._manager.outdate(context)
             try:
                 yield context

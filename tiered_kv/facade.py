@@ -10,7 +10,7 @@ import numpy as np
 
 from tiered_kv.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext, make_offload_key
 from tiered_kv.buffers import Blocks, rows_in
-from tiered_kv.calls import PAUSE_MIN_S, HintsAsGiven, StackCalls, pause
+from tiered_kv.calls import PAUSE_MIN_S, HintsAsGiven, M, StackCalls, pause
 
 if TYPE_CHECKING:
     from tiered_kv.buffers import AnyBuffer
@@ -20,7 +20,7 @@ _GROUP: Final = 0
 """The KV cache group of the blocks."""
 
 
-class BlockFacade(StackCalls):
+class BlockFacade(StackCalls[M]):
     """The part of a `Stack` that stores and loads blocks by key. Any thread of its process may call its methods.
 
     A key is a block hash: bytes of any length, of your own making. An engine's manager has the block under
@@ -163,7 +163,7 @@ class BlockFacade(StackCalls):
     @property
     def epoch(self) -> int:
         """The number of resets since the stack was opened."""
-        return self._manager.primary.epoch
+        return self._manager.epoch
 
     def reset_cache(self) -> None:
         """Remove every block from every tier, as after new weights.
@@ -178,13 +178,13 @@ class BlockFacade(StackCalls):
     # The calls, on the call thread or a thread of the program.
 
     def _put(self, keys: Sequence[OffloadKey], blocks: Blocks, end_s: float, hints: HintsAsGiven, epoch: int) -> int:
-        has_secondary = bool(self._manager.secondary_tiers)
+        has_secondary = self._manager.has_tiers_below
         count = len(keys) if has_secondary else _fitting(keys, self.region.num_blocks)
         done, batch = 0, self._batch_blocks
         with self._request("put", hints, epoch) as context:
             pause_s = PAUSE_MIN_S
             while done < count:
-                if self._manager.primary.skips_store(context):
+                if self._manager.stores_nothing_of(context):
                     return 0
                 # Without secondary tiers an evicted block is lost. So the blocks that this call has stored are named
                 # again: the manager does not evict them for blocks that come after them.
@@ -199,7 +199,7 @@ class BlockFacade(StackCalls):
                     break  # neither a transfer nor another call will make room
                 else:
                     pause_s = pause(pause_s)
-            return 0 if self._manager.primary.is_outdated(context) else done
+            return 0 if self._manager.is_outdated(context) else done
 
     def _count_prefix(
         self, verb: str, keys: Sequence[OffloadKey], timeout: float, hints: HintsAsGiven, ask: _Ask

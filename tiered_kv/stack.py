@@ -73,7 +73,7 @@ def _open(source: _Source, kind: type[_Kind]) -> _Kind:
     return opening.run_only(lambda: kind(config, backend=backend, is_checked=True), undo=kind.close)
 
 
-class AnyStack(StackCalls):
+class AnyStack(StackCalls[TieringOffloadingManager]):
     """What a `Stack` and an `EngineStack` have in common. Any thread may call the methods.
 
     A stack belongs to the process that opened it. In a child that is forked the threads of its tiers do not run: there
@@ -202,7 +202,7 @@ class AnyStack(StackCalls):
         return self._call_thread.run(answer)
 
 
-class Stack(AnyStack, BlockFacade):
+class Stack(AnyStack, BlockFacade[TieringOffloadingManager]):
     """An open stack of a program that stores and loads blocks itself: `open_stack` opens it. Any thread may call it."""
 
     def __init__(self, config: StackConfig, *, backend: CPUBackend | None = None, is_checked: bool = False) -> None:

@@ -46,6 +46,9 @@ class _AttachedRequest:
     tiers: dict[OffloadKey, int] = field(default_factory=dict)
     known_asked: list[Sequence[OffloadKey]] = field(default_factory=list)
     """Keys of which the server was asked whether they are stored, message by message."""
+    stored: dict[OffloadKey, bool | None] = field(default_factory=dict)
+    """Blocks of which the server was asked whether any tier has them, and its answers."""
+    stored_asked: list[Sequence[OffloadKey]] = field(default_factory=list)
     unsent: int = 0
     """Keys from this one on have not been asked for."""
     asked_s: float = 0.0
@@ -65,6 +68,7 @@ class AttachedManager(OffloadingManager):
 
     Args:
         attachment: Connects to the server; `shutdown` closes it.
+        on_attached: Called with each new connection.
         clock: Seconds of a monotonic clock.
 
     Attributes:
@@ -72,12 +76,21 @@ class AttachedManager(OffloadingManager):
         epoch: The number of resets of the namespace that this engine knows.
     """
 
-    def __init__(self, attachment: Attachment, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        attachment: Attachment,
+        *,
+        on_attached: Callable[[HostLink], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.cost = EngineCost()
         self.epoch = 0
         self._attachment = attachment
         self._clock = clock
         self._link: HostLink | None = None
+        self._lost: HostLink | None = None
+        """The last connection, while copies may run."""
+        self.on_attached = on_attached
         self._hint_reader = HintReader()
         self._requests: dict[str, _AttachedRequest] = {}
         self._by_number: dict[int, _AttachedRequest] = {}
@@ -145,6 +158,21 @@ class AttachedManager(OffloadingManager):
             for part in _parts(keys):
                 request.known_asked.append(part)
                 self._add(request, protocol.ACQUIRE, part, flags=protocol.ONLY_KNOWN)
+
+    def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Return for each block whether any tier has it, None while the server has not answered."""
+        request = self._requests.get(req_context.req_id) or self._begin(req_context)
+        if not self.is_attached or request.is_outdated:
+            return [False] * len(keys)
+        asked = [key for key in dict.fromkeys(keys) if key not in request.stored]
+        if asked:
+            request.stored.update(dict.fromkeys(asked))
+            self._tell(request)
+            for part in _parts(asked):
+                request.stored_asked.append(part)
+                self._add(request, protocol.ACQUIRE, part, flags=protocol.ONLY_STORED)
+            request.asked_s, request.waits_for_answer = self._now_s, False
+        return [request.stored[key] if request.stored[key] is not None else self._wait(request) for key in keys]
 
     def end_prefetch(self, req_context: ReqContext) -> None:
         """The request is scheduled; `expect` says so to the server."""
@@ -271,6 +299,9 @@ class AttachedManager(OffloadingManager):
         link = self._link
         if link is None:
             if not self._transfers:  # before that, workers copy to and from the rows of the last connection
+                if self._lost is not None:
+                    self._lost.close()
+                    self._lost = None
                 self._link = self._attachment.take_link()
                 if self._link is not None:
                     self._attached(self._link)
@@ -299,13 +330,54 @@ class AttachedManager(OffloadingManager):
     def take_events(self) -> Iterable[Any]:
         return ()
 
-    def shutdown(self) -> None:
+    # For programs that put and get blocks.
+
+    @property
+    def jobs_in_flight(self) -> int:
+        """1 if there are rows to write, or the server may still grant some; else 0."""
+        return int(self._link is not None and (self._link.is_granting or bool(self._link.free)))
+
+    @property
+    def has_tiers_below(self) -> bool:
+        return self._link is not None and len(self._link.welcome.tiers) > 1
+
+    def stores_nothing_of(self, req_context: ReqContext) -> bool:
+        """Return whether no block of a request is stored now: the server is away, or the request stores none."""
+        request = self._requests.get(req_context.req_id)
+        return not self.is_attached or (request is not None and (request.is_outdated or request.hints.skips_store))
+
+    def is_outdated(self, req_context: ReqContext) -> bool:
+        request = self._requests.get(req_context.req_id)
+        return request is not None and request.is_outdated
+
+    def reserve_stores(self, num_blocks: int) -> bool:
+        """Return True: the server limits what its tiers store."""
+        return True
+
+    def release_stores(self, num_blocks: int) -> None:
+        """Do nothing, as `reserve_stores`."""
+
+    def ask_idle(self) -> int:
+        """Ask the server to tell when no job of a tier is in flight; `is_idle` has the answer."""
+        self._number = self._number % 0xFFFFFFFF + 1
+        if self._link is not None:
+            self._link.channel.add(protocol.PING, self._number, flags=protocol.WHEN_IDLE)
+            self._flush()
+        return self._number
+
+    def is_idle(self, number: int) -> bool:
+        """Return whether the server has answered `ask_idle`, or is away."""
+        return self._link is None or number in self._link.pongs
+
+    def shutdown(self, timeout_s: float = 5.0) -> None:
         """End the connection. Rows that copies still use stay this engine's until its processes have ended."""
         link, self._link = self._link, None
         if link is not None:
             if not self._transfers:
                 link.say_bye()
             link.close()
+        if self._lost is not None:
+            self._lost.close()
         self._attachment.close()
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
@@ -323,6 +395,10 @@ class AttachedManager(OffloadingManager):
             link.is_granting = False
         elif code == protocol.KNOWN:
             self._take_known(message, link)
+        elif code == protocol.STORED:
+            request = self._by_number.get(message.number)
+            if request is not None and request.stored_asked:
+                request.stored.update(zip(request.stored_asked.pop(0), map(bool, body), strict=True))
         elif code == protocol.EPOCH:
             if message.number > self.epoch:
                 self.epoch = message.number
@@ -445,7 +521,7 @@ class AttachedManager(OffloadingManager):
 
     def _owed(self) -> None:
         if self._heard_s is None:
-            self._heard_s = self._now_s
+            self._heard_s = self._clock()
 
     # The state of requests and of the connection.
 
@@ -485,6 +561,8 @@ class AttachedManager(OffloadingManager):
     def _attached(self, link: HostLink) -> None:
         self.epoch = max(self.epoch, link.welcome.epoch)
         self._heard_s, self._is_silent = None, False
+        if self.on_attached is not None:
+            self.on_attached(link)
         for request in self._requests.values():
             request.epoch = self.epoch if not request.is_outdated else -1
 
@@ -494,12 +572,14 @@ class AttachedManager(OffloadingManager):
         if link is None:
             return
         self._counts["lost_links"] += 1
-        link.close()
+        self._lost = link
+        link.channel.close()
         self._attachment.lost(why)
         self._unsent.clear()
         for request in self._requests.values():
             request.link, request.unsent, request.waits_for_answer = None, 0, False
             request.keys, request.rows, request.tiers, request.known_asked = [], {}, {}, []
+            request.stored, request.stored_asked = {}, []
 
 
 def _are_rows(codes: Collection[int]) -> bool:

@@ -25,6 +25,7 @@ the client's number of a request, unless the table says otherwise.
     WORKERS   number = worker processes of the session that have mapped the rows; count = its schedulers
     ANSWER    `START`, then a row or code for each key from there on, then the tier of each (a byte)
     KNOWN     a row or code for each key of an ACQUIRE with `ONLY_KNOWN`, then as many generations: nothing is leased
+    STORED    a byte for each key of an ACQUIRE with `ONLY_STORED`: whether a tier has the block
     GRANTED   rows
     EPOCH     number = the namespace's epoch; requests of earlier epochs store and load nothing
     PONG      the number of the PING
@@ -61,12 +62,14 @@ REQUEST_KEYS_MAX: Final = 1 << 17
 """Keys of a request."""
 
 HELLO, BEGIN, ACQUIRE, EXPECT, RELEASE, COMMIT, END, GRANT, RETURN, RESET, PING, MAPPED, BYE = range(1, 14)
-WELCOME, REFUSED, WORKERS, ANSWER, KNOWN, GRANTED, EPOCH, PONG, GOODBYE = range(65, 74)
+WELCOME, REFUSED, WORKERS, ANSWER, KNOWN, STORED, GRANTED, EPOCH, PONG, GOODBYE = range(65, 75)
 
 AHEAD: Final = 1
 """Flag of ACQUIRE: the request waits in the engine's queue. Lease what is ready, and begin to promote the rest."""
 ONLY_KNOWN: Final = 2
 """Flag of ACQUIRE: the engine has these blocks; say which are stored."""
+ONLY_STORED: Final = 8
+"""Flag of ACQUIRE: say which of these blocks any tier has, once all tiers have answered. Nothing is promoted."""
 SCATTERED: Final = 4
 """Flag of ACQUIRE: a block is of use without those before it."""
 WHEN_IDLE: Final = 1

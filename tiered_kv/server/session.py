@@ -66,6 +66,8 @@ class Session:
         """Requests without a final answer for each key, by number."""
         self.changed: dict[int, SessionRequest] = {}
         """Requests to answer in this step."""
+        self.questions: list[tuple[SessionRequest, list[OffloadKey]]] = []
+        """Blocks of which an engine asks whether any tier has them."""
         self.idle_pings: list[int] = []
         self.cost = EngineCost()
         self._handlers: dict[int, Callable[[Message], None]] = {
@@ -84,7 +86,7 @@ class Session:
     @property
     def is_waiting(self) -> bool:
         """Whether something may be answered without a message."""
-        return bool(self.waiting or self.idle_pings)
+        return bool(self.waiting or self.idle_pings or self.questions)
 
     @property
     def has_rows(self) -> bool:
@@ -139,6 +141,7 @@ class Session:
                     self._lease_ready(request, ends_at_miss=is_over)
                 else:
                     self._look_up(request)
+        self.questions = [each for each in self.questions if not self._tell_stored(*each)]
         if self.idle_pings and not manager.jobs_in_flight:
             for number in self.idle_pings:
                 self.send(protocol.PONG, number)
@@ -165,6 +168,9 @@ class Session:
         keys = protocol.split_keys(message.body, message.items)
         if message.flags & protocol.ONLY_KNOWN:
             self._tell_known(request, keys)
+            return
+        if message.flags & protocol.ONLY_STORED:
+            self.questions.append((request, keys))
             return
         if len(request.keys) + len(keys) > protocol.REQUEST_KEYS_MAX:
             raise ProtocolError(f"a request has more than {protocol.REQUEST_KEYS_MAX} keys")
@@ -237,6 +243,14 @@ class Session:
         self.host.manager.touch(found, request.context)
         generations = self.host.generations_of(rows)
         self.send(protocol.KNOWN, request.number, len(rows), protocol.pack_rows(rows) + protocol.pack_rows(generations))
+
+    def _tell_stored(self, request: SessionRequest, keys: list[OffloadKey]) -> bool:
+        """Tell which blocks any tier has, if all tiers have answered; return whether they have."""
+        answers = self.host.manager.contains_many(keys, request.context)
+        if None in answers and request.number in self.requests:
+            return False
+        self.send(protocol.STORED, request.number, len(keys), bytes(map(bool, answers)))
+        return True
 
     def _look_up(self, request: SessionRequest) -> None:
         """Ask all tiers for what has no final code, and lease what is ready."""

@@ -413,6 +413,23 @@ class TieringOffloadingManager(OffloadingManager):
     # Emptying and closing.
 
     @property
+    def epoch(self) -> int:
+        """The number of resets."""
+        return self.primary.epoch
+
+    @property
+    def has_tiers_below(self) -> bool:
+        return bool(self._tiers)
+
+    def stores_nothing_of(self, req_context: ReqContext) -> bool:
+        """Return whether no block of a request is stored: it began before a reset, or has the hint `skip: store`."""
+        return self.primary.skips_store(req_context)
+
+    def is_outdated(self, req_context: ReqContext) -> bool:
+        """Return whether a request began before a reset."""
+        return self.primary.is_outdated(req_context)
+
+    @property
     def jobs_in_flight(self) -> int:
         """Jobs that a tier has not reported yet, including expired ones."""
         return sum(len(guarded.jobs) for guarded in self._tiers)

@@ -1,0 +1,58 @@
+"""Programs put and get blocks of a host's cache."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tiered_kv
+from tests.support.host_server import BLOCK_BYTES, serving, stack_of, wait_for
+
+HASHES = [number.to_bytes(16, "big") for number in range(24)]
+BLOCKS = np.arange(24 * BLOCK_BYTES, dtype=np.uint32).astype(np.uint8).reshape(24, BLOCK_BYTES)
+
+
+def test_a_program_gets_what_another_has_put(tmp_path: Path) -> None:
+    nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
+    with (
+        serving(tmp_path, stack_of(secondary=[nvme])) as served,
+        tiered_kv.connect(served.address) as first,
+        tiered_kv.connect(served.address) as second,
+    ):
+        assert first.put(HASHES, BLOCKS) == 24
+        assert first.flush()
+        assert second.contains(HASHES) == 24
+        assert second.contains([b"absent"]) == 0
+        assert second.prefetch(HASHES) == 24
+        assert (second.get(HASHES) == BLOCKS).all()
+        second.reset_cache()
+        wait_for(lambda: first.epoch == 1)
+        assert len(first.get(HASHES)) == 0
+
+
+def test_an_asyncio_program_awaits_the_calls(tmp_path: Path) -> None:
+    async def use(address: str) -> int:
+        async with tiered_kv.AsyncStack(tiered_kv.connect(address)) as stack:
+            await stack.put(HASHES, BLOCKS)
+            found = await asyncio.gather(*(stack.get(HASHES) for _ in range(4)))
+            return sum(len(each) for each in found)
+
+    with serving(tmp_path) as served:
+        assert asyncio.run(use(served.address)) == 4 * 24
+
+
+def test_without_a_server_nothing_is_found_and_nothing_waits(tmp_path: Path) -> None:
+    with pytest.raises(tiered_kv.TierUnavailableError, match="tiered-kv serve"):
+        tiered_kv.connect(f"unix:{tmp_path}/none.sock")
+    with serving(tmp_path) as served:
+        stack = tiered_kv.connect(served.address)
+        stack.put(HASHES, BLOCKS)
+    with stack:
+        wait_for(lambda: not stack.put(HASHES, BLOCKS))
+        assert len(stack.get(HASHES)) == 0
+        with serving(tmp_path):
+            wait_for(lambda: stack.put(HASHES, BLOCKS) == 24)
+            assert (stack.get(HASHES) == BLOCKS).all()
