@@ -60,15 +60,16 @@ class TierError(TieredKVError):
     """A tier cannot be opened or used.
 
     Args:
-        message: What was expected, what was found, and what to do.
+        message: What was expected, what was found, and what to do; a whole sentence, with the path or address.
         tier: The tier's name in the stack.
-        operation: The operation that failed, such as "open" or "store".
+        operation: The operation that failed, such as "open" or "store"; for programs, except for "open".
     """
 
     def __init__(self, message: str, *, tier: str = "", operation: str = "") -> None:
+        self.message = message
         self.tier = tier
         self.operation = operation
-        what = "cannot be opened" if operation == "open" else operation
+        what = "cannot be opened" if operation == "open" else ""
         where = " ".join(part for part in (tier and f"tier '{tier}'", what) if part)
         super().__init__(f"{where}: {message}" if where else message)
 

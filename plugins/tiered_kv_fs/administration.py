@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -32,6 +32,13 @@ class FsAdministration(ListedStorage):
         super().__init__(settings)
         self._claimed = claimed(settings.path, settings.name, private=settings.private)
         self._path = self._claimed.path
+
+    @property
+    def where(self) -> str:
+        return self._path if os.path.isdir(self._path) else f"{self._path} (no such directory)"
+
+    def digests(self, deadline: float) -> Iterable[str]:
+        return filter(NAMESPACE.fullmatch, os.listdir(self._path))
 
     def purge(self, digest: str, deadline: float) -> Purged:
         root, ledger = f"{self._path}/{digest}", DirectoryLedger(self._path)
@@ -71,6 +78,10 @@ class FsAdministration(ListedStorage):
 
     def describe(self, digest: str, deadline: float) -> object:
         return fields_of(read_file(f"{self._path}/{digest}/{NAMESPACE_NAME}", DESCRIPTION_BYTES_MAX)).get("namespace")
+
+    def named(self, entry: Entry) -> tuple[str, bytes]:
+        path, _ = entry.where
+        return path, b""
 
     def check(
         self, digest: str, blocks: Iterator[Sequence[Entry]], found: Verification, deadline: float

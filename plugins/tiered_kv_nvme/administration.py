@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from tiered_kv.errors import TierBusyError, TierUnavailableError
@@ -21,13 +22,15 @@ from tiered_kv.permissions import check_file
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit.administration import (
     DIGEST_HEX,
-    Census,
     Purged,
+    StoredNamespace,
     Survey,
     SurveyedSegments,
     TierAdministration,
     Verification,
+    stored_namespace,
 )
+from tiered_kv.toolkit.census import Census
 from tiered_kv.toolkit.claimed import LOST_AND_FOUND, Identity, walk
 from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
@@ -64,6 +67,15 @@ class NvmeAdministration(TierAdministration):
         super().__init__(settings)
         self._claimed = claimed_directory(settings.path, settings.name, private=settings.private)
         self._path = self._claimed.path
+
+    @property
+    def where(self) -> str:
+        return self._path if os.path.isdir(self._path) else f"{self._path} (no such directory)"
+
+    def namespaces(self, deadline: float) -> Sequence[StoredNamespace]:
+        with self._claimed.opened("survey") as fd:
+            digest, fields = self._marker(fd)
+        return [stored_namespace(digest, fields.get("namespace"))] if digest else []
 
     def purge(self, digest: str, deadline: float) -> Purged:
         with self._claimed.opened("purge") as fd:
@@ -105,7 +117,7 @@ class NvmeAdministration(TierAdministration):
         try:
             return SegmentDirectory(self._path, identity, tier=self._claimed.tier, private=self._claimed.private)
         except TierBusyError as error:
-            message = f"a running process has {self._path}; stop it first, or leave --repair out"
+            message = f"{error.message.partition(';')[0]}; stop it first, or leave --repair out"
             raise TierBusyError(message, tier=self._claimed.tier, operation="repair") from error
 
     def _identity(self, digest: str, fields: Mapping[str, object]) -> Identity:
@@ -222,12 +234,14 @@ class Inspection:
         scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters)
         self._codecs, self._block = codecs, Scratch().take(self.identity.block_bytes)
         for slot, fd, segment in self._segments(scan, "verify", for_writing=files is not None):
+            path = f"{self.path}/segment-{self._digest[:8]}-{slot:06d}.kv"
             if segment is None:
-                if _is_damaged(fd) and verification.note(RecordStatus.BAD_HEADER, PAGE_BYTES) and files is not None:
+                note = partial(verification.note, RecordStatus.BAD_HEADER, PAGE_BYTES, path)
+                if _is_damaged(fd) and note() and files is not None:
                     files.discard(slot)
                     verification.repaired += 1
                 continue
-            damaged = set(self._damaged(segment, verification))
+            damaged = set(self._damaged(segment, path, verification))
             if damaged and files is not None:
                 segment.table = _without(segment.table, damaged)
                 if not len(segment.table):
@@ -236,7 +250,7 @@ class Inspection:
                     verification.repaired += len(damaged)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # spare the page cache
 
-    def _damaged(self, segment: Segment, verification: Verification) -> Iterator[int]:
+    def _damaged(self, segment: Segment, path: str, verification: Verification) -> Iterator[int]:
         """Check a segment's blocks; yield the ordinals of blocks to delete."""
         table = segment.table
         order = sorted(range(len(table)), key=table.offsets.__getitem__)
@@ -248,7 +262,8 @@ class Inspection:
                     verification.notes.append(_CHANGED)
                 return
             for ordinal, status in zip(run, found, strict=True):
-                if verification.note(status, table.stored_bytes[ordinal]):
+                name = f"{path}, at byte {table.offsets[ordinal]}"
+                if verification.note(status, table.stored_bytes[ordinal], name, table.keys[ordinal]):
                     yield ordinal
             self._check_time("verify")
 

@@ -232,7 +232,7 @@ def _lock_directory(directory_fd: int, lock_fd: int, claimed: ClaimedDirectory) 
 
 
 def _busy(locked_fd: int, lock_fd: int, claimed: ClaimedDirectory) -> TierBusyError:
-    message = f"{claimed.path} is in use by {_holder(locked_fd, lock_fd)}; stop it, or give each tier its own directory"
+    message = f"{claimed.path} is in use by {_holder(locked_fd, lock_fd)}; stop it, or give this tier another directory"
     return TierBusyError(message, tier=claimed.tier, operation="open")
 
 

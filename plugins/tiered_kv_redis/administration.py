@@ -28,16 +28,17 @@ from tiered_kv_redis.epoch import KEY_PREFIX
 from tiered_kv_redis.reasons import (
     MOVED,
     PERMISSION,
-    REFUSAL_ADVICE,
     WRONG_TYPE,
     NodeError,
+    cause_of,
     reason_of_error,
-    with_text,
 )
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
 
 _NAMES_AT_ONCE: Final = 500
+_SCANNED: Final = 5000
+"""Names that the server looks at in one step of a search that finds few."""
 _BLOCKS_BYTES_MAX: Final = 8 << 20
 """Bytes of blocks that a verification loads at once."""
 _NAME: Final = re.compile(
@@ -45,8 +46,8 @@ _NAME: Final = re.compile(
 )
 """Every name that the tier gives: see `epoch.py`. A block's key may be any bytes."""
 _NO_TOUCH_MISSING: Final = "the server has no CLIENT NO-TOUCH (Redis 7.2): each check counts as a use of the block"
-_NO_PERMISSION: Final = (
-    "does not permit a purge; its user needs +scan +strlen +unlink +get on keys 'tkv1:*', in a cluster +cluster|slots"
+_RIGHTS: Final = (
+    "to inspect and purge, its user needs +scan +strlen +unlink +get on keys 'tkv1:*', in a cluster +cluster|slots"
 )
 
 
@@ -61,6 +62,19 @@ class RedisAdministration(ListedStorage):
         super().__init__(settings)
         check_tls_files(settings)
         self._topology = Topology(settings)
+
+    @property
+    def where(self) -> str:
+        return f"{self._topology.endpoints}, database {self._settings.db}, names {KEY_PREFIX.decode()}*"
+
+    def digests(self, deadline: float) -> Iterator[str]:
+        self._topology.split([KEY_PREFIX], deadline)  # waits for the servers' addresses
+        for node in self._topology.nodes():
+            with closing(node.client()) as client:
+                for name in client.scan_iter(KEY_PREFIX + b"*:namespace", _SCANNED):
+                    if (match := _NAME.fullmatch(name)) and match["key"] is None:
+                        yield match["digest"].decode()
+                    self.check_time(deadline, "survey")
 
     def entries(self, digest: str | None, deadline: float) -> Iterator[Sequence[Entry]]:
         pattern = KEY_PREFIX + (f"{digest}:*".encode() if digest else b"*")
@@ -93,6 +107,10 @@ class RedisAdministration(ListedStorage):
                 except ResponseError:  # another program wrote it
                     break
         return None
+
+    def named(self, entry: Entry) -> tuple[str, bytes]:
+        _, name, key = entry.where
+        return repr(name)[2:-1], key  # escaped as by redis-cli
 
     def check(
         self, digest: str, blocks: Iterator[Sequence[Entry]], found: Verification, deadline: float
@@ -136,10 +154,8 @@ class RedisAdministration(ListedStorage):
             yield True
         except (NodeError, RedisError, OSError) as error:
             reason = reason_of_error(error)
-            hint = REFUSAL_ADVICE.get(reason, f"cannot be used now: {reason}")
-            hint = _NO_PERMISSION if reason == PERMISSION else hint
-            text = self._topology.said.get(reason, "") if isinstance(error, NodeError) else str(error)
-            message = with_text(f"the server {hint}", text, self._settings.secret_texts())
+            text = None if isinstance(error, NodeError) else cause_of(error)
+            message = self._topology.sentence(reason, text, wants=_RIGHTS if reason == PERMISSION else "")
             raise TierUnavailableError(message, tier=self._settings.name, operation=operation) from error
 
 

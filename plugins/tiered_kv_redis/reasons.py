@@ -25,6 +25,7 @@ from tiered_kv.toolkit.resolver import note_refused
 ABSENT: Final = "absent"
 READ_ONLY: Final = "readonly"
 MOVED: Final = "moved"
+NO_SPACE: Final = "no_space"
 TIMEOUT: Final = "timeout"
 UNAVAILABLE: Final = "unavailable"
 AUTH: Final = "auth"
@@ -51,19 +52,40 @@ UNUSABLE: Final = frozenset((LOADING, CLUSTER_DOWN))
 OF_ONE_SERVER: Final = UNUSABLE | {BUSY, TIMEOUT, UNAVAILABLE, AUTH, TLS, PROTOCOL}
 """Reasons that concern one server only."""
 
-REFUSAL_ADVICE: Final = {
-    AUTH: "refuses the user or password, or clients of other machines; check 'username', 'password' and its "
-    "'protected-mode'",
-    PERMISSION: "does not permit what this tier does; its user needs +get +set +strlen +unlink "
-    "on keys 'tkv1:*', in a cluster also +cluster|slots",
-    SERVER_ERROR: "answers with an error; check 'db', and that it is a Redis of the 'mode' that is set",
-    TLS: "does not pass the check of its certificate; check 'tls_ca' and the host name (the log says more), or "
-    "offers no TLS",
+REFUSALS: Final = frozenset((AUTH, PERMISSION, SERVER_ERROR, TLS))
+"""Permanent failures: the tier is not opened."""
+
+_IS_SAID: Final[Mapping[str, tuple[str, str]]] = {
+    AUTH: (
+        "refuses the user or password, or clients of other machines",
+        "check 'username', 'password' and its 'protected-mode'",
+    ),
+    PERMISSION: (
+        "does not permit what this tier does",
+        "its user needs +get +set +strlen +unlink on keys 'tkv1:*', in a cluster also +cluster|slots",
+    ),
+    SERVER_ERROR: ("answers with an error", "check 'db', and that it is a Redis of the 'mode' that is set"),
+    TLS: (
+        "does not pass the check of its certificate, or offers no TLS",
+        "set 'tls_ca' to the file of its authority, or connect by a name that the certificate has",
+    ),
+    UNAVAILABLE: ("cannot be reached", "start it, or correct its address in the stack"),
+    TIMEOUT: (
+        "does not answer in time",
+        "see whether it is overloaded or a firewall drops packets, or raise 'timeout' and 'connect_timeout'",
+    ),
+    PROTOCOL: ("does not answer as Redis does", "correct its address in the stack, or 'tls'"),
+    READ_ONLY: ("takes no writes", "give the address of the master, or see why it cannot save its data"),
+    NO_SPACE: ("has no memory left", "raise its 'maxmemory', or set its 'maxmemory-policy' to allkeys-lru"),
+    LOADING: ("is still loading its data", "wait until it has"),
+    BUSY: ("is busy with a script", "wait, or end the script"),
+    CLUSTER_DOWN: ("has no masters for its slots", "see what CLUSTER INFO says, and start the missing masters"),
 }
-"""What to do about permanent failures."""
+_UNKNOWN_HOST: Final = ("not known", "name resolution", "no address")
+"""In what the resolver says about a host that has no address."""
 
 _BY_CODE: Final = {
-    b"OOM": "no_space",
+    b"OOM": NO_SPACE,
     b"READONLY": READ_ONLY,
     b"MISCONF": READ_ONLY,
     b"NOREPLICAS": READ_ONLY,
@@ -97,7 +119,7 @@ _BY_TYPE: Final[Mapping[type[BaseException], str]] = {
     ssl.SSLError: TLS,
     ClusterError: CLUSTER_DOWN,
     ReadOnlyError: READ_ONLY,
-    OutOfMemoryError: _BY_CODE[b"OOM"],
+    OutOfMemoryError: NO_SPACE,
     ResponseError: SERVER_ERROR,
 }
 """The first type that fits counts."""
@@ -120,21 +142,35 @@ def reason_of_code(line: bytes) -> str:
     return _BY_CODE.get(code, SERVER_ERROR)
 
 
-def with_text(message: str, text: str, secrets: Set[str]) -> str:
-    """Return `message` with the `text` of a server or library."""
+def sentence(endpoints: str, reason: str, text: str, secrets: Set[str], *, wants: str = "") -> str:
+    """Return what is wrong with the servers at `endpoints`, the `text` of a server or library, and what to do.
+
+    `wants` says what to do if that is not the usual.
+    """
+    problem, remedy = _IS_SAID.get(reason, (f"fails: {reason}", ""))
+    if any(each in text for each in _UNKNOWN_HOST):
+        remedy = "correct the host's name in the stack, or this machine's DNS"
+    who = "one of the servers" if ", " in endpoints else "the server"
     shown = foreign_text(text, secrets)
-    return f"{message} ({shown})" if shown else message
+    message = f"{who} {endpoints} {problem}" + (f" ({shown})" if shown else "")
+    return f"{message}; {wants or remedy}" if wants or remedy else message
+
+
+def cause_of(error: BaseException) -> str:
+    """Return what the operating system, TLS or the server says in an exception, or the exception's own text."""
+    for each in _chain(error):
+        if isinstance(each, ssl.SSLCertVerificationError):
+            return each.verify_message.rstrip(".")
+        if isinstance(each, OSError) and each.strerror:
+            return each.strerror
+    return str(error)
 
 
 def reason_of_error(error: BaseException) -> str:
     """Return the reason for an exception of a socket or redis-py, by it and its causes."""
     if isinstance(error, NodeError):
         return error.reason
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:  # an exception that was raised again may be among its own causes
-        chain.append(link)
-        link = link.__cause__ or link.__context__
+    chain = _chain(error)
     for each in chain:
         if isinstance(each, ssl.SSLCertVerificationError):
             note_refused(each)
@@ -146,3 +182,13 @@ def reason_of_error(error: BaseException) -> str:
         if any(isinstance(each, kind) for each in chain):
             return reason
     return UNAVAILABLE if isinstance(error, (OSError, RedisError)) else "error"
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an exception and its causes."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:  # an exception that was raised again may be among its own causes
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return chain

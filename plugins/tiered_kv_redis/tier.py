@@ -22,11 +22,10 @@ from tiered_kv_redis.reasons import (
     ABSENT,
     MOVED,
     OF_ONE_SERVER,
-    REFUSAL_ADVICE,
+    REFUSALS,
     SERVER_ERROR,
     UNANSWERED,
     NodeError,
-    with_text,
 )
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
@@ -75,12 +74,10 @@ class RedisTier(BlockingTier):
             self._stored = Blocks(settings, self._topology, self._counters, block_bytes, digest, self._note_failures)
             self._keyspace = KeySpace(self._topology, digest, getattr(offloading_spec, "namespace", {}))
             refusal = self._contact()
-            if refusal in REFUSAL_ADVICE:
-                message = self._with_text(f"the server {REFUSAL_ADVICE[refusal]}", refusal)
-                raise TierUnavailableError(message, tier=name, operation="open")
+            if refusal in REFUSALS:
+                raise TierUnavailableError(self._topology.sentence(refusal), tier=name, operation="open")
             if refusal:
-                shown = self._with_text(refusal, refusal)
-                _log.warning("tier '%s': no server can be used yet: %s; it is used when one can", name, shown)
+                _log.warning("tier '%s' is used as soon as it can be: %s", name, self._topology.sentence(refusal))
             super().__init__(
                 offloading_spec,
                 primary_kv_view,
@@ -112,9 +109,7 @@ class RedisTier(BlockingTier):
     def describe(self) -> Mapping[str, object]:
         refusal = self._contact()
         if refusal:
-            hint = REFUSAL_ADVICE.get(refusal, f"cannot be used now: {refusal}")
-            message = self._with_text(f"the server {hint}", refusal)
-            raise TierUnavailableError(message, tier=self.name, operation="describe")
+            raise TierUnavailableError(self._topology.sentence(refusal), tier=self.name, operation="describe")
         settings = self._settings
         return {
             "medium": "redis",
@@ -151,11 +146,7 @@ class RedisTier(BlockingTier):
         try:
             self._keyspace.check_writes(time.monotonic() + self._settings.timeout)
         except NodeError as error:
-            return {
-                "warning": self._with_text(
-                    f"the server refuses UNLINK, so stores may fail too: {error.reason}", error.reason
-                )
-            }
+            return {"warning": f"UNLINK fails, so stores may fail too: {self._topology.sentence(error.reason)}"}
         return {}
 
     def _contact(self) -> str:
@@ -199,7 +190,8 @@ class RedisTier(BlockingTier):
             if not self._keyspace.epoch.is_saved:
                 self._keyspace.prefix(time.monotonic() + min(1.0, self._settings.timeout), is_saved=True)
         except NodeError as error:
-            _log.warning("tier '%s': a reset has not reached the server (%s)", self.name, error.reason)
+            about = "tier '%s': a reset has not reached the server: %s"
+            _log.warning(about, self.name, self._topology.sentence(error.reason))
         finally:
             self._topology.close()
 
@@ -243,10 +235,6 @@ class RedisTier(BlockingTier):
             self._counters.add("unanswered_lookups_total", count=count)
         if reason not in (ABSENT, MOVED) and (operation, reason) not in self._warned:
             self._warned.add((operation, reason))
-            shown = self._with_text(reason, reason)
-            _log.warning("tier '%s': %ss fail: %s; further ones are only counted", self.name, operation, shown)
+            about = "tier '%s': %ss fail: %s; further ones are only counted, as '%s'"
+            _log.warning(about, self.name, operation, self._topology.sentence(reason), reason)
         return reported
-
-    def _with_text(self, message: str, reason: str) -> str:
-        """Return `message` with the last text of a server or library for this reason."""
-        return with_text(message, self._topology.said.get(reason, ""), self._settings.secret_texts())

@@ -16,7 +16,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv_redis.endpoint import pool_options, sentinel_options
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import CLUSTER_DOWN, TIMEOUT, UNAVAILABLE, NodeError, reason_of_error
+from tiered_kv_redis.reasons import CLUSTER_DOWN, TIMEOUT, UNAVAILABLE, NodeError, cause_of, reason_of_error, sentence
 from tiered_kv_redis.settings import Address, RedisSettings
 
 _REFRESH_PAUSE_S = 0.5
@@ -24,6 +24,8 @@ _REFRESH_PAUSE_S = 0.5
 _REFRESH_WAIT_S = 0.2
 """How long to wait for new addresses if older ones are known."""
 _CLOSE_WAIT_S = 0.5
+_NAMED_MAX = 4
+"""Servers in a message."""
 
 
 class Topology:
@@ -81,6 +83,20 @@ class Topology:
         """Return the known servers."""
         return list(self._nodes.values())
 
+    @property
+    def endpoints(self) -> str:
+        """The known servers, or those of the settings, for messages."""
+        labels = sorted(node.label for node in self.nodes()) or [_label_of(each) for each in self._settings.addresses]
+        more = [f"{len(labels) - _NAMED_MAX} more"] if len(labels) > _NAMED_MAX else []
+        return ", ".join(labels[:_NAMED_MAX] + more)
+
+    def sentence(self, reason: str, text: str | None = None, *, wants: str = "") -> str:
+        """Return which server cannot be used, why, and what to do; `text` is by default the last one for the reason."""
+        said = self.said.get(reason, "") if text is None else text
+        if reason == TIMEOUT and self._settings.tls:
+            wants = wants or "see whether it offers TLS, is overloaded, or a firewall drops packets"
+        return sentence(self.endpoints, reason, said, self._settings.secret_texts(), wants=wants)
+
     def close(self) -> None:
         """Close every connection, and wait for the background threads, half a second in all."""
         nodes = self.nodes()
@@ -111,7 +127,7 @@ class Topology:
         except Exception as error:  # an invalid reply may raise any exception
             self._is_stale = True
             self._reason = reason_of_error(error)
-            self.said[self._reason] = str(error)
+            self.said[self._reason] = cause_of(error)
         else:
             self._on_change()
         self._asked_s = time.monotonic()

@@ -18,6 +18,7 @@ from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv_s3.connection import Endpoint
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.signer import Credentials
+from tiered_kv_s3.verdict import sentence
 
 DEFAULT_REGION = "us-east-1"
 REFRESH_S = 60.0
@@ -50,6 +51,8 @@ class Account:
         self._secrets = settings.secret_texts()
         self.failures = Counters((), ("failed_requests_total",))
         """Failures of all requests in this bucket, by operation and reason."""
+        self.url = f"{settings.endpoint_url or 's3:/'}/{settings.bucket}"
+        """The bucket's, for messages."""
         self._lock = threading.Lock()  # guards the rest; never held while a provider runs
         self._current: Credentials | None = None
         self._used: deque[Credentials] = deque(maxlen=8)  # the last ones: messages may repeat them
@@ -105,19 +108,25 @@ class Account:
     def note_failure(self, operation: str, reason: str, words: str, level: int = logging.WARNING) -> str:
         """Count a failure, and log the first of each operation and reason with the server's words.
 
-        Return the words without secrets. A server may repeat the whole request in its answer.
+        Return the `sentence` about it.
         """
         with self._lock:
-            used = [text for each in self._used for text in astuple(each)]
             kind = operation, reason, level
             is_first = kind not in self._logged and len(self._logged) < LOGGED_MAX
             self._logged |= {kind} if is_first else set()
-        shown = "" if "authorization" in words.lower() else foreign_text(words, self._secrets.union(used))
         self.failures.add("failed_requests_total", operation, str(reason))  # no member of an enum as a label
+        said = self.sentence(reason, words, operation)
         if is_first:
-            about = "tier '%s': a request to %s failed: %s%s; further ones are only counted, in failed_requests_total"
-            _log.log(level, about, self._tier, operation, reason, f" ({shown})" if shown else "")
-        return shown
+            about = "tier '%s': a request to %s failed: %s; further ones are only counted, in failed_requests_total{%s}"
+            _log.log(level, about, self._tier, operation, said, str(reason))
+        return said
+
+    def sentence(self, reason: str, words: str, operation: str = "") -> str:
+        """Return what is wrong with the bucket, and what to do; without the secrets that a server may repeat."""
+        with self._lock:
+            used = [text for each in self._used for text in astuple(each)]
+        shown = "" if "authorization" in words.lower() else foreign_text(words, self._secrets.union(used))
+        return sentence(self.url, reason, shown, operation)
 
     def client(self, credentials: Credentials, attempts: int) -> Any:
         """Return boto3's client for the bucket's server, which makes `attempts` of each request."""

@@ -7,7 +7,7 @@ again. Objects whose names are not of the tier's layout (`layout.py`) are foreig
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -41,9 +41,16 @@ class S3Administration(ListedStorage):
 
     def __init__(self, settings: S3Settings) -> None:
         super().__init__(settings)
-        account = Account(settings, settings.name)
-        self._bucket = Bucket(settings, account, Counters(COUNTERS, COUNTERS_BY_LABEL))
-        self._control = Control(account, settings, settings.name)
+        self._account = Account(settings, settings.name)
+        self._bucket = Bucket(settings, self._account, Counters(COUNTERS, COUNTERS_BY_LABEL))
+        self._control = Control(self._account, settings, settings.name)
+
+    @property
+    def where(self) -> str:
+        return f"{self._account.url}/{self._settings.prefix}"
+
+    def digests(self, deadline: float) -> Iterable[str]:
+        return filter(DIGEST_HEX.fullmatch, self._control.folders(f"{self._settings.prefix}/"))
 
     def purge(self, digest: str, deadline: float) -> Purged:
         self._renew_epoch(self._naming(digest), deadline)

@@ -23,7 +23,16 @@ from tiered_kv_s3.heads import Heads
 from tiered_kv_s3.pool import ConnectionPool
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.signer import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Signer
-from tiered_kv_s3.verdict import FAILURES, RETRYABLE, Verdict, region_in, verdict_of, verdict_of_error, words_of
+from tiered_kv_s3.verdict import (
+    FAILURES,
+    RETRYABLE,
+    Verdict,
+    region_in,
+    verdict_of,
+    verdict_of_error,
+    words_of,
+    words_of_error,
+)
 
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 2.0
@@ -187,6 +196,10 @@ class Bucket:
             self._account.note_failure("head", verdict, self._words.get(verdict, ""))
         return verdicts
 
+    def sentence(self, verdict: Verdict, operation: str) -> str:
+        """Return what the verdict says of the bucket, what the server said last, and what to do."""
+        return self._account.sentence(verdict, self._words.get(verdict, ""), operation)
+
     def close(self) -> None:
         """Make the requests in flight fail, and close every connection."""
         self._closing.set()
@@ -274,7 +287,7 @@ class Bucket:
 
     def _verdict_of_error(self, error: OSError) -> Verdict:
         verdict = verdict_of_error(error)
-        self._words[verdict] = error.strerror or str(error)
+        self._words[verdict] = words_of_error(error)
         return verdict
 
     def _age_s(self, answer: Answer) -> float:

@@ -13,6 +13,7 @@ import logging
 import math
 import operator
 import re
+import ssl
 import threading
 import time
 from base64 import b64encode
@@ -25,7 +26,7 @@ from tiered_kv_s3.account import Account, library_errors
 from tiered_kv_s3.bucket import seconds_of
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.signer import Credentials
-from tiered_kv_s3.verdict import BucketError, Verdict
+from tiered_kv_s3.verdict import BucketError, Verdict, verdict_of_error, words_of_error
 
 PAGE_OBJECTS: Final = 1000
 """Objects in one page of a listing; S3's limit."""
@@ -38,7 +39,15 @@ _ATTEMPTS_MAX: Final = 3
 _CREDENTIALS_S: Final = 10.0
 _UNKNOWN: Final = frozenset({400, 403, 404, 405, 411, 415, 422, 501})
 """Statuses by which servers refuse a request that they do not know; 403 is also S3's to a missing right."""
-_LATE: Final = frozenset({"ReadTimeoutError", "RequestTimeout", "GatewayTimeout", "504"})
+_LATE: Final = frozenset({Verdict.TIMEOUT, "RequestTimeout", "GatewayTimeout", "504"})
+_BY_CLASS: Final = {
+    "ReadTimeoutError": Verdict.TIMEOUT,
+    "ConnectTimeoutError": Verdict.UNAVAILABLE,
+    "EndpointConnectionError": Verdict.UNAVAILABLE,
+    "ConnectionClosedError": Verdict.BROKEN,
+    "ResponseParserError": Verdict.BROKEN,
+}
+"""By the name of an exception of boto3."""
 _NO_OBJECT: Final = frozenset({"NoSuchKey", "NoSuchVersion", "404"})
 """Error codes for a missing object; the last one is of an answer without a code."""
 _IGNORED: Final = "ignored"
@@ -86,6 +95,12 @@ class Control:
                 Listed(age_s(each, now_s), each["Key"], each.get("Size", self._record_bytes))
                 for each in page.get("Contents", ())
             ]
+
+    def folders(self, prefix: str) -> list[str]:
+        """Return the next parts of the names under `prefix`, up to their slashes; at most a thousand."""
+        request = operator.methodcaller("list_objects_v2", Bucket=self._bucket, Prefix=prefix, Delimiter="/")
+        found = self._call("list", request).get("CommonPrefixes", ())
+        return [each["Prefix"].removeprefix(prefix).rstrip("/") for each in found]
 
     def versions(self, prefix: str, deadline: float) -> Iterator[list[tuple[Mapping[str, Any], bool]]]:
         """Yield boto3's entries for the versions under a prefix, and whether each is a delete marker.
@@ -261,7 +276,7 @@ class Control:
 
     def _check(self, deadline: float) -> None:
         if time.monotonic() >= deadline:
-            raise self._error("list", "timeout", "the time was over")
+            raise self._error("list", Verdict.TIMEOUT, "the time was over")
 
     def _call(self, operation: str, call: Callable[[Any], Any], *, has_other: bool = False) -> Any:
         """Return the result of boto3's `call`; with `has_other`, there is another request with the same effect."""
@@ -275,10 +290,11 @@ class Control:
         self, operation: str, code: str, words: str = "", status: int = 0, *, has_other: bool = False
     ) -> BucketError:
         level = logging.INFO if has_other and status in _UNKNOWN else logging.WARNING
-        is_missing = code in _NO_OBJECT and operation != "list"
-        shown = "" if is_missing else self._account.note_failure(operation, code, words, level)
-        message = f"bucket '{self._bucket}' refuses or does not answer"
-        return BucketError(message, code, shown, tier=self._tier, operation=operation, status=status)
+        if code in _NO_OBJECT and operation != "list":
+            message = self._account.sentence(code, words)
+        else:
+            message = self._account.note_failure(operation, code, words, level)
+        return BucketError(message, code, tier=self._tier, operation=operation, status=status)
 
     def _boto3(self) -> Any:
         """Return a client with the current credentials."""
@@ -328,18 +344,32 @@ def _add_md5(request: Any, **_: object) -> None:  # Any: botocore's own class
 
 
 def _code_words_and_status(error: Exception) -> tuple[str, str, int]:
-    """Return S3's error code, or the exception's class; the server's message; and the status of the answer.
+    """Return S3's error code, or the verdict; the server's or the system's message; and the status of the answer.
 
-    Not the exception's text, which may quote secrets.
+    Not the text of boto3's exception, which may quote secrets.
     """
-    if any(words in str(error) for words in ("CERTIFICATE_VERIFY_FAILED", "doesn't match")):  # the latter is urllib3's
-        return Verdict.UNTRUSTED, "", 0
     response = getattr(error, "response", None)
     if not isinstance(response, dict):
-        return type(error).__name__, "", 0
+        cause = _cause_of(error)
+        words = "" if cause is None else words_of_error(cause)
+        if any(each in str(error) for each in ("CERTIFICATE_VERIFY_FAILED", "doesn't match")):  # the latter: urllib3's
+            return Verdict.UNTRUSTED, words, 0
+        name = type(error).__name__
+        return _BY_CLASS.get(name, name if cause is None else verdict_of_error(cause)), words, 0
     found = response.get("Error", {})
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return _valid_code(found.get("Code"), type(error).__name__), str(found.get("Message", "")), status
+
+
+def _cause_of(error: BaseException | None) -> OSError | None:
+    """Return the system's or TLS's exception among the causes of a library's."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, OSError) and (error.strerror or isinstance(error, ssl.SSLError)):
+            return error
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _valid_code(code: object, otherwise: str = "unknown") -> str:

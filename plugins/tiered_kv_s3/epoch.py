@@ -19,19 +19,18 @@ class EpochObject:
         verdict, data = self._bucket.read(self._name, MARK_BYTES_MAX, deadline)
         if verdict is Verdict.ABSENT:
             return None
-        self._check(verdict, "read", Verdict.OVERSIZED)  # a damaged mark: no bytes
+        self._check(verdict, "get", Verdict.OVERSIZED)  # a damaged mark: no bytes
         return data
 
     def create(self, data: bytes, deadline: float) -> None:
         verdict = self._bucket.put(self._name, [data], deadline, only_if_absent=True)
         if verdict is Verdict.REFUSED:  # a server without conditional writes
             verdict = self._bucket.put(self._name, [data], deadline)
-        self._check(verdict, "written", Verdict.PRESENT)
+        self._check(verdict, "put", Verdict.PRESENT)
 
     def write(self, data: bytes, deadline: float) -> None:
-        self._check(self._bucket.put(self._name, [data], deadline), "written")
+        self._check(self._bucket.put(self._name, [data], deadline), "put")
 
-    def _check(self, verdict: Verdict, done: str, also_good: Verdict = Verdict.DONE) -> None:
+    def _check(self, verdict: Verdict, operation: str, also_good: Verdict = Verdict.DONE) -> None:
         if verdict not in (Verdict.DONE, also_good):
-            message = f"the object {self._name} cannot be {done}"
-            raise BucketError(message, verdict, tier=self._tier, operation="epoch")
+            raise BucketError(self._bucket.sentence(verdict, operation), verdict, tier=self._tier, operation="epoch")

@@ -158,8 +158,11 @@ class S3Tier(BlockingTier):
         if has_limit:
             refusals = self._control.delete([{"Key": self._naming.no_block}])
             if refusals:
-                what = "the server refuses to delete, so ttl and capacity cannot be kept"
-                raise BucketError(what, ", ".join(refusals.values()), tier=self._name, operation="delete")
+                (reason,) = refusals.values()
+                what = (
+                    f"{self._account.sentence(reason, '', 'delete')}; without deletes, ttl and capacity cannot be kept"
+                )
+                raise BucketError(what, reason, tier=self._name, operation="delete")
         return {
             **({"warning": _KEEPS_VERSIONS} if has_limit and self._control.keeps_versions() else {}),
             "medium": "s3",

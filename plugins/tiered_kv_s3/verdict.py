@@ -85,20 +85,69 @@ ABSENCE = frozenset({Verdict.ABSENT, Verdict.EXPIRED})
 
 
 class BucketError(TierUnavailableError):
-    """A request failed.
+    """A request failed; the message is a `sentence`.
 
     Args:
         reason: A verdict, an error code of S3, or the class of an exception.
-        words: The server's message, without secrets.
         status: Of the answer; 0 if there is none.
     """
 
-    def __init__(
-        self, message: str, reason: str, words: str = "", *, tier: str, operation: str, status: int = 0
-    ) -> None:
-        super().__init__(f"{message}: {reason}{f' ({words})' if words else ''}", tier=tier, operation=operation)
+    def __init__(self, message: str, reason: str, *, tier: str, operation: str, status: int = 0) -> None:
+        super().__init__(message, tier=tier, operation=operation)
         self.reason = reason
         self.status = status
+
+
+_CREDENTIALS = ("refuses the credentials", "correct 'access_key_id' and 'secret_access_key', or the profile's")
+_MISSING_RIGHT = (
+    "refuses the request",
+    "give the credentials s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket",
+)
+_NO_SUCH_BUCKET = ("does not exist", "make it, or correct 'bucket'")
+_OTHER_REGION = ("is in another region", "correct 'region'")
+_IS_SAID: dict[str, tuple[str, str]] = {
+    Verdict.UNAVAILABLE: ("does not serve requests", "start the server, or correct 'endpoint_url'"),
+    Verdict.TIMEOUT: (
+        "does not answer in time",
+        "see whether the server is overloaded or a firewall drops packets, or raise 'request_timeout'",
+    ),
+    Verdict.BROKEN: ("ends connections, or does not answer as S3 does", "correct 'endpoint_url'"),
+    Verdict.SLOW_DOWN: ("asks for fewer requests", "lower 'connections', or wait"),
+    Verdict.UNTRUSTED: (
+        "has a certificate that is refused",
+        "set 'ca_file' to the file of its authority, or use a name that the certificate has",
+    ),
+    Verdict.CREDENTIALS_EXPIRED: ("refuses credentials that have expired", "renew them"),
+    Verdict.NO_BUCKET: _NO_SUCH_BUCKET,
+    "NoSuchBucket": _NO_SUCH_BUCKET,
+    Verdict.DENIED: _MISSING_RIGHT,
+    "AccessDenied": _MISSING_RIGHT,
+    "InvalidAccessKeyId": _CREDENTIALS,
+    "SignatureDoesNotMatch": _CREDENTIALS,
+    "RequestTimeTooSkewed": ("says that clocks differ", "set the clock of this machine"),
+    Verdict.MOVED: _OTHER_REGION,
+    "PermanentRedirect": _OTHER_REGION,
+    "AuthorizationHeaderMalformed": _OTHER_REGION,
+    Verdict.REFUSED: ("refuses the request as invalid", "see whether the server knows S3's requests"),
+}
+_UNKNOWN_HOST = ("not known", "name resolution", "no address")
+"""In what the resolver says about a host that has no address."""
+
+
+def sentence(url: str, reason: str, words: str, operation: str = "") -> str:
+    """Return what is wrong with the bucket at `url`, and what to do. `operation` is the request's, such as "put".
+
+    `words` are the server's or the system's, without secrets; an error code that they begin with counts before the
+    verdict.
+    """
+    code = words.partition(":")[0]
+    problem, remedy = _IS_SAID.get(code) or _IS_SAID.get(reason) or ("fails", "")
+    if any(each in words for each in _UNKNOWN_HOST):
+        remedy = "correct the host in 'endpoint_url', or this machine's DNS"
+    said = words if reason in set(Verdict) or not words else f"{reason}: {words}"
+    detail = said or (reason if reason not in _IS_SAID else "")
+    problem += f" to {operation}" if operation and problem == "refuses the request" else ""
+    return f"the bucket {url} {problem}" + (f" ({detail})" if detail else "") + (f"; {remedy}" if remedy else "")
 
 
 def verdict_of(answer: Answer, body: bytes) -> Verdict:
@@ -146,3 +195,10 @@ def verdict_of_error(error: OSError) -> Verdict:
     if isinstance(error, BadAnswerError | ConnectionResetError | BrokenPipeError | ssl.SSLError):
         return Verdict.BROKEN
     return Verdict.UNAVAILABLE
+
+
+def words_of_error(error: OSError) -> str:
+    """Return what the operating system or TLS says about a connection's failure."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message.rstrip(".")
+    return error.strerror or str(error)

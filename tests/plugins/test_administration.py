@@ -16,9 +16,9 @@ from tests.support.entries import rig_of
 from tests.support.places import Place, PlaceOf, place_of
 from tests.support.redis_groups import redis_cluster, redis_sentinel
 from tests.support.redis_servers import redis_server
-from tiered_kv.testing.administration import TierAdministrationConformance
+from tiered_kv.testing.administration import BLOCKS, TierAdministrationConformance
 from tiered_kv.testing.control import wait_until
-from tiered_kv.testing.rig import OpenTier, make_keys
+from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.toolkit.administration import TierAdministration
@@ -52,6 +52,14 @@ class TestFsAdministration(TierAdministrationConformance):
     def corrupt(self, tier: SecondaryTierManager) -> bool:
         self.storage.damage(tier)
         return True
+
+    def test_damaged_blocks_and_the_storage_are_named(self, alice: TierRig, administration: TierAdministration) -> None:
+        assert administration.where
+        if not self.corrupt(alice.tier):
+            return
+        named = self.verified(administration, alice).named
+        assert len({each.name for each in named}) == BLOCKS
+        assert {bool(each.key) for each in named} == {self.kind.startswith("redis")}, "fs and s3 store only digests"
 
 
 class TestNvmeAdministration(TestFsAdministration):

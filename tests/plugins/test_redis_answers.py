@@ -217,14 +217,16 @@ def test_a_server_sentinel_or_member_in_protected_mode_is_an_error_that_says_so(
 ) -> None:
     with Doorman(b"-DENIED Redis is running in protected mode because of reasons.\r\n") as server:
         where = {"nodes": [server.address]} if "mode" in entry else {"url": f"redis://{server.address}"}
-        with pytest.raises(TierUnavailableError, match=r"protected-mode.*DENIED Redis is running in protected mode"):
+        with pytest.raises(
+            TierUnavailableError, match=r"DENIED Redis is running in protected mode.*; check .* its 'protected-mode'"
+        ):
             open_redis(**where, **entry)
 
 
 def test_a_server_with_too_many_clients_is_used_later(open_redis: OpenRedis, caplog: pytest.LogCaptureFixture) -> None:
     with Doorman(b"-ERR max number of clients reached\r\n") as server:
         open_redis(url=f"redis://{server.address}")
-    assert "it is used when one can" in caplog.text
+    assert "is used as soon as it can be" in caplog.text
     assert "max number of clients reached" in caplog.text
 
 
@@ -238,7 +240,7 @@ def test_the_first_failure_is_logged_with_the_server_s_words_and_no_secret(
     for _ in range(3):
         assert rig.store(keys).reason == "server_error"
     (line,) = [record.getMessage() for record in caplog.records if "stores fail" in record.getMessage()]
-    assert "server_error (FULL *** has no \\x1b[31mroom)" in line
+    assert "answers with an error (FULL *** has no \\x1b[31mroom); check 'db'" in line
     assert "hunter2" not in caplog.text
 
 
@@ -254,7 +256,7 @@ def test_a_value_that_cannot_be_deleted_is_counted_and_logged_once(
     assert rig.load(keys) == set()
     assert failures(rig, "delete") == {"permission": 4}
     (line,) = [record.getMessage() for record in caplog.records if "deletes fail" in record.getMessage()]
-    assert "permission (NOPERM this user has no permissions" in line
+    assert "does not permit what this tier does (NOPERM this user has no permissions" in line
 
 
 @pytest.mark.parametrize(("pipeline", "blocks"), [(1, 2), (4000, 3)])

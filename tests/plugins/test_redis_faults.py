@@ -69,12 +69,14 @@ def test_a_read_only_replica_gives_blocks_and_takes_none(
         assert reader.load(keys) == set(keys)
         result = reader.store(make_keys(4, "new"))
         assert (result.success, result.reason) == (False, "readonly")
-        assert "readonly (READONLY You can't write" in str(reader.tier.describe()["warning"])
+        assert "takes no writes (READONLY You can't write" in str(reader.tier.describe()["warning"])
         assert "refuses" not in str(rig.tier.describe())
         settings = RedisSettings.model_validate({"url": replica.url})
         with (
             contextlib.closing(RedisAdministration(settings)) as administration,
-            pytest.raises(TierUnavailableError, match=r"cannot be used now: readonly \(You can't write"),
+            pytest.raises(
+                TierUnavailableError, match=r"takes no writes \(You can't write.*; give the address of the master"
+            ),
         ):
             administration.purge(DIGEST.hex(), time.monotonic() + 60.0)
 

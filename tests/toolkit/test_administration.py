@@ -13,11 +13,11 @@ from tiered_kv.reasons import RecordStatus
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.administration import (
     NAMESPACES_MAX,
-    Census,
     RecordCheck,
     Verification,
     block_bytes_in,
 )
+from tiered_kv.toolkit.census import Census
 from tiered_kv.toolkit.claimed import ClaimedDirectory, absolute
 from tiered_kv.toolkit.codecs import PLAIN
 from tiered_kv.toolkit.record import digest_of, encode_record

@@ -97,6 +97,8 @@ class TierAdministrationConformance:
     ) -> None:
         (found,) = self.namespaces(administration).values()
         assert (found.digest, found.tenant, found.blocks) == (digest_of(alice), "alice", BLOCKS)
+        (listed,) = administration.namespaces(time.monotonic() + self.wait_s)
+        assert (listed.digest, listed.described) == (found.digest, found.described)
         assert found.size_bytes is None or found.size_bytes >= BLOCKS * self.block_bytes
         for ages in (found.written, found.used):
             assert ages is None or -5 < ages.newest_s <= ages.median_s <= ages.oldest_s < 3600
@@ -140,6 +142,7 @@ class TierAdministrationConformance:
         for repairs in (False, True):
             found = self.verified(administration, alice, repairs=repairs)
             assert (found.damaged.total(), found.repaired, found.ok) == (BLOCKS, BLOCKS * repairs, repairs)
+            assert {each.key for each in found.named} <= {"", *(key.hex() for key in make_keys(BLOCKS))}
         assert self.verified(administration, alice).blocks == 0
         assert self.blocks_of(alice) == 0
 

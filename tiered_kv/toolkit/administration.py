@@ -8,18 +8,17 @@
 A reset of the cache makes blocks unreachable at once, and leaves their bytes to be overwritten. A purge deletes the
 bytes, may take long, and checks afterwards whether any are left.
 
-`tiered_kv.toolkit.listed` does all three for a storage whose entries can be listed and deleted. `Census` counts stored
-entries, and `RecordCheck` checks block records.
+`tiered_kv.toolkit.listed` does all three for a storage whose entries can be listed and deleted.
+`tiered_kv.toolkit.census` counts stored entries, and `RecordCheck` checks block records.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -37,8 +36,8 @@ DESCRIPTION_BYTES_MAX = 1 << 20
 NAMESPACES_MAX: Final = 1024
 """Namespaces in one survey; blocks of further namespaces count as foreign."""
 FOREIGN_NAMED_MAX: Final = 8
-_STEPS: Final = 50
-"""Histogram steps for each factor of e between two ages."""
+DAMAGED_NAMED_MAX: Final = 32
+_NAME_CHARACTERS_MAX: Final = 1024
 _UNKNOWN_BLOCK_BYTES_MAX: Final = 256 << 20
 """The longest block that is read if the readable form does not say how long blocks are."""
 
@@ -135,6 +134,15 @@ class Survey:
     notes: tuple[str, ...] = ()  # hints for the user
 
 
+@dataclass(frozen=True, slots=True)
+class DamagedBlock:
+    """A block that no process can load: its file or name in the storage, and its key, in hexadecimal, if known."""
+
+    name: str
+    key: str
+    reason: str
+
+
 @dataclass(eq=False)
 class Verification:
     """The options of a check of one namespace's blocks, and its results so far.
@@ -148,6 +156,7 @@ class Verification:
         blocks: Blocks that were read.
         size_bytes: Their bytes.
         damaged: Blocks that no process can load, by reason.
+        named: The first of these.
         unreadable: Blocks that cannot be checked here, by reason; they may be intact, and are never deleted.
         repaired: Damaged blocks that were deleted.
         checks_tags: Whether the tags of encrypted blocks are verified, and not only their checksums.
@@ -162,6 +171,7 @@ class Verification:
     size_bytes: int = 0
     damaged: Counter[str] = field(default_factory=Counter)
     unreadable: Counter[str] = field(default_factory=Counter)
+    named: list[DamagedBlock] = field(default_factory=list)
     repaired: int = 0
     checks_tags: bool = False
     notes: list[str] = field(default_factory=list)
@@ -172,19 +182,24 @@ class Verification:
         """Whether the check was finished and no damage is left."""
         return not self.error and self.damaged.total() == self.repaired
 
-    def note(self, found: RecordStatus | str, size_bytes: int) -> bool:
+    def note(self, found: RecordStatus | str, size_bytes: int, name: str = "", key: bytes = b"") -> bool:
         """Count a block, and return whether to delete it. The caller then counts it in `repaired`.
 
         Args:
             found: The result of reading the block, or one word for why it could not be read.
             size_bytes: Bytes that were read.
+            name: Its file, or its name in the storage, for people.
+            key: Its key, if the storage has it.
         """
         self.blocks += 1
         self.size_bytes += size_bytes
         is_damaged = isinstance(found, RecordStatus) and found is not RecordStatus.OK and found not in _SOUND
         if is_damaged or found is not RecordStatus.OK:
             reasons = self.damaged if is_damaged else self.unreadable
-            reasons[found.value if isinstance(found, RecordStatus) else found] += 1
+            reason = found.value if isinstance(found, RecordStatus) else found
+            reasons[reason] += 1
+            if is_damaged and name and len(self.named) < DAMAGED_NAMED_MAX:
+                self.named.append(DamagedBlock(name[:_NAME_CHARACTERS_MAX], key.hex(), reason))
         self.on_block(size_bytes)
         return is_damaged and self.repairs
 
@@ -203,6 +218,11 @@ class TierAdministration(ABC):
     def __init__(self, settings: Any) -> None:  # Any: each tier's own model
         self._settings = settings
 
+    @property
+    def where(self) -> str:
+        """The path or address of the storage, for people; it has no secret. Empty if the subclass does not say."""
+        return ""
+
     @abstractmethod
     def purge(self, digest: str, deadline: float) -> Purged:
         """Delete all data of a namespace, and check that none is left.
@@ -216,6 +236,13 @@ class TierAdministration(ABC):
 
         With `only`, a digest, no other namespace is counted.
         """
+
+    def namespaces(self, deadline: float) -> Sequence[StoredNamespace]:
+        """Return the namespaces of the storage, with their readable forms; by default those of a survey.
+
+        A subclass that can list them without counting blocks leaves the counts unknown.
+        """
+        return self.survey(deadline).namespaces
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
         """Read all blocks of one namespace, and `note` each; delete a block if `note` returns True. Optional.
@@ -238,6 +265,11 @@ class TierAdministration(ABC):
             raise TierUnavailableError("the time was over", tier=self._settings.name, operation=operation)
 
 
+def stored_namespace(digest: str, described: object) -> StoredNamespace:
+    """Return a namespace that was listed and not counted, with its readable form if that matches."""
+    return StoredNamespace(digest, matching_description(described, digest))
+
+
 def matching_description(described: object, digest: str) -> Mapping[str, object]:
     """Return the readable form of a namespace from storage; an empty one if its digest is not `digest`.
 
@@ -250,101 +282,6 @@ def matching_description(described: object, digest: str) -> Mapping[str, object]
     except (TypeError, ValueError, RecursionError):  # UnicodeEncodeError, of half a surrogate pair, is a ValueError
         return {}
     return described if is_sound else {}
-
-
-class _AgeHistogram:
-    """Oldest, newest and median of many ages. The median is an estimate, to about 2 %."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()  # by the logarithm of the age
-        self._oldest_s, self._newest_s = 0.0, math.inf
-
-    def add(self, age_s: float, blocks: int = 1) -> None:
-        age_s = max(0.0, age_s)  # the writer's clock may be ahead
-        self._oldest_s = max(self._oldest_s, age_s)
-        self._newest_s = min(self._newest_s, age_s)
-        self._counts[round(_STEPS * math.log1p(age_s))] += blocks
-
-    def ages(self) -> Ages | None:
-        left = self._counts.total() // 2
-        for step, blocks in sorted(self._counts.items()):
-            left -= blocks
-            if left < 0:
-                median_s = math.expm1(step / _STEPS)
-                return Ages(self._oldest_s, min(max(median_s, self._newest_s), self._oldest_s), self._newest_s)
-        return None
-
-
-@dataclass(eq=False, slots=True)
-class _Tally:
-    blocks: int = 0
-    size_bytes: int | None = 0
-    written: _AgeHistogram = field(default_factory=_AgeHistogram)
-    used: _AgeHistogram = field(default_factory=_AgeHistogram)
-
-
-class Census:
-    """Counts the entries of a storage, in bounded memory."""
-
-    def __init__(self) -> None:
-        self._tallies: defaultdict[str, _Tally] = defaultdict(_Tally)
-        self._foreign_entries = self._foreign_bytes = 0
-        self._foreign_names: list[str] = []
-
-    def add(
-        self,
-        digest: str,
-        size_bytes: int | None,
-        blocks: int = 1,
-        *,
-        written_s: float | None = None,
-        used_s: float | None = None,
-    ) -> None:
-        """Count an entry with some blocks of a namespace. One unknown size makes the namespace's unknown."""
-        if digest not in self._tallies and len(self._tallies) >= NAMESPACES_MAX:
-            self.add_foreign(digest, size_bytes or 0)
-            return
-        tally = self._tallies[digest]
-        tally.blocks += blocks
-        tally.size_bytes = None if tally.size_bytes is None or size_bytes is None else tally.size_bytes + size_bytes
-        if blocks and written_s is not None:
-            tally.written.add(written_s, blocks)
-        if blocks and used_s is not None:
-            tally.used.add(used_s, blocks)
-
-    def add_foreign(self, name: str, size_bytes: int) -> None:
-        self._foreign_entries += 1
-        self._foreign_bytes += size_bytes
-        if len(self._foreign_names) < FOREIGN_NAMED_MAX:
-            self._foreign_names.append(name[:256])
-
-    def of(self, digest: str) -> tuple[int, int | None]:
-        """Return the blocks and bytes of a namespace."""
-        tally = self._tallies[digest]
-        return tally.blocks, tally.size_bytes
-
-    def left(self) -> list[str]:
-        """Return lines about the foreign entries that a purge leaves."""
-        left = [f"{name}, which is not this tier's" for name in self._foreign_names]
-        if more := self._foreign_entries - len(left):
-            left.append(f"{more} more such entries")
-        return left
-
-    def survey(self, describe: Callable[[str], object], segments: SurveyedSegments | None = None) -> Survey:
-        """Return the result. `describe` returns the stored readable form of a namespace."""
-        namespaces = tuple(
-            StoredNamespace(
-                digest,
-                matching_description(describe(digest), digest),
-                tally.blocks,
-                tally.size_bytes,
-                tally.written.ages(),
-                tally.used.ages(),
-            )
-            for digest, tally in sorted(self._tallies.items())
-        )
-        foreign = SurveyedForeign(self._foreign_entries, self._foreign_bytes, tuple(self._foreign_names))
-        return Survey(namespaces, segments, foreign)
 
 
 class RecordCheck:

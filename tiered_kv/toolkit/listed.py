@@ -7,12 +7,21 @@ lists and reads blocks. A subclass says how to list, delete, read and describe.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple
 
 from tiered_kv.reasons import RecordStatus
-from tiered_kv.toolkit.administration import Census, Purged, Survey, TierAdministration, Verification
+from tiered_kv.toolkit.administration import (
+    NAMESPACES_MAX,
+    Purged,
+    StoredNamespace,
+    Survey,
+    TierAdministration,
+    Verification,
+    stored_namespace,
+)
+from tiered_kv.toolkit.census import Census
 
 _SURVEYS_MAX: Final = 20
 """Listings of one purge: a stack may go on storing."""
@@ -51,6 +60,10 @@ class ListedStorage(TierAdministration):
         An entry that is stored or deleted meanwhile may be among them or not.
         """
 
+    def digests(self, deadline: float) -> Iterable[str]:
+        """Yield the digests of the namespaces that may have a readable form; by default those of all entries."""
+        return (each.digest for batch in self.entries(None, deadline) for each in batch if each.digest is not None)
+
     @abstractmethod
     def delete(self, entries: Sequence[Entry]) -> Mapping[int, str]:
         """Delete entries; return a word for each that is still stored, by its position. A missing one is deleted."""
@@ -67,6 +80,10 @@ class ListedStorage(TierAdministration):
 
         A block that is deleted meanwhile is left out.
         """
+
+    def named(self, entry: Entry) -> tuple[str, bytes]:
+        """Return the name of a block for people, and its key if the storage has keys."""
+        return entry.name, b""
 
     def opened(self, operation: str) -> AbstractContextManager[bool]:
         """Hold what `purge`, `survey`, `verify` or `repair` needs; whether there is a storage at all."""
@@ -116,12 +133,17 @@ class ListedStorage(TierAdministration):
                         census.add(each.digest, each.size_bytes, each.is_block, written_s=written_s, used_s=used_s)
             return census.survey(lambda digest: self.describe(digest, deadline))
 
+    def namespaces(self, deadline: float) -> Sequence[StoredNamespace]:
+        with self.opened("survey") as is_stored:
+            found = sorted(set(self.digests(deadline)) if is_stored else ())[:NAMESPACES_MAX]
+            return [stored_namespace(digest, self.describe(digest, deadline)) for digest in found]
+
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
         operation = "repair" if verification.repairs else "verify"
         with self.opened(operation) as is_stored:
             batches = self.entries(digest, deadline) if is_stored else iter(())
             blocks = ([each for each in batch if each.is_block] for batch in batches)
             for each, status, read_bytes in self.check(digest, blocks, verification, deadline):
-                if verification.note(status, read_bytes):
+                if verification.note(status, read_bytes, *(("",) if status is RecordStatus.OK else self.named(each))):
                     verification.repaired += not self.delete([each])
                 self.check_time(deadline, operation)

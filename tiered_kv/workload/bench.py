@@ -68,6 +68,17 @@ class TierBench:
     failed_stores: int = 0
     failed_loads: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether blocks came back, and all of them right."""
+        return self.is_measured and not self.error and not self.corrupt_blocks
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether blocks came back, so that there are rates and times."""
+        return self.verified_blocks + self.corrupt_blocks > 0
 
 
 def bench_tier(
@@ -89,6 +100,8 @@ def bench_tier(
     for number in range(settings.rounds):
         bench.run_round(number)
         on_round(number + 1)
+        if not bench.is_measured:  # another round would wait for the same server
+            break
     return bench.result()
 
 
@@ -128,11 +141,15 @@ class _Bench:
         self._tier.on_request_finished(context)
         self._result.rounds.append(Round(self._rate(stored, store_s), self._rate(loaded, load_s)))
 
+    @property
+    def is_measured(self) -> bool:
+        return self._result.is_measured
+
     def result(self) -> TierBench:
         result = self._result
         result.store_gb_per_s = median(each.store_gb_per_s for each in result.rounds)
         result.load_gb_per_s = median(each.load_gb_per_s for each in result.rounds)
-        result.lookup_us = LatencyUs.of_seconds(self._lookup_s)
+        result.lookup_us = LatencyUs.of_seconds(self._lookup_s) if self._lookup_s else NO_LATENCY
         return result
 
     def _key(self, number: int, index: int) -> OffloadKey:
@@ -173,7 +190,8 @@ class _Bench:
                 good = set(result.successful_keys or ())
                 succeeded += [int(row) for key, row in zip(job.keys, job.block_ids, strict=True) if key in good]
             if pending:
-                self._wait_until(deadline_s, "load" if is_load else "store", f"{len(pending)} jobs")
+                operation = "load" if is_load else "store"
+                self._wait_until(deadline_s, operation, f"{len(pending)} {operation} jobs")
         return succeeded, time.perf_counter() - started_s
 
     def _measure_lookups(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
@@ -182,7 +200,7 @@ class _Bench:
             started_s = time.perf_counter()
             while self._tier.lookup(key, context) is None:
                 self._tier.on_schedule_end()
-                self._wait_until(deadline_s, "lookup", "a key")
+                self._wait_until(deadline_s, "lookup", "the lookup of a key")
             self._lookup_s.append(time.perf_counter() - started_s)
 
     def _wait_until(self, deadline_s: float, operation: str, what: str) -> None:
