@@ -113,13 +113,13 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
                 undo.callback(backend.region.close)
             if not is_checked:
                 require(needs_of(config, has_region=backend is not None))
-            self.server = _open_server(config)
+            self.server = open_server(config)
             if self.server is not None:
                 undo.callback(self.server.close)
             backend = backend or CPUBackend(open_region(config))
             undo.callback(backend.region.close)
             kv_view = backend.region.kv_view
-            self.events = _open_publisher(config)
+            self.events = open_publisher(config)
             if self.events is not None:
                 undo.callback(self.events.close)
             reports_events = enable_events or self.events is not None
@@ -356,7 +356,8 @@ def _history(config: StackConfig) -> BlockHistory | None:
     return BlockHistory(config.history, names, [None, *ttl_s], blocks=[config.primary_blocks, *blocks])
 
 
-def _open_server(config: StackConfig) -> StatusServer | None:
+def open_server(config: StackConfig) -> StatusServer | None:
+    """Return the server of `metrics`, which listens and does not answer yet; None without that setting."""
     if config.metrics is None:
         return None
     from tiered_kv.exporters.server import StatusServer
@@ -374,7 +375,8 @@ def _manager_type(config: StackConfig) -> Callable[..., TieringOffloadingManager
     return partial(AuditedManager, AuditRules(config.audit, config.audit_tolerance, stops, config.namespace.dtype))
 
 
-def _open_publisher(config: StackConfig) -> EventPublisher | None:
+def open_publisher(config: StackConfig) -> EventPublisher | None:
+    """Return the publisher of `events`; None without that setting."""
     if config.events is None:
         return None
     from tiered_kv.exporters.events import EventPublisher, medium_of

@@ -220,9 +220,57 @@ def test_while_a_stack_has_it_open_it_is_only_read(kind: str, tmp_path: Path) ->
         assert (status, found["blocks"], found["damaged"]) == (0, BLOCKS, {})
         status, found = alice.verify("--repair")
         assert status == (kind == "nvme")
-        assert ("a running process has" in found["error"]) is (kind == "nvme")
+        assert ("is in use by another tier of this process; stop it first" in found["error"]) is (kind == "nvme")
         assert alice.wrong(stack, alice.keys(BLOCKS)) == (BLOCKS, 0)
     assert alice.load(BLOCKS) == (BLOCKS, 0)
+
+
+def test_a_repair_that_cannot_be_made_says_no_block_was_deleted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alice = Place("nvme", tmp_path).tenant("alice")
+    with open_stack(alice.file) as stack:
+        alice.put(stack, alice.keys(BLOCKS))
+        assert main(["inspect", str(alice.file), "--verify", "--repair"]) == 1
+        text = capsys.readouterr().out
+        assert "FAILED" in text
+        assert "deleted" not in text
+        assert main(["purge", str(alice.file), "--yes"]) == 1
+        assert f"{alice.path} is in use by another tier of this process; stop it" in capsys.readouterr().out
+
+
+@of_each_kind
+def test_a_damaged_block_is_named_by_its_file_and_its_key(
+    kind: str, alice: Tenant, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "nvme":
+        flip(alice, 7)
+        (path,) = {
+            each for each in alice.path.glob("segment-*") if alice.content(alice.keys(1)[0]) in each.read_bytes()
+        }
+    else:
+        path = block_files(alice)[7]
+        path.write_bytes(b"damaged")
+    (named,) = alice.verify()[1]["named"]
+    assert named["name"].startswith(str(path))
+    assert named["key"] == (alice.keys(1, 7)[0].hex() if kind == "nvme" else "")
+    main(["inspect", str(alice.file), "--verify"])
+    text = capsys.readouterr().out
+    assert (
+        f"{kind}: damaged: {named['name']}{', key ' if named['key'] else ''}{named['key']}: {named['reason']}" in text
+    )
+
+
+@of_each_kind
+def test_the_place_that_was_looked_at_is_shown_also_if_nothing_is_stored(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alice = Place(kind, tmp_path).tenant("alice")
+    for verb in (["inspect", str(alice.file)], ["purge", str(alice.file), "--yes"]):
+        assert main(verb) == 0
+        assert f"{kind}: looked at {alice.path} (no such directory)\n" in capsys.readouterr().out
+    alice.store(1)
+    assert alice.inspect()[1]["where"] == str(alice.path)
 
 
 @of_each_kind

@@ -159,8 +159,8 @@ def test_bench_hides_a_secret_in_what_a_tier_raises(
     file = tmp_path / "stack.yaml"
     tier = {"type": f"{__name__}:BrokenTier", "address": "${ADDRESS}"}
     file.write_text(json.dumps({**STACK, "secondary": [tier]}))
-    assert main(["bench", str(file), "--blocks", "1", "--debug"]) == 2
-    said = capsys.readouterr().err
+    assert main(["bench", str(file), "--blocks", "1", "--debug"]) == 1
+    said = capsys.readouterr().out
     assert "RuntimeError: cannot log in at ***" in said
     assert "the-secret" not in said
 

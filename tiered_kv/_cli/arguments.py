@@ -37,6 +37,14 @@ def rate(text: str) -> int:
     return value
 
 
+def size(text: str) -> int:
+    """Return the bytes of a size such as "2MiB"."""
+    value = _parsed(parse_bytes, text, text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1 byte, found {text!r}")
+    return value
+
+
 def interval(text: str) -> float:
     value = seconds(text)
     if not _INTERVAL_MIN_S <= value <= _INTERVAL_MAX_S:

@@ -12,13 +12,14 @@ from tiered_kv._cli.measuring import add_report_argument, start_report, write_re
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv._cli.report.bench_page import BENCH_COLUMNS, bench_page, bench_remarks, bench_rows
 from tiered_kv._cli.report.page import Run, quantity
-from tiered_kv.config.redaction import error_text
+from tiered_kv._cli.stacks import OWN_MODEL, add_stack_arguments, operated_stack, purge_own, tier_error_text
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.errors import ConfigError, TieredKVError, TierError
+from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_tier, shut_down
-from tiered_kv.stack_config import StackConfig, load_config
+from tiered_kv.stack_config import StackConfig
+from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.workload.bench import BenchSettings, TierBench, bench_tier
 
 _ROUND_BYTES = 256 << 20
@@ -36,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("tiered-kv bench stack.yaml", "every secondary tier, one after the other"),
         ("tiered-kv bench stack.yaml --tier nvme --batch 8 --rounds 5", "one tier, by small jobs"),
         ("tiered-kv bench stack.yaml --report bench.html", "a page with plots, too"),
-        found="a block came back with a wrong byte",
+        found="a block came back with a wrong byte, or a tier stored or loaded nothing",
     )
-    parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
+    add_stack_arguments(parser)
     parser.add_argument("--tier", metavar="NAME", help="measure this tier only")
     parser.add_argument(
         "--blocks", metavar="N", type=positive_int, help="blocks in a round (default: 256 MiB of blocks)"
@@ -53,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Status:
-    config = load_config(args.stack)
+    stack = operated_stack(args)
+    config = stack.to_open()
     tiers = _chosen(config, args.tier)
     blocks = args.blocks or max(args.batch, _ROUND_BYTES // config.block.bytes)
     settings = BenchSettings(blocks=blocks, batch=args.batch, rounds=args.rounds)
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> Status:
         _show(args.stack, results, settings)
     if reported is not None:
         write_report(args, lambda: bench_page(reported, results, settings))
-    return Status.FOUND if any(result.corrupt_blocks for result in results) else Status.OK
+    return Status.OK if all(result.ok for result in results) else Status.FOUND
 
 
 def _chosen(config: StackConfig, name: str | None) -> list[TierSettings]:
@@ -93,19 +95,24 @@ def _bench(
     reported: Run | None,
     on_round: Callable[[int], None],
 ) -> TierBench:
+    opened: list[SecondaryTierManager] = []
     with closing(PrimaryRegion(bench.blocks, config.block.bytes)) as region:
-        tier = open_tier(config, settings, region.kv_view)
         try:
+            opened.append(open_tier(config, settings, region.kv_view))
             if reported is not None:
-                reported.note_tiers([settings.name], [tier])
-            return bench_tier(tier, settings.name, region.kv_view, bench, on_round=on_round)
-        except TieredKVError:
-            raise
-        except Exception as error:  # a third-party tier may raise anything, and its text may hold a secret
-            message = error_text(error, settings.secret_texts())
-            raise TierError(message, tier=settings.name, operation="bench") from None
+                reported.note_tiers([settings.name], opened)
+            result = bench_tier(opened[0], settings.name, region.kv_view, bench, on_round=on_round)
+            if not result.is_measured:
+                opened[0].describe()  # which raises if it knows why
+                result.error = "no block was stored and loaded back"
+        except Exception as error:  # a third-party tier may raise anything
+            result = TierBench(settings.name, settings.type, config.block.bytes, bench.batch, bench.blocks)
+            result.error = tier_error_text(error, settings)
         finally:
-            shut_down([tier], config)
+            shut_down(opened, config)
+            if config.namespace.model == OWN_MODEL:
+                purge_own(config, [settings])
+        return result
 
 
 def _show(stack: str, results: list[TierBench], settings: BenchSettings) -> None:
@@ -117,6 +124,7 @@ def _show(stack: str, results: list[TierBench], settings: BenchSettings) -> None
         title=f"{stack}: {settings.blocks:,} blocks of {format_bytes(block_bytes)}, {settings.batch} to a job",
     )
     rounds = quantity(settings.rounds, "round")
-    print_text(f"Medians (and spreads) of {rounds}; each tier was given {written} of new blocks.")
+    if any(each.is_measured for each in results):
+        print_text(f"Medians (and spreads) of {rounds}; each tier was given {written} of new blocks.")
     for line in bench_remarks(results):
         print_text(line)

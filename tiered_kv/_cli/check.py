@@ -1,29 +1,43 @@
-"""`tiered-kv check`: validates a stack's file, and opens every tier."""
+"""`tiered-kv check`: would the stack open here, and store?"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
+from tiered_kv._cli.stacks import (
+    OperatedStack,
+    add_stack_arguments,
+    operated_stack,
+    own_config,
+    purge_own,
+    tier_error_text,
+)
 from tiered_kv.config.redaction import error_text, scrub
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.hooks import tier_type_of
 from tiered_kv.limits import Need, refuse, shared_memory_need
-from tiered_kv.stack import needs_of, open_region, open_tier, shut_down
-from tiered_kv.stack_config import StackConfig, load_config
+from tiered_kv.stack import needs_of, open_publisher, open_region, open_server, open_tier, shut_down
+from tiered_kv.stack_config import PRIMARY_BLOCKS_MIN, StackConfig
+from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.toolkit.codec_settings import CodecSettings
+from tiered_kv.toolkit.listed import ListedStorage
+from tiered_kv.workload.bench import BenchSettings, bench_tier
 
-_PROBE_BLOCKS = 2
-"""Size of a region for the secondary tiers, if the primary tier cannot be opened."""
+_PROBE_S = 30.0
+"""How long one block may take to be stored, found or loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierCheck:
-    """Why a tier cannot be opened, or how it describes itself."""
+    """Why a tier cannot be opened or store, or how it describes itself."""
 
     name: str
     type: str
@@ -31,48 +45,151 @@ class TierCheck:
     error: str = ""
     details: dict[str, object] = field(default_factory=dict)
 
+    @property
+    def verdict(self) -> str:
+        return "FAILED" if not self.ok else "WARNING" if "warning" in self.details else "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class ListenCheck:
+    """Why an address cannot be listened at; `error` is empty if it can."""
+
+    setting: str
+    address: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StackCheck:
+    """Everything that was found."""
+
+    tiers: list[TierCheck]
+    listens: list[ListenCheck]
+    limits: list[Need]
+
+    @property
+    def ok(self) -> bool:
+        return not any(
+            (
+                *(not tier.ok for tier in self.tiers),
+                *(each.error for each in self.listens),
+                *(need.is_refused for need in self.limits),
+            )
+        )
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Validate a stack's file, open all of its tiers together, and show what each can do here. It opens them for "
-        "real: nvme makes its directory, and a segment or two in it, which stay."
+        "Find out before an engine does whether a stack would open here, and store. It compares what the stack takes "
+        "with what the machine has, listens where the stack would, opens all tiers together, and stores, finds and "
+        "loads a block in each. It opens them for real: of nvme, a directory, a segment or two and this block stay."
     )
-    parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
     describe_use(
         parser,
         ("tiered-kv check stack.yaml", "before an engine is started with it"),
-        ("tiered-kv check stack.yaml --json", "for a script; `ok` tells whether everything opens"),
-        found="a tier does not open",
+        ("tiered-kv check stack.yaml --offline", "in CI: the file and the libraries, without opening anything"),
+        ("tiered-kv check stack.yaml --json", "for a script; `ok` tells whether it would open and store"),
+        found="the stack would not open, or would not store",
+    )
+    add_stack_arguments(parser)
+    parser.add_argument(
+        "--offline", action="store_true", help="open nothing, and leave out what this machine has: for another one"
     )
 
 
 def run(args: argparse.Namespace) -> Status:
-    config = load_config(args.stack)
-    needs = needs_of(config)
-    if config.primary.shared is not None:
-        needs.append(shared_memory_need(config.primary_blocks * config.block.bytes, "primary.capacity"))
-    checks = _check_all(config, needs)
-    ok = all(check.ok for check in checks)
+    stack = operated_stack(args, looks=not args.offline)
+    if args.offline:
+        config = stack.config
+        found = _check_offline(config)
+    else:
+        config = stack.to_open()
+        found = _check(stack, config)
     if args.json:
         print_json(
             {
                 "stack": args.stack,
-                "ok": ok,
-                "identity": dict(config.identity.described),
-                "namespace_digest": config.identity.digest.hex(),
-                "block_bytes": config.block.bytes,
-                "tiers": [asdict(check) for check in checks],
-                "limits": [asdict(need) for need in needs],
+                "ok": found.ok,
+                "offline": args.offline,
+                "identity": dict(config.identity.described) if stack.is_whole else None,
+                "namespace_digest": stack.digest,
+                "namespace_from": stack.source,
+                "block_bytes": config.block.bytes if stack.is_whole or not args.offline else None,
+                **asdict(found),
             }
         )
     else:
-        _show(args.stack, config, checks, needs)
-    return Status.OK if ok else Status.FOUND
+        _show(args, stack, config, found)
+    return Status.OK if found.ok else Status.FOUND
 
 
-def _check_all(config: StackConfig, needs: list[Need]) -> list[TierCheck]:
-    """Open all tiers together, as a stack does: two of them may exclude each other."""
-    with progress("opening cpu", 1 + len(config.secondary)) as advance, ExitStack() as opened:
+# Without opening anything.
+
+
+def _check_offline(config: StackConfig) -> StackCheck:
+    def policy() -> None:
+        make_policy(config.primary.policy, PRIMARY_BLOCKS_MIN)
+
+    tiers = [TierCheck("cpu", "cpu", not (error := _error_of(policy, config)), error)]
+    for settings in config.secondary:
+        error = ""
+        try:
+            tier_type_of(settings).load()
+            if isinstance(settings, CodecSettings):
+                settings.open_codecs()
+        except Exception as problem:  # a third-party module may raise anything
+            error = tier_error_text(problem, settings)
+        tiers.append(TierCheck(settings.name, settings.type, not error, error))
+    return StackCheck(tiers, [], [])
+
+
+# By opening everything.
+
+
+def _check(stack: OperatedStack, config: StackConfig) -> StackCheck:
+    needs = needs_of(config)
+    if config.primary.shared is not None or stack.is_engines:
+        need = shared_memory_need(config.primary_blocks * config.block.bytes, "primary.capacity")
+        if config.primary.shared is None and need.problem:  # only vLLM's workers share the primary tier
+            need = replace(need, is_refused=False, problem=f"in vLLM, {need.problem}")
+        needs.append(need)
+    with ExitStack() as undo, ExitStack() as opened:
+        undo.callback(purge_own, config, config.secondary)  # after they are shut down
+        listens = _check_listens(stack, config, opened)
+        return StackCheck(_check_tiers(config, needs, opened), listens, needs)
+
+
+def _check_listens(stack: OperatedStack, config: StackConfig, opened: ExitStack) -> list[ListenCheck]:
+    def server() -> None:
+        if (made := open_server(config)) is not None:
+            opened.callback(made.close)
+
+    def publisher() -> None:
+        if (made := open_publisher(config)) is not None:
+            opened.callback(made.close)
+
+    found = []
+    if config.metrics is not None:
+        error = _error_of(server, config)
+        if error and stack.running is not None:
+            error = f"{error}: {stack.running}, has a stack open"
+        found.append(ListenCheck("metrics.listen", config.metrics.listen, error))
+    if config.events is not None:
+        addresses = ", ".join(filter(None, (config.events.publish, config.events.replay)))
+        found.append(ListenCheck("events.publish", addresses, _error_of(publisher, config)))
+    return found
+
+
+def _error_of(open_it: Callable[[], object], config: StackConfig) -> str:
+    try:
+        open_it()
+    except Exception as error:  # a third-party policy may raise anything
+        return error_text(error, config.secret_texts())
+    return ""
+
+
+def _check_tiers(config: StackConfig, needs: list[Need], opened: ExitStack) -> list[TierCheck]:
+    with progress("opening cpu", 1 + len(config.secondary)) as advance:
         primary, region = _check_primary(config, needs)
         opened.callback(region.close)
         checks = [primary]
@@ -91,7 +208,7 @@ def _check_primary(config: StackConfig, needs: list[Need]) -> tuple[TierCheck, P
         region = open_region(config)
     except Exception as error:  # a third-party policy may raise anything
         reason = error_text(error, config.secret_texts())
-        return TierCheck("cpu", "cpu", False, reason), PrimaryRegion(_PROBE_BLOCKS, config.block.bytes)
+        return TierCheck("cpu", "cpu", False, reason), PrimaryRegion(PRIMARY_BLOCKS_MIN, config.block.bytes)
     details: dict[str, object] = {
         "capacity_bytes": region.num_blocks * region.block_bytes,
         "blocks": region.num_blocks,
@@ -102,14 +219,33 @@ def _check_primary(config: StackConfig, needs: list[Need]) -> tuple[TierCheck, P
 
 
 def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegion, opened: ExitStack) -> TierCheck:
-    secrets = settings.secret_texts()
+    secrets, details = settings.secret_texts(), dict[str, object]()
     try:
         tier = open_tier(config, settings, region.kv_view)
         opened.callback(shut_down, [tier], config)
         details = {name: _scrubbed(each, secrets) for name, each in tier.describe().items()}
-        return TierCheck(settings.name, settings.type, True, details=details)
+        if _lists_entries(settings):  # so the block can be deleted again
+            tier = open_tier(own_config(config), settings, region.kv_view)
+            opened.callback(shut_down, [tier], config)
+        error = _store_one(tier, settings, region)
+        return TierCheck(settings.name, settings.type, not error, error, details)
     except Exception as error:  # a third-party tier may raise anything
-        return TierCheck(settings.name, settings.type, False, error_text(error, secrets))
+        return TierCheck(settings.name, settings.type, False, tier_error_text(error, settings), details)
+
+
+def _lists_entries(settings: TierSettings) -> bool:
+    load = tier_type_of(settings).administration
+    return load is not None and issubclass(load(), ListedStorage)
+
+
+def _store_one(tier: SecondaryTierManager, settings: TierSettings, region: PrimaryRegion) -> str:
+    """Store, find and load a block; return why that is not possible."""
+    probe = BenchSettings(blocks=1, batch=1, rounds=1, timeout_s=_PROBE_S)
+    found = bench_tier(tier, settings.name, region.kv_view, probe)
+    if found.ok:
+        return ""
+    done = "stored" if found.failed_stores else "loaded back" if found.failed_loads else "loaded back unchanged"
+    return f"it opens, and a block cannot be {done}" + (f": {', '.join(found.reasons)}" if found.reasons else "")
 
 
 def _scrubbed(value: object, secrets: set[str]) -> object:
@@ -118,23 +254,29 @@ def _scrubbed(value: object, secrets: set[str]) -> object:
     return value if value is None or isinstance(value, (int, float)) else scrub(str(value), secrets)
 
 
-def _show(stack: str, config: StackConfig, checks: list[TierCheck], needs: list[Need]) -> None:
-    print_text(f"{stack}: blocks of {format_bytes(config.block.bytes)}, {config.block.tokens} tokens")
-    print_text(f"namespace {config.identity.digest.hex()}\n")
-    rows = [[check.name, check.type, "ok" if check.ok else "FAILED", _details(check)] for check in checks]
-    print_table(["tier", "type", "opens", "what it can do here"], rows, numbers=False)
-    limits = [
-        [need.what, *need.shown, need.where, ("REFUSED" if need.is_refused else "WARNING") if need.problem else "ok"]
-        for need in needs
-    ]
-    print_table(["limit of", "the stack takes", "there is", "by", "verdict"], limits, numbers=False)
-    for need in needs:
-        if need.problem and not need.is_refused:  # what is refused is the error of the primary tier
-            print_text(f"{need.setting}: {need.problem}")
+# For people.
+
+
+def _show(args: argparse.Namespace, stack: OperatedStack, config: StackConfig, found: StackCheck) -> None:
+    blocks = f"blocks of {format_bytes(config.block.bytes)}, " if stack.is_whole or not args.offline else ""
+    print_text(f"{args.stack}: {blocks}{stack}\n")
+    rows = [[f"{each.name} ({each.type})", each.verdict, _details(each)] for each in found.tiers]
+    rows += [[each.setting, "FAILED" if each.error else "ok", each.error or each.address] for each in found.listens]
+    for need in found.limits:
+        wanted, available = need.shown
+        verdict = ("FAILED" if need.is_refused else "WARNING") if need.problem else "ok"
+        rows.append([need.what, verdict, need.problem or f"{wanted} of {available}, {need.where}"])
+    print_table(["what", "verdict", "what it is, or what to do"], rows, numbers=False)
+    if args.offline:
+        print_text("nothing was opened, and what this machine has was not looked at")
 
 
 def _details(check: TierCheck) -> str:
-    return check.error or "\n".join(_detail(name, value) for name, value in check.details.items())
+    if check.error:
+        return check.error
+    warning = [f"{check.details['warning']};"] if "warning" in check.details else []
+    details = ", ".join(_detail(name, value) for name, value in check.details.items() if name != "warning")
+    return " ".join([*warning, details])
 
 
 def _detail(name: str, value: object) -> str:

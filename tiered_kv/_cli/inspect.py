@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 
 from tiered_kv._cli.arguments import describe_use, rate, seconds
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
+from tiered_kv._cli.stacks import OperatedStack, add_stack_arguments, administer, operated_stack, tier_error_text
 from tiered_kv.config.namespace import differences
-from tiered_kv.config.redaction import error_text
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.errors import ConfigError
-from tiered_kv.hooks import tier_type_of
-from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.toolkit.administration import (
     Ages,
     StoredNamespace,
@@ -44,6 +41,7 @@ class TierInspection:
 
     name: str
     type: str
+    where: str = ""  # the path or address of the storage
     error: str = ""
     unavailable: str = ""
     survey: Survey = field(default_factory=Survey)
@@ -66,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("tiered-kv inspect stack.yaml --verify --repair", "drop the damaged blocks"),
         found="damage is left, or a tier could not be looked at",
     )
-    parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
+    add_stack_arguments(parser)
     parser.add_argument("--tier", metavar="NAME", help="this tier only")
     parser.add_argument("--verify", action="store_true", help="read and check every block")
     parser.add_argument("--repair", action="store_true", help="with --verify: delete damaged blocks")
@@ -84,30 +82,32 @@ def run(args: argparse.Namespace) -> Status:
     given = [f"--{name}" for name in ("repair", "own", "rate") if getattr(args, name)]
     if given and not args.verify:
         raise ConfigError(f"{given[0]} needs --verify")
-    config = load_config(args.stack)
+    stack = operated_stack(args)
+    config = stack.config
     names = [settings.name for settings in config.secondary]
     if args.tier is not None and args.tier not in names:
         raise ConfigError(f"the stack has no secondary tier '{args.tier}'; it has: {', '.join(names) or 'none'}")
     chosen = [settings for settings in config.secondary if args.tier in (None, settings.name)]
-    tiers = [_inspect(config, settings, args) for settings in chosen]
+    tiers = [_inspect(stack, settings, args) for settings in chosen]
     ok = all(tier.ok for tier in tiers)
     if args.json:
-        own = config.identity.digest.hex()
-        described = [_described(config, tier) for tier in tiers]
-        print_json({"stack": args.stack, "namespace": own, "verified": args.verify, "ok": ok, "tiers": described})
+        described = [_described(stack, tier) for tier in tiers]
+        found = {"stack": args.stack, "namespace": stack.digest, "namespace_from": stack.source}
+        print_json({**found, "verified": args.verify, "ok": ok, "tiers": described})
     else:
-        _show(config, tiers, args)
+        _show(stack, tiers, args)
     return Status.OK if ok else Status.FOUND
 
 
-def _inspect(config: StackConfig, settings: TierSettings, args: argparse.Namespace) -> TierInspection:
+def _inspect(stack: OperatedStack, settings: TierSettings, args: argparse.Namespace) -> TierInspection:
     tier = TierInspection(settings.name, settings.type)
 
     def inspect(administration: TierAdministration) -> None:
+        tier.where = administration.where
         with progress(f"counting {tier.name}", None):
             tier.survey = administration.survey(time.monotonic() + (args.timeout or _TIMEOUT_S))
         if args.verify:
-            _verify(administration, config, settings, tier, args)
+            _verify(administration, stack, settings, tier, args)
 
     error = administer(settings, inspect)
     if error is None:
@@ -116,28 +116,14 @@ def _inspect(config: StackConfig, settings: TierSettings, args: argparse.Namespa
     return tier
 
 
-def administer(settings: TierSettings, work: Callable[[TierAdministration], None]) -> str | None:
-    """Call `work` with a tier's administration; return an error's text, or None if tiers of the type have none."""
-    try:
-        load = tier_type_of(settings).administration
-        if load is None:
-            return None
-        with closing(load()(settings)) as administration:
-            work(administration)
-    except Exception as error:  # a third-party administration may raise anything
-        return error_text(error, settings.secret_texts())
-    return ""
-
-
 def _verify(
     administration: TierAdministration,
-    config: StackConfig,
+    stack: OperatedStack,
     settings: TierSettings,
     tier: TierInspection,
     args: argparse.Namespace,
 ) -> None:
-    own = config.identity.digest.hex()
-    chosen = [each for each in tier.survey.namespaces if not args.own or each.digest == own]
+    chosen = [each for each in tier.survey.namespaces if not args.own or each.digest == stack.digest]
     rate_bytes = args.rate or _RATE_BYTES
     total_bytes = sum(_size_bytes(each) for each in chosen)
     deadline = time.monotonic() + (args.timeout or _TIMEOUT_S + _TIMEOUT_FACTOR * total_bytes / rate_bytes)
@@ -145,14 +131,16 @@ def _verify(
         on_block = _paced(rate_bytes, show, deadline)
         for each in chosen:
             digest = each.digest
-            block_bytes = config.block.bytes if digest == own else block_bytes_in(each.described)
+            block_bytes = block_bytes_in(each.described)
+            if digest == stack.digest or (block_bytes is None and not stack.is_whole):
+                block_bytes = stack.block_bytes or block_bytes
             found = tier.checks[digest] = Verification(block_bytes, args.repair, on_block)
             try:
                 administration.verify(digest, found, deadline)
             except NotImplementedError:
                 found.error = f"tiers of type '{settings.type}' cannot be verified"
             except Exception as problem:  # a third-party administration may raise anything
-                found.error = error_text(problem, settings.secret_texts())
+                found.error = tier_error_text(problem, settings)
 
 
 def _paced(rate_bytes: int, show: Callable[[int], None], deadline: float) -> Callable[[int], None]:
@@ -185,8 +173,9 @@ def _size_bytes(found: StoredNamespace) -> int:
     return found.size_bytes or 0
 
 
-def _described(config: StackConfig, tier: TierInspection) -> dict[str, object]:
+def _described(stack: OperatedStack, tier: TierInspection) -> dict[str, object]:
     namespaces = []
+    ours = stack.config.identity.described if stack.is_whole else {}
     for each in tier.survey.namespaces:
         known = asdict(each)
         digest = known.pop("digest")
@@ -194,29 +183,38 @@ def _described(config: StackConfig, tier: TierInspection) -> dict[str, object]:
         namespaces.append(
             {
                 "namespace": digest,
-                "own": digest == config.identity.digest.hex(),
+                "own": digest == stack.digest,
                 "tenant": each.tenant,
-                "differences": differences(config.identity.described, each.described),
+                "differences": differences(ours, each.described) if ours else {},
                 **known,
-                "verification": check and {name: getattr(check, name) for name in _CHECKED},
+                "verification": check and _verification(check),
             }
         )
-    about = {"name": tier.name, "type": tier.type, "ok": tier.ok, "error": tier.error, "unavailable": tier.unavailable}
-    return {**about, **asdict(tier.survey), "namespaces": namespaces}
+    about: dict[str, object] = {"name": tier.name, "type": tier.type, "where": tier.where, "ok": tier.ok}
+    return {
+        **about,
+        "error": tier.error,
+        "unavailable": tier.unavailable,
+        **asdict(tier.survey),
+        "namespaces": namespaces,
+    }
 
 
-def _show(config: StackConfig, tiers: Sequence[TierInspection], args: argparse.Namespace) -> None:
-    own = config.identity.digest.hex()
-    print_text(f"{args.stack}: namespace {own}\n")
+def _verification(check: Verification) -> dict[str, object]:
+    return {**{name: getattr(check, name) for name in _CHECKED}, "named": [asdict(each) for each in check.named]}
+
+
+def _show(stack: OperatedStack, tiers: Sequence[TierInspection], args: argparse.Namespace) -> None:
+    print_text(f"{args.stack}: {stack}\n")
     heads = ["tier", "namespace", "model", "tenant", "blocks", "stored", "written", "last used"]
-    _print_rows(heads, [row for tier in tiers for row in _rows(tier, own)])
+    _print_rows(heads, [row for tier in tiers for row in _rows(tier, stack.digest)])
     print_text("* this stack's own; ages are those of the oldest, the median and the newest block; - is not known")
     if checks := [_checked(tier.name, *each) for tier in tiers for each in tier.checks.items()]:
         print_text("")
         heads = ["tier", "namespace", "checked", "read", "by", "repaired", "damaged", "unreadable here"]
         _print_rows(heads, checks)
     for tier in tiers:
-        for line in _remarks(config, tier, repairs=args.repair):
+        for line in _remarks(stack, tier, repairs=args.repair):
             print_text(one_line(f"{tier.name}: {line}"))
 
 
@@ -224,7 +222,7 @@ def _print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print_table(heads, [[one_line(cell) for cell in row] for row in rows], numbers=False)
 
 
-def _rows(tier: TierInspection, own: str) -> Iterator[list[str]]:
+def _rows(tier: TierInspection, own: str | None) -> Iterator[list[str]]:
     for each in tier.survey.namespaces:
         namespace = each.described.get("namespace")
         model = str(namespace.get("model", "-")) if isinstance(namespace, dict) else "-"
@@ -247,14 +245,17 @@ def _reasons(counted: Mapping[str, int]) -> str:
     return f"{sum(counted.values())} ({detail})" if counted else "0"
 
 
-def _remarks(config: StackConfig, tier: TierInspection, *, repairs: bool) -> Iterator[str]:
+def _remarks(stack: OperatedStack, tier: TierInspection, *, repairs: bool) -> Iterator[str]:
     survey = tier.survey
-    for each in survey.namespaces:
-        changed = differences(config.identity.described, each.described)
+    if tier.where:
+        yield f"looked at {tier.where}"
+    ours = stack.config.identity.described
+    for each in survey.namespaces if stack.is_whole else ():
+        changed = differences(ours, each.described)
         if changed:
-            fields = "; ".join(f"{name} is {theirs!r}, not {ours!r}" for name, (ours, theirs) in changed.items())
+            fields = "; ".join(f"{name} is {theirs!r}, not {mine!r}" for name, (mine, theirs) in changed.items())
             yield f"{each.digest} is another namespace: {fields}"
-        elif each.digest != config.identity.digest.hex():
+        elif each.digest != stack.digest:
             yield f"{each.digest} is another namespace, without a readable form"
     if (segments := survey.segments) is not None:
         fill = f"{segments.filled_bytes / segments.size_bytes:.0%}" if segments.size_bytes else "-"
@@ -268,10 +269,15 @@ def _remarks(config: StackConfig, tier: TierInspection, *, repairs: bool) -> Ite
     yield from survey.notes
     for digest, check in tier.checks.items():
         yield from check.notes
-        if repairs:
-            yield f"{check.repaired} damaged blocks of {digest} were deleted"
+        for block in check.named:
+            yield f"damaged: {block.name}{f', key {block.key}' if block.key else ''}: {block.reason}"
+        if (more := check.damaged.total() - len(check.named)) and check.named:
+            yield f"{more} more damaged blocks of {digest}"
         if check.error:
-            yield f"the check of {digest} FAILED: {check.error}"
+            deleted = f" after {check.repaired} damaged blocks were deleted" if check.repaired else ""
+            yield f"the check of {digest} FAILED{deleted}: {check.error}"
+        elif repairs and check.damaged:
+            yield f"{check.repaired} of {check.damaged.total()} damaged blocks of {digest} were deleted"
     if tier.unavailable:
         yield tier.unavailable
     if tier.error:

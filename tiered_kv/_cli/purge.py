@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 from tiered_kv._cli.arguments import describe_use, seconds
-from tiered_kv._cli.inspect import administer
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
+from tiered_kv._cli.stacks import OperatedStack, add_stack_arguments, administer, digest, operated_stack
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ConfigError
-from tiered_kv.stack_config import load_config
-from tiered_kv.toolkit.administration import DIGEST_HEX, TierAdministration
+from tiered_kv.toolkit.administration import TierAdministration
 
 _TIMEOUT_S = 600.0
 
@@ -39,6 +38,7 @@ class TierPurge:
 
     name: str
     type: str
+    where: str = ""
     error: str = ""
     namespaces: list[NamespacePurge] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -59,27 +59,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("tiered-kv purge stack.yaml --tenant acme --yes", "remove all of a tenant without asking"),
         found="something was left, or a tier cannot be purged",
     )
-    parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
+    add_stack_arguments(parser, namespace=False)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--tenant", metavar="NAME", help="every namespace of this tenant in those tiers")
-    which.add_argument("--namespace", metavar="DIGEST", type=_digest, help="the namespace with this digest")
+    which.add_argument("--namespace", metavar="DIGEST", type=digest, help="the namespace with this digest")
     parser.add_argument("--dry-run", action="store_true", help="show what would be removed")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--timeout", metavar="TIME", type=seconds, default=_TIMEOUT_S, help="for each tier (10m)")
 
 
 def run(args: argparse.Namespace) -> Status:
-    config = load_config(args.stack)
-    digest = None if args.tenant is not None else args.namespace or config.identity.digest.hex()
-    meant = f"tenant '{args.tenant}'" if digest is None else f"namespace {digest}"
+    stack = operated_stack(args, looks=args.tenant is None and args.namespace is None)
+    config = stack.config
+    chosen = None if args.tenant is not None else args.namespace or stack.digest
+    meant = f"tenant '{args.tenant}'" if chosen is None else f"namespace {chosen}"
+    if chosen is None and args.tenant is None:
+        if stack.stored:
+            raise stack.ambiguous()
+        # A namespace that no stack has: None would be all of them.
+        chosen, meant = config.identity.digest.hex(), "no stored namespace fits the file, which has no block.bytes"
     tiers: list[TierPurge] = []
     with progress("looking", len(config.secondary)) as advance:
         for settings in config.secondary:
             advance(len(tiers), f"looking into {settings.name}")
-            tiers.append(_look(settings, digest, args.tenant, args.timeout))
+            tiers.append(_look(settings, chosen, args.tenant, args.timeout))
+    running = _running(stack, tiers)
     if not args.json:
         print_text(f"{args.stack}: {meant}\n")
         _show(tiers, "stored")
+        if running:
+            print_text(running)
     if not args.dry_run and any(tier.namespaces for tier in tiers):
         if not args.yes:
             _ask(tiers)
@@ -92,14 +101,17 @@ def run(args: argparse.Namespace) -> Status:
     ok = all(tier.ok for tier in tiers)
     if args.json:
         described = [{**asdict(tier), "ok": tier.ok} for tier in tiers]
-        print_json({"stack": args.stack, "of": meant, "dry_run": args.dry_run, "ok": ok, "tiers": described})
+        found = {"stack": args.stack, "of": meant, "dry_run": args.dry_run, "running": running}
+        print_json({**found, "ok": ok, "tiers": described})
     return Status.OK if ok else Status.FOUND
 
 
-def _digest(text: str) -> str:
-    if not DIGEST_HEX.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"expected 32 hexadecimal digits, as `tiered-kv check` shows, found {text!r}")
-    return text
+def _running(stack: OperatedStack, tiers: Sequence[TierPurge]) -> str:
+    """Return which process to stop first, if the stack's own status tells."""
+    running = stack.running
+    if running is None or all(each.namespace != running.namespace for tier in tiers for each in tier.namespaces):
+        return ""
+    return f"{running}, has {running.namespace} open and may store again: stop it first"
 
 
 def _look(settings: TierSettings, digest: str | None, tenant: str | None, timeout_s: float) -> TierPurge:
@@ -107,6 +119,7 @@ def _look(settings: TierSettings, digest: str | None, tenant: str | None, timeou
     tier = TierPurge(settings.name, settings.type)
 
     def look(administration: TierAdministration) -> None:
+        tier.where = administration.where
         for stored in administration.survey(time.monotonic() + timeout_s, digest).namespaces:
             if tenant is None or stored.tenant == tenant:
                 tier.namespaces.append(NamespacePurge(stored.digest, stored.tenant, stored.blocks, stored.size_bytes))
@@ -162,10 +175,12 @@ def _rows(tier: TierPurge) -> Iterator[list[str]]:
 
 
 def _remarks(tier: TierPurge) -> Iterator[str]:
+    if tier.where:
+        yield f"looked at {tier.where}"
     for each in tier.namespaces:
         yield from (f"LEFT of {each.namespace}: {text}" for text in each.left)
         yield from each.notes
-    for digest in tier.unknown:
-        yield f"the tenant of the namespace {digest} is not known; give --namespace {digest} if it is meant"
+    for unknown in tier.unknown:
+        yield f"the tenant of the namespace {unknown} is not known; give --namespace {unknown} if it is meant"
     if tier.error:
         yield f"FAILED: {tier.error}"

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.ask import StatusAddress, address_of, fetch, is_address
-from tiered_kv._cli.inspect import administer
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
+from tiered_kv._cli.stacks import administer
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.config.units import rounded_seconds

@@ -45,6 +45,7 @@ def status(stack: Observed) -> dict[str, Any]:  # Any: as JSON has it
     return {
         "version": version("tiered-kv"),
         "namespace": config.identity.digest.hex(),
+        "block_bytes": config.block.bytes,
         "pid": os.getpid(),
         "uptime_seconds": time.monotonic() - stack.opened_s,
         "time": time.time(),

@@ -32,7 +32,7 @@ def bench_page(run: Run, results: Sequence[TierBench], settings: BenchSettings) 
         heading=f"The secondary tiers of {run.stack_name}",
         lede=_measured(results, settings),
         notes=bench_remarks(results),
-        tiles=_tiles(results),
+        tiles=_tiles([each for each in results if each.is_measured]),
         sections=[_speed(results, settings)],
         settings=[("longest time of a direction of a round", f"{settings.timeout_s:g} s")],
     )
@@ -43,9 +43,9 @@ def bench_rows(results: Sequence[TierBench]) -> list[list[str]]:
     return [
         [
             each.name if each.name == each.type else f"{each.name} ({each.type})",
-            *(_rate(_rounds(each, direction)) for direction in _DIRECTIONS),
-            f"{each.lookup_us.p50:,.1f} ({each.lookup_us.p99:,.1f})",
-            f"{each.corrupt_blocks:,}",
+            *(_rate(_rounds(each, direction)) if each.is_measured else "-" for direction in _DIRECTIONS),
+            f"{each.lookup_us.p50:,.1f} ({each.lookup_us.p99:,.1f})" if each.is_measured else "-",
+            f"{each.corrupt_blocks:,}" if each.is_measured else "-",
         ]
         for each in results
     ]
@@ -54,6 +54,8 @@ def bench_rows(results: Sequence[TierBench]) -> list[list[str]]:
 def bench_remarks(results: Sequence[TierBench]) -> Iterator[str]:
     """Yield a sentence for each kind of failure."""
     for each in results:
+        if each.error:
+            yield f"{each.name} FAILED: {each.error}"
         if each.corrupt_blocks:
             yield f"CORRUPT: {quantity(each.corrupt_blocks, 'block')} came back from {each.name} with other bytes"
         if each.failed_stores or each.failed_loads:
@@ -65,8 +67,11 @@ def bench_remarks(results: Sequence[TierBench]) -> Iterator[str]:
 
 
 def _measured(results: Sequence[TierBench], settings: BenchSettings) -> str:
+    measured = sum(each.is_measured for each in results)
+    if not measured:
+        return "No tier could be measured."
     return (
-        f"{quantity(len(results), 'tier')} stored, found and loaded {quantity(settings.blocks, 'new block')} of "
+        f"{quantity(measured, 'tier')} stored, found and loaded {quantity(settings.blocks, 'new block')} of "
         f"{format_bytes(results[0].block_bytes)} in each of {quantity(settings.rounds, 'round')}, one tier after the "
         f"other, each alone and without the manager in front of it. {quantity(settings.batch, 'block')} made a job, "
         "and all jobs of a direction were submitted at once. Every loaded block was compared with what had been "
@@ -75,6 +80,8 @@ def _measured(results: Sequence[TierBench], settings: BenchSettings) -> str:
 
 
 def _tiles(results: Sequence[TierBench]) -> Iterator[Html]:
+    if not results:
+        return
     fastest = "" if len(results) == 1 else "fastest "
     for direction in _DIRECTIONS:
         best = max(results, key=lambda each: median(_rounds(each, direction)))
@@ -87,11 +94,12 @@ def _tiles(results: Sequence[TierBench]) -> Iterator[Html]:
 
 
 def _speed(results: Sequence[TierBench], settings: BenchSettings) -> Html:
+    measured = [each for each in results if each.is_measured]
     plots = [
         figure(
             "Throughput",
             "The median of the rounds, and each round as a ring. A wide spread says that something disturbed them.",
-            _throughput(results),
+            _throughput(measured),
             _DIRECTIONS.items(),
         ),
         figure(
@@ -99,7 +107,7 @@ def _speed(results: Sequence[TierBench], settings: BenchSettings) -> Html:
             "From asking for one key to its answer: the median (dot), the 99th percentile (end of the line) and the "
             "longest (ring), on a logarithmic scale. A tier that does not answer at once is asked again every "
             f"{POLL_S * 1e6:.0f} us.",
-            _lookups(results),
+            _lookups(measured),
         ),
     ]
     about = (
@@ -110,7 +118,7 @@ def _speed(results: Sequence[TierBench], settings: BenchSettings) -> Html:
         "How fast each tier is",
         about,
         card(table(BENCH_COLUMNS, bench_rows(results))),
-        element("div", *plots, class_="plots"),
+        element("div", *(plots if measured else ()), class_="plots"),
     )
 
 

@@ -1,0 +1,72 @@
+"""`tiered-kv check` as a preflight: its status is 0 only if a stack would open here, and store."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import Command
+from tests.support.redis_servers import RedisServer
+from tests.support.stacks import ReplaceModule, stack_file
+from tiered_kv.testing.rig import FourMethodTier
+from tiered_kv.tiering.base import JobMetadata, JobResult
+
+
+class FullTier(FourMethodTier):
+    """Takes no block, as a disk without space."""
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._finished.append(JobResult(job_metadata.job_id, False, reason="no_space"))
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys, "check")
+
+
+def test_a_tier_that_opens_and_stores_nothing_fails(tmp_path: Path, check: Command) -> None:
+    file = stack_file(tmp_path, "type: 'tests._cli.test_check:FullTier'")
+    found = check.json(file, status=1)["tiers"][1]
+    assert (found["ok"], found["error"]) == (False, "it opens, and a block cannot be stored: no_space")
+
+
+def test_a_redis_that_is_full_and_evicts_nothing_fails(tmp_path: Path, check: Command) -> None:
+    with RedisServer(tmp_path / "redis", ("--maxmemory", "1mb", "--maxmemory-policy", "noeviction")) as server:
+        found = check.json(stack_file(tmp_path, f"type: redis, url: '{server.url}'"), status=1)["tiers"][1]
+    assert "no_space" in found["error"]
+    assert found["details"]["warning"].startswith("the policy is noeviction")
+
+
+def test_an_address_that_is_taken_is_found(tmp_path: Path, check: Command) -> None:
+    pytest.importorskip("prometheus_client")
+    pytest.importorskip("zmq")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        file = Path(stack_file(tmp_path, "type: memory, capacity: 1MiB"))
+        extra = f'metrics: {{listen: "{address}"}}\nevents: {{publish: "tcp://{address}"}}\n'
+        file.write_text(file.read_text() + extra)
+        found = check.json(str(file), status=1)
+    assert [each["setting"] for each in found["listens"]] == ["metrics.listen", "events.publish"]
+    assert all("in use" in each["error"] and address in each["error"] for each in found["listens"])
+    assert all(tier["ok"] for tier in found["tiers"])
+
+
+def test_offline_opens_nothing_and_finds_what_the_file_and_the_libraries_say(
+    tmp_path: Path, check: Command, replace_module: ReplaceModule
+) -> None:
+    tiers = [f"type: nvme, path: {tmp_path}/kv, capacity: 1PiB, codec: zstd", "type: redis, url: 'redis://127.0.0.1:1'"]
+    file = stack_file(tmp_path, *tiers, capacity="1PiB")
+    found = check.json(file, "--offline")
+    assert (found["ok"], found["offline"], found["limits"]) == (True, True, [])
+    assert not (tmp_path / "kv").exists()
+    replace_module("zstandard", None)
+    failed = check.json(file, "--offline", status=1)["tiers"][1]
+    assert "zstd" in failed["error"]
+    file = stack_file(tmp_path, capacity="1MiB, policy: 'no.module:Policy'")
+    assert "FAILED" in check.out(file, "--offline", status=1)
+    engines = tmp_path / "engine.yaml"
+    engines.write_text(f"primary: {{capacity: 1GiB}}\nsecondary: [{{type: fs, path: {tmp_path}/kv, capacity: 1GiB}}]")
+    assert check.json(str(engines), "--offline")["ok"]
+    assert not (tmp_path / "kv").exists()

@@ -1,0 +1,99 @@
+"""Errors of storage name the endpoint, the cause and the remedy in one sentence, in every verb and log line."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import Command
+from tests.support.redis_servers import RedisServer, redis_server
+from tests.support.stacks import stack_file
+from tiered_kv.cli import main
+
+__all__ = ["redis_server"]
+
+S3 = "bucket: blocks, access_key_id: an-id, secret_access_key: a-secret, attempts: 1, region: us-east-1"
+VERBS = [["check"], ["inspect"], ["purge", "--yes"], ["bench", "--blocks", "2", "--rounds", "1"]]
+METHOD_NAMES = re.compile(r"\b(describe|survey|epoch|list|sign|versioning):|EndpointConnectionError|\[Errno|Error \d")
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb[0])
+@pytest.mark.parametrize(
+    ("tier", "says"),
+    [
+        (
+            "type: redis, url: 'redis://127.0.0.1:1'",
+            "the server 127.0.0.1:1 cannot be reached (Connection refused); start it, or correct its address",
+        ),
+        (
+            "type: redis, url: 'redis://no-such-host.invalid'",
+            "the server no-such-host.invalid:6379 cannot be reached (*); correct the host's name in the stack, or this",
+        ),
+        (
+            "type: s3, endpoint_url: 'http://127.0.0.1:1', " + S3,
+            "the bucket http://127.0.0.1:1/blocks does not serve requests (Connection refused); start the server",
+        ),
+        (
+            "type: s3, endpoint_url: 'http://no-such-host.invalid', " + S3,
+            "the bucket http://no-such-host.invalid/blocks does not serve requests (*); correct the host in",
+        ),
+        (
+            "type: fs, capacity: 64MiB, path: /proc/no-such-directory",
+            "the directory /proc/no-such-directory cannot be used: No such file or directory; give a path",
+        ),
+    ],
+)
+def test_a_dead_storage_is_named_with_cause_and_remedy(
+    verb: list[str],
+    tier: str,
+    says: str,
+    tmp_path: Path,
+    command: Command,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    file = stack_file(tmp_path, tier)
+    if "/proc" in tier and verb[0] in ("inspect", "purge"):
+        assert "looked at /proc/no-such-directory (no such directory)" in command.out(*verb[:1], file, *verb[1:])
+        return
+    began_s = time.monotonic()
+    assert main([verb[0], file, *verb[1:]]) == 1
+    shown = " ".join((capsys.readouterr().out + caplog.text).split())
+    assert re.search(re.escape(says).replace(r"\*", r"[^;]*"), shown), "* is what the resolver says"
+    assert not METHOD_NAMES.search(shown)
+    assert "a-secret" not in shown
+    assert time.monotonic() - began_s < 60.0
+
+
+def test_what_redis_says_about_a_database_that_it_does_not_have_is_shown(
+    redis_server: RedisServer, tmp_path: Path, command: Command
+) -> None:
+    file = stack_file(tmp_path, f"type: redis, url: '{redis_server.url}', db: 99")
+    for verb in VERBS:
+        shown = " ".join(command.out(verb[0], file, *verb[1:], status=1).split())
+        assert f":{redis_server.port} answers with an error (" in shown
+        assert "DB index is out of range); check 'db'" in shown
+
+
+@pytest.mark.usefixtures("drawing_library")
+def test_a_bench_of_a_dead_tier_shows_no_figure_that_was_not_measured(tmp_path: Path, command: Command) -> None:
+    tiers = ["type: redis, url: 'redis://127.0.0.1:1'", "type: memory, capacity: 1MiB"]
+    page = tmp_path / "bench.html"
+    file = stack_file(tmp_path, *tiers)
+    text = command.out("bench", file, "--blocks", "4", "--rounds", "2", "--report", str(page), status=1)
+    assert re.search(r"redis +- +- +- +-\n", text)
+    assert re.search(r"memory +\d", text)
+    results = command.json("bench", file, "--blocks", "4", "--rounds", "2", status=1)["tiers"]
+    assert (results[0]["verified_blocks"], results[1]["verified_blocks"]) == (0, 8)
+    assert "cannot be reached" in results[0]["error"]
+    command.out("bench", stack_file(tmp_path, tiers[0]), "--blocks", "4", "--report", str(page), status=1)
+    assert "<svg" not in page.read_text()
+    assert "No tier could be measured" in page.read_text()

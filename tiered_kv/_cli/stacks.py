@@ -1,0 +1,268 @@
+"""A stack's file as the operator's verbs take it: an engine's has no `block.bytes`, and only a part of the namespace.
+
+The storage has the rest: beside its blocks, each namespace is stored in readable form. A running stack says which of
+several namespaces is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from tiered_kv._cli.arguments import size
+from tiered_kv._cli.ask import StatusAddress, fetch
+from tiered_kv._cli.live import Fields, read_status
+from tiered_kv._cli.output import progress
+from tiered_kv.config.namespace import Namespace
+from tiered_kv.config.reading import from_source
+from tiered_kv.config.redaction import error_text
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.units import format_bytes
+from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.hooks import tier_type_of
+from tiered_kv.stack_config import StackConfig, load_config
+from tiered_kv.toolkit.administration import DIGEST_HEX, StoredNamespace, TierAdministration, block_bytes_in
+
+OWN_MODEL: Final = "tiered-kv check"
+"""Of the namespace under which tiers are opened if that of the stack is not known; it is purged afterwards."""
+_ASK_S: Final = 1.0
+_FIND_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The process that has a stack open, by its status."""
+
+    pid: int
+    namespace: str
+    block_bytes: int | None
+    address: StatusAddress
+
+    def __str__(self) -> str:
+        return f"process {self.pid}, which answers at {self.address}"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatedStack:
+    """A stack's configuration, and what is known of its namespace.
+
+    Attributes:
+        config: With blocks of one byte and a namespace that is not the stack's, unless `is_whole`.
+        is_whole: Whether the size of blocks and the whole namespace are known.
+        digest: Of the stack's namespace; None if unknown.
+        block_bytes: None if unknown.
+        source: Where the namespace comes from, for people.
+        stored: Namespaces in the storage of the tiers that may be the stack's, by their digests.
+        running: The process that has the stack open; None if the file has no `metrics`, or nothing answers.
+    """
+
+    config: StackConfig
+    is_whole: bool
+    digest: str | None
+    block_bytes: int | None
+    source: str
+    stored: Mapping[str, StoredNamespace]
+    running: Running | None
+
+    @property
+    def is_engines(self) -> bool:
+        """Whether the file leaves the size of blocks to an engine."""
+        return bool(self.source) or not self.is_whole
+
+    def __str__(self) -> str:
+        if self.digest is None:
+            count = f"{len(self.stored)} stored namespaces may be its own"
+            return f"an engine's stack; {count if self.stored else 'nothing of it is stored'}"
+        return f"namespace {self.digest}" + (f", from {self.source}" if self.source else "")
+
+    def to_open(self) -> StackConfig:
+        """Return the configuration to open tiers with.
+
+        If only the size of blocks is known, its namespace is one that belongs to no stack: see `OWN_MODEL`.
+
+        Raises:
+            ConfigError: The size of blocks is not known, or several namespaces may be meant.
+        """
+        if self.is_whole:
+            return self.config
+        if len(self.stored) > 1 and self.digest is None:
+            raise self.ambiguous()
+        if self.block_bytes is None:
+            raise ConfigError(
+                "the engine sets the size of its blocks, and no tier has any yet; give --block-bytes, such as "
+                "--block-bytes 2MiB",
+                location="block.bytes",
+            )
+        block = {"bytes": self.block_bytes, "tokens": self.config.block.tokens}
+        return own_config(_completed(self.config, self.config.namespace, block))
+
+    def ambiguous(self) -> ConfigError:
+        """Return the error if it is not known which of several namespaces is meant."""
+        found = "".join(f"\n  {name} {_described(each)}" for name, each in self.stored.items())
+        return ConfigError(f"the tiers store {len(self.stored)} namespaces; give --namespace DIGEST:{found}")
+
+
+def add_stack_arguments(parser: argparse.ArgumentParser, *, namespace: bool = True) -> None:
+    parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
+    engines = parser.add_argument_group("for an engine's stack, whose file has no `block`")
+    engines.add_argument("--block-bytes", metavar="SIZE", type=size, help="bytes of a block, if nothing is stored yet")
+    if namespace:
+        engines.add_argument("--namespace", metavar="DIGEST", type=digest, help="which of several stored namespaces")
+
+
+def digest(text: str) -> str:
+    if not DIGEST_HEX.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f"expected 32 hexadecimal digits, as `tiered-kv inspect` shows, found {text!r}"
+        )
+    return text
+
+
+def operated_stack(args: argparse.Namespace, *, looks: bool = True) -> OperatedStack:
+    """Return the stack of a verb's arguments; without `looks`, the storage is not searched for its namespace.
+
+    Raises:
+        ConfigError: The file cannot be used.
+    """
+
+    def read(raw: Mapping[str, object]) -> StackConfig:
+        block, names = raw.get("block"), raw.get("namespace")
+        if isinstance(block, Mapping) and "bytes" in block:
+            return load_config(raw)
+        block = {"bytes": 1, **block} if isinstance(block, Mapping) else block or {"bytes": 1}
+        names = {"model": OWN_MODEL, **names} if isinstance(names, Mapping) else names or {"model": OWN_MODEL}
+        return load_config({**raw, "block": block, "namespace": names})
+
+    def is_engines(raw: Mapping[str, object]) -> bool:
+        block = raw.get("block")
+        return not (isinstance(block, Mapping) and "bytes" in block)
+
+    config = from_source(args.stack, read)
+    running = _running(config)
+    if not from_source(args.stack, is_engines):
+        return OperatedStack(config, True, config.identity.digest.hex(), config.block.bytes, "", {}, running)
+    asked, block_bytes = getattr(args, "namespace", None), getattr(args, "block_bytes", None)
+    stored = _fitting(config, block_bytes) if looks else {}
+    own: str | None = asked
+    source = "--namespace"
+    if own is None and running is not None:
+        own, source = running.namespace, f"the status of {running}"
+    elif own is None and len(stored) == 1:
+        (own,), source = stored, "the storage of its tiers"
+    if own in stored and (whole := _whole(config, stored[own])) is not None:
+        return OperatedStack(whole, True, own, whole.block.bytes, source, stored, running)
+    if block_bytes is None and running is not None:
+        block_bytes = running.block_bytes
+    return OperatedStack(config, False, own, block_bytes, source if own else "", stored, running)
+
+
+def administer(settings: TierSettings, work: Callable[[TierAdministration], None]) -> str | None:
+    """Call `work` with a tier's administration; return an error's text, or None if tiers of the type have none."""
+    try:
+        load = tier_type_of(settings).administration
+        if load is None:
+            return None
+        with closing(load()(settings)) as administration:
+            work(administration)
+    except Exception as error:  # a third-party administration may raise anything
+        return tier_error_text(error, settings)
+    return ""
+
+
+def own_config(config: StackConfig) -> StackConfig:
+    """Return the configuration with the namespace of `OWN_MODEL`, which is no stack's."""
+    return _completed(config, Namespace(model=OWN_MODEL), config.block.model_dump())
+
+
+def purge_own(config: StackConfig, tiers: Iterable[TierSettings]) -> None:
+    """Delete what tiers store under the namespace of `OWN_MODEL`; they are shut down."""
+    for settings in tiers:
+        administer(settings, partial(_purge, own_config(config).identity.digest.hex()))
+
+
+def _purge(namespace: str, administration: TierAdministration) -> None:
+    administration.purge(namespace, time.monotonic() + _FIND_S)
+
+
+def tier_error_text(error: Exception, settings: TierSettings) -> str:
+    """Return an error of a tier without its secrets, and without its name, which the verb shows beside it."""
+    text, name = error_text(error, settings.secret_texts()), f"tier '{settings.name}'"
+    return text.removeprefix(f"{name} cannot be opened: ").removeprefix(f"{name}: ")
+
+
+def _running(config: StackConfig) -> Running | None:
+    if config.metrics is None:
+        return None
+    address = StatusAddress(*config.metrics.address)
+    with suppress(TieredKVError):  # nothing listens there, or another program does
+        status: Fields = read_status(fetch(address, "/status", _ASK_S))
+        namespace = status.text("namespace")
+        if DIGEST_HEX.fullmatch(namespace):
+            return Running(int(status.number("pid")), namespace, status.whole("block_bytes"), address)
+    return None
+
+
+def _fitting(config: StackConfig, block_bytes: int | None) -> dict[str, StoredNamespace]:
+    """Return the stored namespaces that may be the stack's: that have its fields, and that all tiers have, if any."""
+    found: list[dict[str, StoredNamespace]] = []
+    with progress("looking for the namespace", None):
+        for settings in config.secondary:
+            names: list[StoredNamespace] = []
+
+            def look(administration: TierAdministration, names: list[StoredNamespace] = names) -> None:
+                names += administration.namespaces(time.monotonic() + _FIND_S)
+
+            administer(settings, look)  # the verb itself reports a storage that cannot be reached
+            fit = {each.digest: each for each in names if _fits(config, block_bytes, each)}
+            found += [fit] if fit else []
+    common = set(found[0]).intersection(*found[1:]) if found else set()
+    every = {digest: each for tier in found for digest, each in tier.items()}
+    return {digest: every[digest] for digest in common or every}
+
+
+def _fits(config: StackConfig, block_bytes: int | None, stored: StoredNamespace) -> bool:
+    theirs = stored.described.get("namespace")
+    if not isinstance(theirs, Mapping) or theirs.get("model") == OWN_MODEL:
+        return False
+    if block_bytes is not None and block_bytes_in(stored.described) != block_bytes:
+        return False
+    ours = config.namespace.model_dump(mode="python", exclude_unset=True)
+    extra: Mapping[str, Any] = ours.pop("extra", {})  # Any: texts
+    if ours.get("model") == OWN_MODEL:
+        del ours["model"]
+    others = theirs.get("extra")
+    return all(theirs.get(name) == value for name, value in ours.items()) and (
+        not extra or (isinstance(others, Mapping) and all(others.get(name) == text for name, text in extra.items()))
+    )
+
+
+def _whole(config: StackConfig, stored: StoredNamespace) -> StackConfig | None:
+    """Return the configuration with a stored namespace; None if this release cannot use its readable form."""
+    fields, block = stored.described.get("namespace"), stored.described.get("block")
+    if not isinstance(fields, Mapping) or not isinstance(block, Mapping):
+        return None
+    parallel = fields.get("parallel", {"same_bytes_on_every_rank": True})
+    try:
+        whole = _completed(config, Namespace.model_validate({**fields, "parallel": parallel}), block)
+    except (ConfigError, ValidationError):
+        return None
+    return whole if whole.identity.digest.hex() == stored.digest else None
+
+
+def _completed(config: StackConfig, namespace: Namespace, block: Mapping[str, Any]) -> StackConfig:  # Any: sizes
+    parts = {name: getattr(config, name) for name in StackConfig.model_fields if name not in ("namespace", "block")}
+    return load_config({"namespace": namespace, "block": dict(block), **parts})
+
+
+def _described(stored: StoredNamespace) -> str:
+    names = stored.described.get("namespace")
+    model, tenant = (str(names.get(each)) for each in ("model", "tenant")) if isinstance(names, Mapping) else ("?", "?")
+    block_bytes = block_bytes_in(stored.described)
+    return f"(model {model}, tenant {tenant}, blocks of {format_bytes(block_bytes) if block_bytes else 'unknown size'})"
