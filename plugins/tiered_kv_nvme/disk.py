@@ -32,6 +32,9 @@ class Disk:
     Transfers give way to a scheduler's step before they return, so no caller may hold a lock.
     """
 
+    writes_zeros = False
+    """Whether the file system has no fallocate(2)."""
+
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         written = os.pwritev(fd, buffers, offset)
         give_way()
@@ -52,6 +55,7 @@ class Disk:
         except OSError as error:
             if error.errno not in _NOT_ALLOCATED:
                 raise
+            self.writes_zeros = True
             zeros = Scratch().take(min(size_bytes, _HUGE_PAGE_BYTES))
             for offset in range(0, size_bytes, len(zeros)):
                 write_fully(self, fd, [zeros[: size_bytes - offset]], offset)

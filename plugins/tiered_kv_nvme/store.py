@@ -217,6 +217,7 @@ class SegmentStore:
         return {
             "path": self._directory.path,
             "direct_io": f"no: {self._buffered_reason}" if self._buffered_reason else "yes",
+            **({"fallocate": "no: zeros are written"} if self._files.disk.writes_zeros else {}),
             "capacity_bytes": sizing.capacity_bytes,
             "used_bytes": listing.used_bytes,
             "free_bytes": need.available - listing.used_bytes,

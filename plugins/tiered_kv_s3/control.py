@@ -80,6 +80,8 @@ class Control:
         self._record_bytes = record_bytes
         self.without_versions = ""
         """S3's error code once it has refused to list versions; `_IGNORED` if it has listed none, but objects."""
+        self.skew_s = 0.0
+        """How far this machine's clock is ahead of the server's, as of the last answer; to a second or so."""
         self._names_at_once, self._page_objects = DELETED_AT_ONCE, PAGE_OBJECTS
         self._deletes_singly = self._lists_by_version_1 = False
         self._closing = threading.Event()
@@ -160,6 +162,15 @@ class Control:
             return bool(self._call("versioning", request, has_other=True).get("Status") == "Enabled")
         except BucketError:
             return False
+
+    def locks_objects(self) -> bool:
+        """Return whether the bucket has object lock, as far as the server tells."""
+        request = operator.methodcaller("get_object_lock_configuration", Bucket=self._bucket)
+        try:
+            found = self._call("versioning", request, has_other=True).get("ObjectLockConfiguration", {})
+        except BucketError:
+            return False
+        return bool(found.get("ObjectLockEnabled") == "Enabled")
 
     def not_deleted(self) -> BucketError:
         """Return the error for objects that are listed after the server has confirmed that it deleted them."""
@@ -281,7 +292,11 @@ class Control:
     def _call(self, operation: str, call: Callable[[Any], Any], *, has_other: bool = False) -> Any:
         """Return the result of boto3's `call`; with `has_other`, there is another request with the same effect."""
         try:
-            return call(self._boto3())
+            answer = call(self._boto3())
+            headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+            if (date := seconds_of(headers.get("date", ""))) is not None:
+                self.skew_s = time.time() - date
+            return answer
         except library_errors() as error:
             failure = self._error(operation, *_code_words_and_status(error), has_other=has_other)
         raise failure  # outside the handler: the cause may quote secrets

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.reasons import REFUSED, UNREADABLE
@@ -50,6 +51,8 @@ _STAYS = UNREADABLE | {RecordStatus.BAD_VERSION}
 """Records that other processes may read: misses here until the next store of the block, and not deleted. Unlike a
 directory, a bucket has no mark of the format version of its blocks."""
 
+_SKEW_MAX_S = 60.0
+_LOCKS_OBJECTS = "the bucket has object lock: deleted blocks stay until their retention ends; use one without"
 _KEEPS_VERSIONS = (
     "the bucket keeps deleted blocks as old versions, which ttl and capacity do not count: "
     "add a lifecycle rule that expires them"
@@ -163,8 +166,14 @@ class S3Tier(BlockingTier):
                     f"{self._account.sentence(reason, '', 'delete')}; without deletes, ttl and capacity cannot be kept"
                 )
                 raise BucketError(what, reason, tier=self._name, operation="delete")
+        warnings = [_LOCKS_OBJECTS] if self._control.locks_objects() else []
+        warnings += [_KEEPS_VERSIONS] if not warnings and has_limit and self._control.keeps_versions() else []
+        if abs(self._control.skew_s) > _SKEW_MAX_S:
+            way = "ahead of" if self._control.skew_s > 0 else "behind"
+            apart = f"{rounded_seconds(abs(self._control.skew_s))} {way} the server's"
+            warnings.append(f"the clock of this machine is {apart}; set it, since S3 refuses 15 minutes")
         return {
-            **({"warning": _KEEPS_VERSIONS} if has_limit and self._control.keeps_versions() else {}),
+            **({"warning": "; ".join(warnings)} if warnings else {}),
             "medium": "s3",
             **self._settings.model_dump(include={"bucket", "prefix", "connections", "codec"}),
             "server": self._bucket.pool.endpoint.authority,

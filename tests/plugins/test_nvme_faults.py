@@ -148,6 +148,7 @@ def test_without_fallocate_a_segment_is_allocated_by_writing_zeros(
     store = bench.open(want_direct=want_direct)
     bench.fill(store)
     bench.wait_until_ready(store)
+    assert store.describe()["fallocate"] == "no: zeros are written"
     assert store.stats()["io_errors_total"] == 0
     assert all(each.stat().st_blocks * 512 >= each.stat().st_size == bench.segment_bytes for each in bench.segments)
     assert bench.occupied_bytes() <= bench.capacity_bytes

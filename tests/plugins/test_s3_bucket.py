@@ -15,6 +15,7 @@ from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.toolkit.record import HEADER_BYTES
+from tiered_kv_s3 import control
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.administration import S3Administration
 from tiered_kv_s3.control import Control
@@ -92,6 +93,16 @@ def test_a_description_warns_of_a_bucket_that_keeps_what_is_deleted(
     client.put_bucket_versioning(Bucket=moto_bucket, VersioningConfiguration={"Status": "Enabled"})
     assert "old versions" in str(rig.tier.describe()["warning"])
     assert "warning" not in make_rig().tier.describe(), "without a limit nothing is deleted"
+
+
+def test_a_description_warns_of_object_lock_and_of_a_clock_that_is_wrong(
+    client: Any, make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.create_bucket(Bucket="locked", ObjectLockEnabledForBucket=True)
+    rig = make_rig(bucket="locked")
+    assert str(rig.tier.describe()["warning"]).startswith("the bucket has object lock: deleted blocks stay")
+    monkeypatch.setattr(control, "seconds_of", lambda date: time.time() - 300.0)
+    assert "the clock of this machine is 5m ahead of the server's; set it" in str(rig.tier.describe()["warning"])
 
 
 def test_objects_get_the_storage_class_and_encryption_of_the_settings(

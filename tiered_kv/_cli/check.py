@@ -153,10 +153,22 @@ def _check(stack: OperatedStack, config: StackConfig) -> StackCheck:
         if config.primary.shared is None and need.problem:  # only vLLM's workers share the primary tier
             need = replace(need, is_refused=False, problem=f"in vLLM, {need.problem}")
         needs.append(need)
-    with ExitStack() as undo, ExitStack() as opened:
-        undo.callback(purge_own, config, config.secondary)  # after they are shut down
-        listens = _check_listens(stack, config, opened)
-        return StackCheck(_check_tiers(config, needs, opened), listens, needs)
+    tiers: list[TierCheck] = []
+    try:
+        with ExitStack() as opened:
+            listens = _check_listens(stack, config, opened)
+            _check_tiers(config, needs, opened, tiers)
+    finally:  # also after Ctrl-C
+        closed = {tier.name for tier in tiers if tier.error and not tier.details}
+        left = purge_own(config, [each for each in config.secondary if each.name not in closed])
+    return StackCheck([_with_left(tier, left.get(tier.name, "")) for tier in tiers], listens, needs)
+
+
+def _with_left(tier: TierCheck, left: str) -> TierCheck:
+    if not left:
+        return tier
+    warning = f"the block that was stored here could not be deleted: {left}"
+    return replace(tier, details={"warning": warning, **tier.details})
 
 
 def _check_listens(stack: OperatedStack, config: StackConfig, opened: ExitStack) -> list[ListenCheck]:
@@ -188,16 +200,15 @@ def _error_of(open_it: Callable[[], object], config: StackConfig) -> str:
     return ""
 
 
-def _check_tiers(config: StackConfig, needs: list[Need], opened: ExitStack) -> list[TierCheck]:
+def _check_tiers(config: StackConfig, needs: list[Need], opened: ExitStack, checks: list[TierCheck]) -> None:
     with progress("opening cpu", 1 + len(config.secondary)) as advance:
         primary, region = _check_primary(config, needs)
         opened.callback(region.close)
-        checks = [primary]
+        checks.append(primary)
         for tier in config.secondary:
             advance(len(checks), f"opening {tier.name}")
             checks.append(_check_tier(config, tier, region, opened))
         advance(len(checks), "closing")
-        return checks
 
 
 def _check_primary(config: StackConfig, needs: list[Need]) -> tuple[TierCheck, PrimaryRegion]:
@@ -223,11 +234,14 @@ def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegi
     try:
         tier = open_tier(config, settings, region.kv_view)
         opened.callback(shut_down, [tier], config)
-        details = {name: _scrubbed(each, secrets) for name, each in tier.describe().items()}
+        details = _described(tier, secrets)
         if _lists_entries(settings):  # so the block can be deleted again
             tier = open_tier(own_config(config), settings, region.kv_view)
             opened.callback(shut_down, [tier], config)
-        error = _store_one(tier, settings, region)
+            error = _store_one(tier, settings, region)
+        else:
+            error = _store_one(tier, settings, region)
+            details = _described(tier, secrets)  # with what the store showed
         return TierCheck(settings.name, settings.type, not error, error, details)
     except Exception as error:  # a third-party tier may raise anything
         return TierCheck(settings.name, settings.type, False, tier_error_text(error, settings), details)
@@ -246,6 +260,10 @@ def _store_one(tier: SecondaryTierManager, settings: TierSettings, region: Prima
         return ""
     done = "stored" if found.failed_stores else "loaded back" if found.failed_loads else "loaded back unchanged"
     return f"it opens, and a block cannot be {done}" + (f": {', '.join(found.reasons)}" if found.reasons else "")
+
+
+def _described(tier: SecondaryTierManager, secrets: set[str]) -> dict[str, object]:
+    return {name: _scrubbed(each, secrets) for name, each in tier.describe().items()}
 
 
 def _scrubbed(value: object, secrets: set[str]) -> object:

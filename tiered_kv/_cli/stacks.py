@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -22,10 +21,10 @@ from tiered_kv._cli.live import Fields, read_status
 from tiered_kv._cli.output import progress
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import from_source
-from tiered_kv.config.redaction import error_text
+from tiered_kv.config.redaction import error_text, scrub
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import format_bytes
-from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.errors import ConfigError, TieredKVError, TierError
 from tiered_kv.hooks import tier_type_of
 from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.toolkit.administration import DIGEST_HEX, StoredNamespace, TierAdministration, block_bytes_in
@@ -181,20 +180,26 @@ def own_config(config: StackConfig) -> StackConfig:
     return _completed(config, Namespace(model=OWN_MODEL), config.block.model_dump())
 
 
-def purge_own(config: StackConfig, tiers: Iterable[TierSettings]) -> None:
-    """Delete what tiers store under the namespace of `OWN_MODEL`; they are shut down."""
+def purge_own(config: StackConfig, tiers: Iterable[TierSettings]) -> dict[str, str]:
+    """Delete what tiers store under the namespace of `OWN_MODEL`; return what is left, and why, by the tier's name.
+
+    The tiers are shut down.
+    """
+    namespace = own_config(config).identity.digest.hex()
+    left: dict[str, str] = {}
+
+    def purge(administration: TierAdministration) -> None:
+        left[settings.name] = "; ".join(administration.purge(namespace, time.monotonic() + _FIND_S).left)
+
     for settings in tiers:
-        administer(settings, partial(_purge, own_config(config).identity.digest.hex()))
-
-
-def _purge(namespace: str, administration: TierAdministration) -> None:
-    administration.purge(namespace, time.monotonic() + _FIND_S)
+        left[settings.name] = administer(settings, purge) or left.get(settings.name, "")
+    return {name: what for name, what in left.items() if what}
 
 
 def tier_error_text(error: Exception, settings: TierSettings) -> str:
     """Return an error of a tier without its secrets, and without its name, which the verb shows beside it."""
-    text, name = error_text(error, settings.secret_texts()), f"tier '{settings.name}'"
-    return text.removeprefix(f"{name} cannot be opened: ").removeprefix(f"{name}: ")
+    secrets = settings.secret_texts()
+    return scrub(error.message, secrets) if isinstance(error, TierError) else error_text(error, secrets)
 
 
 def _running(config: StackConfig) -> Running | None:
