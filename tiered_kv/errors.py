@@ -37,6 +37,7 @@ class ConfigError(TieredKVError):
     def __init__(self, message: str, *, location: str = "", file: str = "") -> None:
         self.message = message
         self.location = location
+        self.file = file
         super().__init__(": ".join(part for part in (file, location, message) if part))
 
 

@@ -13,7 +13,7 @@ from tiered_kv.config.namespace import Namespace, NamespaceIdentity
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.settings import PRIMARY_NAME, ClassArguments, StrictModel, TierSettings
 from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, Seconds, Share, format_bytes
-from tiered_kv.config.validation import Problems, validate
+from tiered_kv.config.validation import Problems, UnknownWord, validate
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import HINT_NAMES, HintName
@@ -22,6 +22,7 @@ from tiered_kv.hooks import REFERENCE, TierType, check_entry, tier_plugins
 PRIMARY_BLOCKS_MIN = 2
 PORT_MAX = 65535
 _ADDRESS = r"^(tcp://(\[[0-9A-Fa-f:]+\]|[^\s/:\[\]]+):(\*|[0-9]{1,5})|ipc://\S+)$"
+_ADDRESSES = ["tcp://127.0.0.1:5557", "ipc:///run/kv-events"]
 _RATE_MAX = 1 << 40
 _OFF_SCHEMA: dict[str, Any] = {"enum": ["off", False]}  # as versions 1.2 and 1.1 of YAML read the word
 _RATE_SCHEMA: dict[str, Any] = {
@@ -52,6 +53,7 @@ class PrimarySettings(StrictModel):
     shared: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}$",
+        examples=["my_engine-1"],
         description="Name of the file in /dev/shm that the processes of an engine map, where the engine gives none.",
     )
     huge_pages: bool = Field(default=True, description="Ask the kernel for transparent huge pages; it may decline.")
@@ -72,7 +74,8 @@ class PrimarySettings(StrictModel):
     @classmethod
     def _policy_has_a_name(cls, policy: str) -> str:
         if policy not in BUILT_IN_POLICIES and not REFERENCE.fullmatch(policy):
-            raise ValueError(f"expected {', '.join(BUILT_IN_POLICIES)}, or 'module:Class' of a policy")
+            message = f"expected {', '.join(BUILT_IN_POLICIES)}, or 'module:Class' of a policy"
+            raise UnknownWord(message, [*BUILT_IN_POLICIES])
         return policy
 
 
@@ -82,6 +85,7 @@ class MetricsSettings(StrictModel):
     listen: str = Field(
         default="127.0.0.1:9464",
         pattern=r"^([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}$",
+        examples=["127.0.0.1:9464", "[::1]:9464"],
         description="Address and port, such as 127.0.0.1:9464 or [::1]:9464; port 0 takes any that is free.",
     )
 
@@ -102,11 +106,14 @@ class EventSettings(StrictModel):
     """Where events of all tiers are published. Other machines can connect unless the address is a loopback one."""
 
     publish: str = Field(
-        pattern=_ADDRESS, description="Address to listen at for subscribers, such as tcp://127.0.0.1:5557."
+        pattern=_ADDRESS,
+        examples=_ADDRESSES,
+        description="Address to listen at for subscribers, such as tcp://127.0.0.1:5557.",
     )
     replay: str | None = Field(
         default=None,
         pattern=_ADDRESS,
+        examples=_ADDRESSES,
         description="Address to listen at for subscribers that missed events; by default there is none.",
     )
     topic: str = Field(default="kv", max_length=256, description="The first frame of each message.")

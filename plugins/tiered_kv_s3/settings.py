@@ -19,11 +19,14 @@ class S3Settings(CodecSettings):
     """Settings of the tier that keeps blocks in a bucket."""
 
     type: str = "s3"
-    bucket: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{1,62}$", description="The bucket. It must exist.")
+    bucket: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{1,62}$", examples=["kv-blocks"], description="The bucket. It must exist."
+    )
     prefix: str = Field(
         default="tiered-kv",
         max_length=512,
         pattern=r"^[A-Za-z0-9!_.'()-]+(/[A-Za-z0-9!_.'()-]+)*$",
+        examples=["kv/blocks"],
         description="What every object's name begins with; one or more words between slashes.",
     )
     endpoint_url: str | None = Field(
@@ -32,6 +35,7 @@ class S3Settings(CodecSettings):
     region: str | None = Field(
         default=None,
         pattern=r"^[a-z0-9-]{1,64}$",
+        examples=["eu-central-1"],
         description="The bucket's region; by default that of the environment or profile, else us-east-1.",
     )
     addressing: Literal["auto", "path", "virtual"] = Field(
@@ -72,7 +76,10 @@ class S3Settings(CodecSettings):
         default=60.0, gt=0, le=86400, description="How often the bucket is listed to keep ttl and capacity."
     )
     storage_class: str | None = Field(
-        default=None, pattern=r"^[A-Z_]{1,64}$", description="The storage class of new objects, such as ONEZONE_IA."
+        default=None,
+        pattern=r"^[A-Z_]{1,64}$",
+        examples=["ONEZONE_IA"],
+        description="The storage class of new objects, such as ONEZONE_IA.",
     )
     server_encryption: Literal["AES256", "aws:kms"] | None = Field(
         default=None, description="How the server encrypts new objects; by default as the bucket's settings say."

@@ -151,7 +151,7 @@ def test_every_field_is_described(simulate: Command, priced: list[str], trace: s
         (["STACK", "--policy", "best"], "there is no policy 'best'"),
         (["STACK", "--sample", "0.5"], "--sample is for policies alone"),
         (["STACK", "--servers", "1001"], "servers: expected at most 1000"),
-        (["STACK", "--limit", "disk=1GiB"], "there is no tier 'disk'; there are: cpu, nvme, redis"),
+        (["STACK", "--limit", "tape=1GiB"], "there is no tier 'tape'; there are: cpu, nvme, redis"),
         (["STACK", "--limit", "cpu=0"], "--limit: the primary tier has --capacity"),
         (["STACK", "--limit", "nvme=1KiB"], "secondary.0.capacity: "),
         (["STACK", "--prices", "/nonesuch"], "the file of prices cannot be read"),

@@ -213,7 +213,7 @@ class TestFile:
     def test_every_mistake_in_a_file_is_reported_with_its_path(self, tmp_path: Path, text: str) -> None:
         path = tmp_path / "stack.yaml"
         path.write_text(text)
-        assert error_of(path).startswith(f"{path}: ")
+        assert error_of(path).startswith(f"{path}:")
 
 
 class TestTextsWithoutQuotes:

@@ -423,9 +423,9 @@ class TestOpening:
     @pytest.mark.parametrize(
         ("said", "message"),
         [
-            ("block: {bytes: 4KiB}", r"stack\.yaml: block\.bytes: the model says this; leave it out"),
-            ("block: {tokens: 4}", r"stack\.yaml: block\.tokens: found 4, and block_tokens=8 was asked for"),
-            ("block: 7", r"stack\.yaml: block: expected a mapping, or nothing"),
+            ("block: {bytes: 4KiB}", r"stack\.yaml:\d+: block\.bytes: the model says this; leave it out"),
+            ("block: {tokens: 4}", r"stack\.yaml:\d+: block\.tokens: found 4, and block_tokens=8 was asked for"),
+            ("block: 7", r"stack\.yaml:\d+: block: expected a mapping, or nothing"),
             ("namespace: {dtype: bfloat16}", r"namespace\.dtype: the model says this; leave it out"),
             ("namespace: {extra: {weights: mine}}", r"namespace\.extra\.weights: the model says this"),
             ("namespace: {modle: x}", r"namespace\.modle: unknown key"),

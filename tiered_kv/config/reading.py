@@ -14,7 +14,7 @@ import yaml
 
 from tiered_kv.config.redaction import HIDDEN, EnvironmentText
 from tiered_kv.config.units import expanded_path, format_bytes
-from tiered_kv.config.validation import KEY, WRITTEN, Location
+from tiered_kv.config.validation import KEY, LINES, WRITTEN, Location, dotted, line_of
 from tiered_kv.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
@@ -51,14 +51,34 @@ def from_source(
         raise ConfigError(f"{what} cannot be read: {getattr(error, 'strerror', error)}", location=path) from error
     if len(text) > FILE_BYTES_MAX:
         raise ConfigError(f"{what} has at most {format_bytes(FILE_BYTES_MAX)}", location=path)
-    raw, written = _parse(text, path, keys)
-    token = WRITTEN.set(written)
+    raw, written, lines = _parse(text, path, keys)
+    tokens = WRITTEN.set(written), LINES.set({})
     try:
+        LINES.set({dotted(location): line for location, line in lines.items()})
         return use(raw)
     except ConfigError as error:
-        raise ConfigError(error.message, location=error.location, file=path) from None
+        line = line_of(error.location)
+        raise ConfigError(error.message, location=error.location, file=f"{path}:{line}" if line else path) from None
     finally:
-        WRITTEN.reset(token)
+        WRITTEN.reset(tokens[0])
+        LINES.reset(tokens[1])
+
+
+def placed(error: ConfigError, path: str) -> ConfigError:
+    """Return an error about a stack that was read from a file, with the setting's line if the file has the setting."""
+    if error.file or not error.location:
+        return error
+    first = error.location.partition(".")[0]
+
+    def fail(raw: Mapping[str, object]) -> ConfigError:
+        if first in raw:
+            raise error
+        return error
+
+    try:
+        return from_source(path, fail)
+    except ConfigError as found:
+        return found if found.message == error.message else error
 
 
 def parse_stack_text(text: str | bytes, source: str = "the stack", keys: str = _STACK_KEYS) -> dict[str, object]:
@@ -66,9 +86,11 @@ def parse_stack_text(text: str | bytes, source: str = "the stack", keys: str = _
     return _parse(text, source, keys)[0]
 
 
-def _parse(text: str | bytes, source: str, keys: str) -> tuple[dict[str, object], dict[Location, str]]:
-    """Return the mapping in a YAML `text`, and what it says at each value that is no text."""
-    data, written, problem = _load(text)
+def _parse(
+    text: str | bytes, source: str, keys: str
+) -> tuple[dict[str, object], dict[Location, str], dict[Location, int]]:
+    """Return the mapping in a YAML `text`, what it says at each value that is no text, and the line of each value."""
+    data, written, lines, problem = _load(text)
     if problem:
         # Raised outside of the handler: PyYAML's own error repeats lines of the file.
         raise ConfigError(problem, location=source)
@@ -77,14 +99,14 @@ def _parse(text: str | bytes, source: str, keys: str) -> tuple[dict[str, object]
     if not isinstance(data, dict):
         found = "a list" if isinstance(data, list) else "a single value"  # not which: this may be the wrong file
         raise ConfigError(f"expected a mapping with {keys}, found {found}", location=source)
-    return data, written
+    return data, written, lines
 
 
-def _load(text: str | bytes) -> tuple[object, dict[Location, str], str]:
-    """Return the data in a YAML `text`, its values that are no texts as written, and the problem with it, if any."""
+def _load(text: str | bytes) -> tuple[object, dict[Location, str], dict[Location, int], str]:
+    """Return what `_parse` does, and the problem with a YAML `text`, if any."""
     try:
-        data, written = yaml.load(text, _StackLoader)  # noqa: S506  # a subclass of SafeLoader
-        return data, written, ""
+        data, written, lines = yaml.load(text, _StackLoader)  # noqa: S506  # a subclass of SafeLoader
+        return data, written, lines, ""
     except yaml.MarkedYAMLError as error:
         problem = _problem_of(error, text)
     except yaml.reader.ReaderError as error:
@@ -94,7 +116,7 @@ def _load(text: str | bytes) -> tuple[object, dict[Location, str], str]:
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
         # PyYAML raises the last five for a value that does not have the type of its tag.
         problem = f"this is not YAML: a value cannot be read ({type(error).__name__})"
-    return None, {}, problem
+    return None, {}, {}, problem
 
 
 def _problem_of(error: yaml.MarkedYAMLError, text: str | bytes) -> str:
@@ -172,25 +194,29 @@ class _StackFileError(yaml.MarkedYAMLError):
 class _StackLoader(yaml.SafeLoader):
     """The safe loader, without aliases, merges, duplicate keys, and keys without a value. It fills `WRITTEN`, too."""
 
-    def get_single_data(self) -> tuple[object, dict[Location, str]]:
+    def get_single_data(self) -> tuple[object, dict[Location, str], dict[Location, int]]:
         node = self.get_single_node()
         if node is None:
-            return None, {}
-        return self.construct_document(node), dict(self._no_texts(node))
+            return None, {}, {}
+        data = self.construct_document(node)  # finds what a file must not have
+        nodes = dict(self._places(node))
+        no_texts = {place: each for place, each in nodes.items() if isinstance(each, yaml.ScalarNode)}
+        written = {place: each.value for place, each in no_texts.items() if each.tag != _TEXT_TAG and each.value}
+        lines = {place: each.start_mark.line + 1 for place, each in nodes.items()}
+        return data, written, lines
 
-    def _no_texts(self, node: yaml.Node, location: Location = ()) -> Iterator[tuple[Location, str]]:
-        """Yield the place, and the words, of each key and value that YAML reads as something else than a text."""
+    def _places(self, node: yaml.Node, location: Location = ()) -> Iterator[tuple[Location, yaml.Node]]:
+        """Yield each key and value with its place."""
+        yield location, node
         if isinstance(node, yaml.MappingNode):
             for key_node, value_node in node.value:
                 key = self.construct_object(key_node)
                 inside = (*location, key if isinstance(key, (str, int)) else repr(key))  # as pydantic's paths
-                yield from self._no_texts(key_node, (*inside, KEY))
-                yield from self._no_texts(value_node, inside)
+                yield from self._places(key_node, (*inside, KEY))
+                yield from self._places(value_node, inside)
         elif isinstance(node, yaml.SequenceNode):
             for place, value_node in enumerate(node.value):
-                yield from self._no_texts(value_node, (*location, place))
-        elif node.tag != _TEXT_TAG and node.value:
-            yield location, node.value
+                yield from self._places(value_node, (*location, place))
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

@@ -106,6 +106,7 @@ class TierSettings(StrictModel):
     name: str = Field(
         default="",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$",
+        examples=["disk-1"],
         description="The tier's name in this stack, in counters and messages; by default its type.",
     )
     store_budget: Bytes | None = Field(

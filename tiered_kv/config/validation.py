@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar, get_args
@@ -47,6 +48,8 @@ WRITTEN: ContextVar[Mapping[Location, str]] = ContextVar("tiered_kv_written")
 
 YAML reads 1.10 as 1.1, 0123 as 83 and `on` as true. `config.reading` sets it.
 """
+LINES: ContextVar[Mapping[str, int]] = ContextVar("tiered_kv_lines")
+"""The line of each setting of the file that is being checked, by the setting's path. `config.reading` sets it."""
 KEY = "[key]"
 """Ends the path of a key itself, as in pydantic's errors."""
 
@@ -62,8 +65,17 @@ def raise_problems(checked: Model | list[ConfigError]) -> Model:
         return checked
     if len(checked) == 1:
         raise checked[0]
-    lines = "\n".join(f"  {problem}" for problem in checked)
+    places = [(line_of(problem.location), problem) for problem in checked]
+    lines = "\n".join(f"  line {line}: {problem}" if line else f"  {problem}" for line, problem in places)
     raise ConfigError(f"{len(checked)} settings cannot be used:\n{lines}")
+
+
+class UnknownWord(ValueError):
+    """A setting is none of the `known` words, for a validator of a pydantic model to raise."""
+
+    def __init__(self, message: str, known: Sequence[str]) -> None:
+        super().__init__(message)
+        self.known = known
 
 
 class Problems(ValueError):
@@ -111,6 +123,16 @@ def dotted(location: Location) -> str:
     return ".".join(name if len(name) <= _NAME_CHARACTERS_MAX else HIDDEN for name in names)
 
 
+def line_of(location: str) -> int | None:
+    """Return the line of a setting in the file that is being checked, or of the nearest one around it; or None."""
+    lines = LINES.get({})
+    while location and location not in lines:
+        location = location.rpartition(".")[0]
+        if not location:
+            return lines.get("")
+    return lines.get(location) if location else None
+
+
 def suggestion(word: str, known: Sequence[str]) -> str:
     """Return "; did you mean 'x'?" for the known word nearest to `word`; empty if none is near."""
     near = difflib.get_close_matches(word, known, n=1)
@@ -132,14 +154,26 @@ def _message(model: type[BaseModel], detail: ErrorDetails, above: Location) -> s
         accepted = f"{suggestion(name, list(known))}; known keys: {', '.join(known)}" if known else ""
         return f"unknown key, with the value {found}{f'; {hint}' if hint else accepted}"
     wanted = _reworded(detail["msg"])
+    examples = fields[-1].examples if fields and fields[-1] else None
+    if detail["type"] == "string_pattern_mismatch" and examples:
+        wanted = f"expected a text such as {' or '.join(examples)}"
     if isinstance(value, Mapping) and detail["type"] == "value_error":  # a check of several settings together
         return wanted
     is_hidden = any(map(_is_secret, fields)) or any(is_secret_name(str(part)) for part in location)
     place = (*above, *location, *((KEY,) if detail["type"] == "invalid_key" else ()))
     found = HIDDEN if is_hidden else _as_written(value, name, place)
     if wanted != _TEXT_WANTED or place not in WRITTEN.get({}):
-        return f"{wanted}, found {found}"
+        return f"{wanted}, found {found}{suggestion(str(value), _known(detail))}"
     return f"{wanted}; put it in quotes" + (f": '{found}'" if found != HIDDEN else "")
+
+
+def _known(detail: ErrorDetails) -> Sequence[str]:
+    """Return the words of which a setting had to be one."""
+    context = detail.get("ctx", {})
+    if detail["type"] == "literal_error":
+        return re.findall(r"'([^']*)'", context["expected"])
+    error = context.get("error")
+    return error.known if isinstance(error, UnknownWord) else ()
 
 
 def _reworded(message: str) -> str:

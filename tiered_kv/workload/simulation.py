@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import cycle
 
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
+from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
@@ -126,7 +127,9 @@ def with_tier(config: StackConfig, name: str, **changes: object) -> StackConfig:
     """Return a stack with other settings of one tier, which are not validated."""
     tiers = {PRIMARY_NAME: config.primary, **{tier.name: tier for tier in config.secondary}}
     if name not in tiers:
-        raise ConfigError(f"there is no tier '{name}'; there are: {', '.join(tiers)}", location="--limit")
+        raise ConfigError(
+            f"there is no tier '{name}'{suggestion(name, [*tiers])}; there are: {', '.join(tiers)}", location="--limit"
+        )
     tiers[name] = tiers[name].model_copy(update=changes)
     return config.model_copy(update={"primary": tiers.pop(PRIMARY_NAME), "secondary": tuple(tiers.values())})
 

@@ -6,6 +6,7 @@ import importlib
 from inspect import isabstract
 from typing import Final
 
+from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.backend import RequestChain
 from tiered_kv.cpu.policies.base import CachePolicy
 from tiered_kv.errors import ConfigError, remedy_of
@@ -29,7 +30,8 @@ def make_policy(name: str, num_blocks: int) -> CachePolicy:
     module_name, _, class_name = BUILT_IN_POLICIES.get(name, name).partition(":")
     if not class_name:
         raise ConfigError(
-            f"there is no policy {name!r}; known are {', '.join(BUILT_IN_POLICIES)}, or give 'module:Class'",
+            f"there is no policy {name!r}{suggestion(name, [*BUILT_IN_POLICIES])}; known are "
+            f"{', '.join(BUILT_IN_POLICIES)}, or give 'module:Class'",
             location="primary.policy",
         )
     try:
