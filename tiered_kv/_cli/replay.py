@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from tiered_kv._cli.arguments import describe_use, positive_int, seconds
 from tiered_kv._cli.measuring import (
@@ -19,10 +19,12 @@ from tiered_kv._cli.measuring import (
     write_report,
 )
 from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
-from tiered_kv._cli.report.plots import Sampler
-from tiered_kv._cli.report.replay_page import TIER_COLUMNS, replay_page, tier_rows
-from tiered_kv.config.units import format_bytes
+from tiered_kv._cli.report.page import quantity
+from tiered_kv._cli.report.plots import US_PER_S, Sampler
+from tiered_kv._cli.report.replay_page import TIER_COLUMNS, limit_of, replay_page, tier_rows
+from tiered_kv.config.units import format_bytes, rounded_seconds
 from tiered_kv.metrics.instruments import flat_counts
+from tiered_kv.reasons import TOO_SLOW_REASONS, reason_of
 from tiered_kv.stack import EngineStack, open_engine_stack
 from tiered_kv.stack_config import load_config
 from tiered_kv.workload.replay import ReplaySettings, replay
@@ -31,6 +33,16 @@ from tiered_kv.workload.tally import ReplayReport, Tally
 _PROBLEM_COUNTERS = re.compile(
     "^(skipped|failed|too_slow|expired|corrupt|quarantined|refused|late|breaker)_|^exceptions_|_(errors|timeouts)_total$"
 )
+_PROBLEMS: Final[Mapping[str, Callable[[str], str]]] = {
+    "skipped_blocks_total": lambda word: reason_of(word).sentence,
+    "too_slow_blocks_total": lambda word: TOO_SLOW_REASONS.get(word, word),
+    "failed_blocks_total": lambda word: reason_of(word).sentence,
+}
+_VERBS: Final = {
+    "skipped_blocks_total": "not stored",
+    "too_slow_blocks_total": "not loaded",
+    "failed_blocks_total": "failed to {}",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,29 +123,37 @@ def _replayed(
 def _show(report: ReplayReport, title: str) -> None:
     print_table(TIER_COLUMNS, list(tier_rows(report)), title=title)
     step = report.step_us
-    print_table(
-        ["result", ""],
-        [
-            ["requests", f"{report.requests:,}"],
-            ["blocks", f"{report.blocks:,} of {format_bytes(report.block_bytes)}"],
-            ["hit_rate", f"{report.hit_rate:.1%}"],
-            ["verified_blocks", f"{report.verified_blocks:,}"],
-            ["corrupt_blocks", f"{report.corrupt_blocks:,}"],
-            ["stored_blocks", f"{report.stored_blocks:,}"],
-            ["skipped_stores", f"{report.skipped_stores:,}"],
-            ["seconds", f"{report.seconds:.1f}"],
-            ["step_us", f"p50 {step.p50:,.0f}  p99 {step.p99:,.0f}  max {step.max:,.0f}"],
-        ],
+    p50, p99, longest = (rounded_seconds(each / US_PER_S) for each in (step.p50, step.p99, step.max))
+    hits = (
+        f"{report.hit_rate:.1%} of {quantity(report.blocks, 'block')} of {format_bytes(report.block_bytes)} were hits"
     )
+    print_text(f"{hits}, in {quantity(report.requests, 'request')} and {report.seconds:,.1f} s.")
+    wrong = f"{report.corrupt_blocks:,} are CORRUPT" if report.corrupt_blocks else "all are right"
+    print_text(
+        f"{quantity(report.verified_blocks + report.corrupt_blocks, 'loaded block')} compared byte by byte: {wrong}."
+    )
+    print_text(f"A step inside the manager took {p50} (median), {p99} (99 of 100 at most), {longest} (longest).")
+    print_text(limit_of(report))
     for line in _remarks(report):
         print_text(line)
 
 
 def _remarks(report: ReplayReport) -> Iterator[str]:
+    """Yield a sentence for each thing that went wrong. `--json` and the page have all counters."""
+    if report.skipped_stores:
+        yield f"cpu: {quantity(report.skipped_stores, 'block')} not stored: no room, since other blocks were in use"
     for name, tier in report.tiers.items():
-        problems = _problems(tier.counters)
-        if problems:
-            yield f"{name}: {problems}"
+        for counter, meanings in _PROBLEMS.items():
+            for labels, count in flat_counts(tier.counters.get(counter, {})):
+                if count:
+                    what = f"{_VERBS[counter].format(*labels)}: {meanings(labels[-1])}"
+                    yield f"{name}: {quantity(count, 'block')} {what} ({labels[-1]})"
+        if refused := tier.counters.get("refused_promotion_blocks_total"):
+            yield f"{name}: {quantity(refused, 'block')} not loaded: the primary tier had no room"
+        if opened := tier.counters.get("breaker_opened_total"):
+            yield f"{name}: the breaker opened {quantity(opened, 'time')}"
+        if others := _other_problems(tier.counters):
+            yield f"{name}: {others}"
     yield from _notes(report)
 
 
@@ -149,10 +169,12 @@ def _notes(report: ReplayReport) -> Iterator[str]:
         yield "some stores had not ended when the time for them was over"
 
 
-def _problems(counters: Mapping[str, Any]) -> str:  # Any: as `Counters.snapshot`
+def _other_problems(counters: Mapping[str, Any]) -> str:  # Any: as `Counters.snapshot`
+    """Return the counters of problems that no sentence above is about."""
     shown = []
     for path, value in flat_counts(counters):
         family, (name, *labels) = ("tier ", path[1:]) if path[0] == "tier" else ("", path)
-        if value and _PROBLEM_COUNTERS.search(name):
+        is_told = not family and name in (*_PROBLEMS, "breaker_opened_total", "refused_promotion_blocks_total")
+        if value and not is_told and _PROBLEM_COUNTERS.search(name):
             shown.append(f"{family}{name}{{{', '.join(labels)}}} {value:,}".replace("{}", ""))
     return ", ".join(shown)

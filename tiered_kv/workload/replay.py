@@ -154,15 +154,19 @@ class Replay:
                 self._fill(requests)
         finally:
             self._abandon()
+        drain_began_s = time.monotonic()
         drained = self._manager.drain_jobs(0.0 if interrupted else self._settings.drain_timeout_s)
-        seconds = time.monotonic() - started_s
-        tally, counters = self.tally, self._manager.counters()
+        ended_s = time.monotonic()
+        seconds, tally, counters = ended_s - started_s, self.tally, self._manager.counters()
+        waiting_s = tally.waiting_s + ended_s - drain_began_s
+        spent_s = {"bytes": tally.bytes_s, "manager": sum(tally.step_s), "waiting": waiting_s}
         hits = sum(tally.hits.values())
         return ReplayReport(
             **{each.name: getattr(tally, each.name) for each in fields(Counts)},
             misses=tally.blocks - hits,
             hit_rate=round(hits / tally.blocks, 6) if tally.blocks else 0.0,
             seconds=round(seconds, 3),
+            spent_s={name: round(each, 3) for name, each in spent_s.items()},
             step_us=LatencyUs.of_seconds(tally.step_s),
             steps=len(tally.step_s),
             block_bytes=self._block_bytes,
@@ -191,11 +195,15 @@ class Replay:
         self._timed(self._manager.on_schedule_end)
         self.tally.step_s.append(self._spent_s)
         self._spent_s = 0.0
+        began_s = time.perf_counter()
         for running in self._running:
             self._transfer(running)
+        ended_s = time.perf_counter()
+        self.tally.bytes_s += ended_s - began_s
         self._running = [running for running in self._running if running.phase is not _Phase.DONE]
         if all_wait and self._running:
             self._sleep(_IDLE_S)
+            self.tally.waiting_s += time.perf_counter() - ended_s
 
     def _advance(self, running: _Running) -> bool:
         """Make the scheduler's calls for one request; return False if it waits for its prefix."""

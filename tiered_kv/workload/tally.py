@@ -78,6 +78,7 @@ class ReplayReport(Counts):
     misses: int
     hit_rate: float
     seconds: float
+    spent_s: dict[str, float]
     step_us: LatencyUs
     steps: int
     block_bytes: int
@@ -88,10 +89,15 @@ class ReplayReport(Counts):
 
 @dataclass(slots=True, kw_only=True)
 class Tally(Counts):
-    """Counters of a running replay, with the time of each step and the hits of each request."""
+    """Counters of a running replay, with the time of each step and the hits of each request.
+
+    `bytes_s` is the time in which bytes were written and compared, `waiting_s` that in which storage was waited for.
+    """
 
     step_s: array[float] = field(default_factory=lambda: array("d"))
     request_hits: array[int] = field(default_factory=lambda: array("q"))
+    bytes_s: float = 0.0
+    waiting_s: float = 0.0
 
     def note_corrupt(self, block: CorruptBlock) -> None:
         self.corrupt_blocks += 1

@@ -19,6 +19,16 @@ from tiered_kv.workload.tally import GB, ReplayReport
 _COUNTERS_MAX: Final = 500
 """Of a tier; a third-party tier may have any number."""
 _MISSED: Final = "misses"
+_SPENT: Final = {
+    "bytes": "went into writing and comparing bytes",
+    "manager": "into the manager",
+    "waiting": "into waits for storage",
+}
+_LIMITS: Final = {
+    "bytes": "the replay's own work limits them, not the storage",
+    "manager": "the manager's work for so many requests limits them, not the storage",
+    "waiting": "the storage limits them",
+}
 _BREAKER_STATES: Final = (
     ("closed (in use)", figures.GOOD),
     ("half open (probing)", figures.WARN),
@@ -63,6 +73,14 @@ def tier_rows(report: ReplayReport) -> Iterator[list[str]]:
         loaded = [f"{tier.loaded_bytes / GB:.2f}", f"{tier.load_gb_per_s:.3f}"]
         yield [name, f"{tier.hits:,}", _share(tier.hits, report.blocks), *stored, *loaded]
     yield [_MISSED, f"{report.misses:,}", _share(report.misses, report.blocks), "", "", "", ""]
+
+
+def limit_of(report: ReplayReport) -> str:
+    """Return a sentence about what the run spent its time with, and so what limits its rates."""
+    shares = {name: spent_s / max(report.seconds, 1e-9) for name, spent_s in report.spent_s.items()}
+    told = ", ".join(f"{shares[name]:.0%} {what}" for name, what in _SPENT.items())
+    limit = _LIMITS[max(shares, key=shares.__getitem__)]
+    return f"GB/s are averages over the run, of which {told}: {limit}."
 
 
 def _share(part: int, whole: int) -> str:
@@ -111,7 +129,7 @@ def _origin(report: ReplayReport) -> Html:
     about = (
         "Each block that a request asked for is counted once: for the tier that had it, or as missed. A request's "
         "first absent block and all blocks after it are missed. What a tier below the primary one gave, the primary "
-        "tier loaded too. Rates are averages over the run; 1 GB is 1e9 bytes."
+        f"tier loaded too. 1 GB is 1e9 bytes. {limit_of(report)}"
     )
     return section(
         "Where blocks came from", about, card(element("div", *parts, class_="whole"), table(TIER_COLUMNS, rows))
