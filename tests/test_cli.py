@@ -18,10 +18,12 @@ from tests.support.pages import undescribed
 from tests.support.stacks import Register, stack_file
 from tiered_kv import __version__
 from tiered_kv.cli import main
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.policies.lru import LRUPolicy
 from tiered_kv.hooks import PluginState, tier_plugins
 from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import JobMetadata
+from tiered_kv.toolkit.codecs import CODEC_IDS
 
 ROOT = Path(__file__).parents[1]
 SMALL_CHATS = ["--chats", "20", "--turns", "4", "--active-chats", "10", "--turn-blocks", "3"]
@@ -135,6 +137,8 @@ def test_replay_counts_hits_by_tier_and_finds_no_corrupt_block(tmp_path: Path, c
     stack = stack_file(tmp_path, nvme(tmp_path / "cache"), capacity="400KiB")
     first = command.json("replay", stack, *SMALL_CHATS)
     assert set(first["step_us"]) == {"p50", "p99", "max"}
+    assert first["spent_s"].keys() == {"bytes", "manager", "waiting"}
+    assert 0 < sum(first["spent_s"].values()) <= first["seconds"] + 0.002
     assert {"blocks", "misses", "hit_rate", "stored_blocks", "skipped_stores", "seconds"} <= set(first)
     assert set(first["hits"]) == {"cpu", "nvme"}
     assert first["hits"]["cpu"] > 0
@@ -145,9 +149,11 @@ def test_replay_counts_hits_by_tier_and_finds_no_corrupt_block(tmp_path: Path, c
     assert second["requests"] == 10
     assert second["first_request_hits"] > 0
     assert second["hits"]["nvme"] > 0  # in the first run the disk may be slower than eighty requests
-    words = command.out("replay", stack, *SMALL_CHATS).split()
-    assert {"cpu", "nvme", "misses"} <= set(words)
-    assert words[words.index("corrupt_blocks") + 1] == "0"
+    text = command.out("replay", stack, *SMALL_CHATS)
+    assert {"cpu", "nvme", "misses"} <= set(text.split())
+    assert "compared byte by byte: all are right." in text
+    assert "limits them" in text, "rates stand beside what limited them"
+    assert "_total" not in text, "counters are for --json"
 
 
 def test_replay_reads_a_trace(tmp_path: Path, command: Command) -> None:
@@ -247,7 +253,24 @@ def test_plugins_lists_tiers_with_their_settings(command: Command) -> None:
     assert tiers["nvme"]["capacity"]["accepts"] == "size"
     assert tiers["nvme"]["job_timeout"]["accepts"] == "duration"
     assert all(setting["description"] for setting in tiers["nvme"].values())
-    assert "job_timeout" in command.out("plugins")
+    assert {"nvme", "memory"} <= set(command.out("plugins").split())
+    text = command.out("plugins", "nvme")
+    assert "job_timeout" in text
+    assert "bucket" not in text, "the settings of one type"
+    assert [tier["name"] for tier in command.json("plugins", "nvme")["tiers"]] == ["nvme"]
+    assert "there is no tier type 'nvm'; did you mean 'nvme'?" in command.err("plugins", "nvm")
+
+
+def test_policies_and_codecs_are_listed_with_what_they_do(command: Command) -> None:
+    policies = {each["name"]: each["description"] for each in command.json("policies")["policies"]}
+    assert policies.keys() == BUILT_IN_POLICIES.keys()
+    assert all(policies.values())
+    assert "module:Class" in command.out("policies")
+    codecs = {each["name"]: each["needs"] for each in command.json("codecs")["codecs"]}
+    assert codecs.keys() == CODEC_IDS.keys()
+    assert codecs["raw"] == "nothing"
+    assert "zstd" in codecs["zstd"]
+    assert "encrypted" in command.out("codecs")
 
 
 def test_a_broken_plugin_is_shown(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,16 +6,18 @@ import argparse
 import importlib
 import io
 import os
+import re
 import shutil
 import sys
 import textwrap
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from tiered_kv import __version__
-from tiered_kv._cli.output import Status
+from tiered_kv._cli.output import Status, print_json, print_text
 from tiered_kv.config.redaction import scrub
-from tiered_kv.errors import TieredKVError
+from tiered_kv.errors import ConfigError, TieredKVError
 
 _VERBS = {
     "check": "validate a stack's file, open every tier, show what each can do here",
@@ -27,10 +29,14 @@ _VERBS = {
     "purge": "remove the bytes of a namespace, or of a tenant, from every tier of a stack",
     "top": "show what a running stack does now, tier by tier",
     "why": "say why blocks of a running stack were misses",
-    "plugins": "list the tiers that were found, with their settings",
+    "plugins": "list the tier types that were found, or the settings of one",
+    "policies": "list the eviction policies of the primary tier",
+    "codecs": "list how a tier can compress and encrypt its blocks",
     "schema": "print the JSON schema of a stack's file, for editors",
 }
 
+_MODULES = {"policies": "plugins", "codecs": "plugins"}
+"""The modules of verbs that have none of their own name."""
 _EPILOG = """examples:
   tiered-kv VERB --help
       all options of a verb, with examples
@@ -48,16 +54,16 @@ exit status:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; `argv` is by default that of the process."""
+    given = sys.argv[1:] if argv is None else argv
     # A stream that was closed is None. Its output is dropped.
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()
     try:
         try:
-            return _run(argv)
+            return _run(given)
         finally:  # also where argparse exits
             sys.stdout.flush()
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return Status.INTERRUPTED
+        return _failed("interrupted", given, Status.INTERRUPTED)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it again when it ends
         if not isinstance(error, BrokenPipeError):  # its reader, such as `head`, has ended
@@ -65,26 +71,56 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Status.ERROR
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run(given: Sequence[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for the words that complete a line
         import argcomplete
 
         argcomplete.autocomplete(_parser(os.environ["COMP_LINE"].split()))  # which exits
-    args, unknown = _parser(sys.argv[1:] if argv is None else argv).parse_known_args(argv)
+    args, unknown = _parser(given).parse_known_args(given)
     if unknown:
-        args.parser.error(f"unknown arguments: {' '.join(unknown)}")
+        from tiered_kv.config.validation import suggestion
+
+        known = re.findall(r"--[a-z-]+", args.parser.format_help())
+        args.parser.error(f"unknown arguments: {' '.join(unknown)}{suggestion(unknown[0], known)}")
     try:
         status: int = args.run(args)
         return status
     except TieredKVError as error:
         if args.debug:
             traceback.print_exc()
-        print(f"error: {scrub(str(error), set())}", file=sys.stderr)  # STACK may be a URL by mistake
-        return Status.ERROR
+        if isinstance(error, ConfigError) and getattr(args, "stack", None):
+            from tiered_kv.config.reading import placed
+
+            error = placed(error, args.stack)
+        return _failed(f"error: {scrub(str(error), set())}", given, Status.ERROR)  # STACK may be a URL by mistake
+
+
+def _failed(text: str, given: Sequence[str], status: Status) -> Status:
+    """Print why the command ends: for people on standard error, and with `--json` as an object, too."""
+    print_text(text, sys.stderr)
+    if "--json" in given:
+        print_json({"error": text.removeprefix("error: ")})
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line also as a JSON object, and which verb is the nearest."""
+
+    given: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        if word := re.search(r"argument VERB: invalid choice: '(.*?)'", message):
+            from tiered_kv.config.validation import suggestion
+
+            message = f"there is no verb '{word[1]}'{suggestion(word[1], [*_VERBS])}; verbs: {', '.join(_VERBS)}"
+        if "--json" in self.given:
+            print_json({"error": message})
+        super().error(message)
 
 
 def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    _Parser.given = given
+    parser = _Parser(
         prog="tiered-kv",
         description="A tiered store for the key/value blocks of language-model servers.",
         epilog=_EPILOG,
@@ -98,9 +134,9 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         sub.add_argument("--debug", action="store_true", help="show where an error comes from")
         # Only the given verb is imported: a verb must not need the libraries of the others.
         if verb in given:
-            module = importlib.import_module(f"tiered_kv._cli.{verb}")
+            module = importlib.import_module(f"tiered_kv._cli.{_MODULES.get(verb, verb)}")
             module.add_arguments(sub)
             width = shutil.get_terminal_size().columns - 2
             sub.description = "\n\n".join(textwrap.fill(part, width) for part in str(sub.description).split("\n\n"))
-            sub.set_defaults(run=module.run, parser=sub, given=list(given))
+            sub.set_defaults(run=module.run, parser=sub, verb=verb, given=list(given))
     return parser

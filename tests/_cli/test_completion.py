@@ -71,7 +71,7 @@ def test_the_help_of_every_verb_has_examples_that_parse(verb: str, capsys: pytes
     for line in lines:
         words = line.split()[1:]
         args = cli._parser(words).parse_args(words)
-        assert args.run.__module__ == f"tiered_kv._cli.{verb}"
+        assert args.run.__module__ == f"tiered_kv._cli.{cli._MODULES.get(verb, verb)}"
 
 
 def test_the_help_names_every_verb_and_status(capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,7 +104,7 @@ def test_no_number_of_a_tier_is_cut_off(width: int) -> None:
 def test_a_process_without_an_answer_is_shown_as_such() -> None:
     view = view_of(None, answer(busy(10.0, 1)))
     text = "\n".join(drawn(Sight(view, "connection refused", 12.0), 80, 24))
-    assert "NO ANSWER for 12s: connection refused; asking again every 2s" in text
+    assert "NO ANSWER from http://127.0.0.1:9464 for 12s: connection refused; again in 2s" in text
     assert "disk" in text
     assert "NO ANSWER" in "\n".join(drawn(Sight(None, "connection refused"), 80, 24))
 
@@ -264,6 +264,18 @@ def test_on_a_terminal_a_process_that_goes_away_is_shown_and_asked_again(termina
     top.wait_for("hits")
     top.resize((50, 12))
     top.wait_for("tier")
+
+
+@pytest.mark.slow
+def test_the_key_q_ends_it_and_puts_the_terminal_back(terminal: Served) -> None:
+    top, _ = terminal
+    top.wait_for("q ends")
+    top.type("xq")
+    status_, shown = top.end()
+    assert status_ == 0
+    assert MAIN_SCREEN in shown
+    assert SHOW_CURSOR in shown
+    assert "xq" not in shown
 
 
 @pytest.mark.slow

@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.text import Text
 
 
 class Status(IntEnum):
@@ -28,10 +32,13 @@ class Status(IntEnum):
 
 
 _PLAIN_WIDTH = 120
-"""Width of a table in a file or a pipe, in columns."""
-_WIDTH_MAX = 10_000
+"""Width of a table in a file or a pipe, in columns. A wider table has longer lines there, for `grep`."""
 _FOLDED_WIDTH_MIN = 24
-"""Minimum width of a folded text, in columns."""
+"""Minimum width of the last column of texts, in columns."""
+_WORD_WIDTH_MAX = 40
+"""Longer words, such as paths, may be folded."""
+_STYLES = {"green": "^ok$", "bold red": r"\b(FAILED|REFUSED|CORRUPT)\b|^error:", "yellow": r"\bWARNING\b"}
+"""The words that a terminal shows in colour."""
 
 
 class Advance(Protocol):
@@ -45,9 +52,20 @@ def print_json(result: Mapping[str, object]) -> None:
     _write(json.dumps(result, indent=2, default=str) + "\n")
 
 
-def print_text(text: str) -> None:
-    """Print a text for people, with control characters escaped."""
-    _write(_shown(text) + "\n")
+def print_text(text: str, stream: TextIO | None = None, style: str = "") -> None:
+    """Print a text for people, with control characters escaped; a terminal breaks its lines between words.
+
+    `stream` is by default standard output.
+    """
+    stream = stream or sys.stdout
+    if not stream.isatty():
+        _write(_shown(text) + "\n", stream)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    for line in _shown(text).split("\n"):
+        _print(Console(file=stream), _colored(Text(line, style=style)), stream)
 
 
 def print_table(
@@ -55,39 +73,79 @@ def print_table(
 ) -> None:
     """Print a table for people, with control characters escaped.
 
-    All columns but the first hold `numbers`, aligned to the right, or texts. In a narrow terminal the last column of
-    texts is folded.
+    All columns but the first hold `numbers`, aligned to the right, or texts, whose lines are broken between words. A
+    table that is too wide for a terminal is continued below, with its first column again.
     """
-    from rich import box
     from rich.console import Console
-    from rich.measure import Measurement
+
+    rows = [[_shown(cell) for cell in row] for row in rows]
+    is_terminal, last = sys.stdout.isatty(), len(columns) - 1
+    folded = set() if numbers else {*range(1, last + 1)} if is_terminal else {last}
+    widths = [_narrowest(each, at in folded) for at, each in enumerate(zip(columns, *rows, strict=True))]
+    if last in folded:
+        widths[last] = max(widths[last], min(max(len(row[last]) for row in [columns, *rows]), _FOLDED_WIDTH_MIN))
+    console = Console() if is_terminal else Console(width=max(_PLAIN_WIDTH, _table_width(widths)))
+    if title:
+        print_text(title, style="bold")
+    for part in _parts(widths, console.width):
+        _print(console, _table(part, columns, rows, widths, folded, numbers=numbers), sys.stdout)
+
+
+def _narrowest(column: Sequence[str], is_folded: bool) -> int:
+    """Return the least width of a column: that of its longest line, or of its longest word if it is folded."""
+    if not is_folded:
+        return max(len(line) for cell in column for line in cell.split("\n"))
+    return min(_WORD_WIDTH_MAX, max((len(word) for cell in column for word in cell.split()), default=0))
+
+
+def _table_width(widths: Sequence[int]) -> int:
+    return sum(widths) + 3 * len(widths)  # with the spaces between columns
+
+
+def _parts(widths: Sequence[int], width: int) -> Iterator[list[int]]:
+    """Yield the columns of each part of a table: the first one, and as many of the others as there is room for."""
+    part: list[int] = [0]
+    for at in range(1, len(widths)):
+        if len(part) > 1 and _table_width([widths[each] for each in (*part, at)]) > width:
+            yield part
+            part = [0]
+        part.append(at)
+    yield part
+
+
+def _table(
+    part: Sequence[int],
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    widths: Sequence[int],
+    folded: Collection[int],
+    *,
+    numbers: bool,
+) -> RenderableType:
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    rows = [[_shown(cell) for cell in row] for row in rows]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, column in enumerate(columns):
-        is_folded = not numbers and index == len(columns) - 1
-        table.add_column(
-            column,
-            justify="right" if numbers and index > 0 else "left",
-            overflow="fold",
-            no_wrap=not is_folded,
-            min_width=_FOLDED_WIDTH_MIN if is_folded else max(len(row[index]) for row in [columns, *rows]),
-        )
+    for at in part:
+        side: Literal["left", "right"] = "right" if numbers and at > 0 else "left"
+        table.add_column(columns[at], justify=side, overflow="fold", no_wrap=at not in folded, min_width=widths[at])
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
-    # A narrow terminal breaks lines; rich would cut off numbers.
-    console.width = max(
-        console.width, Measurement.get(console, console.options.update(width=_WIDTH_MAX), table).minimum
-    )
+        table.add_row(*(_colored(Text(row[at])) for at in part))
+    return table
+
+
+def _colored(text: Text) -> Text:
+    for style, words in _STYLES.items():
+        text.highlight_regex(words, style)
+    return text
+
+
+def _print(console: Console, shown: RenderableType, stream: TextIO) -> None:
     with console.capture() as captured:
-        if title:
-            console.print(_shown(title), style="bold", markup=False, highlight=False, soft_wrap=True)
-        console.print(table)
+        console.print(shown)
     lines = [line.rstrip() for line in captured.get().splitlines()]
-    _write("\n".join(lines).lstrip("\n") + "\n")
+    _write("\n".join(lines).lstrip("\n") + "\n", stream)
 
 
 def one_line(text: str) -> str:
@@ -107,9 +165,10 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-def _write(text: str) -> None:
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # file names may have any bytes
+def _write(text: str, stream: TextIO | None = None) -> None:
+    stream = stream or sys.stdout
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))  # file names may have any bytes
 
 
 @contextmanager

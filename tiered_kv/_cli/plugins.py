@@ -1,31 +1,95 @@
-"""`tiered-kv plugins`: the tier types that were found, with their settings, and the plugins that are broken."""
+"""`tiered-kv plugins`, `policies` and `codecs`: the words that a stack's file may use, and what they mean here."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import importlib
+from importlib.util import find_spec
+from typing import Any, Final
 
 from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json, print_table, print_text
 from tiered_kv.config.units import formatted_setting
+from tiered_kv.config.validation import suggestion
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES
+from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import PluginState, TierType, tier_plugins
 
 Schema = dict[str, Any]  # Any: JSON
+_ABOUT: Final = {
+    "plugins": "List the tier types that a stack's file can name, or the settings of one type.",
+    "policies": "List the eviction policies of the primary tier, for 'policy' of 'primary' in a stack's file.",
+    "codecs": "List how a tier can store its blocks, for 'codec' of its entry in a stack's file.",
+}
+_CODECS: Final = {
+    "raw": ("blocks as they are", {}),
+    "zstd": ("compressed", {"zstandard": "zstd"}),
+    "aes-256-gcm": ("encrypted; needs a key in 'encryption'", {"cryptography": "crypto"}),
+    "zstd+aes-256-gcm": (
+        "compressed, then encrypted; needs a key in 'encryption'",
+        {"zstandard": "zstd", "cryptography": "crypto"},
+    ),
+}
+"""What each codec does, and the extras of the libraries that it needs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "List every tier type that a stack's file can name, and the settings of its entry."
+    verb = parser.prog.split()[-1]
+    parser.description = _ABOUT[verb]
+    if verb != "plugins":
+        describe_use(parser, (f"tiered-kv {verb}", "the words, and what they mean"))
+        return
+    parser.add_argument("name", metavar="NAME", nargs="?", help="show the settings of this tier type")
     describe_use(
         parser,
-        ("tiered-kv plugins", "what a stack's file can say under 'secondary'"),
-        ("tiered-kv plugins --json", "for a script"),
+        ("tiered-kv plugins", "the tier types that were found"),
+        ("tiered-kv plugins nvme", "what an entry of this type under 'secondary' can say"),
+        ("tiered-kv plugins --json", "all types with all settings, for a script"),
         found="a plugin could not be loaded",
     )
 
 
 def run(args: argparse.Namespace) -> Status:
+    if args.verb == "plugins":
+        return _plugins(args)
+    rows = _policies() if args.verb == "policies" else _codecs()
+    if args.json:
+        print_json({args.verb: [{"name": name, "description": about, "needs": needs} for name, about, needs in rows]})
+    else:
+        columns = ["name", "what it does", *(["needs"] if args.verb == "codecs" else [])]
+        print_table(columns, [row[: len(columns)] for row in rows], numbers=False)
+        if args.verb == "policies":
+            print_text("A policy of your own is 'module:Class'.")
+    return Status.OK
+
+
+def _policies() -> list[list[str]]:
+    rows = []
+    for name, reference in BUILT_IN_POLICIES.items():
+        module, _, policy = reference.partition(":")
+        about = getattr(importlib.import_module(module), policy).__doc__ or ""
+        rows.append([name, about.partition("\n")[0], ""])
+    return rows
+
+
+def _codecs() -> list[list[str]]:
+    rows = []
+    for name, (about, libraries) in _CODECS.items():
+        missing = [extra for library, extra in libraries.items() if find_spec(library) is None]
+        extras = ", ".join(libraries.values())
+        needs = f"pip install '.[{','.join(missing)}]'" if missing else f"{extras}: installed" if extras else "nothing"
+        rows.append([name, about, needs])
+    return rows
+
+
+def _plugins(args: argparse.Namespace) -> Status:
     states = tier_plugins().states()
     broken = [state for state in states if state.error]
+    found = [(state, tier) for state in states for tier in state.tiers if args.name in (None, tier.name)]
+    if args.name is not None and not found:
+        known = sorted(tier.name for state in states for tier in state.tiers)
+        nearest = suggestion(args.name, known)
+        raise ConfigError(f"there is no tier type '{args.name}'{nearest}; there are: {', '.join(known) or 'none'}")
     if args.json:
         print_json(
             {
@@ -37,8 +101,7 @@ def run(args: argparse.Namespace) -> Status:
                         "distribution": state.distribution,
                         "settings": _settings(tier),
                     }
-                    for state in states
-                    for tier in state.tiers
+                    for state, tier in found
                 ],
                 "broken": [
                     {"plugin": state.plugin, "distribution": state.distribution, "error": state.error}
@@ -46,12 +109,15 @@ def run(args: argparse.Namespace) -> Status:
                 ],
             }
         )
+    elif args.name is not None:
+        for state, tier in found:
+            _show(tier, state)
     else:
-        for state in states:
-            for tier in state.tiers:
-                _show(tier, state)
-        for state in broken:
-            print_text(f"broken: {state.origin}: {state.error}")
+        rows = [[tier.name, state.distribution or state.plugin, tier.description] for state, tier in found]
+        print_table(["type", "from", "what it is"], rows, numbers=False)
+        print_text("`tiered-kv plugins NAME` shows the settings of a type.")
+    for state in [] if args.json else broken:
+        print_text(f"broken: {state.origin}: {state.error}")
     return Status.FOUND if broken else Status.OK
 
 

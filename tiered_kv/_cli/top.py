@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import select
 import signal
 import sys
+import termios
 import time
-from collections.abc import Callable, Sequence
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
 
@@ -46,6 +50,7 @@ _TABLE_WIDTH_MAX: Final = 110
 _NAME_MAX: Final = 20
 _REASONS_MIN: Final = 3
 _PRINTED_LINES_MAX: Final = 40
+_KEYS_MAX: Final = 1024
 _BUDGET_WARNING: Final = 0.9
 """The used share of a budget from which it is red: blocks are about to be skipped."""
 
@@ -54,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show what a running stack does: hits, throughput, use and breaker of each tier, why blocks are missed or not "
         "stored, and the last events. It asks the process that has the stack open, which needs 'metrics' in the "
-        "stack's file. It opens no tier, and changes nothing. Ctrl-C ends it.\n\n"
+        "stack's file. It opens no tier, and changes nothing. The key q ends it, as Ctrl-C does.\n\n"
         "Where standard output is no terminal, it prints a table for each interval."
     )
     parser.add_argument(
@@ -87,7 +92,7 @@ def run(args: argparse.Namespace) -> Status:
     _end_by_signals()
     try:
         if sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
-            _draw(watcher, address, args.interval)
+            return _draw(watcher, address, args.interval)
         else:
             _print(watcher, str(address), args.interval)
     except KeyboardInterrupt:  # the usual end
@@ -115,15 +120,45 @@ def _once(watcher: Watcher, address: StatusAddress, args: argparse.Namespace) ->
     return Status.FOUND if has_problem(sight.view) else Status.OK
 
 
-def _draw(watcher: Watcher, address: StatusAddress, interval_s: float) -> None:
-    """Draw on the terminal's alternate screen."""
+def _draw(watcher: Watcher, address: StatusAddress, interval_s: float) -> Status:
+    """Draw on the terminal's alternate screen until the key q is pressed."""
     console = _console()
-    with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+    with (
+        _keys() as is_ended,
+        Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
+    ):
         live.update(Text(f"asking {address}"), refresh=True)
         while True:
             next_s = time.monotonic() + interval_s
             live.update(screen(watcher.look(), str(address), interval_s, console), refresh=True)
-            time.sleep(max(0.0, next_s - time.monotonic()))
+            if is_ended(next_s):
+                return Status.OK
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Yield a function that waits until a time of `time.monotonic`, and returns whether the key q was pressed."""
+    descriptor = sys.stdin.fileno() if sys.stdin.isatty() else None
+
+    def is_ended(until_s: float) -> bool:
+        while (left_s := until_s - time.monotonic()) > 0:
+            if descriptor is None:
+                time.sleep(left_s)
+            elif select.select([descriptor], [], [], left_s)[0]:
+                keys = os.read(descriptor, _KEYS_MAX)
+                if b"q" in keys.lower() or not keys:  # or the terminal has gone
+                    return True
+        return False
+
+    if descriptor is None:
+        yield is_ended
+        return
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)  # keys come at once, and are not shown
+        yield is_ended
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 def _print(watcher: Watcher, where: str, interval_s: float) -> None:
@@ -169,9 +204,10 @@ def screen(sight: Sight, where: str, interval_s: float, console: Console) -> Ren
         title.append(
             f"  {view['version']}  up {rounded_seconds(view['uptime_seconds'])}  pid {view['pid']}", style="not bold"
         )
-    parts: list[RenderableType] = [title.append(f"  {where}", style="not bold dim"), headline(sight, interval_s)]
+    title.append(f"  {where}{'  q ends' if console.is_terminal else ''}", style="not bold dim")
+    parts: list[RenderableType] = [title, headline(sight, where, interval_s)]
     if view is None:
-        return Group(*parts, Text("Ctrl-C ends", style="dim"))
+        return Group(*parts, Text("q ends", style="dim"))
     left = console.height - len(parts) - 4
     tiers, notices = view["tiers"][: max(1, left)], view["notices"]
     parts += ["", _tier_table(tiers, console, "dim" if sight.error else "")]
@@ -186,12 +222,12 @@ def screen(sight: Sight, where: str, interval_s: float, console: Console) -> Ren
     return Group(*parts)
 
 
-def headline(sight: Sight, interval_s: float) -> Text:
+def headline(sight: Sight, where: str, interval_s: float) -> Text:
     """Return a line about the whole stack, or that there is no answer."""
     view = sight.view
     if view is None or sight.error:
         since = f" for {rounded_seconds(sight.lost_s)}" if sight.lost_s >= 1 else ""
-        lost = f"NO ANSWER{since}: {sight.error}; asking again every {rounded_seconds(interval_s)}"
+        lost = f"NO ANSWER from {where}{since}: {sight.error}; again in {rounded_seconds(interval_s)}"
         return Text(lost, style="bold white on red", no_wrap=True, overflow="ellipsis")
     hits = number(sum(tier["hits_per_s"] for tier in view["tiers"]))
     share = f"{hits} blocks/s" if view["hit_share"] is None else f"{view['hit_share']:.1%}"

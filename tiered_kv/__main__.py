@@ -1,0 +1,41 @@
+"""The program `tiered-kv`, also as `python -m tiered_kv`: the command, which Ctrl-C ends without a traceback."""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import sys
+
+TYPE_CHECKING = False  # as `typing` has it, which takes longer to import than the rest of this
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+def main() -> int:
+    """Run the command as the whole program, and return its exit status."""
+    sys.excepthook, sys.unraisablehook = _on_exception, _on_unraisable
+    try:
+        # The import is inside: Ctrl-C may come during it.
+        from tiered_kv.cli import main as command
+
+        return command()
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the interpreter's end would print a traceback
+
+
+def _on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+
+
+def _on_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    """Pass on a Ctrl-C that came in a destructor, where Python would print and forget it."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        _thread.interrupt_main()
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
