@@ -28,6 +28,7 @@ _VERBS = {
     "inspect": "show what each tier stores, by namespace, and check whether its blocks are sound",
     "purge": "remove the bytes of a namespace, or of a tenant, from every tier of a stack",
     "top": "show what a running stack does now, tier by tier",
+    "doctor": "say what a running engine gains, what limits that, and which setting to change",
     "why": "say why blocks of a running stack were misses",
     "plugins": "list the tier types that were found, or the settings of one",
     "policies": "list the eviction policies of the primary tier",

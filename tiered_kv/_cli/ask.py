@@ -105,7 +105,8 @@ def _address_of_url(url: str) -> StatusAddress:
     if port is None:
         port = 443 if is_tls else 80
     _check_port(port)
-    return StatusAddress(host, port, is_tls, parts.path.rstrip("/").removesuffix("/status"))
+    path = parts.path.rstrip("/").removesuffix("/status").removesuffix("/metrics")
+    return StatusAddress(host, port, is_tls, path)
 
 
 def _address_of_stack(raw: Mapping[str, object]) -> StatusAddress:
