@@ -142,6 +142,7 @@ def test_a_simulation_of_stacks_writes_a_page_with_their_tiers_and_costs(
     capsys.readouterr()
     found = parsed(page)
     assert found.tags.count("svg") == 1
+    assert found.texts["h1"][0].startswith("The cheapest within 1 % of the best: lru with")
     for said in ("Hits by tier with lru", "EUR a month", "2 servers", "capacity: 256KiB"):
         assert said in found.main
 
@@ -165,6 +166,8 @@ def test_a_replay_writes_a_page_that_says_what_was_measured(tmp_path: Path, caps
         assert [each for each in rows if each.replace("\n", "").startswith(row)], row
     for said in ("Python", "kernel", "cores", "tiered-kv replay", "capacity: 256KiB", "admit_after: 2", "admission"):
         assert said in found.main
+    assert re.search(r"[\d.]+(us|ms) +99th percentile of a step", found.main), "a time is in the unit that fits it"
+    assert re.search(r"stored by requests; limit: (the storage|the manager|the replay's own work)", found.main)
     assert "requests answered" in found.texts["svg"][0]
     assert re.search("[GM]B/s", found.texts["svg"][1])
 
@@ -212,7 +215,7 @@ def test_a_page_shows_hostile_names_as_text(tmp_path: Path, hostile: None, capsy
 
 def test_elements_escape_all_that_is_no_html() -> None:
     assert element("a", HOSTILE, title=HOSTILE).count("<") == 2
-    assert str(table([HOSTILE], [[HOSTILE]])).count("script") == 4
+    assert str(table([HOSTILE], [[HOSTILE]])).count("script") == 6, "a cell has its column's name, too"
     assert "<script" not in table([HOSTILE], [[HOSTILE]])
     assert element("b", Html("<i>x</i>"), "<") == "<b><i>x</i>&lt;</b>"
 

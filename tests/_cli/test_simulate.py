@@ -70,13 +70,12 @@ def test_a_sample_shows_its_error(simulate: Command) -> None:
 
 
 def test_a_stack_is_simulated_and_not_opened(simulate: Command, stack: str, tmp_path: Path) -> None:
-    result = simulate.json(stack, *CHATS)
-    (outcome,) = result["results"]
+    (outcome,) = simulate.json(stack, *CHATS, "--policy", "lru")["results"]
     assert list(outcome["tiers"]) == ["cpu", "nvme", "redis"]
     assert outcome["tiers"]["nvme"]["hits"] > 0
     assert outcome["tiers"]["redis"]["capacity_bytes"] is None
     assert not (tmp_path / "kv").exists()
-    assert {"cpu", "nvme", "redis", "misses"} <= set(simulate.out(stack, *CHATS).split())
+    assert {"cpu", "nvme", "redis", "misses"} <= set(simulate.out(stack, *CHATS, "--policy", "lru").split())
 
 
 def test_a_stack_with_other_sizes_policies_and_limits(simulate: Command, stack: str) -> None:
@@ -90,8 +89,35 @@ def test_a_stack_with_other_sizes_policies_and_limits(simulate: Command, stack: 
     assert all(name in output for name in ("hits", "cpu", "nvme", "redis")), "one table compares them"
 
 
+def test_a_stack_is_compared_with_other_sizes_and_policies_and_the_cheapest_good_one_is_named(
+    simulate: Command, priced: list[str]
+) -> None:
+    result = simulate.json(*priced)
+    sizes, policies = {32, 64, 128}, {"lru", "arc", "density"}
+    rates = {(each["policy"], each["capacity_blocks"]): each["hit_rate"] for each in result["results"]}
+    assert {policy for policy, _ in rates} == policies
+    assert {size for _, size in rates} == sizes
+    bills = {
+        (each["policy"], each["capacity_blocks"]): sum(cost["total"] for cost in each["costs"].values())
+        for each in result["results"]
+    }
+    chosen = result["cheapest"]["policy"], result["cheapest"]["capacity_blocks"]
+    good = [each for each, rate in rates.items() if rate >= 0.99 * max(rates.values())]
+    assert bills[chosen] == min(bills[each] for each in good)
+    lines = simulate.out(*priced).splitlines()
+    told = f"The cheapest within 1 % of the best: {chosen[0]} with {chosen[1]:,} blocks"
+    assert lines[0].startswith(told)
+    assert "EUR a month" in lines[0]
+    assert len([line for line in lines if " blocks (" in line]) >= 9
+
+
+def test_without_prices_the_cheapest_has_the_least_memory(simulate: Command, stack: str) -> None:
+    sizes = ["--capacity", "64MiB,32MiB", "--policy", "lru"]  # both hold all
+    assert simulate.json(stack, *CHATS, *sizes)["cheapest"] == {"policy": "lru", "capacity_blocks": 8192}
+
+
 def test_servers_behind_a_router(simulate: Command, stack: str) -> None:
-    result = simulate.json(stack, *CHATS, "--servers", "3", "--router", "sticky")
+    result = simulate.json(stack, *CHATS, "--servers", "3", "--router", "sticky", "--policy", "lru")
     assert (result["servers"], result["router"]) == (3, "sticky")
     (outcome,) = result["results"]
     assert [tier["storages"] for tier in outcome["tiers"].values()] == [3, 3, 1]
@@ -108,7 +134,7 @@ def priced(stack: str, tmp_path: Path) -> list[str]:
 
 
 def test_costs_by_tier(simulate: Command, priced: list[str]) -> None:
-    result = simulate.json(*priced)
+    result = simulate.json(*priced, "--policy", "lru")
     assert result["currency"] == "EUR"
     (outcome,) = result["results"]
     assert outcome["costs"]["cpu"]["total"] == pytest.approx(3 * 256 / 2**20)
@@ -120,7 +146,9 @@ def test_the_examples_of_prices_can_be_used(simulate: Command, monkeypatch: pyte
     for name in ("S3_ENDPOINT", "S3_KEY_ID", "S3_SECRET"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     prices = str(ROOT / "examples/prices.yaml")
-    (outcome,) = simulate.json(EXAMPLE, *CHATS, "--servers", "4", "--router", "prefix", "--prices", prices)["results"]
+    (outcome,) = simulate.json(
+        EXAMPLE, *CHATS, "--servers", "4", "--router", "prefix", "--prices", prices, "--policy", "lru"
+    )["results"]
     assert outcome["costs"].keys() == outcome["tiers"].keys()
     assert all(cost["total"] > 0 for cost in outcome["costs"].values())
     (tmp_path / "prices.yaml").write_text(shown("how-to/simulating.md")["prices.yaml"])
@@ -130,7 +158,7 @@ def test_the_examples_of_prices_can_be_used(simulate: Command, monkeypatch: pyte
 def test_every_field_is_described(simulate: Command, priced: list[str], trace: str) -> None:
     of_stack = simulate.json(*priced)
     of_trace = simulate.json("--trace", trace)
-    (outcome,) = of_stack["results"]
+    outcome = of_stack["results"][0]
     objects = [of_stack, outcome, outcome["tiers"]["nvme"], outcome["costs"]["cpu"], of_trace, of_trace["results"][0]]
     fields = {field for each in objects for field in each}
     assert undescribed(fields, "reference/command.md", "simulate") == set()

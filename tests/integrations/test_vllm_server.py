@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.engines import TIMEOUT_S, environment_of, interpreter, our_spec
 from tests.support.tiny_llama import TINY_LLAMA
+from tiered_kv.cli import main
 from tiered_kv.testing.servers import ServerProcess
 
 BLOCK_TOKENS = 32
@@ -115,7 +117,9 @@ class VllmServer(ServerProcess):
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_vllm_s_server_shows_what_each_tier_does(tmp_path: Path, closing: ExitStack) -> None:
+def test_vllm_s_server_shows_what_each_tier_does(
+    tmp_path: Path, closing: ExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
     server = VllmServer(tmp_path)
     closing.callback(server.stop)
     server.start()
@@ -124,7 +128,7 @@ def test_vllm_s_server_shows_what_each_tier_does(tmp_path: Path, closing: ExitSt
         server.complete(prompt)
         stored += len(prompt) // BLOCK_TOKENS
         before = server.metrics_with({("tiered_kv_stored_blocks_total", "nvme"): stored})
-    assert ("tiered_kv_blocks_total", "hit", "nvme") not in before
+    assert not before.get(("tiered_kv_blocks_total", "hit", "nvme"))
     server.complete([*SHARED, *[1] * BLOCK_TOKENS])
     expected = {
         ("tiered_kv_loaded_blocks_total", "nvme"): 8,
@@ -136,3 +140,7 @@ def test_vllm_s_server_shows_what_each_tier_does(tmp_path: Path, closing: ExitSt
     }
     found = server.metrics_with({**expected, ("tiered_kv_job_seconds_count", "load", "nvme"): 1})
     assert {each: found[each] for each in expected} == expected
+    assert main(["doctor", f"http://127.0.0.1:{server.port}/metrics"]) in (0, 1)
+    told = re.search(rf"{len(SHARED)} tokens, (\d+)% of ([\d,]+) tokens of prompts", capsys.readouterr().out)
+    assert told is not None, "the doctor reads vLLM's own counters, too"
+    assert int(told[1]) == round(100 * len(SHARED) / int(told[2].replace(",", "")))

@@ -19,10 +19,11 @@ from tiered_kv._cli.measuring import (
     write_report,
 )
 from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
+from tiered_kv._cli.report.figures import shown_us
 from tiered_kv._cli.report.page import quantity
-from tiered_kv._cli.report.plots import US_PER_S, Sampler
+from tiered_kv._cli.report.plots import Sampler
 from tiered_kv._cli.report.replay_page import TIER_COLUMNS, limit_of, replay_page, tier_rows
-from tiered_kv.config.units import format_bytes, rounded_seconds
+from tiered_kv.config.units import format_bytes
 from tiered_kv.metrics.instruments import flat_counts
 from tiered_kv.reasons import TOO_SLOW_REASONS, reason_of
 from tiered_kv.stack import EngineStack, open_engine_stack
@@ -123,7 +124,7 @@ def _replayed(
 def _show(report: ReplayReport, title: str) -> None:
     print_table(TIER_COLUMNS, list(tier_rows(report)), title=title)
     step = report.step_us
-    p50, p99, longest = (rounded_seconds(each / US_PER_S) for each in (step.p50, step.p99, step.max))
+    p50, p99, longest = map(shown_us, (step.p50, step.p99, step.max))
     hits = (
         f"{report.hit_rate:.1%} of {quantity(report.blocks, 'block')} of {format_bytes(report.block_bytes)} were hits"
     )

@@ -21,7 +21,7 @@ from tiered_kv._cli.report import simulation_page as pages
 from tiered_kv._cli.report.page import Run
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.units import parse_bytes, rounded_bytes
-from tiered_kv.cpu.policies import make_policy
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES, make_policy
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack_config import PRIMARY_BLOCKS_MIN, StackConfig, load_config
 from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate
@@ -30,6 +30,8 @@ from tiered_kv.workload.request import Request
 from tiered_kv.workload.sampling import draw
 from tiered_kv.workload.simulation import ROUTERS, Fleet, simulate, with_tier
 
+_FACTORS = (0.5, 1, 2)
+"""Sizes of the primary tier that are compared, as multiples of the stack's."""
 _STACK_OPTIONS = ("servers", "router", "concurrency", "limit", "prices")
 
 Answer = tuple[dict[str, object], list[tuple[str, pages.Table]], Callable[[Run], str]]
@@ -47,16 +49,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         ("tiered-kv simulate --trace requests.jsonl --capacity 1000,5000 --policy lru,arc", "two policies, two sizes"),
         ("tiered-kv simulate --trace requests.jsonl --policy arc --sample 0.1", "a tenth of the sessions: faster"),
-        ("tiered-kv simulate stack.yaml --capacity 1GiB,4GiB --report sizes.html", "a stack with other primary tiers"),
+        (
+            "tiered-kv simulate stack.yaml --report sizes.html",
+            "half and twice the primary tier with each policy, compared",
+        ),
+        ("tiered-kv simulate stack.yaml --capacity 1GiB --policy lru", "one setting: what each tier would do"),
         ("tiered-kv simulate stack.yaml --servers 8 --router sticky --prices prices.yaml", "servers, and the cost"),
     )
     parser.add_argument("stack", metavar="STACK", nargs="?", help="the stack's YAML file")
     parser.add_argument(
         "--capacity",
         metavar="SIZE,...",
-        help="sizes of the primary tier: blocks, or with STACK 4GiB (default: the stack's; without STACK, ten sizes)",
+        help="sizes of the primary tier: blocks, or with STACK 4GiB (default: half, one and two times the stack's, or "
+        "its own with --policy; without STACK, ten sizes)",
     )
-    parser.add_argument("--policy", metavar="NAME,...", help="eviction policies (default: the stack's, or lru)")
+    parser.add_argument(
+        "--policy",
+        metavar="NAME,...",
+        help="eviction policies (default: all, or the stack's with --capacity; without STACK, lru)",
+    )
     parser.add_argument(
         "--sample", metavar="SHARE", type=_share, help="run this share of the sessions, such as 0.1; without STACK"
     )
@@ -149,6 +160,9 @@ def _simulate_stacks(
     prices = Prices(currency="", tiers={}) if args.prices is None else load_prices(args.prices, names)
     times = times_a_month(requests) if prices.tiers else 0.0
     runs: list[pages.StackRun] = []
+    if not policies and not sizes:  # a comparison around the stack as it is
+        policies = [*dict.fromkeys([config.primary.policy, *BUILT_IN_POLICIES])]
+        sizes = [max(PRIMARY_BLOCKS_MIN, int(factor * config.primary_blocks)) for factor in _FACTORS]
     for policy, size in product(policies or [config.primary.policy], sizes or [config.primary_blocks]):
         name = f"{policy} with {size:,} blocks ({rounded_bytes(size * config.block.bytes)})"
         with progress(name, len(requests)) as advance:
@@ -159,8 +173,12 @@ def _simulate_stacks(
         runs.append((name, simulated, costs(simulated, prices, times)))
     results = [{**asdict(simulated), "costs": bill} for _, simulated, bill in runs]
     title = f"{args.stack}: {workload}" + (f", {runs[0][0]}" if len(runs) == 1 else "")
+    if len(runs) > 1:
+        title = f"{pages.headline(runs, prices.currency)}\n{title}"
     tables = [(title, pages.stack_table(runs, prices.currency))]
-    fields = {**asdict(fleet), "currency": prices.currency, "results": results}
+    best = pages.cheapest(runs)[1]
+    cheapest = {"policy": best.policy, "capacity_blocks": best.capacity_blocks}
+    fields = {**asdict(fleet), "currency": prices.currency, "cheapest": cheapest, "results": results}
     return fields, tables, lambda run: pages.stack_page(run, config, workload, fleet, runs, prices.currency)
 
 

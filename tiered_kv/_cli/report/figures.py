@@ -14,11 +14,13 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
 
+US_PER_S: Final = 1e6
 SERIES_COLORS: Final = 8
 """Colours for tiers; a ninth tier has the first one's again."""
 _NAMES: Final = (
@@ -109,14 +111,19 @@ def draw(
     return _inline(stream.getvalue(), description)
 
 
-def plain_log(axis: Axis) -> None:
-    """Write 1, 2, 5 and 10 at a logarithmic axis; at a long one, the powers of ten only."""
+def plain_log(axis: Axis, shown: Callable[[float], str] = lambda value: f"{value:,.12g}") -> None:
+    """Write 1, 2, 5 and 10 at a logarithmic axis; at a long one, the powers of ten only. `shown` writes a value."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1.0,) if high / low > _LONG_AXIS else (1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: shown(value)))
     axis.set_minor_locator(NullLocator())
+
+
+def shown_us(microseconds: float) -> str:
+    """Return a time in the unit that fits it: 1787 is "1.79ms"."""
+    return rounded_seconds(microseconds / US_PER_S) if microseconds >= 1 else f"{microseconds:.2g}us"
 
 
 def _inline(svg: str, description: str) -> Html:
@@ -151,15 +158,18 @@ def card(*children: str) -> Html:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Sequence[int] = (0,)) -> Html:
-    """Return a table. Columns that are not in `texts` hold numbers, aligned to the right."""
+    """Return a table. Columns that are not in `texts` hold numbers, aligned to the right.
 
-    def line(tag: str, row: Sequence[str], **attributes: str) -> Html:
-        kinds = ("" if index in texts else "number" for index in range(len(row)))
-        cells = (element(tag, cell, class_=kind, **attributes) for cell, kind in zip(row, kinds, strict=True))
-        return element("tr", *cells)
+    Each cell has the name of its column, too: on a narrow screen a row is a list of names and values.
+    """
+    kinds = ["" if index in texts else "number" for index in range(len(columns))]
 
-    head = element("thead", line("th", columns, scope="col"))
-    body = element("tbody", *(line("td", row) for row in rows))
+    def line(row: Sequence[str]) -> Html:
+        cells = zip(row, kinds, columns, strict=True)
+        return element("tr", *(element("td", cell, class_=kind, data_label=name) for cell, kind, name in cells))
+
+    heads = (element("th", name, class_=kind, scope="col") for name, kind in zip(columns, kinds, strict=True))
+    head, body = element("thead", element("tr", *heads)), element("tbody", *map(line, rows))
     return element("div", element("table", head, body), class_="table")
 
 

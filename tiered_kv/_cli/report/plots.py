@@ -29,7 +29,6 @@ _MB: Final = 1e6
 _SLOW_BYTES_PER_S: Final = 0.1 * GB
 """Below this average rate a plot is in megabytes a second."""
 _SECONDS_MIN: Final = 0.001
-US_PER_S: Final = 1e6
 _BREAKER_COLORS: Final = (figures.GOOD, figures.WARN, figures.BAD)
 CountersByTier = Mapping[str, Mapping[str, Any]]  # Any: as `Counters.snapshot`
 SAMPLES_MAX: Final = 100
@@ -76,7 +75,7 @@ def failures(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
 
 def step_distribution(step_s: Sequence[float], step_us: LatencyUs) -> Html:
     """Draw the share of steps by their duration; lines mark the percentiles of `step_us`."""
-    steps_us = np.maximum(np.asarray(step_s, dtype=float) * US_PER_S, 0.1)
+    steps_us = np.maximum(np.asarray(step_s, dtype=float) * figures.US_PER_S, 0.1)
     low, high = (np.floor(np.log10(steps_us.min())), np.ceil(np.log10(steps_us.max()))) if len(steps_us) else (0, 3)
     edges = np.logspace(low, max(high, low + 1), int(max(high - low, 1)) * _BINS_A_DECADE + 1)
 
@@ -89,8 +88,8 @@ def step_distribution(step_s: Sequence[float], step_us: LatencyUs) -> Html:
             for value, dashes in ((step_us.p50, "-"), (step_us.p99, "--"), (step_us.max, ":")):
                 axes.axvline(value, color=figures.INK, linewidth=0.8, linestyle=dashes)
         axes.set_ylabel("steps (%)")
-        axes.set_xlabel("time of a step inside the manager (us)")
-        figures.plain_log(axes.xaxis)
+        axes.set_xlabel("time of a step inside the manager")
+        figures.plain_log(axes.xaxis, figures.shown_us)
 
     return draw("steps", "Distribution of the time of a step", plot)
 
@@ -98,16 +97,16 @@ def step_distribution(step_s: Sequence[float], step_us: LatencyUs) -> Html:
 def steps_over_time(samples: Sequence[ReplaySample], step_s: Sequence[float]) -> Html:
     """Draw the median and the 99th percentile of the steps of each window, over time."""
     windows = _windows(samples, lambda sample: sample.steps)
-    steps_us = np.asarray(step_s, dtype=float) * US_PER_S
+    steps_us = np.asarray(step_s, dtype=float) * figures.US_PER_S
 
     def plot(axes: Axes) -> None:
         for percent, color in ((99, figures.INK), (50, figures.ACCENT)):
             values = [np.percentile(steps_us[before.steps : after.steps], percent) for before, after in windows]
             axes.plot(_middles(windows), values, color=color)
         axes.set_yscale("log")
-        axes.set_ylabel("time of a step (us)")
+        axes.set_ylabel("time of a step")
         _over_time(axes, samples)
-        figures.plain_log(axes.yaxis)
+        figures.plain_log(axes.yaxis, figures.shown_us)
 
     return draw("steptime", "Median and 99th percentile of the time of a step, over time", plot)
 

@@ -25,9 +25,9 @@ _SPENT: Final = {
     "waiting": "into waits for storage",
 }
 _LIMITS: Final = {
-    "bytes": "the replay's own work limits them, not the storage",
-    "manager": "the manager's work for so many requests limits them, not the storage",
-    "waiting": "the storage limits them",
+    "bytes": ("the replay's own work", "the replay's own work limits them, not the storage"),
+    "manager": ("the manager", "the manager's work for so many requests limits them, not the storage"),
+    "waiting": ("the storage", "the storage limits them"),
 }
 _BREAKER_STATES: Final = (
     ("closed (in use)", figures.GOOD),
@@ -77,10 +77,13 @@ def tier_rows(report: ReplayReport) -> Iterator[list[str]]:
 
 def limit_of(report: ReplayReport) -> str:
     """Return a sentence about what the run spent its time with, and so what limits its rates."""
-    shares = {name: spent_s / max(report.seconds, 1e-9) for name, spent_s in report.spent_s.items()}
-    told = ", ".join(f"{shares[name]:.0%} {what}" for name, what in _SPENT.items())
-    limit = _LIMITS[max(shares, key=shares.__getitem__)]
-    return f"GB/s are averages over the run, of which {told}: {limit}."
+    told = ", ".join(f"{report.spent_s[name] / max(report.seconds, 1e-9):.0%} {what}" for name, what in _SPENT.items())
+    return f"GB/s are averages over the run, of which {told}: {_limit(report)[1]}."
+
+
+def _limit(report: ReplayReport) -> tuple[str, str]:
+    """Return in short, and in a sentence, what limits the rates."""
+    return _LIMITS[max(report.spent_s, key=report.spent_s.__getitem__)]
 
 
 def _share(part: int, whole: int) -> str:
@@ -107,9 +110,9 @@ def _tiles(report: ReplayReport) -> Iterator[Html]:
     yield tile(f"{100 * report.hit_rate:.1f}", "%", "of blocks were hits")
     yield tile(f"{report.blocks - report.misses:,}", "", "blocks loaded by requests")
     yield tile(f"{report.misses:,}", "", "blocks missed")
-    yield tile(f"{report.step_us.p99:,.0f}", "us", "99th percentile of a step")
-    yield tile(f"{primary.store_gb_per_s:.3f}", "GB/s", "stored by requests")
-    yield tile(f"{primary.load_gb_per_s:.3f}", "GB/s", "loaded by requests")
+    yield tile(figures.shown_us(report.step_us.p99), "", "99th percentile of a step")
+    yield tile(f"{primary.store_gb_per_s:.3f}", "GB/s", f"stored by requests; limit: {_limit(report)[0]}")
+    yield tile(f"{primary.load_gb_per_s:.3f}", "GB/s", f"loaded by requests; limit: {_limit(report)[0]}")
     yield tile(f"{report.corrupt_blocks:,}", "", "wrong blocks", is_bad=report.corrupt_blocks > 0)
 
 
@@ -138,6 +141,7 @@ def _origin(report: ReplayReport) -> Html:
 
 def _course(report: ReplayReport, sampler: Sampler) -> Html:
     tiers, keys, samples, step = list(report.tiers), _keys(report), sampler.samples, report.step_us
+    p50, p99, longest = map(figures.shown_us, (step.p50, step.p99, step.max))
     reporting = {name for name in tiers if any(sample.use(name) is not None for sample in samples)}
     silent = ", ".join(name for name in tiers if name not in reporting)
     shown = [
@@ -156,8 +160,7 @@ def _course(report: ReplayReport, sampler: Sampler) -> Html:
         figure(
             "Time of a step",
             f"What {quantity(report.steps, 'step')} spent inside the manager, all requests of a step together. The "
-            f"lines: half took at most {step.p50:,.0f} us, 99 of 100 at most {step.p99:,.0f} us (dashed), the longest "
-            f"{step.max:,.0f} us (dotted).",
+            f"lines: half took at most {p50}, 99 of 100 at most {p99} (dashed), the longest {longest} (dotted).",
             plots.step_distribution(sampler.step_s, step),
         ),
         figure(

@@ -28,6 +28,8 @@ StackRun = tuple[str, Simulated, Costs]
 _POINTS: Final = 200
 _MB: Final = 1e6
 _LRU: Final = "lru"
+_ENOUGH: Final = 0.99
+"""The share of the best hit rate that is as good as the best."""
 _KIND: Final = "Simulation report"
 
 
@@ -71,6 +73,22 @@ def stack_table(runs: Sequence[StackRun], currency: str) -> Table:
     return [*columns, *priced], rows
 
 
+def cheapest(runs: Sequence[StackRun]) -> StackRun:
+    """Return the cheapest run whose hit rate is within 1 % of the best; without prices, that with the least memory."""
+    enough = _ENOUGH * max(simulated.hit_rate for _, simulated, _ in runs)
+    good = [each for each in runs if each[1].hit_rate >= enough]
+    return min(good, key=lambda each: (_cost(each[2]), each[1].capacity_blocks, -each[1].hit_rate))
+
+
+def headline(runs: Sequence[StackRun], currency: str) -> str:
+    """Return the result of a comparison in a sentence."""
+    name, simulated, costs = cheapest(runs)
+    best_name, best, _ = max(runs, key=lambda each: each[1].hit_rate)
+    cost = f", {_cost(costs):,.2f} {currency} a month" if costs else ""
+    best_told = "" if best_name == name else f"; the best, {best_name}, has {best.hit_rate:.1%}"
+    return f"The cheapest within 1 % of the best: {name}, {simulated.hit_rate:.1%} hits{cost}{best_told}."
+
+
 def _compared(simulated: Simulated, costs: Costs) -> list[str]:
     """Return the hits of a run, the share of each tier, and what a month costs."""
     shares = (f"{tier.hit_rate:.1%}" for tier in simulated.tiers.values())
@@ -78,7 +96,11 @@ def _compared(simulated: Simulated, costs: Costs) -> list[str]:
 
 
 def _total(costs: Costs) -> list[str]:
-    return [f"{sum(cost['total'] for cost in costs.values()):,.2f}"] if costs else []
+    return [f"{_cost(costs):,.2f}"] if costs else []
+
+
+def _cost(costs: Costs) -> float:
+    return sum(cost["total"] for cost in costs.values())
 
 
 def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: Sequence[HitRate]) -> str:
@@ -107,7 +129,7 @@ def stack_page(
 ) -> str:
     """Return the page of simulations of a stack, whose costs are in `currency`."""
     _, first, _ = runs[0]
-    sections = []
+    shown = []
     for policy in dict.fromkeys(simulated.policy for _, simulated, _ in runs):
         sized = {simulated.capacity_blocks: simulated for _, simulated, _ in runs if simulated.policy == policy}
         if len(sized) > 1:
@@ -117,14 +139,15 @@ def stack_page(
                 _shares([sized[size] for size in sorted(sized)], config.block.bytes, policy),
                 [*((name, tier_color(index)) for index, name in enumerate(first.tiers)), ("misses", figures.MISS)],
             )
-            sections.append(element("div", plot, class_="plots"))
+            shown.append(plot)
     about = (
         "Hits, evicted and skipped are blocks, requests those to the tier: a block each, and lookups. Rates are "
-        "averages over the time of the prompts; 1 GB is 1e9 bytes."
+        "averages over the time of the prompts, which nothing but the requests limits; 1 GB is 1e9 bytes."
     )
     compares = "The share of blocks that each tier gave. The JSON object has the bytes and the requests of each."
     title, table_of = ("The settings compared", compares) if len(runs) > 1 else (f"The tiers: {runs[0][0]}", about)
-    sections.append(section(title, table_of, card(table(*stack_table(runs, currency)))))
+    plots = [element("div", *shown, class_="plots")] if shown else []
+    sections = [section(title, table_of, card(table(*stack_table(runs, currency))), *plots)]
     routed = f", routed {fleet.router}" if fleet.servers > 1 else ""
     lede = (
         f"{quantity(first.requests, 'request')} asked for {quantity(first.blocks, 'block')} of "
@@ -133,6 +156,13 @@ def stack_page(
     )
     name, best, _ = max(runs, key=lambda each: each[1].hit_rate)
     heading, tiles = f"{workload} through {run.stack_name}", [_tile(best.hit_rate, name)]
+    if len(runs) > 1:
+        chosen, simulated, costs = cheapest(runs)
+        heading = headline(runs, currency).rstrip(".")
+        lede = f"{workload[:1].upper()}{workload[1:]} through {run.stack_name}: {lede}"
+        tiles.insert(0, tile(f"{100 * simulated.hit_rate:.1f}", "%", f"hits: {chosen}, the cheapest that is as good"))
+        if costs:
+            tiles.insert(1, tile(f"{_cost(costs):,.2f}", f"{currency} a month", f"for {chosen}"))
     return page.page(run, kind=_KIND, heading=heading, lede=lede, tiles=tiles, sections=sections)
 
 
