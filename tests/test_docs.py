@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
+import itertools
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -207,3 +210,30 @@ def test_figures_add_up_and_can_be_written_and_printed(tmp_path: Path, capsys: p
     printed = capsys.readouterr().out
     assert "| `soak` | limits | 3 | 2 | seconds; seed 1; seed 2 |" in printed
     assert "| `simulation` | wrong bytes | 1,500 | 1,500 | seeds; of another run |" in printed
+
+
+# The Python API that the site shows.
+
+
+@pytest.mark.parametrize("package", ["tiered_kv", "tiered_kv.toolkit"])
+def test_every_public_name_has_a_docstring_for_the_site(package: str) -> None:
+    """In the source, as mkdocstrings reads it: what has none is left out of the page."""
+    module = importlib.import_module(package)
+    missing = []
+    for home, names in module._MODULES.items():
+        source = ast.parse(Path(str(importlib.import_module(home).__file__)).read_text())
+        missing += sorted(set(names.split()) - documented_names(source))
+    assert missing == []
+    assert f"::: {package}\n" in "".join(page.read_text() for page in PAGES)
+
+
+def documented_names(module: ast.Module) -> set[str]:
+    """Return the names of classes and functions with docstrings, and of assignments with a text behind them."""
+    names = set()
+    for statement, after in itertools.pairwise([*module.body, ast.Pass()]):
+        match statement, after:
+            case ((ast.ClassDef() | ast.FunctionDef() as definition), _) if ast.get_docstring(definition):
+                names.add(definition.name)
+            case ast.Assign(targets=[ast.Name(name)]), ast.Expr(ast.Constant(str())):
+                names.add(name)
+    return names

@@ -43,6 +43,7 @@ PROJECT = "tiered_kv"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks the function of a plugin that returns its tier types."""
 
 REFERENCE = re.compile(r"[\w.]+:[\w.]+")
 """The name of a class; a text of another form, such as a misplaced URL, is never imported."""
