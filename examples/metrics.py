@@ -1,6 +1,6 @@
 """Metrics and status of a stack, read over HTTP as Prometheus and an operator would.
 
-pip install '.[metrics]'
+pip install 'tiered-kv[metrics]'
 python examples/metrics.py
 """
 

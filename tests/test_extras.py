@@ -110,7 +110,7 @@ def test_every_extra_is_looked_at() -> None:
 
 
 def assert_install_command(error_text: Told, feature: str, extra: str) -> None:
-    command = f"{feature} needs a library that is not installed: in a clone of tiered-kv, pip install '.[{extra}]'"
+    command = f"{feature} needs a library that is not installed: pip install 'tiered-kv[{extra}]'"
     assert error_text.error == f"MissingExtraError: {command}"
     assert error_text.status == 1
     assert command in " ".join(error_text.output.split())

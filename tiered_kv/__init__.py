@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tiered_kv.stack import EngineStack, Stack, open_engine_stack, open_stack
     from tiered_kv.stack_config import StackConfig, load_config
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "AsyncStack",

@@ -52,7 +52,7 @@ class MissingExtraError(ConfigError):
     def __init__(self, feature: str, extra: str, *, location: str = "") -> None:
         self.extra = extra
         super().__init__(
-            f"{feature} needs a library that is not installed: in a clone of tiered-kv, pip install '.[{extra}]'",
+            f"{feature} needs a library that is not installed: pip install 'tiered-kv[{extra}]'",
             location=location,
         )
 

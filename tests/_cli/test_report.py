@@ -272,7 +272,7 @@ def test_a_replay_that_was_ended_at_once_has_a_page(tmp_path: Path) -> None:
     [
         ("missing/page.html", "--report: the page cannot be written"),
         (".", "--report: the page cannot be written"),
-        ("page.html", "pip install '.[report]'"),
+        ("page.html", "pip install 'tiered-kv[report]'"),
     ],
 )
 def test_a_page_that_cannot_be_made_is_known_before_anything_is_measured(
