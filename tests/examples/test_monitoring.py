@@ -8,6 +8,8 @@ import json
 import math
 import os
 import re
+import shutil
+import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -43,6 +45,7 @@ FAULTS = {  # test_monitoring_files.py has the others
 }
 BOARD = json.loads((MONITORING / "dashboard.json").read_text())
 QUESTIONS = [
+    "What does it save?",
     "Are hits worth it?",
     "Which tier is slow?",
     "What is skipped, and why?",
@@ -149,6 +152,7 @@ def test_each_fault_has_its_alert_and_every_panel_has_series(
             block_bytes=BLOCK_BYTES,
             block={"tokens": 512},
             audit=0.2,
+            prefill={"tokens_per_s": 100},
             metrics={"listen": f"127.0.0.1:{port}"},
         )
     )
@@ -177,6 +181,48 @@ def test_each_fault_has_its_alert_and_every_panel_has_series(
     gate.open()
     stack.close()
     wait_for(lambda: prometheus.firing() & {"TieredKVDown"}, {"TieredKVDown"})
+
+
+class Monitoring(Prometheus):
+    """`run.py` of a copy of the folder, with a program that plays Grafana and notes how it was started."""
+
+    def __init__(self, directory: Path, target_port: int) -> None:
+        self.files, self.home = directory / "monitoring", directory / "home"
+        self.noted = directory / "noted"
+        shutil.copytree(MONITORING, self.files)
+        super().__init__(self.files, target_port)
+        program = self.home / "bin" / "grafana"
+        program.parent.mkdir(parents=True)
+        program.write_text(f'#!/bin/sh\necho "$$ $TIERED_KV_PROMETHEUS $@" >{self.noted}\nexec sleep 60\n')
+        program.chmod(0o700)
+        (self.home / "conf").mkdir()
+        (self.home / "conf" / "defaults.ini").touch()
+
+    def command(self) -> list[str]:
+        ports = ["--prometheus-port", str(self.port), "--grafana-port", "3001"]
+        path = f"PATH={self.home / 'bin'}:{os.environ['PATH']}"
+        data = str(self.home / "data")
+        return ["env", path, sys.executable, str(self.files / "run.py"), "--data", data, *ports]
+
+    def grafana(self) -> list[str]:
+        return self.noted.read_text().split() if self.noted.exists() else []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing_prometheus()), reason=missing_prometheus() or "it is")
+def test_the_command_starts_prometheus_and_grafana_and_ends_both(tmp_path: Path) -> None:
+    port = free_port()
+    stack = stack_of(blocks=8, metrics={"listen": f"127.0.0.1:{port}"})
+    with open_engine_stack(stack), Monitoring(tmp_path, port) as monitoring:
+        wait_for(lambda: list(monitoring.query('up{job="tiered-kv"}').values()), [1.0])
+        wait_for(lambda: bool(monitoring.grafana()), True)
+        pid, url, *arguments = monitoring.grafana()
+        assert url == f"http://127.0.0.1:{monitoring.port}"
+        assert arguments[:2] == ["server", f"--homepath={monitoring.home}"]
+        assert {"cfg:default.server.http_port=3001", f"--config={monitoring.files}/grafana/grafana.ini"} <= {*arguments}
+        monitoring.stop()
+        assert not monitoring.answers()
+        assert not Path(f"/proc/{pid}").exists()
 
 
 def empty(prometheus: Prometheus) -> set[str]:

@@ -1,6 +1,6 @@
 """The alert rules over series like those of stacks, and the dashboard beside Grafana's own model of dashboards.
 
-Each alert fires with its fault, alone, and not before its time. No Grafana runs here.
+Each alert fires with its fault, alone, and not before its time. No Grafana and no containers run here.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ import pytest
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
-from grafana_foundation_sdk.models import prometheus, statetimeline, timeseries
+from grafana_foundation_sdk.models import prometheus, stat, statetimeline, timeseries
 from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
 from tests.support.prometheus import MONITORING, missing_prometheus
 from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
 
 RULES = [rule for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
-PAGE = MONITORING.parents[1] / "docs" / "how-to" / "monitoring.md"
-COUNTERS = PAGE.parents[1] / "reference" / "counters.md"
+RUNBOOK = MONITORING.parents[1] / "docs" / "how-to" / "runbook.md"
+COUNTERS = RUNBOOK.parents[1] / "reference" / "counters.md"
+PROVISIONING = MONITORING / "grafana" / "provisioning"
 EVER = 240
 """Minutes that the sound stack's series last."""
 
 SOUND = {
-    "up{}": f"1x{EVER}",
+    "up{}": f"1x29 0x1 1x{EVER}",
     'tiered_kv_breaker_state{tier="redis"}': f"0x{EVER}",
     'tiered_kv_quarantined_bytes{tier="redis"}': f"0x{EVER}",
     'tiered_kv_exceptions_total{tier="redis"}': f"0x{EVER}",
@@ -49,10 +50,10 @@ SOUND = {
     'tiered_kv_step_seconds_bucket{tier="cpu",le="0.0005"}': f"0+100x{EVER}",
     'tiered_kv_step_seconds_bucket{tier="cpu",le="+Inf"}': f"0+100x{EVER}",
 }
-"""A stack that has nothing wrong: it was busy, and once its breaker was open for a moment."""
+"""A stack that has nothing wrong: it was busy, its process was away for a minute, and its breaker open for a moment."""
 
 FAULTS: dict[str, tuple[dict[str, str], int, int]] = {
-    "TieredKVDown": ({"up{}": "1x10 0x20"}, 11, 13),
+    "TieredKVDown": ({"up{}": "1x10 0x20"}, 13, 15),
     "TieredKVBreakerOpen": ({'tiered_kv_breaker_state{tier="redis"}': "0x10 2 1 2 1 2 1 2"}, 11, 13),
     "TieredKVTierStopped": ({'tiered_kv_skipped_blocks_total{tier="fs",reason="disabled"}': "_x10 7x60"}, 9, 13),
     "TieredKVDamagedBlocks": ({'tiered_kv_tier_corrupt_blocks_total{tier="fs",reason="crc"}': "_x10 1x60"}, 9, 13),
@@ -116,7 +117,8 @@ def test_every_alert_says_what_is_wrong_and_what_to_do_about_metrics_that_there_
     known = {f"{PREFIX}{name}" for name in MANAGER} | {f"{TIER_PREFIX}{name}" for name in TIER}
     for rule in RULES:
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
-        assert rule["annotations"].keys() == {"summary", "action"}
+        assert rule["annotations"].keys() == {"summary", "action", "runbook_url"}
+        assert rule["annotations"]["runbook_url"].endswith(f"/how-to/runbook.html#{rule['alert'].lower()}")
         assert "$labels.instance" in rule["annotations"]["summary"]
         named = set(re.findall(r"tiered_kv_\w+", rule["expr"]))
         assert {name.removesuffix("_bucket") for name in named} <= known
@@ -124,7 +126,9 @@ def test_every_alert_says_what_is_wrong_and_what_to_do_about_metrics_that_there_
         assert {value for value in chosen if f"`{value}`" not in COUNTERS.read_text()} == set()
     alerts = {rule["alert"]: rule["labels"]["severity"] for rule in RULES}
     assert alerts.keys() == FAULTS.keys()
-    assert alerts == dict(re.findall(r"^\| `(TieredKV\w+)` \|.*\| (\w+) \|$", PAGE.read_text(), re.MULTILINE))
+    page = RUNBOOK.read_text()
+    assert alerts == dict(re.findall(r"^\| \[`(TieredKV\w+)`\]\(.*\| (\w+) \|$", page, re.MULTILINE))
+    assert sorted(alerts) == sorted(re.findall(r"^## (TieredKV\w+)$", page, re.MULTILINE))
 
 
 @pytest.mark.skipif(bool(missing_prometheus()), reason=missing_prometheus() or "it is")
@@ -137,7 +141,7 @@ def test_prometheus_accepts_the_rules_and_the_configuration() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing_prometheus()), reason=missing_prometheus() or "it is")
 def test_each_alert_fires_with_its_fault_alone_and_not_before_its_time(tmp_path: Path) -> None:
-    cases = [_case("sound", {}, [(minute, "") for minute in range(0, EVER, 20)])]
+    cases = [_case("sound", {}, [(minute, "") for minute in sorted({*range(0, EVER, 20), 31, 32})])]
     for alert, (series, before, at) in FAULTS.items():
         cases.append(_case(alert, series, [(before, ""), (at, alert)]))
     file = tmp_path / "test.yml"
@@ -166,12 +170,29 @@ def _case(name: str, series: dict[str, str], expected: list[tuple[int, str]]) ->
     }
 
 
+def test_the_containers_find_the_files_where_they_are_mounted() -> None:
+    services = yaml.safe_load((MONITORING / "compose.yaml").read_text())["services"]
+    for service in services.values():
+        assert ".:/etc/tiered-kv:ro" in service["volumes"]
+        named = re.findall(
+            r"/etc/tiered-kv(/[\w./]+)?", json.dumps([service.get("command"), service.get("environment")])
+        )
+        assert named
+        assert [path for path in named if not (MONITORING / path.lstrip("/")).exists()] == []
+    (source,) = yaml.safe_load((PROVISIONING / "datasources" / "prometheus.yml").read_text())["datasources"]
+    (provider,) = yaml.safe_load((PROVISIONING / "dashboards" / "tiered-kv.yml").read_text())["providers"]
+    asked = {source["url"], provider["options"]["path"]}
+    assert asked == {"${TIERED_KV_PROMETHEUS}", "${TIERED_KV_MONITORING}"}
+    assert {name.strip("${}") for name in asked} <= services["grafana"]["environment"].keys()
+    assert [path.name for path in MONITORING.rglob("*.json")] == ["dashboard.json"], "Grafana reads each as a dashboard"
+
+
 # The dashboard.
 
 
 TEXT = (MONITORING / "dashboard.json").read_text()
 BOARD = json.loads(TEXT)
-OPTIONS = {"timeseries": timeseries.Options, "state-timeline": statetimeline.Options}
+OPTIONS = {"stat": stat.Options, "timeseries": timeseries.Options, "state-timeline": statetimeline.Options}
 COLUMNS = 24
 
 
@@ -208,7 +229,7 @@ def test_panels_lie_beside_each_other_and_variables_are_defined() -> None:
         assert not places & covered, panel["title"]
         places |= covered
     defined = {variable["name"] for variable in BOARD["templating"]["list"]}
-    assert set(re.findall(r"\$\{?(\w+)", TEXT)) - {"__all", "__rate_interval"} == defined
+    assert set(re.findall(r"\$\{?(\w+)", TEXT)) - {"__all", "__rate_interval", "__range"} == defined
 
 
 def written(board: Dashboard) -> Any:  # Any: JSON

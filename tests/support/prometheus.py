@@ -81,7 +81,8 @@ def panels() -> dict[str, list[str]]:
     board = json.loads((MONITORING / "dashboard.json").read_text())
     return {
         panel["title"]: [
-            target["expr"].replace("$instance", ".*").replace("$__rate_interval", "1m") for target in panel["targets"]
+            target["expr"].replace("$instance", ".*").replace("$__rate_interval", "1m").replace("$__range", "1m")
+            for target in panel["targets"]
         ]
         for panel in board["panels"]
         if panel["type"] != "row"

@@ -77,6 +77,7 @@ MANAGER: Final = {
     "used_blocks": Metric("Blocks in the primary tier."),
     "used_bytes": Metric("Bytes of the blocks in the primary tier."),
     "capacity_bytes": Metric("Bytes of the whole primary tier."),
+    "block_tokens": Metric("Tokens of a block."),
     "restored_tokens_total": Metric("Tokens whose blocks the engine loaded, and need not compute."),
     "compute_block_seconds": Metric("Seconds in which the engine computes the first block of a prompt."),
     "compute_growth_seconds": Metric("Seconds more for each block before it."),

@@ -314,6 +314,7 @@ class PrimaryAccount:
             "stored_bytes_total": self._stored_blocks * block_bytes,
             "loaded_blocks_total": self._loaded_blocks,
             "loaded_bytes_total": self._loaded_blocks * block_bytes,
+            "block_tokens": self._block_tokens,
             "restored_tokens_total": max([*self._loaded_by_group.values()], default=0) * self._block_tokens,
         }
 
