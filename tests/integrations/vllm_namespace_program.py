@@ -27,8 +27,9 @@ import torch
 from safetensors.torch import save_file
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVQuantMode
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVQuantMode, MLAAttentionSpec
 from vllm_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
+    DEEPSEEK,
     OUR_SPEC,
     OUR_TIER,
     stand_in_for_a_device,
@@ -45,6 +46,7 @@ from tiered_kv.integrations.vllm import TieredKVConnector  # noqa: E402 - which 
 
 TOKENS = 32
 SPEC = FullAttentionSpec(block_size=TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
+LATENT = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, max_tp_shards=1, head_size=128, dtype=torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +211,7 @@ def engines_by_hand(directory: Path) -> dict[str, Engine]:
         "first, named file": Engine(files=lambda path: scales_in(path, b"1"), change=with_scales(directory)),
         "first, large": Engine(files=large_weights),
         "first, two kinds": Engine(files=two_kinds_of_weights),
+        "first, latent": Engine(hf=DEEPSEEK, spec=LATENT),
         "first, cuda": Engine(patch=platform("cuda", (9, 0))),
         # What shapes the bytes.
         "quantization of the checkpoint": Engine(
@@ -253,6 +256,7 @@ def engines_by_hand(directory: Path) -> dict[str, Engine]:
         "a copy of the files": Engine(files=lambda path: os.utime(path / "model.safetensors", (1, 1))),
         "ngram": Engine(change=lambda config: setattr(config, "speculative_config", ngram(config))),
         "adapters in memory": Engine(change=lora),
+        "latent attention, two ranks": Engine(hf=DEEPSEEK, spec=LATENT),
     }
 
 
@@ -271,6 +275,8 @@ def namespaces_of(directory: Path, case: Case, engine: Engine) -> dict[str, str]
     said = {"namespace": dict(case["namespace"])} if "namespace" in case else {}
     group = KVCacheGroupSpec(layer_names=list(engine.layers), kv_cache_spec=engine.spec)
     kv_cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[group])
+    ranks = case.get("settings", {}).get("parallel_config", {}).get("tensor_parallel_size", 1)
+    kv_cache.kv_tp_replicas = ranks if engine.spec.max_tp_shards == 1 else 1  # as vLLM counts them
     found = {}
     path = directory / "model"
     shutil.rmtree(path, ignore_errors=True)

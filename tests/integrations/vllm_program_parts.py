@@ -42,6 +42,27 @@ OUR_SPEC = {"spec_name": "TieredKVOffloadingSpec", "spec_module_path": OUR_MODUL
 OUR_TIER = {"type": "TieredKVTier", "module_path": OUR_MODULE}
 
 
+DEEPSEEK: Mapping[str, object] = {
+    **TINY_LLAMA,
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 96,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "q_lora_rank": None,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 2,
+    "moe_intermediate_size": 64,
+}
+"""A `config.json` of a model with latent attention."""
+
+
 def config_with(extra: Mapping[str, object], model: str = "m", enable_events: bool = False) -> OffloadingConfig:
     return OffloadingConfig(
         groups=(OffloadingGroupConfig(16, ("layer.0", "layer.1"), 0),),

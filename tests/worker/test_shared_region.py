@@ -107,7 +107,7 @@ def test_a_second_process_of_the_same_party_is_refused(name: str) -> None:
         ({"rows": 5}, "expected rows 5 in the region .*, found rows 4;"),
         # The total is the same, so nothing but the header tells them apart.
         ({"rows": 2, "row_bytes": 8192}, "expected rows 2, row_bytes 8192, part_bytes 8192 in .*, found rows 4, row_"),
-        ({"workers": 2}, "expected workers 2, part_bytes 2048 in .*, found workers 1, part_bytes 4096"),
+        ({"parts": 2}, "expected parts 2, part_bytes 2048 in .*, found parts 1, part_bytes 4096"),
         ({"block_size_factor": 2}, "expected block_size_factor 2 in .*, found block_size_factor 1"),
     ],
 )

@@ -90,6 +90,23 @@ def test_workers_of_different_sizes_do_not_share_bytes(name: str) -> None:
     stack.close()
 
 
+def test_workers_with_the_same_bytes_share_one_part(name: str) -> None:
+    settings: dict[str, Any] = {"name": name, "bytes_per_worker": PAGE_BYTES, "num_workers": 2, "num_parts": 1}
+    shared = SharedStack(stack_of(block_bytes=PAGE_BYTES), **settings)
+    caches = [Cache(), Cache()]
+    handlers = [shared.open_handlers(cache.canonical, rank) for rank, cache in enumerate(caches)]
+    stack = shared.open_engine_stack()
+    caches[0].tensor[:] = 7
+    transfer(handlers[0], [0], [3], is_store=True)
+    transfer(handlers[1], [2], [3], is_store=False)
+    assert (caches[1].tensor[2] == 7).all()
+    for each in handlers:
+        each.shutdown()
+    stack.close()
+    with pytest.raises(ConfigError, match="expected 1 or 3 parts of a block, found 2"):
+        SharedStack(stack_of(), name=name, bytes_per_worker=PAGE_BYTES, num_workers=3, num_parts=2)
+
+
 def test_nothing_is_stored_or_copied_before_every_process_has_mapped_the_memory(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

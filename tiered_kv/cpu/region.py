@@ -265,7 +265,7 @@ class Geometry:
     Args:
         rows: Number of rows.
         row_bytes: Bytes of a row.
-        workers: Workers that have a part of every row.
+        parts: Parts of every row, one for each worker, or one for all.
         block_size_factor: Device blocks in a row.
 
     Raises:
@@ -274,15 +274,15 @@ class Geometry:
 
     rows: int
     row_bytes: int
-    workers: int = 1
+    parts: int = 1
     block_size_factor: int = 1
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.row_bytes < 1:
             raise ConfigError(f"a region needs at least one block and one byte, not {self.rows} x {self.row_bytes}")
-        if self.workers < 1 or self.block_size_factor < 1:
+        if self.parts < 1 or self.block_size_factor < 1:
             raise ConfigError(
-                f"expected at least one worker and one device block, found {self.workers} and {self.block_size_factor}"
+                f"expected at least one part and one device block, found {self.parts} and {self.block_size_factor}"
             )
 
     @property
@@ -292,8 +292,8 @@ class Geometry:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of a worker's part of a row; the part of worker 0 is the first."""
-        return self.row_bytes // self.workers
+        """Bytes of a part; the part of worker 0 is the first."""
+        return self.row_bytes // self.parts
 
     def header(self) -> dict[str, int]:
         return {"format": _FORMAT, **dataclasses.asdict(self), "part_bytes": self.part_bytes}

@@ -55,6 +55,8 @@ class SharedStack:
         bytes_per_worker: Bytes of an offloaded block that this worker stores, for all layers. In the scheduler: the
             largest of all workers. A block has room for as much from each.
         num_workers: Workers that hold parts of each block, as with tensor parallelism.
+        num_parts: Parts of a block: one for each worker by default, or 1, which all workers share. Then the engine
+            lets one worker store each byte of it, and all load.
         block_size_factor: GPU blocks in an offloaded block.
 
     Raises:
@@ -68,6 +70,7 @@ class SharedStack:
         name: str | None = None,
         bytes_per_worker: int,
         num_workers: int = 1,
+        num_parts: int | None = None,
         block_size_factor: int = 1,
     ) -> None:
         self.config = load_config(source)
@@ -78,14 +81,18 @@ class SharedStack:
         self.name = given
         if bytes_per_worker < 1 or num_workers < 1:
             raise ConfigError(f"expected at least one worker and one byte, found {num_workers} x {bytes_per_worker}")
-        if bytes_per_worker * num_workers > self.config.block.bytes:
+        self.num_workers = num_workers
+        num_parts = num_workers if num_parts is None else num_parts
+        if num_parts not in (1, num_workers):
+            raise ConfigError(f"expected 1 or {num_workers} parts of a block, found {num_parts}")
+        if bytes_per_worker * num_parts > self.config.block.bytes:
             raise ConfigError(
-                f"an offloaded block has {num_workers} parts of {format_bytes(bytes_per_worker)}: expected at least "
-                f"{format_bytes(bytes_per_worker * num_workers)}, found {format_bytes(self.config.block.bytes)}",
+                f"an offloaded block has {num_parts} parts of {format_bytes(bytes_per_worker)}: expected at least "
+                f"{format_bytes(bytes_per_worker * num_parts)}, found {format_bytes(self.config.block.bytes)}",
                 location="block.bytes",
             )
         refuse(needs_of(self.config))  # the scheduler's stack warns
-        self.geometry = Geometry(self.config.primary_blocks, self.config.block.bytes, num_workers, block_size_factor)
+        self.geometry = Geometry(self.config.primary_blocks, self.config.block.bytes, num_parts, block_size_factor)
 
     def open_engine_stack(self, *, enable_events: bool = False, file: SharedFile | None = None) -> EngineStack:
         """Open the scheduler's side: the manager, and the secondary tiers. Close it with `EngineStack.close`.
@@ -112,8 +119,8 @@ class SharedStack:
             ValueError: The caches contradict themselves, or do not fit into the worker's part of a block.
             ConfigError: The memory cannot be mapped or pinned, or another process has this rank.
         """
-        if not 0 <= rank < self.geometry.workers:
-            raise ValueError(f"there is no worker {rank} among {self.geometry.workers}")
+        if not 0 <= rank < self.num_workers:
+            raise ValueError(f"there is no worker {rank} among {self.num_workers}")
         region = self._join(worker_party(rank), file)
         # Equal shares, whatever `bytes_per_worker` is: it differs between workers that have different layers.
         part_bytes = self.geometry.part_bytes
@@ -122,7 +129,7 @@ class SharedStack:
                 kv_caches,
                 region,
                 block_size_factor=self.geometry.block_size_factor,
-                part_offset=rank * part_bytes,
+                part_offset=rank % self.geometry.parts * part_bytes,
                 part_bytes=part_bytes,
                 check=functools.partial(_check_complete, region),
                 on_shutdown=region.close,
@@ -135,7 +142,7 @@ class SharedStack:
         settings = self.config.primary
         with needing_resources("the engine's memory cannot be mapped"):
             return SharedRegion.join(
-                file or SharedFile(self.name, party, parties_of(self.geometry.workers)),
+                file or SharedFile(self.name, party, parties_of(self.num_workers)),
                 self.geometry,
                 huge_pages=settings.huge_pages,
                 numa_node=settings.numa_node,

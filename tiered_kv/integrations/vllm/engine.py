@@ -25,6 +25,7 @@ from pydantic import Field
 from vllm.config.utils import normalize_value
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
+from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from tiered_kv.config.namespace import Label, Namespace, Parallel
 from tiered_kv.config.validation import validate
@@ -261,7 +262,7 @@ def namespace_of(
         "rows": row_layout,
         "tokens_per_hash": str(config.cache.tokens_per_hash),
         "canonical": str(bool(config.canonical_layout)).lower(),
-        "replicated": str(bool(config.replicated_layout)).lower(),
+        "parts": "one for all ranks" if has_one_part(config) else "one for each rank",
     }
     parallel = config.parallel
     fields = {
@@ -281,9 +282,25 @@ def namespace_of(
             pipeline=parallel.pp_size,
             decode_context=parallel.dcp_size,
             prefill_context=parallel.pcp_size,
+            same_bytes_on_every_rank=has_one_part(config),
         ),
     }
     return user.complete("vLLM", fields, facts, (LOCATION,))
+
+
+def has_one_part(config: Any) -> bool:  # Any: vLLM's OffloadingConfig
+    """Return whether all tensor parallel ranks have the same bytes of a block, so that one part of a row is enough.
+
+    vLLM finds that for several ranks. One rank has the same bytes as each of several if all of its layers are latent.
+    """
+    if config.replicated_layout:
+        return True
+    found = _current.get()
+    if config.parallel.world_size > 1 or found is None:
+        return False
+    engine, kv_cache = found
+    specs = [spec for group in kv_cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    return engine.model_config.use_mla and all(getattr(each, "max_tp_shards", None) == 1 for each in specs)
 
 
 def chunk_tokens(config: Any) -> int:  # Any: vLLM's OffloadingConfig

@@ -29,6 +29,7 @@ from tiered_kv.integrations.vllm.engine import (
     check_stages,
     chunk_tokens,
     environment,
+    has_one_part,
     namespace_of,
     stage_of,
 )
@@ -84,6 +85,8 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_chunks(config)
+        # vLLM's connector then lets only rank 0 store; the others report a store's end at once.
+        self.replicated_layout = config.replicated_layout
         # A worker gets its KV caches after its connector was made; only this shows the engine's configuration then.
         self._context = copy_context()
         # With one pipeline stage all workers are alike. With several this checks the configuration early, and `_join`
@@ -129,6 +132,7 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
             name=f"tiered-kv-{self.config.engine_id}",
             bytes_per_worker=max(rank.chunk_bytes for rank in ranks),
             num_workers=len(ranks),
+            num_parts=_parts_of(self.config, ranks),
             block_size_factor=self.config.cache.blocks_per_chunk,
         )
 
@@ -191,11 +195,15 @@ def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) ->
         raise ConfigError("a model with several KV cache groups cannot be audited; leave this out", location="audit")
     environ = environment(config)
     said = fill_variables({"namespace": raw.get("namespace")}, environ)["namespace"]
-    row_bytes = max(rank.chunk_bytes for rank in ranks) * len(ranks)
+    row_bytes = max(rank.chunk_bytes for rank in ranks) * _parts_of(config, ranks)
     block = {"bytes": -(-row_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES, "tokens": chunk_tokens(config)}
     stages = list(dict.fromkeys(rank.stage for rank in ranks))  # vLLM numbers the workers of a stage one by one
     namespace = namespace_of(config, said, row_layout=ROW_LAYOUT, stages=stages)
     return load_config({**raw, "namespace": namespace, "block": block}, environ=environ)
+
+
+def _parts_of(config: Any, ranks: Sequence[Rank]) -> int:
+    return 1 if has_one_part(config) else len(ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +251,9 @@ class TieredKVTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM 
     def get_worker(self, kv_caches: Any) -> HandlerWorker:
         if self._worker is not None:
             return self._worker
-        if self.config.canonical_layout or self.replicated_layout:
-            raise ConfigError(
-                "canonical and replicated layouts are for vLLM's own worker; use its TieringOffloadingSpec"
-            )
-        rank = self.config.parallel.rank
+        if self.config.canonical_layout:
+            raise ConfigError("canonical_layout is for vLLM's own worker; use its TieringOffloadingSpec")
+        rank = 0 if self.replicated_layout else self.config.parallel.rank
         # vLLM's class creates and removes the file that its scheduler maps; `PrimaryRegion` maps it, too.
         shared = SharedOffloadRegion(
             engine_id=self._engine_id,

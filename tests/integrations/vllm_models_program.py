@@ -1,0 +1,100 @@
+"""Runs in an environment with vLLM: whole engines but for their models, which fill the caches with known bytes.
+
+    python vllm_models_program.py DIRECTORY
+
+An engine stores the blocks of a prompt, loses them, is restarted, and loads them. Every byte that its model would read
+is compared. Prints one line of JSON for each check: its name, and an error or nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm_known_bytes import Engine  # type: ignore[import-not-found]  # found beside this program when it runs
+from vllm_program_parts import DEEPSEEK, OUR_TIER, run_checks, wait_for  # type: ignore[import-not-found]
+
+PROMPT = [random.Random(0).randrange(512) for _ in range(200)]
+LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, max_tp_shards=1, head_size=128, dtype=torch.float32)
+
+
+def layers_of(*specs: Any) -> dict[str, Any]:
+    return {f"layers.{number}.attn": spec for number, spec in enumerate(specs)}
+
+
+class Checks:
+    """The checks, one method each, in the order they run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(exist_ok=True)
+
+    def latent_attention_takes_one_rank_s_bytes_and_is_found_with_other_ranks(self) -> None:
+        model, stack = self._model("latent", DEEPSEEK), self._stack("latent")
+        with Engine(model, [layers_of(LATENT, LATENT)] * 8, stack, block_size=16) as engine:
+            first = engine.serve(PROMPT)
+            assert first.found == 0
+            config = engine.manager._stack.config
+            assert config.block.bytes == 2 * LATENT.page_size_bytes, "a row of 8 ranks is one rank's"
+            assert config.namespace.extra["parts"] == "one for all ranks"
+            stored = [worker.stored_bytes for worker in engine.executor.workers]
+            assert stored == [12 * config.block.bytes, *[0] * 7], "rank 0 stores"
+            engine.drop()
+            assert engine.serve(PROMPT) == (first.tokens, 192)
+        for ranks in (8, 2, 1):
+            with Engine(model, [layers_of(LATENT, LATENT)] * ranks, stack, block_size=16) as engine:
+                assert engine.serve(PROMPT) == (first.tokens, 192), ranks
+                assert engine.counters()["fs"]["loaded_blocks_total"] == 12
+
+    def no_rank_loads_a_row_before_the_one_that_stores_has_written_it(self) -> None:
+        model, stack = self._model("latent", DEEPSEEK), self._stack("written")
+        with Engine(model, [layers_of(LATENT, LATENT)] * 2, stack, block_size=16) as engine:
+            copier = engine.executor.workers[0].copier
+            finished, copier.get_finished = copier.get_finished, list  # rank 0 says nothing of what it has written
+            engine.add(PROMPT)
+            blocks = engine.manager._stack.primary.blocks
+            wait_for(lambda: engine.step() or len(blocks) == 12)
+            for _ in range(20):
+                engine.step()
+            assert {block.ref_cnt for block in blocks.values()} == {-1}, "rank 1 has reported, and rank 0 writes"
+            copier.get_finished = finished
+            engine.drop()
+            assert engine.serve(PROMPT).found == 192
+
+    def the_same_below_vllm_s_tiering(self) -> None:
+        tier = {"type": "fs", "path": str(self.directory / "tiering"), "capacity": "64MiB"}
+        tiering = {
+            "spec_name": "TieredKVTieringSpec",
+            "cpu_bytes_to_use": 4 << 20,
+            "secondary_tiers": [{**OUR_TIER, "tier": tier}],
+        }
+        model = self._model("latent", DEEPSEEK)
+        for ranks, found in ((2, 0), (4, 192), (1, 192)):
+            with Engine(model, [layers_of(LATENT, LATENT)] * ranks, None, extra=tiering, block_size=16) as engine:
+                assert engine.serve(PROMPT).found == found, ranks
+                stored = [worker.stored_bytes > 0 for worker in engine.executor.workers]
+                assert stored == [not found, *[False] * (ranks - 1)]
+
+    def _model(self, name: str, config: Mapping[str, object]) -> Path:
+        path = self.directory / f"model-{name}"
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(json.dumps(config))
+        return path
+
+    def _stack(self, name: str, **more: object) -> dict[str, Any]:
+        fs = {"type": "fs", "path": str(self.directory / name), "capacity": "64MiB"}
+        return {"primary": {"capacity": "4MiB"}, "secondary": [fs], "prefill": "off", **more}
+
+
+def main() -> None:
+    run_checks(Checks(Path(sys.argv[1])), sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()
