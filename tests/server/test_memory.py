@@ -15,6 +15,7 @@ from contextlib import closing
 import pytest
 
 from tiered_kv.errors import ConfigError, ResourceError
+from tiered_kv.limits import Limit, Limits
 from tiered_kv.server import memory
 from tiered_kv.server.memory import PREFAULT_BYTES, Generations, HostRegion, map_generations, map_host_region
 
@@ -126,6 +127,13 @@ def test_prefault_says_that_there_is_less_memory(region: HostRegion, monkeypatch
 def test_more_memory_than_is_free_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"primary\.capacity: the rows need 1PiB of memory, and .* are free"):
         HostRegion(1 << 20, 1 << 30)
+
+
+def test_a_server_waits_for_memory_that_engines_still_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([1, 1, 1 << 20])
+    monkeypatch.setattr(Limits, "free_memory", lambda _: [Limit(next(free), "a fake")])
+    HostRegion(1, 1 << 20, wait_s=60.0).close()
+    assert next(free, None) is None
 
 
 def test_huge_pages_that_are_not_reserved_are_an_error_that_says_how_to_reserve_them() -> None:

@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -36,6 +37,7 @@ PREFAULT_BYTES: Final = 4 << 20
 _PREFAULT_THREADS: Final = 4
 _PREFAULT_NICE: Final = 10
 """The server already answers, and engines run: what they need of the processors goes first."""
+_POLL_S: Final = 0.05
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1; not in Python 3.11's fcntl
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not in the mmap module
@@ -60,6 +62,7 @@ class HostRegion(PrimaryRegion):
             /sys/kernel/mm/transparent_hugepage, is not `never`, as it is by default.
         reserved: Take the huge pages that are reserved for such use (vm.nr_hugepages) instead.
         numa_node: Bind the memory to this node, for all processes that map it.
+        wait_s: How long to wait until enough memory is free: engines may still have mapped that of a killed server.
 
     Attributes:
         fd: The file, to hand over a socket; the region closes it.
@@ -77,10 +80,11 @@ class HostRegion(PrimaryRegion):
         huge_pages: bool = True,
         reserved: bool = False,
         numa_node: int | None = None,
+        wait_s: float = 0.0,
     ) -> None:
         wanted = Geometry(num_blocks, block_bytes).size_bytes
         if not reserved:
-            _check_free(wanted, Limits().free_memory())
+            _wait_for_free(wanted, wait_s)
         self._threads: list[threading.Thread] = []
         self._chunks: deque[int] = deque()  # offsets that no thread has begun with
         self._lock = threading.Lock()  # guards the number below, and makes the calls of `on_progress` one after another
@@ -264,14 +268,19 @@ def _rounded_to_pages(fd: int, size_bytes: int) -> int:
     return -(-size_bytes // page_bytes) * page_bytes
 
 
-def _check_free(wanted: int, free: list[Limit]) -> None:
-    least = min(free, key=lambda each: each.amount, default=Limit(wanted, ""))
-    if least.amount < wanted:
-        raise ConfigError(
-            f"the rows need {rounded_bytes(wanted)} of memory, and {rounded_bytes(least.amount)} are free "
-            f"({least.where}); lower it, or end what uses the memory",
-            location="primary.capacity",
-        )
+def _wait_for_free(wanted: int, wait_s: float) -> None:
+    end_s = time.monotonic() + wait_s
+    while True:
+        least = min(Limits().free_memory(), key=lambda each: each.amount, default=Limit(wanted, ""))
+        if least.amount >= wanted:
+            return
+        if time.monotonic() >= end_s:
+            raise ConfigError(
+                f"the rows need {rounded_bytes(wanted)} of memory, and {rounded_bytes(least.amount)} are free "
+                f"({least.where}); lower it, or end what uses the memory",
+                location="primary.capacity",
+            )
+        time.sleep(_POLL_S)
 
 
 def _too_few_reserved(wanted: int, page_bytes: int) -> ConfigError:
