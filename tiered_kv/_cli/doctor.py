@@ -16,9 +16,9 @@ from typing import Final
 from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.ask import DEFAULT_ADDRESS, StatusAddress, address_of, fetch, is_address
 from tiered_kv._cli.diagnosis import Advice, Readings, advice, gains
-from tiered_kv._cli.inspect import administer
 from tiered_kv._cli.live import read_status
 from tiered_kv._cli.output import Status, one_line, print_json, print_text, progress
+from tiered_kv._cli.stacks import administer
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.settings import TierSettings
