@@ -69,14 +69,22 @@ class CacheServer:
     Args:
         listener: A listening unix socket of packets (SOCK_SEQPACKET); the server closes it.
         namespaces: Opens and keeps the stacks; the server closes it.
-        users: Numbers of the users whose processes may connect; by default this process's own, and root.
+        users: Numbers of the users whose processes may connect, besides this process's own, and root.
+        pidfd_of: Returns a descriptor that is readable once the peer of a socket has ended, or -1.
     """
 
-    def __init__(self, listener: socket.socket, namespaces: Namespaces, users: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        namespaces: Namespaces,
+        users: Collection[int] = (),
+        pidfd_of: Callable[[socket.socket, int], int] | None = None,
+    ) -> None:
         listener.setblocking(False)
         self._listener = listener
         self._namespaces = namespaces
         self._users = {0, os.geteuid(), *users}
+        self._pidfd_of = pidfd_of or _pidfd_of
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -96,19 +104,22 @@ class CacheServer:
         """
         try:
             while not self._is_stopping:
-                busy = any(host.is_busy for host in self._namespaces.hosts)
-                for key, mask in self._selector.select(_TICK_S if busy else _IDLE_S):
-                    key.data(mask)
-                for host in self._namespaces.hosts:
-                    host.step()
-                for process in list(self._channels.values()):
-                    self._guarded(process, process.channel.flush)
-                    self._watch_writes(process)
-                self._expire_strangers()
+                self.turn(_TICK_S if any(host.is_busy for host in self._namespaces.hosts) else _IDLE_S)
                 if on_idle is not None:
                     on_idle()
         finally:
-            self._close()
+            self.close()
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait for messages, `timeout_s` at most, and answer them: one turn of `serve`."""
+        for key, mask in self._selector.select(timeout_s):
+            key.data(mask)
+        for host in self._namespaces.hosts:
+            host.step()
+        for process in list(self._channels.values()):
+            self._guarded(process, process.channel.flush)
+            self._watch_writes(process)
+        self._expire_strangers()
 
     def stop(self) -> None:
         """Let `serve` return. Signal handlers may call this."""
@@ -145,7 +156,7 @@ class CacheServer:
                 refusal = f"user {uid} may not use this cache; start the server with --allow-user {uid}"
             elif len(self._channels) >= CONNECTIONS_MAX:
                 refusal = f"{CONNECTIONS_MAX} processes are connected, and there can be no more"
-            pidfd = -1 if refusal else _pidfd_of(sock, pid)
+            pidfd = -1 if refusal else self._pidfd_of(sock, pid)
             if pidfd < 0 and not refusal:
                 refusal = "the server cannot see when this process ends; share its PID namespace, or use Linux 6.5"
         except OSError:
@@ -192,8 +203,11 @@ class CacheServer:
             call()
         except ClosedError:
             self._disconnect(process)
-        except TieredKVError as error:
-            _log.warning("%s loses its connection: %s", process.name, error)
+        except Exception as error:  # also a mistake of ours: the other engines go on
+            is_ours = not isinstance(error, TieredKVError)
+            _log.log(logging.ERROR if is_ours else logging.WARNING, "%s loses its connection: %s", process.name, error)
+            if is_ours:
+                _log.debug("the mistake", exc_info=error)
             with suppress(TieredKVError):
                 _refuse(process.channel, str(error))
             self._disconnect(process)
@@ -291,11 +305,11 @@ class CacheServer:
 
     def _leave(self, process: _Process) -> None:
         """A process has said that it uses no row any more."""
-        self._disconnect(process)
-        if process in self._processes:
-            self._has_ended(process)
+        self._has_ended(process)
 
     def _has_ended(self, process: _Process) -> None:
+        if process not in self._processes:
+            return  # it has said goodbye in the same turn
         self._disconnect(process)
         session = process.session
         self._forget(process)
@@ -311,7 +325,8 @@ class CacheServer:
             self._selector.unregister(process.pidfd)
             os.close(process.pidfd)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Say goodbye to all clients, and close the stacks."""
         for process in list(self._channels.values()):
             with suppress(TieredKVError):
                 process.channel.add(protocol.GOODBYE)

@@ -1,0 +1,248 @@
+"""What engines may do with rows, whatever they and their server do, in any order."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.support.host_server import content_of, keys_of, stack_of
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.server.attach import Attachment, HostLink
+from tiered_kv.server.client import AttachedManager
+from tiered_kv.server.namespaces import Namespaces
+from tiered_kv.server.protocol import Hello
+from tiered_kv.server.server import CacheServer, listen
+
+ROWS = 24
+KEYS = keys_of(30)
+ENGINES = 3
+
+
+@dataclass(eq=False)
+class Copies:
+    """An engine, and the copies of its workers that run."""
+
+    manager: AttachedManager
+    end_fd: int
+    """Closing this end of a pipe ends the process, for the server."""
+    requests: list[ReqContext] = field(default_factory=list)
+    loads: list[tuple[ReqContext, list[OffloadKey], list[int], HostLink]] = field(default_factory=list)
+    stores: list[tuple[ReqContext, list[OffloadKey], list[int], HostLink]] = field(default_factory=list)
+
+
+class LeaseRules(RuleBasedStateMachine):
+    """Engines with one thread, and a server that takes a turn when a rule says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory()
+        self.path = Path(self.directory.name) / "cache.sock"
+        self.engines: list[Copies] = []
+        self.ended: dict[int, int] = {}
+        self.names = 0
+        self.start()
+
+    def start(self) -> None:
+        self.namespaces = Namespaces(stack_of(rows=ROWS))
+        self.namespaces.open_own()
+        self.server = CacheServer(listen(self.path), self.namespaces, pidfd_of=self.pidfd_of)
+
+    def pidfd_of(self, _: socket.socket, pid: int) -> int:
+        reader, self.writer = os.pipe()
+        return reader
+
+    def turns(self, count: int = 4) -> None:
+        for _ in range(count):
+            self.server.turn(0)
+
+    def attach(self, attachment: Attachment) -> None:
+        """Connect while the server takes turns."""
+        connecting = threading.Thread(target=attachment.connect)
+        connecting.start()
+        while connecting.is_alive():
+            self.server.turn(0.001)
+        connecting.join()
+
+    @initialize()
+    def first_engines(self) -> None:
+        for _ in range(ENGINES):
+            self.begin_engine()
+
+    @precondition(lambda self: len(self.engines) < ENGINES)
+    @rule()
+    def begin_engine(self) -> None:
+        self.names += 1
+        attachment = Attachment(f"unix:{self.path}", Hello(f"engine-{self.names}", "scheduler"))
+        self.attach(attachment)
+        engine = Copies(AttachedManager(attachment), self.writer)
+        self.engines.append(engine)
+
+    @rule(count=st.integers(1, 3))
+    def serve(self, count: int) -> None:
+        self.turns(count)
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        self.engine(data).manager.on_schedule_end()
+
+    @rule(data=st.data(), ahead=st.booleans(), first=st.integers(0, 20), count=st.integers(1, 10))
+    def ask(self, data: st.DataObject, ahead: bool, first: int, count: int) -> None:
+        engine = self.engine(data)
+        context = ReqContext(f"request-{self.names}-{len(engine.requests)}-{data.draw(st.integers(0, 10**9))}")
+        engine.manager.on_new_request(context)
+        engine.requests.append(context)
+        if ahead:
+            engine.manager.prefetch(KEYS[first : first + count], context)
+        else:
+            engine.manager.lookup_many(KEYS[first : first + count], context)
+
+    @rule(data=st.data(), first=st.integers(0, 20), count=st.integers(1, 10))
+    def load(self, data: st.DataObject, first: int, count: int) -> None:
+        engine = self.engine(data)
+        context = self.request(data, engine)
+        if context is None:
+            return
+        keys = KEYS[first : first + count]
+        engine.manager.expect(len(keys), context)
+        answers = engine.manager.lookup_many(keys, context)
+        found = keys[: next((at for at, each in enumerate(answers) if each is not True), len(keys))]
+        running = {key for each, keys_of_load, _, _ in engine.loads if each is context for key in keys_of_load}
+        if found and running.isdisjoint(found):
+            rows = engine.manager.prepare_load(found, context).block_ids.tolist()
+            link = engine.manager.link
+            assert link is not None
+            engine.loads.append((context, found, rows, link))
+
+    @rule(data=st.data())
+    def end_load(self, data: st.DataObject) -> None:
+        engine = self.engine(data)
+        if engine.loads:
+            context, keys, _, _ = engine.loads.pop(data.draw(st.integers(0, len(engine.loads) - 1)))
+            engine.manager.complete_load(keys, context)
+
+    @rule(data=st.data(), first=st.integers(0, 24), count=st.integers(1, 6))
+    def store(self, data: st.DataObject, first: int, count: int) -> None:
+        engine = self.engine(data)
+        context = self.request(data, engine)
+        if context is None:
+            return
+        output = engine.manager.prepare_store(KEYS[first : first + count], context)
+        link = engine.manager.link
+        if output is not None and output.keys_to_store and link is not None:
+            rows = output.store_spec.block_ids.tolist()  # type: ignore[attr-defined]  # the manager's own
+            engine.stores.append((context, output.keys_to_store, rows, link))
+            self.write(link, rows, output.keys_to_store, half=True)
+
+    @rule(data=st.data(), success=st.booleans())
+    def end_store(self, data: st.DataObject, success: bool) -> None:
+        engine = self.engine(data)
+        if engine.stores:
+            context, keys, rows, link = engine.stores.pop(data.draw(st.integers(0, len(engine.stores) - 1)))
+            if success:
+                self.write(link, rows, keys)
+            engine.manager.complete_store(keys, context, success)
+
+    @rule(data=st.data())
+    def end_request(self, data: st.DataObject) -> None:
+        engine = self.engine(data)
+        context = self.request(data, engine)
+        if context is not None:
+            engine.requests.remove(context)
+            engine.manager.on_request_finished(context)
+
+    @rule(data=st.data())
+    def reset(self, data: st.DataObject) -> None:
+        self.engine(data).manager.reset_cache()
+
+    @precondition(lambda self: len(self.engines) > 1)
+    @rule(data=st.data())
+    def kill(self, data: st.DataObject) -> None:
+        """An engine ends without a word: first its copies, then its socket, as the kernel closes it."""
+        engine = self.engine(data)
+        self.engines.remove(engine)
+        self.end(engine)
+
+    @rule()
+    def replace_the_server(self) -> None:
+        self.server.close()
+        self.start()
+        for engine in self.engines:
+            engine.manager.on_schedule_end()
+            os.close(engine.end_fd)
+            engine.end_fd = -1
+            for load in [*engine.loads]:
+                engine.loads.remove(load)
+                engine.manager.complete_load(load[1], load[0])
+            for store in [*engine.stores]:
+                engine.stores.remove(store)
+                engine.manager.complete_store(store[1], store[0])
+            for _ in range(20_000):
+                if engine.manager.is_attached:
+                    break
+                self.server.turn(0.001)
+                engine.manager.on_schedule_end()
+            assert engine.manager.is_attached
+            engine.end_fd = self.writer
+
+    @invariant()
+    def loads_read_the_right_bytes(self) -> None:
+        for engine in self.engines:
+            for _, keys, rows, link in engine.loads:
+                assert link.region is not None
+                for key, row in zip(keys, rows, strict=True):
+                    assert link.region.array[row].tobytes() == content_of(key), "wrong bytes"
+
+    @invariant()
+    def each_row_has_one_use(self) -> None:
+        host = self.namespaces.hosts[0]
+        granted = [row for session in host.sessions.values() for row in session.granted]
+        stored = [block.block_id for block in host.manager.primary.blocks.values()]
+        assert len(set(granted)) == len(granted), "a row was granted twice"
+        assert not set(granted) & set(stored), "a row is stored and granted"
+        assert len(granted) + len(stored) <= ROWS
+
+    def teardown(self) -> None:
+        try:
+            for engine in self.engines:
+                self.end(engine)
+            self.turns(20)
+            host = self.namespaces.hosts[0]
+            assert not host.sessions
+            assert all(block.ref_cnt == 0 for block in host.manager.primary.blocks.values()), "a lease has no end"
+            free = host.manager.primary.backend.get_num_free_blocks()
+            assert free + len(host.manager.primary.blocks) == ROWS, "rows are lost"
+        finally:
+            self.server.close()
+            self.directory.cleanup()
+
+    def end(self, engine: Copies) -> None:
+        engine.loads.clear()
+        engine.stores.clear()
+        os.close(engine.end_fd)
+        engine.manager.shutdown()
+
+    def engine(self, data: st.DataObject) -> Copies:
+        return self.engines[data.draw(st.integers(0, len(self.engines) - 1))]
+
+    def request(self, data: st.DataObject, engine: Copies) -> ReqContext | None:
+        return data.draw(st.sampled_from(engine.requests)) if engine.requests else None
+
+    def write(self, link: HostLink, rows: Sequence[int], keys: Sequence[OffloadKey], *, half: bool = False) -> None:
+        assert link.region is not None
+        for row, key in zip(rows, keys, strict=True):
+            content = content_of(key)
+            link.region.array[row].data[:] = bytes(len(content)) if half else content
+
+
+TestLeaseRules: Any = LeaseRules.TestCase
+TestLeaseRules.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
