@@ -61,7 +61,8 @@ class TierError(TieredKVError):
     """A tier cannot be opened or used.
 
     Args:
-        message: What was expected, what was found, and what to do; a whole sentence, with the path or address.
+        message: What was expected, what was found, and what to do; a whole sentence, with the path or address, and
+            without secrets: it is logged.
         tier: The tier's name in the stack.
         operation: The operation that failed, such as "open" or "store"; for programs, except for "open".
     """

@@ -47,8 +47,9 @@ class KeySpace:
         self._call(deadline, b"STRLEN", b"epoch")
 
     def check_writes(self, deadline: float) -> None:
-        """Send a command that writes, and changes nothing."""
+        """Send the commands that write, such that nothing changes."""
         self._call(deadline, b"UNLINK", b"none")
+        self._call(deadline, b"SET", b"namespace", self._described)
 
     def recheck(self, deadline: float) -> None:
         """Check the mark if a connection was opened since `prefix`: the server may have an older mark now.

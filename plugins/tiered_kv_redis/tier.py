@@ -146,7 +146,7 @@ class RedisTier(BlockingTier):
         try:
             self._keyspace.check_writes(time.monotonic() + self._settings.timeout)
         except NodeError as error:
-            return {"warning": f"UNLINK fails, so stores may fail too: {self._topology.sentence(error.reason)}"}
+            return {"warning": f"a write fails, so stores may fail too: {self._topology.sentence(error.reason)}"}
         return {}
 
     def _contact(self) -> str:

@@ -126,8 +126,10 @@ class S3Tier(BlockingTier):
                 prefixes.setdefault((req_id, key[-4:]), []).append(name)
             existing = self._presence.ask([*prefixes.values()], deadline)
             return [name in existing and name not in self._unreadable for name in names]
-        except Exception:
+        except Exception as error:
             self._counters.add("unanswered_lookups_total", count=len(keys))
+            if isinstance(error, BucketError):  # the request's failure is logged
+                return [False] * len(keys)
             raise
 
     def close(self) -> None:

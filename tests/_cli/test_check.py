@@ -35,8 +35,10 @@ def test_a_tier_that_opens_and_stores_nothing_fails(tmp_path: Path, check: Comma
 def test_a_redis_that_is_full_and_evicts_nothing_fails(tmp_path: Path, check: Command) -> None:
     with RedisServer(tmp_path / "redis", ("--maxmemory", "1mb", "--maxmemory-policy", "noeviction")) as server:
         found = check.json(stack_file(tmp_path, f"type: redis, url: '{server.url}'"), status=1)["tiers"][1]
-    assert "no_space" in found["error"]
-    assert found["details"]["warning"].startswith("the policy is noeviction")
+    assert (
+        f"no_space; a write fails, so stores may fail too: the server 127.0.0.1:{server.port} has no" in found["error"]
+    )
+    assert "raise its 'maxmemory', or set its 'maxmemory-policy' to allkeys-lru" in found["error"]
 
 
 def test_an_address_that_is_taken_is_found(tmp_path: Path, check: Command) -> None:
@@ -85,3 +87,14 @@ def test_what_cannot_be_deleted_again_is_a_warning(tmp_path: Path, check: Comman
         check.out(stack_file(tmp_path, f"type: redis, url: '{url}'"))
         names = server.call("KEYS", "*")
         assert names.count(b"tkv1:") == 2, "the mark and the readable form of the stack's own namespace"
+
+
+def test_a_user_of_one_namespace_is_enough(tmp_path: Path, check: Command) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        file = stack_file(tmp_path, f"type: redis, url: 'redis://tier:secret@127.0.0.1:{server.port}'")
+        digest = check.json(file, "--offline")["namespace_digest"]
+        rights = ["+get", "+set", "+strlen", "+unlink"]
+        server.call("ACL", "SETUSER", "tier", "on", ">secret", f"~tkv1:{digest}:*", *rights)
+        assert check.json(file)["tiers"][1]["ok"]
+        server.call("ACL", "SETUSER", "tier", "-set")
+        assert "+set" in check.json(file, status=1)["tiers"][1]["error"]

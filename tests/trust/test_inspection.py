@@ -86,16 +86,24 @@ def test_a_server_that_does_not_answer_is_an_error(place_of: PlaceOf) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nvme", "fs", "redis", "s3"])
-def test_no_key_secret_or_block_is_shown(
+def test_no_secret_or_block_is_shown_and_of_damaged_blocks_only_the_key(
     kind: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     place, secret = place_of(kind), new_marker()
     encryption = {"codec": "aes-256-gcm", "encryption": {"keys": {1: secret}}}
     plain, alice = place.tenant("alice"), place.tenant("alice", **encryption)
-    sheet = Sheet({"the secret": secret, "a key": (key := new_marker()), "a block": plain.marker.decode()})
+    secrets = {"the secret": secret, "a block": plain.marker.decode()}
+    sheet, of_sound_blocks = Sheet(secrets), Sheet({**secrets, "a key": (key := new_marker())})
     for tenant in (plain, alice):
         with open_stack(tenant.file) as stack:
             assert tenant.put(stack, [make_offload_key(f"{key}{tenant is plain}{at}".encode(), 0) for at in range(4)])
+    shown = ""
+    for tenant in (plain, alice):
+        for options in ([], ["--verify"], ["--verify", "--json"]):
+            main(["inspect", str(tenant.file), *options])
+            shown += "".join(capsys.readouterr())
+    of_sound_blocks.note("inspect", shown, caplog.text)
+    assert of_sound_blocks.findings() == []
     at = 8592 if kind == "nvme" else 400  # in a block's payload
     records = {name: data for name, data in place.stored().items() if len(data) > BLOCK_BYTES}
     place.restore({name: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for name, data in records.items()})

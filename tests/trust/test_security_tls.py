@@ -199,7 +199,7 @@ def test_an_s3_server_with_a_wrong_certificate_gets_nothing(
         del settings["ca_file"]
     server = moto_with(files)
     tenant = Tenant("alice", tmp_path, s3_entry(server, "kv-bucket", **S3_PATIENT, **settings))
-    expect_refused(tenant, capsys, "untrusted")
+    expect_refused(tenant, capsys, "certificate that is refused")
     with open_stack(tenant.file) as stack:
         assert tenant.put(stack, tenant.keys(BLOCKS)) == 0
         assert count_of(stack.counters()["s3"], "failed_blocks_total", "store", "untrusted") == BLOCKS

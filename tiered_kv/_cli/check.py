@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv._cli.stacks import (
+    OWN_MODEL,
     OperatedStack,
     add_stack_arguments,
     operated_stack,
@@ -160,7 +161,8 @@ def _check(stack: OperatedStack, config: StackConfig) -> StackCheck:
             _check_tiers(config, needs, opened, tiers)
     finally:  # also after Ctrl-C
         closed = {tier.name for tier in tiers if tier.error and not tier.details}
-        left = purge_own(config, [each for each in config.secondary if each.name not in closed])
+        is_own = config.namespace.model == OWN_MODEL
+        left = purge_own(config, [each for each in config.secondary if is_own and each.name not in closed])
     return StackCheck([_with_left(tier, left.get(tier.name, "")) for tier in tiers], listens, needs)
 
 
@@ -235,16 +237,29 @@ def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegi
         tier = open_tier(config, settings, region.kv_view)
         opened.callback(shut_down, [tier], config)
         details = _described(tier, secrets)
-        if _lists_entries(settings):  # so the block can be deleted again
-            tier = open_tier(own_config(config), settings, region.kv_view)
-            opened.callback(shut_down, [tier], config)
-            error = _store_one(tier, settings, region)
-        else:
-            error = _store_one(tier, settings, region)
-            details = _described(tier, secrets)  # with what the store showed
+        left = _store_elsewhere(config, settings, region) if _lists_entries(settings) else None
+        if left is not None:
+            return _with_left(TierCheck(settings.name, settings.type, True, details=details), left)
+        error = _store_one(tier, settings, region)
+        details = _described(tier, secrets)  # with what the store showed
+        error += f"; {details['warning']}" if error and "warning" in details else ""
         return TierCheck(settings.name, settings.type, not error, error, details)
     except Exception as error:  # a third-party tier may raise anything
         return TierCheck(settings.name, settings.type, False, tier_error_text(error, settings), details)
+
+
+def _store_elsewhere(config: StackConfig, settings: TierSettings, region: PrimaryRegion) -> str | None:
+    """Store a block under the command's own namespace, and delete it again; return what is left.
+
+    None if that is not possible: the tier is full, or its credentials are those of the stack's namespace only.
+    """
+    is_stored = False
+    with suppress(Exception), ExitStack() as opened:  # a third-party tier may raise anything
+        tier = open_tier(own_config(config), settings, region.kv_view)
+        opened.callback(shut_down, [tier], config)
+        is_stored = not _store_one(tier, settings, region)
+    left = purge_own(config, [settings]).get(settings.name, "")
+    return left if is_stored else None
 
 
 def _lists_entries(settings: TierSettings) -> bool:

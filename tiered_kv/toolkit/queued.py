@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.config.redaction import scrub
+from tiered_kv.errors import TierError
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.lookups import BatchedLookups, Probe
 from tiered_kv.toolkit.jobs import ALL_DONE, Climb, Job, Outcome, Part, PartQueue, failure_reason
@@ -297,7 +299,7 @@ class QueuedTier(SecondaryTierManager):
     def _note_error(self, operation: str, error: BaseException) -> str:
         """Return the reason for `error` in the counters, and log the first error of each kind.
 
-        The log omits the text of the error: a client library may have put a password into it.
+        The log omits the text of the error but for a `TierError`: a client library may have put a password into it.
         """
         reason = failure_reason(error)
         kind = f"{operation} raised {type(error).__name__}"
@@ -306,6 +308,8 @@ class QueuedTier(SecondaryTierManager):
         first = object()
         if self._errors_logged.setdefault(kind, first) is first:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{frame.filename}:{frame.lineno}"
-            _log.warning("tier '%s': %s at %s; further ones are only counted", self.name, kind, where)
+            what = f"{kind} at {frame.filename}:{frame.lineno}"
+            if isinstance(error, TierError):
+                what = scrub(error.message, set())
+            _log.warning("tier '%s': %s; further ones are only counted", self.name, what)
         return reason
