@@ -320,6 +320,46 @@ class CanonicalKVCacheTensor:
     page_size_bytes: int
 
 
+@dataclass(frozen=True)
+class CopyRun:
+    """Fragments of a worker's page, and where they lie in the canonical page; both at equal distances.
+
+    Args:
+        local_offset, canonical_offset: Of the first fragment in either page.
+        fragment_size: Bytes of each fragment.
+        num_fragments: How many there are.
+        local_stride, canonical_stride: Bytes from a fragment to the next in either page.
+    """
+
+    local_offset: int
+    canonical_offset: int
+    fragment_size: int
+    num_fragments: int
+    local_stride: int
+    canonical_stride: int
+
+
+@dataclass(frozen=True)
+class CanonicalPageMapping:
+    """How a worker's page lies in the canonical page, whose bytes do not depend on how a model is split.
+
+    Args:
+        canonical_page_size_bytes: Bytes of the canonical page, of all workers together.
+        local_page_size_bytes: Bytes of the worker's page, without padding.
+        runs: Where they lie; together they are the worker's whole page.
+        num_writers: Workers that have the same bytes.
+        writer_index: This one's index among them; the one with index 0 stores.
+        parallelism_agnostic: Whether the canonical bytes are the same under any split of the model.
+    """
+
+    canonical_page_size_bytes: int
+    local_page_size_bytes: int
+    runs: tuple[CopyRun, ...]
+    num_writers: int
+    writer_index: int
+    parallelism_agnostic: bool
+
+
 @dataclass
 class CanonicalKVCacheRef:
     """A layer's (or a group of layers') part in a `CanonicalKVCacheTensor`.
@@ -327,10 +367,12 @@ class CanonicalKVCacheRef:
     Args:
         tensor_idx: Index into `CanonicalKVCaches.tensors`.
         page_size_bytes: Bytes of a block that the layer uses, without padding.
+        mapping: Where they lie in a canonical page; None where an offloaded page is the worker's own.
     """
 
     tensor_idx: int
     page_size_bytes: int
+    mapping: CanonicalPageMapping | None = None
 
 
 @dataclass

@@ -99,7 +99,8 @@ class Worker:
             for name in group.layer_names:
                 spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
                 bytes_of = caches[name].view(torch.uint8)
-                shards = getattr(spec, "max_tp_shards", None) or tp
+                heads_of_all = config.model_config.get_total_num_kv_heads()
+                shards = tp if isinstance(spec, MambaSpec) else min(tp, spec.max_tp_shards or heads_of_all)
                 first = rank * shards // tp * bytes_of.shape[1]
                 heads = range(first, first + bytes_of.shape[1])
                 self.layers.append(Layer(name, number, spec, bytes_of, heads))

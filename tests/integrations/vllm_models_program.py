@@ -8,20 +8,36 @@ is compared. Prints one line of JSON for each check: its name, and an error or n
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm_known_bytes import Engine  # type: ignore[import-not-found]  # found beside this program when it runs
-from vllm_program_parts import DEEPSEEK, OUR_TIER, run_checks, wait_for  # type: ignore[import-not-found]
+from vllm_program_parts import DEEPSEEK, OUR_TIER, refusal_of, run_checks, wait_for  # type: ignore[import-not-found]
+
+from tests.support.tiny_llama import TINY_LLAMA
+from tiered_kv.errors import ConfigError
 
 PROMPT = [random.Random(0).randrange(512) for _ in range(200)]
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, max_tp_shards=1, head_size=128, dtype=torch.float32)
+
+
+LLAMA = {**TINY_LLAMA, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 256}
+CANONICAL_BYTES = 4 * 32 * 2 * 32 * 4
+"""Of a layer: heads, tokens, keys and values, head size, float32."""
+
+
+def full(ranks: int) -> Any:
+    """Return what a layer of `LLAMA` keeps on one of so many ranks."""
+    heads = max(1, 4 // ranks)
+    return FullAttentionSpec(block_size=32, num_kv_heads=heads, head_size=32, dtype=torch.float32)
 
 
 def layers_of(*specs: Any) -> dict[str, Any]:
@@ -80,6 +96,32 @@ class Checks:
                 assert engine.serve(PROMPT).found == found, ranks
                 stored = [worker.stored_bytes > 0 for worker in engine.executor.workers]
                 assert stored == [not found, *[False] * (ranks - 1)]
+
+    def canonical_blocks_are_found_with_any_number_of_ranks(self) -> None:
+        model, stack = self._model("llama", LLAMA), self._stack("canonical")
+        for layout in ("LBHNC", "LBNHC"):
+            tokens, found = None, 0
+            for ranks in (2, 4, 1, 8):  # of four heads: eight ranks have each head twice
+                layers = [layers_of(full(ranks), full(ranks))] * ranks
+                extra = {"canonical_layout": True}
+                with Engine(model, layers, stack, extra=extra, layout=layout, block_size=32) as engine:
+                    served = engine.serve(PROMPT)
+                    assert (served.found, tokens in (None, served.tokens)) == (found, True), (layout, ranks)
+                    stored = engine.counters()["cpu"]["stored_blocks_total"]
+                    assert (stored, engine.manager._stack.config.block.bytes) == (
+                        0 if found else 6,
+                        2 * CANONICAL_BYTES,
+                    )
+                    tokens, found = served.tokens, 192
+        with Engine(model, [layers_of(full(2), full(2))] * 2, stack, block_size=32) as engine:
+            assert engine.serve(PROMPT).found == 0, "vLLM's direct layout is another"
+
+    def what_has_no_canonical_layout_is_refused(self) -> None:
+        stack = self._stack("refused")
+        latent_beside = [layers_of(LATENT, dataclasses.replace(full(2), block_size=16))] * 2
+        for model, layers in ((self._model("latent", DEEPSEEK), latent_beside),):
+            attempt = partial(Engine, model, layers, stack, extra={"canonical_layout": True}, block_size=16)
+            assert "vLLM has no canonical layout" in refusal_of(attempt, ConfigError)
 
     def _model(self, name: str, config: Mapping[str, object]) -> Path:
         path = self.directory / f"model-{name}"

@@ -79,6 +79,8 @@ def layout(*groups: list[int], address: int = 1 << 30, part_address: int = REGIO
                 strides=column(pages),
                 page_bytes=column(pages),
                 row_offsets=column([sum(pages[:ref]) for ref in range(len(pages))]),
+                row_strides=column(pages),
+                is_stored=np.ones((len(pages), 1), dtype=np.bool_),
                 num_blocks=4,
             )
             for pages in groups

@@ -103,7 +103,8 @@ def open_handlers(
         copier: Copier = (
             CudaCopier(device, kernel=kernels.get(kind)) if device.type == "cuda" else HostCopier(f"tiered-kv-{name}")
         )
-        return CopyHandler(layout, kind, copier, memory, check=check, on_shutdown=end)
+        ours = layout.stored() if kind == STORE else layout
+        return CopyHandler(ours, kind, copier, memory, check=check, on_shutdown=end)
 
     return WorkerHandlers(store=handler(STORE, "store"), load=handler(LOAD, "load"))
 

@@ -12,11 +12,16 @@ So device blocks that are neighbours on both sides can be copied as one run. A s
 is refused: those pages would hold another block's bytes. Bytes of a part that a group does not use are never read.
 
 With pipeline stages a worker may have no layer of a group, and so no ref. It copies nothing for that group.
+
+A ref may have a mapping to a canonical page, whose bytes do not depend on the number of workers. Then all workers have
+one part, its pages are canonical, and a worker copies the pieces that it has. Of workers that have the same piece, the
+first stores it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +39,17 @@ Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """One KV cache group. The arrays are of shape (refs, 1), ready to be broadcast over blocks.
+    """One KV cache group. The arrays are of shape (pieces, 1), ready to be broadcast over blocks.
+
+    A ref without a mapping is one piece, its whole page.
 
     Args:
-        addresses: Of each ref's page in device block 0.
+        addresses: Of each piece in device block 0.
         strides: Bytes from a device block to the next.
-        page_bytes: Bytes of a page that are copied.
-        row_offsets: Offset of a ref's first page in the worker's part of a row.
+        page_bytes: Bytes of the piece.
+        row_offsets: Offset of the piece of the first page in the worker's part of a row.
+        row_strides: Bytes from it to that of the next page of the row.
+        is_stored: Whether this worker stores the piece.
         num_blocks: Device blocks that all of the refs have; without refs, those that all tensors have.
     """
 
@@ -48,7 +57,17 @@ class GroupLayout:
     strides: Int64Array
     page_bytes: Int64Array
     row_offsets: Int64Array
+    row_strides: Int64Array
+    is_stored: np.ndarray[Any, np.dtype[np.bool_]]
     num_blocks: int
+
+    def stored(self) -> GroupLayout:
+        """Return the pieces that this worker stores."""
+        if self.is_stored.all():
+            return self
+        names = ("addresses", "strides", "page_bytes", "row_offsets", "row_strides", "is_stored")
+        kept = {name: getattr(self, name)[self.is_stored[:, 0]] for name in names}
+        return dataclasses.replace(self, **kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +79,10 @@ class BlockLayout:
     part_address: int
     row_bytes: int
     num_rows: int
+
+    def stored(self) -> BlockLayout:
+        """Return what this worker stores; it loads all."""
+        return dataclasses.replace(self, groups=tuple(group.stored() for group in self.groups))
 
 
 def lay_out(
@@ -89,7 +112,7 @@ def lay_out(
     groups = []
     for index, refs in enumerate(kv_caches.group_data_refs):
         group = _lay_out_group(rows, refs, index, block_size_factor)
-        needed_bytes = block_size_factor * int(group.page_bytes.sum())
+        needed_bytes = block_size_factor * sum(map(_offloaded_bytes, refs))
         if needed_bytes > part_bytes:
             raise ValueError(
                 f"an offloaded block of group {index} has {format_bytes(needed_bytes)} ({len(refs)} refs, "
@@ -163,15 +186,36 @@ def _lay_out_group(
                 f"group {group} uses {ref.page_size_bytes} bytes of tensor {ref.tensor_idx}, "
                 f"whose blocks have {page_bytes}"
             )
-    used = [rows[ref.tensor_idx] for ref in refs]
-    copied_bytes = _column([ref.page_size_bytes for ref in refs])
+    pieces = []
+    row_offset = 0
+    for ref in refs:
+        row_stride = _offloaded_bytes(ref)
+        for page_offset, offset, size in _pieces_of(ref):
+            at = rows[ref.tensor_idx]
+            is_stored = ref.mapping is None or ref.mapping.writer_index == 0
+            pieces.append((at.address + page_offset, at.stride_bytes, size, row_offset + offset, row_stride, is_stored))
+        row_offset += factor * row_stride
+    columns = [_column(values) for values in zip(*pieces, strict=True)] or [_column([])] * 6
     return GroupLayout(
-        addresses=_column([each.address for each in used]),
-        strides=_column([each.stride_bytes for each in used]),
-        page_bytes=copied_bytes,
-        row_offsets=factor * (np.cumsum(copied_bytes, axis=0) - copied_bytes),
-        num_blocks=min(each.num_blocks for each in used or rows),
+        *columns[:5],
+        is_stored=columns[5].astype(np.bool_),
+        num_blocks=min(each.num_blocks for each in [rows[ref.tensor_idx] for ref in refs] or rows),
     )
+
+
+def _offloaded_bytes(ref: CanonicalKVCacheRef) -> int:
+    return ref.page_size_bytes if ref.mapping is None else ref.mapping.canonical_page_size_bytes
+
+
+def _pieces_of(ref: CanonicalKVCacheRef) -> Iterator[tuple[int, int, int]]:
+    """Yield of each piece its offset in the worker's page, its offset in the offloaded page, and its bytes."""
+    if ref.mapping is None:
+        yield 0, 0, ref.page_size_bytes
+        return
+    for run in ref.mapping.runs:
+        for number in range(run.num_fragments):
+            local, canonical = number * run.local_stride, number * run.canonical_stride
+            yield run.local_offset + local, run.canonical_offset + canonical, run.fragment_size
 
 
 def _column(values: Sequence[int]) -> Int64Array:

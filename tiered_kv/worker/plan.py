@@ -113,10 +113,10 @@ def _runs_of_group(
     """Return device addresses, region addresses and lengths of the runs that make up blocks of one group."""
     pages = np.arange(skip, skip + len(device_ids), dtype=np.int64)
     rows, pages_in_row = row_ids[pages // layout.block_size_factor], pages % layout.block_size_factor
-    # Of shape (refs, blocks), so that a ref's pages follow each other. Neighbours in memory belong to one
+    # Of shape (pieces, blocks), so that a ref's pages follow each other. Neighbours in memory belong to one
     # allocation only within a tensor.
     device = group.addresses + device_ids * group.strides
-    region = (layout.part_address + rows * layout.row_bytes) + (group.row_offsets + pages_in_row * group.page_bytes)
+    region = (layout.part_address + rows * layout.row_bytes) + (group.row_offsets + pages_in_row * group.row_strides)
     begins = np.ones(device.shape, dtype=np.bool_)
     begins[:, 1:] = (np.diff(device) != group.page_bytes) | (np.diff(region) != group.page_bytes)
     starts = np.flatnonzero(begins)

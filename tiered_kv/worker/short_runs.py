@@ -137,7 +137,7 @@ def word_bytes_of(layout: BlockLayout) -> int:
     """Return the largest power of two, 16 at most, that divides all addresses and lengths of the layout's plans."""
     bits = _WORD_BYTES_MAX | layout.part_address | layout.row_bytes
     for group in layout.groups:
-        for column in (group.addresses, group.strides, group.page_bytes, group.row_offsets):
+        for column in (group.addresses, group.strides, group.page_bytes, group.row_offsets, group.row_strides):
             bits |= int(np.bitwise_or.reduce(column, axis=None))
     return bits & -bits
 

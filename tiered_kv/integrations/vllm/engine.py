@@ -72,6 +72,8 @@ VLLM_ROW_LAYOUT = "vllm-direct"
 """How vLLM's own worker does."""
 REPLICA_VARIABLE = "TIERED_KV_REPLICA"
 """In a stack or tier, `${TIERED_KV_REPLICA}` is the index of the data-parallel replica that opens it."""
+_OF_ONE_RANK = {"num_kv_heads", "num_head_slots", "page_size_padded"}
+"""Fields of a layer's cache that depend on the number of ranks. The model's configuration has all heads."""
 _CAN_BE_SET = "model, revision, quantization, tenant, hash_algorithm, extra"
 _UNKNOWN = object()
 
@@ -86,8 +88,11 @@ def configured(vllm_config: Any, kv_cache_config: Any) -> Iterator[None]:
         _current.reset(token)
 
 
-def engine_facts(user: UserModelNamespace) -> dict[str, str]:
-    """Return what the namespace has to hold of the engine beside vLLM's summary, by name."""
+def engine_facts(user: UserModelNamespace, *, is_canonical: bool = False) -> dict[str, str]:
+    """Return what the namespace has to hold of the engine beside vLLM's summary, by name.
+
+    With a canonical layout it has nothing that only tells how the model is split.
+    """
     found = _current.get()
     if found is None:
         raise ConfigError(
@@ -97,7 +102,8 @@ def engine_facts(user: UserModelNamespace) -> dict[str, str]:
         )
     config, kv_cache = found
     _check_user_namespace(config, user)
-    sections = {"kv_cache": [_spec(group) for group in kv_cache.kv_cache_groups], **_sections(config)}
+    kept = [_spec(group, is_canonical=is_canonical) for group in kv_cache.kv_cache_groups]
+    sections = {"kv_cache": kept, **_sections(config)}
     variables = counting_variables(_VARIABLES, VARIABLES)
     sections["variables"] = variables
     facts = {
@@ -181,11 +187,12 @@ def _weights(model: Any, load: Any, user: UserModelNamespace) -> str:
     return user.named_weights("vLLM", model.model_weights or model.model, load_format, LOCATION)
 
 
-def _spec(group: Any) -> dict[str, object]:
+def _spec(group: Any, *, is_canonical: bool) -> dict[str, object]:
     """Return how a group's layers keep their states; a worker may have a spec a layer where the scheduler has one."""
     spec = group.kv_cache_spec
     spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
-    fields = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
+    names = {each.name for each in dataclasses.fields(spec)} - (_OF_ONE_RANK if is_canonical else set())
+    fields = {name: getattr(spec, name) for name in names}
     return {"class": type(spec), **{name: str(value) for name, value in fields.items()}}
 
 
@@ -257,7 +264,7 @@ def namespace_of(
     user = validate(VllmNamespace, {} if said is None else said, (LOCATION,))
     stages = stages or [stage_of(config)]
     facts = {
-        **engine_facts(user),
+        **engine_facts(user, is_canonical=config.canonical_layout),
         "engine": "vllm",
         "rows": row_layout,
         "tokens_per_hash": str(config.cache.tokens_per_hash),
@@ -289,18 +296,44 @@ def namespace_of(
 
 
 def has_one_part(config: Any) -> bool:  # Any: vLLM's OffloadingConfig
-    """Return whether all tensor parallel ranks have the same bytes of a block, so that one part of a row is enough.
+    """Return whether a row has one part for all tensor parallel ranks, whose bytes do not depend on their number.
 
-    vLLM finds that for several ranks. One rank has the same bytes as each of several if all of its layers are latent.
+    It has with a canonical layout, and where vLLM finds that all ranks have the same bytes. One rank has the same bytes
+    as each of several if all of its layers are latent.
     """
-    if config.replicated_layout:
+    if config.canonical_layout or config.replicated_layout:
         return True
+    specs = _layer_specs()
+    return config.parallel.world_size == 1 and bool(specs) and all(map(_is_latent, specs))
+
+
+def canonical_shards(config: Any) -> int:  # Any: vLLM's OffloadingConfig
+    """Return of how many ranks' pages a canonical page consists.
+
+    Raises:
+        ConfigError: vLLM has no canonical layout for the model or its split.
+    """
+    parallel, specs = config.parallel, _layer_specs()
     found = _current.get()
-    if config.parallel.world_size > 1 or found is None:
-        return False
-    engine, kv_cache = found
-    specs = [spec for group in kv_cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
-    return engine.model_config.use_mla and all(getattr(each, "max_tp_shards", None) == 1 for each in specs)
+    heads = 0 if found is None else found[0].model_config.get_total_num_kv_heads()
+    shards = {1 if _is_latent(each) else min(parallel.tp_size, heads) for each in specs}
+    if not parallel.is_parallelism_agnostic or parallel.world_size != parallel.tp_size or len(shards) != 1:
+        raise ConfigError(
+            "vLLM has no canonical layout for this model and split: it has none for recurrent states, pipeline stages, "
+            "context parallelism, scales of tokens, and latent attention beside another; leave canonical_layout out",
+            location="kv_connector_extra_config.canonical_layout",
+        )
+    return shards.pop()
+
+
+def _layer_specs() -> list[Any]:  # Any: vLLM's KVCacheSpec
+    found = _current.get()
+    groups = [] if found is None else found[1].kv_cache_groups
+    return [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
+
+
+def _is_latent(spec: Any) -> bool:
+    return getattr(spec, "max_tp_shards", None) == 1
 
 
 def chunk_tokens(config: Any) -> int:  # Any: vLLM's OffloadingConfig

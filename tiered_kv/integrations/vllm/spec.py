@@ -25,6 +25,7 @@ from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.integrations.vllm.engine import (
     ROW_LAYOUT,
     Stage,
+    canonical_shards,
     check_chunks,
     check_stages,
     chunk_tokens,
@@ -123,14 +124,15 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         if self._worker is None:
             rank = self.config.parallel.rank
             file = self._join(worker_party(rank))
-            self._worker = HandlerWorker(self._shared.open_handlers(our_caches(kv_caches), rank, file=file))
+            caches = our_caches(kv_caches, is_canonical=self.config.canonical_layout)
+            self._worker = HandlerWorker(self._shared.open_handlers(caches, rank, file=file))
         return self._worker
 
     def _share(self, ranks: Sequence[Rank]) -> SharedStack:
         return SharedStack(
             stack_config(self.config, ranks),
             name=f"tiered-kv-{self.config.engine_id}",
-            bytes_per_worker=max(rank.chunk_bytes for rank in ranks),
+            bytes_per_worker=_part_bytes(self.config, ranks),
             num_workers=len(ranks),
             num_parts=_parts_of(self.config, ranks),
             block_size_factor=self.config.cache.blocks_per_chunk,
@@ -185,8 +187,6 @@ def _check_options(extra: Mapping[str, object]) -> None:
 def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) -> StackConfig:
     if "block" in raw:
         raise ConfigError("vLLM sets the size of a block; leave this out", location="block")
-    if config.canonical_layout:
-        raise ConfigError("canonical_layout is for vLLM's own worker; leave it out", location=_EXTRA)
     if raw.get("events") is not None:
         message = "vLLM publishes the events of all tiers with its own (--kv-events-config); leave this out"
         raise ConfigError(message, location="events")
@@ -195,7 +195,7 @@ def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) ->
         raise ConfigError("a model with several KV cache groups cannot be audited; leave this out", location="audit")
     environ = environment(config)
     said = fill_variables({"namespace": raw.get("namespace")}, environ)["namespace"]
-    row_bytes = max(rank.chunk_bytes for rank in ranks) * _parts_of(config, ranks)
+    row_bytes = _part_bytes(config, ranks) * _parts_of(config, ranks)
     block = {"bytes": -(-row_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES, "tokens": chunk_tokens(config)}
     stages = list(dict.fromkeys(rank.stage for rank in ranks))  # vLLM numbers the workers of a stage one by one
     namespace = namespace_of(config, said, row_layout=ROW_LAYOUT, stages=stages)
@@ -204,6 +204,11 @@ def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) ->
 
 def _parts_of(config: Any, ranks: Sequence[Rank]) -> int:
     return 1 if has_one_part(config) else len(ranks)
+
+
+def _part_bytes(config: Any, ranks: Sequence[Rank]) -> int:
+    shards = canonical_shards(config) if config.canonical_layout else 1
+    return shards * max(rank.chunk_bytes for rank in ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +257,10 @@ class TieredKVTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM 
         if self._worker is not None:
             return self._worker
         if self.config.canonical_layout:
-            raise ConfigError("canonical_layout is for vLLM's own worker; use its TieringOffloadingSpec")
+            raise ConfigError(
+                "below vLLM's tiering canonical_layout is for vLLM's own worker; use its TieringOffloadingSpec, or our "
+                "TieredKVOffloadingSpec"
+            )
         rank = 0 if self.replicated_layout else self.config.parallel.rank
         # vLLM's class creates and removes the file that its scheduler maps; `PrimaryRegion` maps it, too.
         shared = SharedOffloadRegion(
@@ -280,13 +288,26 @@ class TieredKVTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM 
         return self._worker
 
 
-def our_caches(kv_caches: Any) -> CanonicalKVCaches:  # Any: vLLM's CanonicalKVCaches
-    """Return vLLM's caches as our type, without the mapping to a canonical layout, which is refused."""
+def our_caches(kv_caches: Any, *, is_canonical: bool = False) -> CanonicalKVCaches:  # Any: vLLM's CanonicalKVCaches
+    """Return vLLM's caches as our type, with vLLM's mapping to a canonical layout if it is wanted.
+
+    Raises:
+        ConfigError: vLLM has no such mapping for a layer.
+    """
+    refs = [ref for group in kv_caches.group_data_refs for ref in group]
+    if is_canonical and not all(ref.mapping and ref.mapping.parallelism_agnostic for ref in refs):
+        raise ConfigError(
+            "vLLM has no canonical layout for the KV cache of this attention backend; leave canonical_layout out",
+            location=f"{_EXTRA}.canonical_layout",
+        )
     return CanonicalKVCaches(
         tensors=[CanonicalKVCacheTensor(each.tensor, each.page_size_bytes) for each in kv_caches.tensors],
         group_data_refs=[
-            [CanonicalKVCacheRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
-            for refs in kv_caches.group_data_refs
+            [
+                CanonicalKVCacheRef(ref.tensor_idx, ref.page_size_bytes, ref.mapping if is_canonical else None)
+                for ref in group
+            ]
+            for group in kv_caches.group_data_refs
         ],
     )
 
