@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +57,43 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
 def test_the_units_and_the_image_start_the_server_alike() -> None:
     service, socket = ((SERVE / f"tiered-kv.{kind}").read_text().splitlines() for kind in ("service", "socket"))
     (start,) = (line for line in service if line.startswith("ExecStart="))
-    assert start == f"ExecStart=/opt/tiered-kv/bin/tiered-kv {' '.join(COMMAND)}"
+    assert start == f"ExecStart=/opt/tiered-kv/bin/tiered-kv {' '.join(COMMAND)} $TIERED_KV_OPTIONS"
     assert "Type=notify" in service
     assert f"ListenSequentialPacket={SOCKET}" in socket
     steps = dict(instructions(SERVE / "Dockerfile"))
-    assert json.loads(steps["ENTRYPOINT"]) + json.loads(steps["CMD"]) == start.removeprefix("ExecStart=").split()
+    assert json.loads(steps["ENTRYPOINT"]) == ["/opt/tiered-kv/bin/tiered-kv"]
+    assert json.loads(steps["CMD"]) == COMMAND
     assert int(steps["EXPOSE"]) == PORT
     assert steps["USER"] == "10001:10001"
+
+
+@pytest.mark.skipif(shutil.which("systemd-socket-activate") is None, reason="systemd is not installed")
+def test_a_connection_starts_the_server_which_says_that_it_is_ready_and_leaves_the_socket(tmp_path: Path) -> None:
+    stack, path = tmp_path / "stack.yaml", tmp_path / "cache.sock"
+    stack.write_text("primary: {capacity: 1MiB}\n")
+    program = "from tiered_kv.cli import main; raise SystemExit(main())"
+    serve = [sys.executable, "-c", program, "serve", str(stack), "--socket", str(path)]
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as states,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as engine,
+    ):
+        states.bind(str(tmp_path / "notify"))
+        states.settimeout(60.0)
+        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        options = [f"--setenv={name}={text}" for name, text in environment.items()]
+        command = ["systemd-socket-activate", "--seqpacket", f"--listen={path}", *options, *serve]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+            try:
+                end_s = time.monotonic() + 60.0
+                while engine.connect_ex(str(path)) and time.monotonic() < end_s:
+                    time.sleep(0.01)
+                assert states.recv(99) == b"READY=1"
+                server.terminate()
+                assert states.recv(99) == b"STOPPING=1"
+                assert server.wait(60.0) == 0
+            finally:
+                server.kill()
+    assert path.is_socket(), "systemd still listens there"
 
 
 @pytest.mark.slow

@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Status:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    listener, where = _listener(args.socket, is_shared=bool(args.allow_user))
+    passed = _passed_listener()
+    listener = passed or _listener(args.socket, is_shared=bool(args.allow_user))
+    where = str(listener.getsockname())
     try:
         namespaces = Namespaces(args.stack, args.namespaces)
         namespaces.open_own()
@@ -69,21 +71,25 @@ def run(args: argparse.Namespace) -> Status:
         server.serve()
     finally:
         _notify("STOPPING=1")
-        if args.socket is not None:
+        if passed is None:  # else systemd still listens there, and starts a server for the next engine
             Path(where).unlink(missing_ok=True)
     return Status.OK
 
 
-def _listener(path: Path | None, *, is_shared: bool) -> tuple[socket.socket, str]:
-    """Return the socket to listen on, systemd's or a new one, and its path."""
-    if os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1":
-        passed = socket.socket(fileno=_FIRST_PASSED_FD)
-        if passed.family is not socket.AF_UNIX or passed.type is not socket.SOCK_SEQPACKET:
-            raise ConfigError("expected a unix socket of packets; write ListenSequentialPacket= in the socket unit")
-        return passed, str(passed.getsockname())
+def _passed_listener() -> socket.socket | None:
+    """Return the socket that systemd has made, if it has started this process for one."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()) or os.environ.get("LISTEN_FDS") != "1":
+        return None
+    passed = socket.socket(fileno=_FIRST_PASSED_FD)
+    if passed.family is not socket.AF_UNIX or passed.type is not socket.SOCK_SEQPACKET:
+        raise ConfigError("expected a unix socket of packets; write ListenSequentialPacket= in the socket unit")
+    return passed
+
+
+def _listener(path: Path | None, *, is_shared: bool) -> socket.socket:
     if path is None:
         raise ConfigError("expected the path of the socket", location="--socket")
-    return listen(path, mode=0o666 if is_shared else 0o600), str(path)
+    return listen(path, mode=0o666 if is_shared else 0o600)
 
 
 def _notify(state: str) -> None:
