@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,12 +44,21 @@ def content_of(key: OffloadKey) -> bytes:
 
 
 @contextmanager
-def serving(directory: Path, stack: dict[str, object] | None = None, namespaces: int = 1) -> Iterator[Served]:
-    """Serve a stack at `directory`/cache.sock."""
+def serving(
+    directory: Path,
+    stack: dict[str, object] | None = None,
+    namespaces: int = 1,
+    *,
+    never_ends: bool = False,
+) -> Iterator[Served]:
+    """Serve a stack at `directory`/cache.sock.
+
+    With `never_ends` no process of a client ends: it is the test's own.
+    """
     path = directory / "cache.sock"
     opened = Namespaces(stack or stack_of(), namespaces)
     opened.open_own()
-    server = CacheServer(listen(path), opened)
+    server = CacheServer(listen(path), opened, pidfd_of=(lambda *_: os.eventfd(0)) if never_ends else None)
     thread = threading.Thread(target=server.serve)
     thread.start()
     served = Served(f"unix:{path}", server, opened)

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         ("tiered-kv serve stack.yaml --socket /run/tiered-kv/cache.sock", "until Ctrl-C, or SIGTERM"),
         (
-            "tiered-kv serve stack.yaml --socket /run/tiered-kv/cache.sock --namespaces 2 --allow-user vllm",
+            "tiered-kv serve stack.yaml --socket /run/tiered-kv/cache.sock --namespaces 2 --allow-user nobody",
             "for two models, and for engines of another user",
         ),
     )

@@ -310,8 +310,10 @@ class AttachedManager(OffloadingManager):
             for message in link.channel.receive(PACKETS_A_TURN):
                 self._heard_s, self._is_silent = None, False
                 self._handle(message, link)
-            if self._heard_s is not None and self._now_s - self._heard_s > link.welcome.answer_s:
+            is_late = self._heard_s is not None and self._now_s - self._heard_s > link.welcome.answer_s
+            if is_late and not self._is_silent:
                 self._is_silent = True
+                link.channel.add(protocol.PING)  # its answer ends the silence, whatever became of the questions
             link.channel.flush()
         except TieredKVError as error:
             self._lose(str(error))

@@ -1,0 +1,196 @@
+"""Engines and servers are killed and stopped, and send garbage: nothing of the others is lost, wrong, or waits."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.host_server import Engine, Served, keys_of, serving, stack_of, wait_for
+from tiered_kv.server import protocol
+
+ROOT = Path(__file__).parents[2]
+KEYS = keys_of(12)
+
+
+@contextmanager
+def child(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a program of this project, and kill it at the end."""
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+@contextmanager
+def engine_process(served: Served, name: str, seed: int = 1) -> Iterator[subprocess.Popen[str]]:
+    with child("-m", "tests.support.host_engine", served.address, name, str(seed)) as process:
+        assert line_of(process)
+        yield process
+
+
+@contextmanager
+def server_process(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    (directory / "stack.yaml").write_text(yaml.safe_dump(stack_of()))
+    program = "import sys; from tiered_kv.cli import main; sys.exit(main())"
+    with child("-c", program, "serve", f"{directory}/stack.yaml", "--socket", f"{directory}/cache.sock") as process:
+        assert "serving" in line_of(process)
+        yield process
+
+
+def test_rows_of_a_killed_engine_are_free(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        with engine_process(served, "first") as process:
+            wait_for(served.rows_in_use)
+            process.kill()
+            wait_for(lambda: not served.rows_in_use())
+        assert served.engine().store(KEYS) is not None
+
+
+def test_an_engine_that_is_stopped_keeps_its_rows(tmp_path: Path) -> None:
+    with serving(tmp_path) as served, engine_process(served, "first") as process:
+        process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: Path(f"/proc/{process.pid}/stat").read_text().split()[2] == "T")
+        held = served.rows_in_use()
+        other = served.engine()
+        for first in range(1000, 1100, 10):
+            other.store(keys_of(10, first))
+        other.close()
+        served.engines.remove(other)
+        wait_for(lambda: served.count(lambda host: len(host.sessions)) == 1)
+        assert served.rows_in_use() == held
+        process.send_signal(signal.SIGCONT)
+        assert all(line_of(process) for _ in range(20))  # it would end at a wrong byte
+
+
+def test_an_engine_goes_on_while_the_server_is_stopped(tmp_path: Path) -> None:
+    with server_process(tmp_path) as process:
+        engine = Engine(f"unix:{tmp_path}/cache.sock", "first")
+        engine.store(KEYS)
+        assert engine.load(KEYS) == len(KEYS)
+        process.send_signal(signal.SIGSTOP)
+        context = engine.begin()
+        engine.manager.prefetch(KEYS, context)
+        assert engine.look_up(KEYS, context) == 0  # after a second
+        engine.end(context)
+        began_s = time.thread_time()
+        for _ in range(50):
+            assert engine.load(keys_of(5, first=300)) == 0  # at once
+        assert time.thread_time() - began_s < 1
+        process.send_signal(signal.SIGCONT)
+        engine.step_until(lambda: engine.manager.is_attached)
+        assert engine.load(KEYS) == len(KEYS)
+        engine.close()
+
+
+def test_an_engine_attaches_again_after_the_server_was_killed(tmp_path: Path) -> None:
+    with server_process(tmp_path):
+        engine = Engine(f"unix:{tmp_path}/cache.sock", "first")
+        engine.store(KEYS)
+    assert engine.load(KEYS) == 0
+    with server_process(tmp_path):
+        engine.step_until(lambda: engine.manager.is_attached)
+        engine.store(KEYS)
+        assert engine.load(KEYS) == len(KEYS)
+        engine.close()
+
+
+def test_a_forked_child_changes_nothing_for_its_parent(tmp_path: Path) -> None:
+    with server_process(tmp_path):
+        engine = Engine(f"unix:{tmp_path}/cache.sock", "first")
+        engine.store(KEYS)
+        pid = os.fork()
+        if not pid:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert engine.load(KEYS) == len(KEYS)
+        engine.close()
+
+
+@pytest.mark.slow
+def test_many_kills_lose_no_row_and_spoil_no_byte(tmp_path: Path) -> None:
+    chosen = random.Random(7)
+    nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
+    with serving(tmp_path, stack_of(rows=128, secondary=[nvme])) as served:
+        survivor = served.engine()
+        for number in range(100):
+            with engine_process(served, f"engine-{number}", number) as process:
+                for _ in range(chosen.randrange(5)):
+                    assert line_of(process)
+                survivor.store(keys_of(8, chosen.randrange(100)))
+                survivor.load(keys_of(8, chosen.randrange(100)))
+                process.kill()
+        survivor.close()
+        served.engines.clear()
+        wait_for(lambda: not served.count(lambda host: len(host.sessions)))
+        primary = served.host.manager.primary
+        wait_for(lambda: not served.count(lambda host: host.manager.jobs_in_flight))
+        assert served.count(lambda _: primary.backend.get_num_free_blocks() + len(primary.blocks)) == 128
+
+
+numbers = itertools.count()
+messages = st.tuples(
+    st.integers(0, 80), st.integers(0, 15), st.integers(0, 600), st.integers(0, 5), st.binary(max_size=200)
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    role=st.sampled_from(["scheduler", "worker", None]),
+    sent=st.lists(st.tuples(messages, st.sampled_from([None, 0, 1 << 31])), max_size=8),
+    last=st.binary(min_size=1, max_size=2000),
+)
+def test_a_client_that_sends_garbage_harms_nobody(
+    garbage_server: tuple[Served, Engine], role: str | None, sent: list[tuple[Any, int | None]], last: bytes
+) -> None:
+    served, honest = garbage_server
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(20)
+        sock.connect(served.address.removeprefix("unix:"))
+        if role is not None:
+            body = protocol.to_json(protocol.Hello(f"garbage-{next(numbers)}", role))
+            sock.send(protocol.HEADER.pack(protocol.HELLO, 0, 0, 0, len(body)) + body)
+            _, fds, _, _ = socket.recv_fds(sock, 1 << 16, 2)
+            for fd in fds:
+                os.close(fd)
+        with suppress(BrokenPipeError, ConnectionResetError):  # the server has closed the connection
+            for (code, flags, items, number, body), size in sent:
+                sock.send(protocol.HEADER.pack(code, flags, items, number, len(body) if size is None else size) + body)
+            sock.send(last)
+    honest.step_until(lambda: honest.manager.is_attached)
+    assert (
+        honest.load(KEYS) == len(KEYS) or honest.manager.epoch > 0
+    )  # it may reset the namespace: then no block is left
+    if honest.manager.epoch:
+        honest.store(KEYS)
+
+
+@pytest.fixture
+def garbage_server(tmp_path: Path) -> Iterator[tuple[Served, Engine]]:
+    with serving(tmp_path, never_ends=True) as served:
+        honest = served.engine()
+        honest.store(KEYS)
+        yield served, honest
