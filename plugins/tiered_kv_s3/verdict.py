@@ -144,8 +144,7 @@ def sentence(url: str, reason: str, words: str, operation: str = "") -> str:
     problem, remedy = _IS_SAID.get(code) or _IS_SAID.get(reason) or ("fails", "")
     if any(each in words for each in _UNKNOWN_HOST):
         remedy = "correct the host in 'endpoint_url', or this machine's DNS"
-    said = words if reason in set(Verdict) or not words else f"{reason}: {words}"
-    detail = said or (reason if reason not in _IS_SAID else "")
+    detail = words if reason in set(Verdict) else ": ".join(filter(None, (reason, words)))
     problem += f" to {operation}" if operation and problem == "refuses the request" else ""
     return f"the bucket {url} {problem}" + (f" ({detail})" if detail else "") + (f"; {remedy}" if remedy else "")
 
