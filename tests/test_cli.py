@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -236,11 +237,14 @@ def test_bench_measures_every_tier(tmp_path: Path, command: Command) -> None:
         assert tier["type"] == tier["name"]
         assert (tier["block_bytes"], tier["batch"], tier["verified_blocks"]) == (4096, 16, 200)
         assert tier["store_gb_per_s"] > 0
+        assert all(each["store_cores"] > 0 and each["load_cores"] > 0 for each in tier["rounds"])
         assert tier["load_gb_per_s"] > 0
         assert {"p50", "p99"} <= set(tier["lookup_us"])
     text = command.out(*bench, "--rounds", "2", "--tier", "memory")
     assert "memory" in text
     assert "800KiB" in text  # what it wrote
+    assert re.search(r"cores busy +lookup \(p99\)", text), "what limits the rates stands beside them"
+    assert re.search(r"[\d.]+ / [\d.]+ +[\d.]+[num]?s \([\d.]+[num]?s\)", text)
     assert "no secondary tier 'tape'; it has nvme, memory" in command.err(*bench, "--tier", "tape")
     assert "no secondary tier" in command.err("bench", stack_file(tmp_path))
 

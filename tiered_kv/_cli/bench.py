@@ -10,7 +10,7 @@ from dataclasses import asdict
 from tiered_kv._cli.arguments import describe_use, positive_int
 from tiered_kv._cli.measuring import add_report_argument, start_report, write_report
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
-from tiered_kv._cli.report.bench_page import BENCH_COLUMNS, bench_page, bench_remarks, bench_rows
+from tiered_kv._cli.report.bench_page import BENCH_COLUMNS, BENCH_LIMITS, bench_page, bench_remarks, bench_rows
 from tiered_kv._cli.report.page import Run, quantity
 from tiered_kv._cli.stacks import OWN_MODEL, add_stack_arguments, operated_stack, purge_own, tier_error_text
 from tiered_kv.config.settings import TierSettings
@@ -125,6 +125,6 @@ def _show(stack: str, results: list[TierBench], settings: BenchSettings) -> None
     )
     rounds = quantity(settings.rounds, "round")
     if any(each.is_measured for each in results):
-        print_text(f"Medians (and spreads) of {rounds}; each tier was given {written} of new blocks.")
+        print_text(f"Medians (and spreads) of {rounds}; each tier was given {written} of new blocks. {BENCH_LIMITS}")
     for line in bench_remarks(results):
         print_text(line)

@@ -44,10 +44,12 @@ class BenchSettings:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Throughput of one round in 1e9 bytes per second, of the blocks that succeeded."""
+    """Throughput of one round in 1e9 bytes per second, of the blocks that succeeded, and the cores it kept busy."""
 
     store_gb_per_s: float
     load_gb_per_s: float
+    store_cores: float
+    load_cores: float
 
 
 @dataclass(slots=True)
@@ -126,12 +128,14 @@ class _Bench:
         context = ReqContext(req_id=f"bench-{self._token.hex()}-{number}")
         self._tier.on_new_request(context)
         self._content.fill(self._rows, range(blocks), ids)
-        stored, store_s = self._transfer(self._tier.submit_store, keys, range(blocks), context, is_load=False)
+        stored, store_s, store_cores = self._transfer(
+            self._tier.submit_store, keys, range(blocks), context, is_load=False
+        )
         self._result.failed_stores += blocks - len(stored)
         self._measure_lookups([keys[row] for row in stored[:: max(1, len(stored) // _LOOKUPS_MAX)]], context)
         # Bytes that the store left in the region must not count as loaded.
         self._rows[:blocks] = 0
-        loaded, load_s = self._transfer(
+        loaded, load_s, load_cores = self._transfer(
             self._tier.submit_load, [keys[row] for row in stored], stored, context, is_load=True
         )
         self._result.failed_loads += len(stored) - len(loaded)
@@ -139,7 +143,8 @@ class _Bench:
         self._result.corrupt_blocks += len(wrong)
         self._result.verified_blocks += len(loaded) - len(wrong)
         self._tier.on_request_finished(context)
-        self._result.rounds.append(Round(self._rate(stored, store_s), self._rate(loaded, load_s)))
+        rates = self._rate(stored, store_s), self._rate(loaded, load_s)
+        self._result.rounds.append(Round(*rates, store_cores, load_cores))
 
     @property
     def is_measured(self) -> bool:
@@ -165,8 +170,8 @@ class _Bench:
         context: ReqContext,
         *,
         is_load: bool,
-    ) -> tuple[list[int], float]:
-        """Submit all blocks as jobs and wait; return the rows that succeeded, and the seconds."""
+    ) -> tuple[list[int], float, float]:
+        """Submit all blocks as jobs and wait; return the rows that succeeded, the seconds, and the cores in use."""
         deadline_s = time.monotonic() + self._settings.timeout_s
         jobs = []
         for first in range(0, len(keys), self._settings.batch):
@@ -174,7 +179,7 @@ class _Bench:
             block_ids = np.array(rows[chunk], dtype=np.int64)
             jobs.append(JobMetadata(next(self._job_ids), keys[chunk], block_ids, is_load, context, deadline_s))
         succeeded: list[int] = []
-        started_s = time.perf_counter()
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
         for job in jobs:
             submit(job)
         self._tier.on_schedule_end()
@@ -192,7 +197,8 @@ class _Bench:
             if pending:
                 operation = "load" if is_load else "store"
                 self._wait_until(deadline_s, operation, f"{len(pending)} {operation} jobs")
-        return succeeded, time.perf_counter() - started_s
+        seconds = time.perf_counter() - started_s
+        return succeeded, seconds, round((time.process_time() - started_cpu_s) / seconds, 2)
 
     def _measure_lookups(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
         for key in keys:

@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from tiered_kv._cli.report import figures, page
-from tiered_kv._cli.report.figures import Html, card, draw, element, table
+from tiered_kv._cli.report.figures import Html, card, draw, element, shown_us, table
 from tiered_kv._cli.report.page import Run, figure, quantity, section, tile
 from tiered_kv.config.units import format_bytes
 from tiered_kv.workload.bench import POLL_S, BenchSettings, TierBench
@@ -21,7 +21,11 @@ _LEAST_US: Final = 0.1
 """Shorter lookups are drawn here, since a logarithmic scale has no 0."""
 _RING: Final[dict[str, Any]] = {"color": figures.SURFACE, "markeredgecolor": figures.INK}  # Any: as matplotlib has it
 _DIRECTIONS: Final = {"store": figures.tier_color(0), "load": figures.tier_color(1)}
-BENCH_COLUMNS: Final = ("tier", "store GB/s", "load GB/s", "lookup us (p99)", "wrong")
+BENCH_COLUMNS: Final = ("tier", "store GB/s", "load GB/s", "cores busy", "lookup (p99)", "wrong")
+BENCH_LIMITS: Final = (
+    "Cores that this process kept busy while it stored, and loaded, say what limits a rate: from about 1 on, the "
+    "processor (checksums, codecs, copies); well below, the storage, or other programs that use the processor."
+)
 
 
 def bench_page(run: Run, results: Sequence[TierBench], settings: BenchSettings) -> str:
@@ -44,7 +48,8 @@ def bench_rows(results: Sequence[TierBench]) -> list[list[str]]:
         [
             each.name if each.name == each.type else f"{each.name} ({each.type})",
             *(_rate(_rounds(each, direction)) if each.is_measured else "-" for direction in _DIRECTIONS),
-            f"{each.lookup_us.p50:,.1f} ({each.lookup_us.p99:,.1f})" if each.is_measured else "-",
+            " / ".join(_cores(each, direction) for direction in _DIRECTIONS) if each.is_measured else "-",
+            f"{shown_us(each.lookup_us.p50)} ({shown_us(each.lookup_us.p99)})" if each.is_measured else "-",
             f"{each.corrupt_blocks:,}" if each.is_measured else "-",
         ]
         for each in results
@@ -85,9 +90,10 @@ def _tiles(results: Sequence[TierBench]) -> Iterator[Html]:
     fastest = "" if len(results) == 1 else "fastest "
     for direction in _DIRECTIONS:
         best = max(results, key=lambda each: median(_rounds(each, direction)))
-        yield tile(_gb(median(_rounds(best, direction))), "GB/s", f"{fastest}{direction}: {best.name}")
+        name = f"{fastest}{direction}: {best.name}, with {_cores(best, direction)} cores busy"
+        yield tile(_gb(median(_rounds(best, direction))), "GB/s", name)
     quick = min(results, key=lambda each: each.lookup_us.p99)
-    yield tile(f"{quick.lookup_us.p99:,.1f}", "us", f"{fastest}lookup (99th percentile): {quick.name}")
+    yield tile(shown_us(quick.lookup_us.p99), "", f"{fastest}lookup (99th percentile): {quick.name}")
     corrupt = sum(each.corrupt_blocks for each in results)
     yield tile(f"{sum(each.verified_blocks for each in results):,}", "", "blocks loaded and right")
     yield tile(f"{corrupt:,}", "", "blocks loaded and wrong", is_bad=corrupt > 0)
@@ -112,7 +118,7 @@ def _speed(results: Sequence[TierBench], settings: BenchSettings) -> Html:
     ]
     about = (
         f"The median of {quantity(settings.rounds, 'round')}, and the slowest and the fastest of them. Rates are of "
-        "the blocks that succeeded, from the first submission to the last report; 1 GB is 1e9 bytes."
+        f"the blocks that succeeded, from the first submission to the last report; 1 GB is 1e9 bytes. {BENCH_LIMITS}"
     )
     return section(
         "How fast each tier is",
@@ -146,11 +152,15 @@ def _lookups(results: Sequence[TierBench]) -> Html:
             axes.plot([p50], [row], "o", color=figures.INK, markersize=7)
             axes.plot([longest], [row], "o", **_RING, markersize=6)
         axes.margins(x=0.08)
-        figures.plain_log(axes.xaxis)
-        axes.set_xlabel("time of a lookup (us)")
+        figures.plain_log(axes.xaxis, shown_us)
+        axes.set_xlabel("time of a lookup")
         _rows(axes, results)
 
     return draw("lookups", "Time of a lookup in each tier", plot, height_in=_height_in(results))
+
+
+def _cores(result: TierBench, direction: str) -> str:
+    return f"{median(getattr(each, f'{direction}_cores') for each in result.rounds):.1f}"
 
 
 def _rounds(result: TierBench, direction: str) -> list[float]:
