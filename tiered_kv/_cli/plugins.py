@@ -77,7 +77,9 @@ def _codecs() -> list[list[str]]:
     for name, (about, libraries) in _CODECS.items():
         missing = [extra for library, extra in libraries.items() if find_spec(library) is None]
         extras = ", ".join(libraries.values())
-        needs = f"pip install '.[{','.join(missing)}]'" if missing else f"{extras}: installed" if extras else "nothing"
+        needs = f"{extras}: installed" if extras else "nothing"
+        if missing:
+            needs = f"pip install 'tiered-kv[{','.join(missing)}]'"
         rows.append([name, about, needs])
     return rows
 
