@@ -111,6 +111,7 @@ def test_the_image_s_steps_make_a_server_that_is_not_root(tmp_path: Path) -> Non
     assert printed["id"].startswith("uid=10001(tiered-kv) gid=10001(tiered-kv)")
     assert printed["tiers"].startswith("/opt/tiered-kv/lib/")
     assert printed["modes"].splitlines() == ["750 10001:10001 /run/tiered-kv", "700 10001:10001 /var/lib/tiered-kv"]
+    assert printed["status"] == 0
 
 
 @pytest.mark.parametrize("each", MANIFESTS, ids=[each["kind"] for each in MANIFESTS])

@@ -11,8 +11,10 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,7 @@ from pathlib import Path
 PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", sys.base_prefix)
 DEVICES = ("null", "zero", "random", "urandom")
 _SECONDS_MAX = 600
+_READY_S = 60.0
 
 
 @dataclass
@@ -130,9 +133,29 @@ def main() -> None:
                 "id": stage.run(["id"]),
                 "tiers": stage.run(["/opt/tiered-kv/bin/python3", "-c", _TIERS]),
                 "modes": stage.run(["stat", "-c", "%a %u:%g %n", "/run/tiered-kv", "/var/lib/tiered-kv"]),
+                "status": serve(stage),
             }
         )
     )
+
+
+def serve(stage: Stage) -> int:
+    """Start the image's server until its check of health is content, and end it as an engine of containers does."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]  # not the image's, since this machine may have a server there
+    folder = stage.root / "etc/tiered-kv"
+    folder.mkdir()
+    nvme = "{type: nvme, path: /var/lib/tiered-kv/blocks, capacity: 64MiB}"
+    text = f"primary: {{capacity: 1MiB}}\nsecondary: [{nvme}]\nmetrics: {{listen: '127.0.0.1:{port}'}}\n"
+    (folder / "stack.yaml").write_text(text)
+    health = [part.replace("9464", str(port)) for part in stage.health]
+    with stage.popen([*stage.entrypoint, *stage.command]) as server:
+        end_s = time.monotonic() + _READY_S
+        while stage.popen(health).wait(_READY_S) and time.monotonic() < end_s:
+            time.sleep(0.1)
+        assert (stage.root / "run/tiered-kv/cache.sock").is_socket()
+        server.terminate()
+        return server.wait(_READY_S)
 
 
 _TIERS = "import redis, boto3, aiofiles, prometheus_client, tiered_kv; print(tiered_kv.__file__)"

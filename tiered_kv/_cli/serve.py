@@ -9,7 +9,7 @@ import pwd
 import signal
 import socket
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -52,27 +52,28 @@ def run(args: argparse.Namespace) -> Status:
     passed = _passed_listener()
     listener = passed or _listener(args.socket, is_shared=bool(args.allow_user))
     where = str(listener.getsockname())
-    try:
+    with ExitStack() as undo:
+        undo.callback(listener.close)
         namespaces = Namespaces(args.stack, args.namespaces)
+        pages = namespaces.open_pages()
+        if pages is not None:
+            undo.callback(pages.close)
         namespaces.open_own()
         server = CacheServer(listener, namespaces, args.allow_user)
-    except BaseException:
-        listener.close()
-        raise
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: server.stop())
-    if args.json:
-        print_json({"socket": where, "pid": os.getpid()})
-    else:
-        print_text(f"serving {args.stack} at {where}")
-    sys.stdout.flush()
-    _notify("READY=1")
-    try:
-        server.serve()
-    finally:
-        _notify("STOPPING=1")
-        if passed is None:  # else systemd still listens there, and starts a server for the next engine
-            Path(where).unlink(missing_ok=True)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: server.stop())
+        if args.json:
+            print_json({"socket": where, "pid": os.getpid()})
+        else:
+            print_text(f"serving {args.stack} at {where}")
+        sys.stdout.flush()
+        _notify("READY=1")
+        try:
+            server.serve()
+        finally:
+            _notify("STOPPING=1")
+            if passed is None:  # else systemd still listens there, and starts a server for the next engine
+                Path(where).unlink(missing_ok=True)
     return Status.OK
 
 

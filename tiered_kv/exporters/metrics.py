@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
 
@@ -231,10 +231,25 @@ class StackCollector:
         return kind(series.name, about, labels=names)
 
 
-def exposition(collector: StackCollector) -> bytes:
-    """Return all metrics in Prometheus' text format 0.0.4."""
+def exposition(*collectors: StackCollector) -> bytes:
+    """Return all metrics in Prometheus' text format 0.0.4. Several collectors differ in their labels."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
+    registry.register(_Together(collectors))
     return generate_latest(registry)
+
+
+class _Together:
+    """Yields each family once, with the samples of all collectors."""
+
+    def __init__(self, collectors: Sequence[StackCollector]) -> None:
+        self._collectors = collectors
+
+    def collect(self) -> Iterable[Family]:
+        families: dict[str, Family] = {}
+        for family in itertools.chain.from_iterable(each.collect() for each in self._collectors):
+            known = families.setdefault(family.name, family)
+            if known is not family:
+                known.samples.extend(family.samples)
+        return families.values()

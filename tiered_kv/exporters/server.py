@@ -29,6 +29,7 @@ SILENCE_S: Final = 5.0
 LIFETIME_S: Final = 15.0
 """An older connection is closed when the next one comes."""
 _RETRY_S: Final = 0.1
+_DIGEST_CHARACTERS: Final = 12
 
 _log = logging.getLogger(__name__)
 
@@ -56,8 +57,49 @@ def routes_of(stack: Observed) -> Routes:
         "/metrics": lambda _: Body(exposition(collector), CONTENT_TYPE),
         "/status": lambda _: _json(status(stack)),
         "/explain": lambda query: _json(explain_query(stack, query)),
-        "/healthz": lambda _: _text("ok"),
+        **HEALTH,
     }
+
+
+HEALTH: Final[Routes] = {"/healthz": lambda _: _text("ok")}
+
+
+def routes_of_all(stacks: Callable[[], Mapping[str, Observed]]) -> Routes:
+    """Return the pages of several stacks, by the digests of their namespaces. Which stacks are open may change.
+
+    `/metrics` has all of them, with a label `namespace` if there are several. The others take a query `namespace`, the
+    first characters of a digest.
+
+    Raises:
+        MissingExtraError: `prometheus_client` is not installed.
+    """
+    StackCollector(dict)
+
+    def metrics(_: Query) -> Body:
+        found = stacks()
+        collectors = [
+            StackCollector(
+                stack.counters,
+                labels={"namespace": digest[:_DIGEST_CHARACTERS]} if len(found) > 1 else None,
+                secrets=stack.config.secret_texts(),
+            )
+            for digest, stack in found.items()
+        ]
+        return Body(exposition(*collectors), CONTENT_TYPE)
+
+    def of_one(path: str) -> Callable[[Query], Body]:
+        def page(query: Query) -> Body:
+            start = "".join(query.get("namespace", []))
+            found = stacks()
+            chosen = [stack for digest, stack in found.items() if digest.startswith(start)]
+            if len(chosen) != 1:
+                digests = " ".join(digest[:_DIGEST_CHARACTERS] for digest in found) or "none yet, as no engine attached"
+                raise ConfigError(f"expected a query 'namespace' that begins one of the open namespaces: {digests}")
+            return routes_of(chosen[0])[path]({name: texts for name, texts in query.items() if name != "namespace"})
+
+        return page
+
+    return {"/metrics": metrics, "/status": of_one("/status"), "/explain": of_one("/explain"), **HEALTH}
 
 
 class StatusServer(ThreadingTCPServer):

@@ -23,6 +23,8 @@ GRANT_MAX_SHARE: Final = 4
 LEASE_SHARE: Final = 2
 """All leases of a session are for one row in so many at most."""
 ANSWER_S: Final = 1.0
+FREE_MEMORY_S: Final = 5.0
+"""How long to wait for memory of a killed server, which engines unmap when they see its end."""
 
 
 class HostBackend(CPUBackend):
@@ -79,7 +81,10 @@ class Host:
                 config.block.bytes,
                 huge_pages=settings.huge_pages,
                 numa_node=settings.numa_node,
+                wait_s=FREE_MEMORY_S,
             )
+            if settings.prefault:
+                region.prefault()
             self._backend = HostBackend(region, self.generations)
             self.stack = EngineStack(config, backend=self._backend)
         except BaseException:
@@ -92,13 +97,17 @@ class Host:
         self._tiers = {name: number for number, name in enumerate(self.stack.tier_names, 1)}
 
     @property
+    def region(self) -> HostRegion:
+        return self._backend.region
+
+    @property
     def epoch(self) -> int:
         return self.manager.primary.epoch
 
     @property
     def fds(self) -> list[int]:
         """Descriptors of the rows and of their generations."""
-        return [self._backend.region.fd, self.generations.fd]
+        return [self.region.fd, self.generations.fd]
 
     @property
     def is_busy(self) -> bool:

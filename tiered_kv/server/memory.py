@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import threading
@@ -45,6 +46,7 @@ _MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
 _SHMEM_ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _HUGE_PAGES: Final = Path("/sys/kernel/mm/hugepages")
 
+_log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.mmap.restype = ctypes.c_void_p
@@ -114,24 +116,21 @@ class HostRegion(PrimaryRegion):
     def prefault(self, threads: int = _PREFAULT_THREADS, on_progress: Progress | None = None) -> None:
         """Start to allocate all pages in the background, so that later no engine's copy waits for a page. Call it once.
 
-        Rows may be used meanwhile: their bytes do not change. Before Linux 5.14 it does nothing.
+        Rows may be used meanwhile: their bytes do not change. Before Linux 5.14, or if the system gives no thread, a page
+        is allocated with its first use.
 
         Args:
             threads: Threads that do so; the time is the kernel's, which clears the pages.
             on_progress: Called on these threads, one call after another.
-
-        Raises:
-            ResourceError: The system gives no thread.
         """
         self._chunks.extend(range(0, self._size_bytes, PREFAULT_BYTES))
         address = self.array.ctypes.data
-        try:
+        with suppress(ResourceError):
             for number in range(threads):
                 name = f"tiered-kv-prefault-{number}"
                 self._threads.append(start_thread(self._populate, name, address, on_progress))
-        except ResourceError:
-            if not self._threads:
-                raise
+        if not self._threads:
+            self._ended.set()
 
     def wait_prefaulted(self, timeout_s: float | None = None) -> bool:
         """Return whether all pages are allocated; wait up to `timeout_s` for it, or until the region is closed.
@@ -167,6 +166,7 @@ class HostRegion(PrimaryRegion):
                     _allocate(address + offset, length)
                 except OSError as error:
                     self._failure = ResourceError.of("the rows' memory cannot be allocated", error)
+                    _log.error("%s", self._failure)
                     self._ended.set()
                     return
                 with self._lock:
@@ -174,6 +174,7 @@ class HostRegion(PrimaryRegion):
                     if on_progress is not None:
                         on_progress(self._allocated_bytes, self._size_bytes)
                     if self._allocated_bytes == self._size_bytes:
+                        _log.info("all %s of the rows are allocated", rounded_bytes(self._size_bytes))
                         self._ended.set()
 
 

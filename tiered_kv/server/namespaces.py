@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.reading import fill_variables, from_source
@@ -15,8 +15,11 @@ from tiered_kv.config.validation import validate
 from tiered_kv.direct.settings import part_of
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.server.host import Host
-from tiered_kv.stack_config import StackConfig, load_config
+from tiered_kv.stack_config import MetricsSettings, StackConfig, load_config
 from tiered_kv.threads import start_thread
+
+if TYPE_CHECKING:
+    from tiered_kv.exporters.server import StatusServer
 
 CLOSE_S: Final = 5.0
 _DIGEST_CHARACTERS: Final = 12
@@ -41,8 +44,13 @@ class Namespaces:
 
     def __init__(self, source: str | os.PathLike[str] | Mapping[str, object], count: int = 1) -> None:
         self._raw: dict[str, Any] = from_source(source, lambda raw: fill_variables(raw, os.environ))
+        # Served from the start, for all namespaces at one address, and not by each stack.
+        metrics = self._raw.pop("metrics", None)
+        self._metrics = None if metrics is None else validate(MetricsSettings, metrics, ("metrics",))
         self._count = count
-        self._own: StackConfig | None = load_config(source) if "namespace" in self._raw else None
+        self._own: StackConfig | None = None
+        if "namespace" in self._raw:
+            self._own = load_config(source).model_copy(update={"metrics": None})
         if self._own is not None and count > 1:
             raise ConfigError(
                 "the file has one namespace; leave it out where engines have several", location="namespace"
@@ -52,12 +60,30 @@ class Namespaces:
 
     @property
     def hosts(self) -> list[Host]:
+        """The open stacks. Any thread may read this."""
         return list(self._hosts.values())
 
     def open_own(self) -> None:
         """Open the stack of the file, if it has a namespace, before any engine needs it."""
         if self._own is not None:
             self._hosts[self._own.identity.digest] = Host(self._own)
+
+    def open_pages(self) -> StatusServer | None:
+        """Return the server of metrics and status, which answers now; None without the setting. The caller closes it.
+
+        Raises:
+            ConfigError: It cannot listen, or a library is missing.
+        """
+        if self._metrics is None:
+            return None
+        from tiered_kv.exporters.server import StatusServer, routes_of_all
+
+        routes = routes_of_all(
+            lambda: {host.config.identity.digest.hex(): host.stack.observed() for host in self.hosts}
+        )
+        pages = StatusServer(*self._metrics.address)
+        pages.start(routes)
+        return pages
 
     def open(self, settings: dict[str, Any] | None, call_soon: CallSoon, on_opened: Opened) -> None:  # Any: JSON
         """Call `on_opened` on the server's thread, with the host of a namespace or with an error."""

@@ -1,0 +1,90 @@
+"""A server's metrics and status: at one address from the start, for all its namespaces."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.host_server import BLOCK_BYTES, wait_for
+from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.exporters.server import StatusServer
+from tiered_kv.server.host import Host
+from tiered_kv.server.namespaces import Namespaces
+
+STACK = {"primary": {"capacity": 64 * BLOCK_BYTES, "prefault": True}, "metrics": {"listen": "127.0.0.1:0"}}
+
+
+@pytest.fixture
+def namespaces() -> Iterator[Namespaces]:
+    with closing(Namespaces(STACK, 2)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def pages(namespaces: Namespaces) -> Iterator[StatusServer]:
+    opened = namespaces.open_pages()
+    assert opened is not None
+    with closing(opened):
+        yield opened
+
+
+def ask(pages: StatusServer, path: str) -> tuple[int, str]:
+    with closing(http.client.HTTPConnection(pages.host, pages.port, timeout=20.0)) as connection:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
+def attach(namespaces: Namespaces, model: str) -> str:
+    """Open a namespace as for an engine, and return its digest."""
+    opened: list[Host | TieredKVError] = []
+    settings = {"namespace": {"model": model}, "block": {"bytes": BLOCK_BYTES}}
+    namespaces.open(settings, lambda call: call(), opened.append)
+    wait_for(lambda: bool(opened))
+    assert isinstance(opened[0], Host)
+    return opened[0].config.identity.digest.hex()
+
+
+def test_probes_are_answered_before_an_engine_attaches(pages: StatusServer) -> None:
+    assert ask(pages, "/healthz") == (200, "ok\n")
+    assert ask(pages, "/metrics") == (200, "")
+    status, text = ask(pages, "/status")
+    assert status == 400
+    assert "no engine attached" in text
+
+
+def test_one_namespace_has_the_pages_of_a_stack(namespaces: Namespaces, pages: StatusServer) -> None:
+    digest = attach(namespaces, "a")
+    assert json.loads(ask(pages, "/status")[1])["namespace"] == digest
+    families = list(text_string_to_metric_families(ask(pages, "/metrics")[1]))
+    assert {"namespace" in sample.labels for family in families for sample in family.samples} == {False}
+
+
+def test_several_namespaces_are_told_apart(namespaces: Namespaces, pages: StatusServer) -> None:
+    digests = {attach(namespaces, model)[:12] for model in "ab"}
+    families = list(text_string_to_metric_families(ask(pages, "/metrics")[1]))
+    names = [family.name for family in families]
+    assert len(names) == len(set(names)) > 10
+    for family in families:
+        assert {sample.labels["namespace"] for sample in family.samples} == digests, family.name
+    for digest in digests:
+        assert json.loads(ask(pages, f"/status?namespace={digest}")[1])["namespace"].startswith(digest)
+        assert ask(pages, f"/explain?last=1&namespace={digest}")[0] == 200
+    status, text = ask(pages, "/status")
+    assert status == 400
+    assert all(digest in text for digest in digests)
+
+
+def test_the_rows_of_a_namespace_are_allocated_where_the_file_says_so(namespaces: Namespaces) -> None:
+    attach(namespaces, "a")
+    assert namespaces.hosts[0].region.wait_prefaulted(20.0)
+
+
+def test_a_wrong_address_is_an_error_of_the_file() -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.listen"):
+        Namespaces({**STACK, "metrics": {"listen": "here"}})
