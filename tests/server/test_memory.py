@@ -14,10 +14,12 @@ from contextlib import closing
 
 import pytest
 
+from tests.support.stacks import stack_of
 from tiered_kv.errors import ConfigError, ResourceError
 from tiered_kv.limits import Limit, Limits
 from tiered_kv.server import memory
 from tiered_kv.server.memory import PREFAULT_BYTES, Generations, HostRegion, map_generations, map_host_region
+from tiered_kv.stack import open_stack
 
 ROWS, ROW_BYTES = 6, 5000
 
@@ -140,6 +142,12 @@ def test_huge_pages_that_are_not_reserved_are_an_error_that_says_how_to_reserve_
     rows = 1 << 20  # 2 TiB in all
     with pytest.raises(ConfigError, match=rf"expected {rows} reserved .* of 2MiB.*vm\.nr_hugepages=\d+\)"):
         HostRegion(rows, 2 << 20, reserved=True)
+
+
+def test_only_a_server_uses_reserved_huge_pages() -> None:
+    stack = {**stack_of(), "primary": {"capacity": "1MiB", "reserved_huge_pages": True}}
+    with pytest.raises(ConfigError, match=r"primary\.reserved_huge_pages: only `tiered-kv serve`"):
+        open_stack(stack)
 
 
 def test_reserved_huge_pages_are_used() -> None:

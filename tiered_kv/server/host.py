@@ -80,6 +80,7 @@ class Host:
                 config.primary_blocks,
                 config.block.bytes,
                 huge_pages=settings.huge_pages,
+                reserved=settings.reserved_huge_pages,
                 numa_node=settings.numa_node,
                 wait_s=FREE_MEMORY_S,
             )

@@ -116,8 +116,8 @@ class HostRegion(PrimaryRegion):
     def prefault(self, threads: int = _PREFAULT_THREADS, on_progress: Progress | None = None) -> None:
         """Start to allocate all pages in the background, so that later no engine's copy waits for a page. Call it once.
 
-        Rows may be used meanwhile: their bytes do not change. Before Linux 5.14, or if the system gives no thread, a page
-        is allocated with its first use.
+        Rows may be used meanwhile: their bytes do not change. Before Linux 5.14, or if the system gives no thread, a
+        page is allocated with its first use.
 
         Args:
             threads: Threads that do so; the time is the kernel's, which clears the pages.
@@ -294,8 +294,8 @@ def _too_few_reserved(wanted: int, page_bytes: int) -> ConfigError:
     total = read("nr_hugepages") + pages - free
     return ConfigError(
         f"expected {pages} reserved huge pages of {format_bytes(page_bytes)}, found {free} that are free; reserve them "
-        f"at best when the machine starts (sysctl vm.nr_hugepages={total}), or use transparent ones",
-        location="primary.huge_pages",
+        f"at best when the machine starts (sysctl vm.nr_hugepages={total}), or set this to false",
+        location="primary.reserved_huge_pages",
     )
 
 
