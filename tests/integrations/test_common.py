@@ -12,7 +12,7 @@ import pytest
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.validation import validate
 from tiered_kv.integrations.environment import computing_packages, counting_variables, names
-from tiered_kv.integrations.prefill_meter import PREFILL_TOKENS_MIN, STEPS_MAX, PrefillMeter, TokenCost
+from tiered_kv.integrations.prefill_meter import PREFILL_SHARE_MIN, STEPS_MAX, PrefillMeter, TokenCost
 from tiered_kv.integrations.user_namespace import UserModelNamespace
 from tiered_kv.testing.control import ManualClock
 
@@ -131,7 +131,7 @@ def test_it_follows_steps_with_many_tokens_and_no_others() -> None:
     meter = PrefillMeter(clock)
     assert meter.end() is None, "a step that began before"
     assert step(meter, clock, 1000, 10.0) == (0.01, 0.0), "the first one, which compiles"
-    assert step(meter, clock, PREFILL_TOKENS_MIN - 1, 0.001) is None
+    assert step(meter, clock, int(1000 * PREFILL_SHARE_MIN) - 20, 0.001) is None
     for _ in range(STEPS_MAX):
         clock.advance(60.0)  # nothing to do
         cost = step(meter, clock, 1000, 0.5)
@@ -159,7 +159,7 @@ def test_a_step_begins_when_the_one_before_it_has_ended() -> None:
 def test_tokens_that_are_generated_are_none_of_prompts() -> None:
     clock = ManualClock()
     meter = PrefillMeter(clock)
-    meter.begin([(1, 50)] * 2 * PREFILL_TOKENS_MIN)
+    meter.begin([(1, 50)] * 512)
     clock.advance(10.0)
     assert meter.end() is None, "many requests that generate, and no prompt"
     meter.begin([*[(5, 50)] * 500, (1000, 0)])
@@ -173,9 +173,28 @@ def test_the_few_tokens_of_a_next_turn_do_not_seem_dear() -> None:
     for _ in range(STEPS_MAX):
         assert step(meter, clock, 1, 0.012) is None
         assert step(meter, clock, 0, 0.0001) is None, "nothing to do"
-        step(meter, clock, 4096, 0.012 + 4096e-6)
-        cost = step(meter, clock, 512, 0.012 + 512e-6, before=4096)
+        cost = step(meter, clock, 4096, 0.012 + 4096e-6)
+        step(meter, clock, 512, 0.012 + 512e-6, before=4096)
     assert cost == pytest.approx((1e-6, 0.0), abs=1e-12)
+
+
+def test_steps_that_take_little_longer_than_their_launches_do_not_make_tokens_seem_cheap() -> None:
+    clock = ManualClock()
+    meter = PrefillMeter(clock)
+    costs = []
+    for tokens in (4096, *[512] * STEPS_MAX) * 3:
+        assert step(meter, clock, 1, 0.012) is None
+        costs.append(step(meter, clock, tokens, max(0.012, 0.003 + tokens * 25e-6)))
+    assert [cost.token_s for cost in costs if cost is not None] == pytest.approx([25e-6] * 3, rel=0.1)
+
+
+def test_an_engine_that_goes_over_to_small_steps_is_followed() -> None:
+    clock = ManualClock()
+    meter = PrefillMeter(clock)
+    step(meter, clock, 4096, 60.0)
+    costs = [step(meter, clock, 512, 512e-6) for _ in range(90)]
+    assert costs[0] is None
+    assert costs[-1] == pytest.approx((1e-6, 0.0))
 
 
 @pytest.mark.parametrize("is_in_parts", [False, True])
@@ -183,7 +202,7 @@ def test_a_token_costs_more_with_each_one_before_it(is_in_parts: bool) -> None:
     clock = ManualClock()
     meter = PrefillMeter(clock)
     step(meter, clock, 4096, 60.0)
-    for size in (2048, 512, 1024, 4096) * 3:
+    for size in (2048, 512, 1024, 4096) * 6:
         for before in range(0, size, 512) if is_in_parts else [0]:
             tokens = 512 if is_in_parts else size
             cost = step(meter, clock, tokens, tokens * (3e-4 + 2e-7 * (before + tokens / 2)), before)

@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 PROMPT_TOKENS_MIN = 32
 """Tokens of a request in a step that must be of its prompt: it generates fewer, even with speculation."""
-PREFILL_TOKENS_MIN = 256
-"""Tokens of prompts in a step that counts, or half of the largest step so far where that is less: an engine may allow
-fewer. Smaller steps spend most of their time on other work."""
+PREFILL_SHARE_MIN = 0.5
+"""Tokens of prompts in a step that counts, as a share of the largest step: smaller steps spend much time on other work.
+What a step takes without prompts cannot be taken out of theirs: the launches of kernels overlap with the computing."""
+LARGEST_FORGET = 0.98
+"""Factor for the largest step at each step with prompts: an engine may go over to smaller ones."""
 STEPS_MAX = 15
 """Steps whose medians count, so that a slow step, as the first of a shape, does not."""
 SPREAD_MIN = 128
@@ -40,7 +42,7 @@ class PrefillMeter:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._running: deque[tuple[int | None, float, float]] = deque(maxlen=_RUNNING_MAX)
-        self._largest = 0
+        self._largest = 0.0
         self._base: deque[float] = deque(maxlen=STEPS_MAX)
         """Seconds of the last steps that only generated."""
         self._ended_s = 0.0
@@ -69,8 +71,8 @@ class PrefillMeter:
         if tokens is None:
             self._base.append(duration_s)
             return None
-        self._largest = max(self._largest, tokens)
-        if tokens < max(1, min(PREFILL_TOKENS_MIN, self._largest // 2)):
+        self._largest = max(LARGEST_FORGET * self._largest, tokens)
+        if tokens < max(1.0, PREFILL_SHARE_MIN * self._largest):
             return None
         base_s = statistics.median(self._base) if self._base else 0.0
         self._steps.append((before, max(duration_s - base_s, 1e-9) / tokens))
