@@ -137,7 +137,7 @@ def test_many_kills_lose_no_row_and_spoil_no_byte(tmp_path: Path) -> None:
     with serving(tmp_path, stack_of(rows=128, secondary=[nvme])) as served:
         survivor = served.engine()
         for number in range(100):
-            with engine_process(served, f"engine-{number}", number) as process:
+            with engine_process(served, f"killed-{number}", number) as process:
                 for _ in range(chosen.randrange(5)):
                     assert line_of(process)
                 survivor.store(keys_of(8, chosen.randrange(100)))
