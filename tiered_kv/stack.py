@@ -309,13 +309,9 @@ def limits_of(config: StackConfig) -> ManagerLimits:
 
 
 def open_region(config: StackConfig) -> PrimaryRegion:
-    """Return the primary tier's memory, pinned if this process has a GPU; the caller closes it.
-
-    Raises:
-        ConfigError: It cannot be allocated as requested.
-    """
+    """Return the primary tier's memory, pinned if this process has a GPU; the caller closes it."""
     settings = config.primary
-    refuse_reserved_huge_pages(config)
+    settings.refuse_without_server()
     region = PrimaryRegion(
         config.primary_blocks,
         config.block.bytes,
@@ -329,14 +325,6 @@ def open_region(config: StackConfig) -> PrimaryRegion:
         region.close()
         raise
     return region
-
-
-def refuse_reserved_huge_pages(config: StackConfig) -> None:
-    """Raise `ConfigError` where no server of a host's cache allocates the primary tier."""
-    if config.primary.reserved_huge_pages:
-        raise ConfigError(
-            "only `tiered-kv serve` uses reserved huge pages; leave it out", location="primary.reserved_huge_pages"
-        )
 
 
 def shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:

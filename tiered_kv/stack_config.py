@@ -73,6 +73,12 @@ class PrimarySettings(StrictModel):
         default=30.0, gt=0, le=3600, description="How long a request may wait for blocks; then they are a miss for it."
     )
 
+    def refuse_without_server(self) -> None:
+        """Raise `ConfigError` for a setting that only the server of a host's cache knows."""
+        if self.reserved_huge_pages:
+            message = "only `tiered-kv serve` uses reserved huge pages; leave it out"
+            raise ConfigError(message, location="primary.reserved_huge_pages")
+
     @field_validator("policy")
     @classmethod
     def _policy_has_a_name(cls, policy: str) -> str:

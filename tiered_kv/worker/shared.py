@@ -22,7 +22,7 @@ from tiered_kv.cpu.region import (
 )
 from tiered_kv.errors import ConfigError, TieredKVError, needing_resources
 from tiered_kv.limits import refuse
-from tiered_kv.stack import EngineStack, needs_of, refuse_reserved_huge_pages
+from tiered_kv.stack import EngineStack, needs_of
 from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
 from tiered_kv.worker.shared_file import SharedFile
@@ -140,7 +140,7 @@ class SharedStack:
 
     def _join(self, party: str, file: SharedFile | None) -> SharedRegion:
         settings = self.config.primary
-        refuse_reserved_huge_pages(self.config)
+        settings.refuse_without_server()
         with needing_resources("the engine's memory cannot be mapped"):
             return SharedRegion.join(
                 file or SharedFile(self.name, party, parties_of(self.num_workers)),
