@@ -89,7 +89,7 @@ def test_a_bench_of_a_dead_tier_shows_no_figure_that_was_not_measured(tmp_path: 
     page = tmp_path / "bench.html"
     file = stack_file(tmp_path, *tiers)
     text = command.out("bench", file, "--blocks", "4", "--rounds", "2", "--report", str(page), status=1)
-    assert re.search(r"redis +- +- +- +-\n", text)
+    assert re.search(r"redis +- +- +- +- +-\n", text)
     assert re.search(r"memory +\d", text)
     results = command.json("bench", file, "--blocks", "4", "--rounds", "2", status=1)["tiers"]
     assert (results[0]["verified_blocks"], results[1]["verified_blocks"]) == (0, 8)
