@@ -188,7 +188,10 @@ def _policies(text: str | None) -> list[str]:
     if not all(names):
         raise ConfigError(f"expected names of policies, such as lru,arc, found {text!r}", location="--policy")
     for name in names:
-        make_policy(name, PRIMARY_BLOCKS_MIN)  # an unknown name is an error before the simulation, not after it
+        try:
+            make_policy(name, PRIMARY_BLOCKS_MIN)  # an unknown name is an error before the simulation, not after it
+        except ConfigError as error:
+            raise ConfigError(error.message, location="--policy") from error
     return names
 
 
