@@ -125,6 +125,15 @@ def test_servers_behind_a_router(simulate: Command, stack: str) -> None:
     assert "of blocks on the busiest" in simulate.out(stack, *CHATS, "--servers", "3", "--router", "prefix")
 
 
+def test_the_engines_of_a_host_with_one_cache(simulate: Command, trace: str) -> None:
+    options = ["--shared-host", "--engines", "2", "--trace", trace, "--capacity", "8,64", "--policy", "arc"]
+    result = simulate.json(*options, "--router-seed", "1")
+    assert (result["engines"], result["router_seed"]) == (2, 1)
+    assert [(each["policy"], each["capacity_blocks"]) for each in result["results"]] == [("arc", 8), ("arc", 64)]
+    assert all(0 <= each["private"] <= each["one"] <= 1 for each in result["results"])
+    assert "2 private caches" in simulate.out(*options)
+
+
 @pytest.fixture
 def priced(stack: str, tmp_path: Path) -> list[str]:
     """Options for a stack with prices."""
@@ -176,6 +185,10 @@ def test_every_field_is_described(simulate: Command, priced: list[str], trace: s
         (["--prices", "x"], "--prices needs a STACK"),
         (["--trace", "/nonesuch"], "cannot read the trace /nonesuch"),
         (["STACK", "--capacity", "1"], "--capacity: expected room for at least 2 blocks"),
+        (["--concurrency", "2"], "--concurrency needs a STACK or --shared-host"),
+        (["--engines", "2"], "--engines needs --shared-host"),
+        (["--shared-host", "--capacity", "3"], "--capacity: expected a block for each engine, found 3"),
+        (["STACK", "--shared-host"], "--shared-host is not with STACK"),
         (["STACK", "--policy", "best"], "there is no policy 'best'"),
         (["STACK", "--sample", "0.5"], "--sample is for policies alone"),
         (["STACK", "--servers", "1001"], "servers: expected at most 1000"),

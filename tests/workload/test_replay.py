@@ -106,6 +106,17 @@ def test_a_second_run_hits_blocks_of_the_first_from_its_first_request_on(open_ri
     assert report.hit_rate > 0.99
 
 
+def test_requests_of_a_session_run_one_after_another(open_rig: OpenRig) -> None:
+    def steps(*sessions: str) -> int:
+        requests = [Request(0, 0, 0, (number,), session) for number, session in enumerate(sessions)]
+        report = open_rig().replay(requests=iter(requests))
+        assert report.requests == len(requests)
+        return report.steps
+
+    assert steps("a", "b", "c") == steps("", "", "") == steps("a")
+    assert steps("a", "b", "a") == 2 * steps("a")
+
+
 @pytest.mark.parametrize("lie", [Lie.FLIPS_BYTES, Lie.LOADS_NOTHING])
 def test_wrong_bytes_are_reported_with_their_block_and_tier(open_rig: OpenRig, lie: Lie) -> None:
     report = open_rig(lambda tier: LyingTier(tier, lie)).replay()

@@ -165,7 +165,7 @@ def test_it_stops_after_the_requests_that_were_asked_for(tmp_path: Path) -> None
     [
         ("{", "not a JSON object"),
         ("[" * 100_000, "not a JSON object"),
-        ("[1]", r"expected a mapping with the keys timestamp, input_length, output_length, hash_ids, found a list"),
+        ("[1]", r"expected a mapping with the keys timestamp, .*hash_ids, found a list"),
         ({"timestamp": 5, "input_length": 600, "output_length": 20}, "hash_ids: this key is required"),
         (GOOD | {"input_length": -1}, "input_length: expected a value greater than or equal to 0, found -1"),
         (GOOD | {"output_length": "12"}, "output_length: expected a whole number, found '12'"),

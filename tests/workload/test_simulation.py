@@ -23,7 +23,7 @@ from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.toolkit.keys_only import KeyStore
-from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate
+from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate, host_rates
 from tiered_kv.workload.prices import MONTH_S, Prices, costs, times_a_month
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.request import ChatWorkload, Request, block_key
@@ -263,6 +263,39 @@ def test_sticky_gives_a_session_to_one_server() -> None:
 
 def test_a_thousand_servers_run() -> None:
     assert fleet_of(1000, "sticky").requests == len(SMALL_REQUESTS)
+
+
+# Engines of a host.
+
+
+def session_requests(sessions: int, turns: int) -> list[Request]:
+    """Return requests of sessions that share nothing: each turn adds a block."""
+    return [
+        Request(0, 0, 0, tuple(range(session * 100, session * 100 + turn + 1)), session=str(session))
+        for turn in range(turns)
+        for session in range(sessions)
+    ]
+
+
+def test_engines_that_share_a_cache_hit_what_one_engine_hits_but_for_the_rows_that_they_hold() -> None:
+    requests = session_requests(sessions=40, turns=10)
+    rates = host_rates("lru", 384, requests, Fleet(4, "random"))
+    assert rates.private < 0.9 * rates.shared
+    assert rates.shared < rates.one, "granted rows hold no block"
+    assert host_rates("lru", 384, requests, Fleet(4, "random", grant_share=16)).shared < rates.shared
+    roomy = host_rates("lru", 1000, requests, Fleet(4, "random"))
+    assert roomy.shared == roomy.one > roomy.private
+    with pytest.raises(ConfigError, match="leave no room"):
+        host_rates("lru", 4, requests, Fleet(4, "random"))
+
+
+def test_two_engines_compute_a_block_that_neither_has_committed_and_one_engine_does_not() -> None:
+    twins = [Request(0, 0, 0, (1, 2, 3))] * 2
+    rates = [host_rates("lru", 64, twins, Fleet(2, router, concurrency=2)) for router in ("round-robin", "random")]
+    assert [(each.shared, each.one) for each in rates] == [(0.0, 0.5), (0.5, 0.5)], "random chose one engine for both"
+    assert host_rates("lru", 64, twins, Fleet(2, "round-robin", concurrency=1)).shared == 0.5
+    one_session = [replace(request, session="s") for request in twins]
+    assert host_rates("lru", 64, one_session, Fleet(2, "round-robin", concurrency=2)).shared == 0.5
 
 
 # Tiers that keep only keys.

@@ -24,7 +24,7 @@ from tiered_kv.config.units import parse_bytes, rounded_bytes
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, make_policy
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack_config import PRIMARY_BLOCKS_MIN, StackConfig, load_config
-from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate
+from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate, host_rates
 from tiered_kv.workload.prices import Prices, costs, load_prices, times_a_month
 from tiered_kv.workload.request import Request
 from tiered_kv.workload.sampling import draw
@@ -32,18 +32,21 @@ from tiered_kv.workload.simulation import ROUTERS, Fleet, simulate, with_tier
 
 _FACTORS = (0.5, 1, 2)
 """Sizes of the primary tier that are compared, as multiples of the stack's."""
-_STACK_OPTIONS = ("servers", "router", "concurrency", "limit", "prices")
+_STACK_OPTIONS = ("servers", "router", "limit", "prices")
+_HOST_OPTIONS = ("engines", "router_seed", "grant_share")
+_ENGINES = 4
 
-Answer = tuple[dict[str, object], list[tuple[str, pages.Table]], Callable[[Run], str]]
-"""The fields of the JSON object, the tables with their titles, and the function that draws the page."""
+Answer = tuple[dict[str, object], list[tuple[str, pages.Table]], Callable[[Run], str] | None]
+"""The fields of the JSON object, the tables with their titles, and the function that draws the page, if it has one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Say what a cache would hit, without moving a byte. Without STACK: hit rates of policies and sizes of the "
         "primary tier alone. With STACK: what each of its tiers would hit, write, read and evict, by the manager's "
-        "own logic. No tier is opened and no storage is touched. Storage counts as fast enough: nothing is skipped "
-        "or late because a disk or a network is slow."
+        "own logic. With --shared-host: what a host's engines would hit in one cache for all. No tier is opened and "
+        "no storage is touched. Storage counts as fast enough: nothing is skipped or late because a disk or a network "
+        "is slow."
     )
     describe_use(
         parser,
@@ -55,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
         ("tiered-kv simulate stack.yaml --capacity 1GiB --policy lru", "one setting: what each tier would do"),
         ("tiered-kv simulate stack.yaml --servers 8 --router sticky --prices prices.yaml", "servers, and the cost"),
+        ("tiered-kv simulate --shared-host --engines 4 --capacity 8192", "a host's engines with one cache for all"),
     )
     parser.add_argument("stack", metavar="STACK", nargs="?", help="the stack's YAML file")
     parser.add_argument(
@@ -80,7 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="servers with this stack (default: 1); tiers of type redis, s3 and fs are one for all",
     )
     fleet.add_argument("--router", choices=ROUTERS, help="which server gets a request (default: round-robin)")
-    fleet.add_argument("--concurrency", metavar="N", type=positive_int, help="requests that run at once (default: 8)")
+    parser.add_argument(
+        "--concurrency",
+        metavar="N",
+        type=positive_int,
+        help="requests that run at once (default: 8); with STACK or --shared-host",
+    )
     fleet.add_argument(
         "--limit",
         metavar="TIER=SIZE",
@@ -89,6 +98,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another capacity of a tier, such as redis=64GiB",
     )
     fleet.add_argument("--prices", metavar="FILE", type=file_path, help="YAML file of prices; shows what a month costs")
+    host = parser.add_argument_group("one cache for the engines of a host", "without STACK")
+    host.add_argument(
+        "--shared-host",
+        action="store_true",
+        help="compare private caches, one that the engines share, and that of one engine; --capacity is that of all",
+    )
+    host.add_argument("--engines", metavar="N", type=positive_int, help="engines of the host (default: 4)")
+    host.add_argument(
+        "--grant-share",
+        metavar="N",
+        type=positive_int,
+        help="each engine has one row in so many as free rows, granted in advance (default: 64)",
+    )
+    host.add_argument("--router-seed", metavar="N", type=int, help="requests go to random engines (default: 0)")
     add_workload_arguments(parser)
 
 
@@ -97,8 +120,16 @@ def run(args: argparse.Namespace) -> Status:
     given = [name for name in _STACK_OPTIONS if getattr(args, name) is not None]
     if config is None and given:
         raise ConfigError(f"--{given[0]} needs a STACK")
+    if args.concurrency is not None and config is None and not args.shared_host:
+        raise ConfigError("--concurrency needs a STACK or --shared-host")
     if config is not None and args.sample is not None:
         raise ConfigError("--sample is for policies alone, not with a STACK")
+    if args.shared_host:
+        for name, value in (("STACK", config), ("--sample", args.sample), ("--report", args.report)):
+            if value is not None:
+                raise ConfigError(f"--shared-host is not with {name}")
+    elif given := [name for name in _HOST_OPTIONS if getattr(args, name) is not None]:
+        raise ConfigError(f"--{given[0].replace('_', '-')} needs --shared-host")
     for name, capacity in args.limit or ():
         assert config is not None
         if name == PRIMARY_NAME:
@@ -110,7 +141,9 @@ def run(args: argparse.Namespace) -> Status:
         requests = list(workload.requests)
     if not any(request.hash_ids for request in requests):
         raise ConfigError("the requests have no block", location=str(args.trace))
-    if config is None:
+    if args.shared_host:
+        fields, tables, page = _simulate_host(args, requests, workload.title, policies, sizes)
+    elif config is None:
         fields, tables, page = _simulate_policies(args, requests, workload.title, policies, sizes)
     else:
         fields, tables, page = _simulate_stacks(args, config, requests, workload.title, policies, sizes)
@@ -119,7 +152,7 @@ def run(args: argparse.Namespace) -> Status:
     else:
         for title, table in tables:
             print_table(*table, title=title)
-    if reported is not None:
+    if reported is not None and page is not None:
         write_report(args, partial(page, reported))
     return Status.OK
 
@@ -145,6 +178,30 @@ def _simulate_policies(
         [(workload, pages.rate_table(rates))],
         lambda run: pages.policy_page(run, workload, len(requests), curve, rates),
     )
+
+
+def _simulate_host(
+    args: argparse.Namespace, requests: Sequence[Request], workload: str, policies: list[str], sizes: list[int]
+) -> Answer:
+    given = {"seed": args.router_seed, "concurrency": args.concurrency, "grant_share": args.grant_share}
+    fleet = Fleet(args.engines or _ENGINES, "random", **{name: each for name, each in given.items() if each})
+    rates = []
+    for policy, size in product(policies or ["lru"], sizes or default_sizes(hit_curve(requests))):
+        with progress(f"{policy} with {size:,} blocks", len(requests)) as advance:
+            rates.append(host_rates(policy, size, requests, fleet, on_progress=advance))
+    columns = ["blocks", "policy", f"{fleet.servers} private caches", "one shared", "one engine", "shared of one"]
+    rows = []
+    for each in rates:
+        shares = (f"{share:.1%}" for share in (each.private, each.shared, each.one))
+        rows.append([f"{each.capacity_blocks:,}", each.policy, *shares, f"{each.of_one:.3f}"])
+    fields = {
+        "engines": fleet.servers,
+        "router_seed": fleet.seed,
+        "concurrency": fleet.concurrency,
+        "grant_share": fleet.grant_share,
+        "results": [asdict(each) for each in rates],
+    }
+    return fields, [(workload, (columns, rows))], None
 
 
 def _simulate_stacks(
@@ -178,7 +235,8 @@ def _simulate_stacks(
     tables = [(title, pages.stack_table(runs, prices.currency))]
     best = pages.cheapest(runs)[1]
     cheapest = {"policy": best.policy, "capacity_blocks": best.capacity_blocks}
-    fields = {**asdict(fleet), "currency": prices.currency, "cheapest": cheapest, "results": results}
+    described = {name: getattr(fleet, name) for name in ("servers", "router", "concurrency")}
+    fields = {**described, "currency": prices.currency, "cheapest": cheapest, "results": results}
     return fields, tables, lambda run: pages.stack_page(run, config, workload, fleet, runs, prices.currency)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from tiered_kv.config.settings import PRIMARY_NAME
+from tiered_kv.errors import ConfigError
 from tiered_kv.stack_config import load_config
 from tiered_kv.workload.request import Request
 from tiered_kv.workload.sampling import Sample
@@ -19,6 +20,7 @@ from tiered_kv.workload.tally import Tally
 
 _ALONE = load_config({"namespace": {"model": "any"}, "block": {"bytes": 1}, "primary": {"capacity": 2}})
 _SIZES = 10
+_ONE_BY_ONE = Fleet(concurrency=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +53,64 @@ def hit_rate(
     if is_on_curve or capacity_blocks >= curve.distinct_blocks:
         rate = curve.rate(capacity_blocks)
     elif sample is None or not blocks:
-        tally = _run(policy, capacity_blocks, requests, on_progress)
+        (tally,) = _run(policy, capacity_blocks, requests, on_progress)
         rate = sum(tally.request_hits) / max(tally.blocks, 1)
     else:
         # The hit rate of LRU is known exactly, so the sample's error for LRU corrects the policy's rate. The reported
         # error ignores the correction: it allows for the different behaviour of a smaller cache.
-        rate, error = sample.estimate(_run(policy, blocks, sample.requests, on_progress).request_hits)
+        (tally,) = _run(policy, blocks, sample.requests, on_progress)
+        rate, error = sample.estimate(tally.request_hits)
         corrected = rate + curve.rate(capacity_blocks) - hit_curve(sample.requests).rate(blocks)
         rate = min(max(corrected, 0.0), 1.0)
     return HitRate(policy, capacity_blocks, round(rate, 6), round(error, 6))
 
 
-def _run(policy: str, blocks: int, requests: Sequence[Request], on_progress: Callable[[int], None]) -> Tally:
+@dataclass(frozen=True, slots=True)
+class HostRates:
+    """Hit rates of engines with private caches, of one cache that the host's engines share, and of one engine alone.
+
+    The total size is the same in each. `of_one` is the second over the third.
+    """
+
+    policy: str
+    capacity_blocks: int
+    private: float
+    shared: float
+    one: float
+    of_one: float
+
+
+def host_rates(
+    policy: str,
+    capacity_blocks: int,
+    requests: Sequence[Request],
+    fleet: Fleet,
+    *,
+    on_progress: Callable[[int], None] = lambda requests: None,
+) -> HostRates:
+    """Return the hit rates of `fleet`, whose servers are the engines of a host; `capacity_blocks` is that of all."""
+
+    def rate(fleet: Fleet, blocks: int) -> float:
+        tallies = _run(policy, blocks, requests, on_progress, fleet)
+        return sum(sum(tally.request_hits) for tally in tallies) / max(sum(tally.blocks for tally in tallies), 1)
+
+    if capacity_blocks < fleet.servers:
+        raise ConfigError(f"expected a block for each engine, found {capacity_blocks}", location="--capacity")
+    private = rate(fleet, capacity_blocks // fleet.servers)
+    shared = rate(replace(fleet, shares_host=True), capacity_blocks)
+    one = rate(Fleet(concurrency=fleet.concurrency), capacity_blocks)
+    return HostRates(policy, capacity_blocks, *(round(each, 6) for each in (private, shared, one, shared / (one or 1))))
+
+
+def _run(
+    policy: str,
+    blocks: int,
+    requests: Sequence[Request],
+    on_progress: Callable[[int], None],
+    fleet: Fleet = _ONE_BY_ONE,
+) -> list[Tally]:
     stack = with_tier(_ALONE, PRIMARY_NAME, capacity=blocks, policy=policy)
-    (server,) = run_servers(stack, requests, Fleet(concurrency=1), on_progress)
-    return server.replay.tally
+    return [server.replay.tally for server in run_servers(stack, requests, fleet, on_progress)]
 
 
 def default_sizes(curve: HitCurve) -> list[int]:

@@ -6,7 +6,8 @@ The replay acts as an engine's scheduler and worker, in steps:
 2. As worker it compares every byte of the blocks that were pinned for a load, and writes the rows that were reserved
    for a store. The next step reports those transfers as complete.
 
-Requests run in their order, as fast as the stack accepts them. Their timestamps are ignored.
+Requests run in their order, as fast as the stack accepts them. Their timestamps are ignored. A request of a session
+waits for the session's last one, and so do the requests after it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from itertools import islice
 from typing import ParamSpec, TypeVar
 
 import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.facade import rows_of
+from tiered_kv.hints import HINTS_KEY
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.workload.content import BlockContent, Rows
 from tiered_kv.workload.request import Request, block_key, require_at_least
@@ -91,6 +92,7 @@ class _Running:
             `transfer_tiers` are their ids, their rows, and for a load the tiers that had them.
     """
 
+    session: str
     ids: tuple[int, ...]
     keys: list[OffloadKey]
     context: ReqContext
@@ -108,6 +110,7 @@ class Replay:
 
     Args:
         rows: The primary region; None for a simulation, which moves no bytes.
+        name: The ids of its requests begin with it.
         clock: Seconds, for the deadlines of requests.
         sleep: Called after a step in which every request waited.
     """
@@ -117,6 +120,7 @@ class Replay:
         manager: TieringOffloadingManager,
         rows: Rows | None,
         settings: ReplaySettings,
+        name: str = "replay",
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -125,11 +129,13 @@ class Replay:
         self._spent_s = 0.0  # inside the manager, since the step began
         self._rows = rows
         self._settings = settings
+        self._name = name
         self._clock = clock
         self._sleep = sleep
         self._block_bytes = manager.primary.backend.block_size
         self._content = BlockContent(1 if rows is None else self._block_bytes)
         self._running: list[_Running] = []
+        self._next: Request | None = None  # it waits for its session
         self._admitted = 0
         self.tally = Tally(hits=dict.fromkeys(manager.counters(), 0))
 
@@ -176,15 +182,27 @@ class Replay:
         )
 
     def _fill(self, requests: Iterator[Request]) -> None:
-        for request in islice(requests, self._settings.concurrency - len(self._running)):
+        while len(self._running) < self._settings.concurrency:
+            request = self._next or next(requests, None)
+            self._next = None
+            if request is None:
+                break
+            if self.serves(request.session):
+                self._next = request
+                break
             self.admit(request)
 
+    def serves(self, session: str) -> bool:
+        """Return whether a request of a session is running, whose next request then has to wait."""
+        return bool(session) and any(running.session == session for running in self._running)
+
     def admit(self, request: Request) -> None:
-        context = ReqContext(req_id=f"replay-{self._admitted}")
+        params = None if request.hints is None else {HINTS_KEY: request.hints}
+        context = ReqContext(f"{self._name}-{self._admitted}", params)
         self._timed(self._manager.on_new_request, context)
         deadline_s = self._clock() + self._settings.request_timeout_s
         keys = [block_key(hash_id) for hash_id in request.hash_ids]
-        self._running.append(_Running(request.hash_ids, keys, context, deadline_s))
+        self._running.append(_Running(request.session, request.hash_ids, keys, context, deadline_s))
         self._admitted += 1
 
     def step(self) -> None:

@@ -1,8 +1,8 @@
 """Requests of a workload: from a trace, or the built-in chats; and the keys of their blocks.
 
 A trace has JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`: the format of the traces
-released with Mooncake (Qin et al., FAST'25). Other fields are ignored. Tools that write such traces differ, so whatever
-has one meaning is read: 12.0 for 12, ids that are texts, a file that `gzip` made.
+released with Mooncake (Qin et al., FAST'25). `session` and `hints` may be added. Other fields are ignored. Tools that
+write such traces differ, so whatever has one meaning is read: 12.0 for 12, ids that are texts, a file that `gzip` made.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from itertools import islice
@@ -26,6 +26,7 @@ from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.config.units import format_bytes
 from tiered_kv.config.validation import check
 from tiered_kv.errors import ConfigError
+from tiered_kv.hints import Hints
 
 HASH_ID_MAX = 2**64 - 1
 BLOCK_TOKENS = 512
@@ -51,12 +52,16 @@ class Request:
         output_length: Tokens that were generated.
         hash_ids: One id for each block of the prompt, in order. An id identifies the block and all blocks
             before it, so no id occurs twice.
+        session: Its requests run one after another; empty if unknown.
+        hints: The request's hints, as `Hints.parse` takes them.
     """
 
     timestamp_ms: int
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    session: str = ""
+    hints: Mapping[str, object] | None = None
 
 
 def block_key(hash_id: int) -> OffloadKey:
@@ -164,10 +169,22 @@ def _without_repetition(ids: tuple[int, ...]) -> tuple[int, ...]:
     return ids
 
 
+def _name(session: object) -> str:
+    return "" if session is None else str(session)
+
+
+def _valid_hints(hints: dict[str, object] | None) -> dict[str, object] | None:
+    if hints is not None:
+        Hints.parse(hints)
+    return hints
+
+
 class _Line(BaseModel):
     timestamp: Annotated[_Whole, BeforeValidator(_moment)]
     input_length: _Whole
     output_length: Annotated[_Whole, BeforeValidator(lambda length: 0 if length is None else length)] = 0
+    session: Annotated[str, BeforeValidator(_name)] = ""
+    hints: Annotated[dict[str, object] | None, AfterValidator(_valid_hints)] = None
     hash_ids: Annotated[
         tuple[Annotated[int, Field(strict=True, ge=0, le=HASH_ID_MAX)], ...],
         BeforeValidator(_hash_ids),
@@ -216,4 +233,11 @@ def _parse(line: bytes, where: str) -> Request:
     checked = check(_Line, entry)
     if isinstance(checked, list):
         raise ConfigError(str(checked[0]), location=where)
-    return Request(checked.timestamp, checked.input_length, checked.output_length, checked.hash_ids)
+    return Request(
+        checked.timestamp,
+        checked.input_length,
+        checked.output_length,
+        checked.hash_ids,
+        checked.session,
+        checked.hints,
+    )

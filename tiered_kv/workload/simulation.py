@@ -7,13 +7,14 @@ tier, and ends each job after a fixed number of steps. So storage is always fast
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
+from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.config.validation import suggestion
-from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
@@ -38,14 +39,22 @@ _COUNTS = ("written_blocks", "moved_blocks", "read_blocks", "evicted_blocks", "l
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Servers with a stack each, which share the storage of shared tiers. `concurrency` is that of all together."""
+    """Servers with a stack each, which share the storage of shared tiers. `concurrency` is that of all together.
+
+    `seed` is that of the router "random". With `shares_host` the servers are the engines of a host with one primary
+    tier for all, and no secondary tiers. Each has free rows that were granted in advance: one row of the tier in
+    `grant_share`.
+    """
 
     servers: int = 1
     router: str = "round-robin"
     concurrency: int = 8
+    seed: int = 0
+    shares_host: bool = False
+    grant_share: int = 64
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "servers", "concurrency")
+        require_at_least(1, self, "servers", "concurrency", "grant_share")
         if self.servers > SERVERS_MAX:
             raise ConfigError(f"expected at most {SERVERS_MAX}, found {self.servers}", location="servers")
 
@@ -104,11 +113,18 @@ def run_servers(
     """Return the servers after all `requests` have run; see `simulate`."""
     clock = _Clock(requests[0].timestamp_ms / _MS_PER_S)
     shared = {tier.name: _key_store(config, tier, clock) for tier in config.secondary if tier_type_of(tier).is_shared}
-    servers = [Server(config, shared, clock) for _ in range(fleet.servers)]
+    if fleet.shares_host:
+        assert not config.secondary
+        host = _host_cache(config, fleet, clock)
+        servers = [Server(config, shared, clock, _HostEngine(host, number)) for number in range(fleet.servers)]
+    else:
+        servers = [Server(config, shared, clock) for _ in range(fleet.servers)]
     running: dict[Server, None] = {}
-    chosen = routes(fleet.router, requests, len(servers))
+    chosen = routes(fleet.router, requests, len(servers), fleet.seed)
     for count, (request, number) in enumerate(zip(requests, chosen, strict=False), 1):
         clock.now_s = max(clock.now_s, request.timestamp_ms / _MS_PER_S)
+        while any(server.replay.serves(request.session) for server in running):
+            _step_once(running)
         servers[number].replay.admit(request)
         running[servers[number]] = None
         _step(running, fleet.concurrency)
@@ -134,14 +150,14 @@ def with_tier(config: StackConfig, name: str, **changes: object) -> StackConfig:
     return config.model_copy(update={"primary": tiers.pop(PRIMARY_NAME), "secondary": tuple(tiers.values())})
 
 
-def routes(router: str, requests: Sequence[Request], servers: int) -> Iterator[int]:
+def routes(router: str, requests: Sequence[Request], servers: int, seed: int = 0) -> Iterator[int]:
     """Return an iterator over the number of the server of each request, from 0.
 
     Router "sticky" keeps a session on one server. "prefix" chooses the server that had the longest part of the prompt
     before, if that is half of it, and else the server with the fewest blocks.
     """
     if router == "random":
-        chance = random.Random(0)
+        chance = random.Random(seed)
         return (chance.randrange(servers) for _ in requests)
     if router == "round-robin":
         return cycle(range(servers))
@@ -189,11 +205,13 @@ class _NoMemory(PrimaryRegion):
 class Server:
     """A simulated stack, and the replay that drives it. By `clock`, the time of the requests, blocks expire."""
 
-    def __init__(self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _Clock) -> None:
+    def __init__(
+        self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _Clock, engine: _HostEngine | None = None
+    ) -> None:
         blocks, waiting_clock = config.primary_blocks, _Clock()
-        self.primary = CPUOffloadingManager(CPUBackend(_NoMemory(blocks, config.block.bytes)), config.primary.policy)
+        self.primary = _primary(config, blocks, clock) if engine is None else engine.primary
         self.stores = [shared.get(tier.name) or _key_store(config, tier, clock) for tier in config.secondary]
-        self.manager = TieringOffloadingManager(
+        self.manager = engine or TieringOffloadingManager(
             self.primary,
             [KeysOnlyTier(keys, tier.name) for keys, tier in zip(self.stores, config.secondary, strict=True)],
             settings=config.secondary,
@@ -202,7 +220,61 @@ class Server:
             wear_clock=clock,
         )
         settings = ReplaySettings(store_blocks=min(ReplaySettings().store_blocks, blocks))
-        self.replay = Replay(self.manager, None, settings, clock=waiting_clock, sleep=waiting_clock.sleep)
+        name = "replay" if engine is None else engine.name
+        self.replay = Replay(self.manager, None, settings, name, clock=waiting_clock, sleep=waiting_clock.sleep)
+
+
+class _HostEngine(TieringOffloadingManager):
+    """One engine of a host whose engines share the cache `host`.
+
+    It does not see a block before the engine that writes it has committed it, so two engines may compute the same. Both
+    then hold a row for it, and the second is handed back. Rows of a load are leased: pinned until it ends.
+    """
+
+    def __init__(self, host: CPUOffloadingManager, number: int) -> None:
+        super().__init__(host)
+        self.name = f"engine-{number}"
+        self._twins: dict[str, list[CPUBlock]] = {}  # by request, rows of blocks that others write too
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        answers = super().lookup_many(keys, req_context)
+        return [
+            False if answer is None and self._is_others(key) else answer
+            for key, answer in zip(keys, answers, strict=True)
+        ]
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        others = [key for key in keys if self._is_others(key)]
+        output = super().prepare_store(keys, req_context)
+        if output is None or not others:
+            return output
+        names = [OffloadKey(self.name.encode() + key) for key in others]
+        twins = self.primary.allocate(names, req_context.req_id, self.primary.chain_of(req_context), [])
+        if twins is None:
+            return output
+        self._twins[req_context.req_id] = twins
+        return PrepareStoreOutput([*output.keys_to_store, *others], output.store_spec, output.evicted_keys)
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        super().complete_store(keys, req_context, success)
+        self.primary.abandon(self._twins.pop(req_context.req_id, ()))
+
+    def _is_others(self, key: OffloadKey) -> bool:
+        block = self.primary.blocks.get(key)
+        return block is not None and block.ref_cnt < 0 and not block.writer.startswith(f"{self.name}-")
+
+
+def _host_cache(config: StackConfig, fleet: Fleet, clock: _Clock) -> CPUOffloadingManager:
+    """Return the cache of a host. Rows that are granted hold no block: each that is used is replaced at once."""
+    granted = fleet.servers * max(1, config.primary_blocks // fleet.grant_share)
+    if granted >= config.primary_blocks:
+        raise ConfigError(f"{granted} granted rows leave no room in {config.primary_blocks}", location="--capacity")
+    return _primary(config, config.primary_blocks - granted, clock)
+
+
+def _primary(config: StackConfig, blocks: int, clock: _Clock) -> CPUOffloadingManager:
+    backend = CPUBackend(_NoMemory(blocks, config.block.bytes))
+    return CPUOffloadingManager(backend, config.primary.policy, hints=config.hints, clock=clock)
 
 
 def _key_store(config: StackConfig, settings: TierSettings, clock: Callable[[], float]) -> KeyStore:
@@ -214,10 +286,14 @@ def _key_store(config: StackConfig, settings: TierSettings, clock: Callable[[], 
 def _step(running: dict[Server, None], concurrency: int) -> None:
     """Step the `running` servers until fewer than `concurrency` requests run."""
     while sum(server.replay.running for server in running) >= concurrency:
-        for server in list(running):
-            server.replay.step()
-            if not server.replay.running:
-                del running[server]
+        _step_once(running)
+
+
+def _step_once(running: dict[Server, None]) -> None:
+    for server in list(running):
+        server.replay.step()
+        if not server.replay.running:
+            del running[server]
 
 
 def _simulated(config: StackConfig, requests: Sequence[Request], servers: Sequence[Server]) -> Simulated:
