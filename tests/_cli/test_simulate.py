@@ -53,6 +53,18 @@ def test_policies_and_sizes_of_a_trace(simulate: Command, trace: str) -> None:
     assert simulate.json("--trace", trace, "--requests", "3")["blocks"] == 6
 
 
+def test_hints_come_from_the_trace_or_from_its_sessions(simulate: Command, tmp_path: Path) -> None:
+    file = tmp_path / "hinted.jsonl"
+    file.write_text("\n".join(json.dumps({**line, "hints": {"skip": "store"}}) for line in TRACE))
+    rates = {
+        hints: simulate.json("--trace", str(file), "--capacity", "100", "--hints", hints)["results"][0]["hit_rate"]
+        for hints in ("from-trace", "from-sessions", "none")
+    }
+    assert rates == {"from-trace": 0.0, "from-sessions": 0.5, "none": 0.5}
+    file.write_text(json.dumps({**TRACE[0], "hints": {"skip": "all"}}))
+    assert "hints: skip: expected 'store'" in simulate.err("--trace", str(file))
+
+
 def test_policies_of_the_built_in_chats(simulate: Command) -> None:
     words = simulate.out(*CHATS, "--policy", "lru,arc", "--capacity", "50,100").split()
     assert {"blocks", "lru", "arc", "50", "100"} <= set(words)
@@ -126,10 +138,10 @@ def test_servers_behind_a_router(simulate: Command, stack: str) -> None:
 
 
 def test_the_engines_of_a_host_with_one_cache(simulate: Command, trace: str) -> None:
-    options = ["--shared-host", "--engines", "2", "--trace", trace, "--capacity", "8,64", "--policy", "arc"]
+    options = ["--shared-host", "--engines", "2", "--trace", trace, "--capacity", "40,64", "--policy", "arc"]
     result = simulate.json(*options, "--router-seed", "1")
     assert (result["engines"], result["router_seed"]) == (2, 1)
-    assert [(each["policy"], each["capacity_blocks"]) for each in result["results"]] == [("arc", 8), ("arc", 64)]
+    assert [(each["policy"], each["capacity_blocks"]) for each in result["results"]] == [("arc", 40), ("arc", 64)]
     assert all(0 <= each["private"] <= each["one"] <= 1 for each in result["results"])
     assert "2 private caches" in simulate.out(*options)
 

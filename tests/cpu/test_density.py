@@ -172,6 +172,20 @@ def test_announced_returns_are_weighed_by_how_often_they_come() -> None:
     assert level[honest * KIND_GROUPS : (honest + 1) * KIND_GROUPS, 0].max() > level[liars * KIND_GROUPS, 0]
 
 
+@pytest.mark.parametrize("hint", [{"expect_return": 1000}, {"ttl": 0}])
+def test_a_long_prompt_that_returns_late_or_never_does_not_evict_those_that_return_soon(hint: dict[str, int]) -> None:
+    manager, found = open_manager("density", 100), 0
+    for turn in range(300):
+        for agent in range(6):
+            soon = ReqContext(f"{turn}-{agent}", {"tiered_kv": {"expect_return": 4}})
+            hits = serve(manager, range(100 * agent, 100 * agent + 10), soon)
+            found += hits if turn >= 100 else 0
+        late = range(1000 * (turn + 1), 1000 * (turn + 1) + 90)
+        serve(manager, late, ReqContext(f"{turn}", {"tiered_kv": hint}))
+    manager.shutdown()
+    assert found > 0.9 * 200 * 6 * 10
+
+
 @pytest.mark.slow
 def test_kept_promises_gain_hits_and_lies_lose_none() -> None:
     requests = list(itertools.islice(agent_steps(), 1500))

@@ -27,7 +27,7 @@ from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate, hos
 from tiered_kv.workload.prices import MONTH_S, Prices, costs, times_a_month
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.request import ChatWorkload, Request, block_key
-from tiered_kv.workload.sampling import draw, sessions
+from tiered_kv.workload.sampling import draw, hints_from_sessions, sessions
 from tiered_kv.workload.simulation import ROUTERS, Fleet, Simulated, routes, simulate, with_tier
 from tiered_kv_fs.sweeper import FsKeys
 from tiered_kv_memory.settings import MemorySettings
@@ -127,6 +127,27 @@ def test_a_sample_without_a_session_is_an_error_and_one_that_leaves_little_room_
         draw(SMALL_REQUESTS, 1e-9)
     sample, curve = draw(SMALL_REQUESTS, 0.5), hit_curve(SMALL_REQUESTS)
     assert hit_rate("arc", 100, SMALL_REQUESTS, curve, sample) == hit_rate("arc", 100, SMALL_REQUESTS, curve)
+
+
+# Hints.
+
+
+def test_hints_from_sessions_say_roughly_when_each_returns_and_which_request_is_its_last() -> None:
+    times_s = [("a", 0), ("b", 1), ("a", 5), ("b", 1), ("a", 900)]
+    requests = [Request(at * 1000, 0, 0, (1,), session) for session, at in times_s]
+    hints = [request.hints for request in hints_from_sessions(requests)]
+    assert hints == [{"expect_return": 4}, {"expect_return": 1}, {"expect_return": 1024}, {"ttl": 0}, {"ttl": 0}]
+    unnamed = [request.hints for request in hints_from_sessions(BUILT_IN)]
+    assert unnamed.count({"ttl": 0}) == ChatWorkload().chats
+
+
+def test_requests_have_their_hints_and_a_skipped_store_is_no_hit_of_lru_either() -> None:
+    curve = hit_curve(SMALL_REQUESTS)
+    hinted = hints_from_sessions(SMALL_REQUESTS)
+    plain, told = (hit_rate("density", 100, each, curve).hit_rate for each in (SMALL_REQUESTS, hinted))
+    assert told != plain
+    skipping = [replace(request, hints={"skip": "store"}) for request in SMALL_REQUESTS]
+    assert hit_rate("lru", 10_000, skipping, curve).hit_rate == 0
 
 
 # Stacks.

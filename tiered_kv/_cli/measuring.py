@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
 
@@ -16,6 +16,7 @@ from tiered_kv._cli.report.page import Run
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack_config import StackConfig
 from tiered_kv.workload.request import ChatWorkload, Request, read_trace
+from tiered_kv.workload.sampling import hints_from_sessions
 
 _CHAT_OPTIONS = {
     "seed": "chooses the chats; another seed shares no block with this one",
@@ -43,6 +44,12 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", metavar="FILE", type=file_path, help="requests of a trace; without it, built-in chats"
     )
     parser.add_argument("--requests", metavar="N", type=positive_int, help="stop after this many requests")
+    parser.add_argument(
+        "--hints",
+        choices=("from-trace", "from-sessions", "none"),
+        default="from-trace",
+        help="from-sessions: each request says roughly when its session returns, or that it ends (default: from-trace)",
+    )
     chats = parser.add_argument_group("built-in chats", "multi-turn chats that share system prompts")
     for name, about in _CHAT_OPTIONS.items():
         default = getattr(ChatWorkload(), name)
@@ -52,6 +59,20 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 
 def chosen_workload(args: argparse.Namespace) -> Workload:
     """Return the requests that the options choose; raise ConfigError if options contradict each other."""
+    workload = _chosen_requests(args)
+    if args.hints == "from-sessions":
+        workload.described["hints"] = args.hints
+        return replace(workload, requests=_hinted(workload.requests), title=f"{workload.title}, with hints")
+    if args.hints == "none":
+        return replace(workload, requests=(replace(request, hints=None) for request in workload.requests))
+    return workload
+
+
+def _hinted(requests: Iterator[Request]) -> Iterator[Request]:
+    yield from hints_from_sessions(list(requests))
+
+
+def _chosen_requests(args: argparse.Namespace) -> Workload:
     chat_options = {name: getattr(args, name) for name in _CHAT_OPTIONS if getattr(args, name) is not None}
     if args.trace is not None:
         if chat_options:

@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grant-share",
         metavar="N",
         type=positive_int,
-        help="each engine has one row in so many as free rows, granted in advance (default: 64)",
+        help="each engine has one row in so many as free rows, granted in advance (default: 128)",
     )
     host.add_argument("--router-seed", metavar="N", type=int, help="requests go to random engines (default: 0)")
     add_workload_arguments(parser)

@@ -44,13 +44,14 @@ def hit_rate(
 ) -> HitRate:
     """Return the hit rate of a policy, where each request ends before the next one begins.
 
-    `curve` is that of LRU; with room for all blocks every policy hits the same. A `sample` runs in place of all
-    requests, unless its capacity is too small. `on_progress` gets the number of requests so far.
+    `curve` is that of LRU without hints; with room for all blocks every policy hits the same. A `sample` runs in place
+    of all requests, unless its capacity is too small. `on_progress` gets the number of requests so far.
     """
     blocks = 0 if sample is None else sample.capacity(capacity_blocks)
     error = 0.0
     is_on_curve = policy == "lru" and capacity_blocks >= curve.longest_blocks
-    if is_on_curve or capacity_blocks >= curve.distinct_blocks:
+    skips = any(request.hints is not None and "skip" in request.hints for request in requests)
+    if (is_on_curve or capacity_blocks >= curve.distinct_blocks) and not skips:
         rate = curve.rate(capacity_blocks)
     elif sample is None or not blocks:
         (tally,) = _run(policy, capacity_blocks, requests, on_progress)

@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.workload.request import Request
@@ -22,6 +22,8 @@ _COMMON_SHARE = 0.01
 """A block that more requests than both of these have belongs to no session."""
 _CAPACITY_MIN = 500
 """A smaller cache behaves differently."""
+_ROUGH_S = (1, 4, 16, 64, 256, 1024)
+"""The times of `hints_from_sessions`."""
 _SURE = 1.96
 """Standard errors to either side that hold the true value in 95 of 100 samples."""
 
@@ -73,6 +75,22 @@ def sessions(requests: Sequence[Request]) -> tuple[list[int], set[int]]:
     common = {each for each, count in uses.items() if count > limit}
     prompts = (request.hash_ids for request in requests)
     return [next((each for each in ids if each not in common), ids[-1] if ids else 0) for ids in prompts], common
+
+
+def hints_from_sessions(requests: Sequence[Request]) -> list[Request]:
+    """Return the requests with the hints of clients that know roughly when their session returns, and when it ends."""
+    roots, _ = sessions(requests)
+    names = [request.session or root for request, root in zip(requests, roots, strict=True)]
+    returns_ms: dict[str | int, int] = {}
+    hinted = []
+    for request, name in zip(reversed(requests), reversed(names), strict=True):
+        hints: dict[str, object] = {"ttl": 0}
+        if name in returns_ms:
+            wait_s = max(returns_ms[name] - request.timestamp_ms, 1) / 1000
+            hints = {"expect_return": min(_ROUGH_S, key=lambda rough_s: abs(math.log(wait_s / rough_s)))}
+        returns_ms[name] = request.timestamp_ms
+        hinted.append(replace(request, hints=hints))
+    return hinted[::-1]
 
 
 def draw(requests: Sequence[Request], rate: float) -> Sample:

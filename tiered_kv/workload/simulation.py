@@ -20,6 +20,7 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_type_of
 from tiered_kv.metrics.instruments import count_of
+from tiered_kv.server.host import GRANT_ROWS_MIN, GRANT_SHARE
 from tiered_kv.stack import limits_of, located
 from tiered_kv.stack_config import StackConfig
 from tiered_kv.tiering.manager import TieringOffloadingManager
@@ -43,7 +44,7 @@ class Fleet:
 
     `seed` is that of the router "random". With `shares_host` the servers are the engines of a host with one primary
     tier for all, and no secondary tiers. Each has free rows that were granted in advance: one row of the tier in
-    `grant_share`.
+    `grant_share`, and `GRANT_ROWS_MIN` at least.
     """
 
     servers: int = 1
@@ -51,7 +52,7 @@ class Fleet:
     concurrency: int = 8
     seed: int = 0
     shares_host: bool = False
-    grant_share: int = 64
+    grant_share: int = GRANT_SHARE
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "servers", "concurrency", "grant_share")
@@ -266,7 +267,7 @@ class _HostEngine(TieringOffloadingManager):
 
 def _host_cache(config: StackConfig, fleet: Fleet, clock: _Clock) -> CPUOffloadingManager:
     """Return the cache of a host. Rows that are granted hold no block: each that is used is replaced at once."""
-    granted = fleet.servers * max(1, config.primary_blocks // fleet.grant_share)
+    granted = fleet.servers * max(config.primary_blocks // fleet.grant_share, GRANT_ROWS_MIN)
     if granted >= config.primary_blocks:
         raise ConfigError(f"{granted} granted rows leave no room in {config.primary_blocks}", location="--capacity")
     return _primary(config, config.primary_blocks - granted, clock)

@@ -64,9 +64,11 @@ class DensityPolicy(CachePolicy):
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
-        self._admitted = 0
+        self._admitted = 0  # since a request last began
+        self._admitted_mean = 0.0
         self._begun = 0
-        self._now = 0.0  # in units of age: admitted blocks and begun requests, `AGES_PER_TURNOVER` for each turnover
+        self._passed = 0.0  # admitted blocks and begun requests
+        self._now = 0.0  # the same in units of age, `AGES_PER_TURNOVER` for each turnover
         self._new_blocks = 0  # since a request last began
         self._new_blocks_mean = 1.0
         self._ghosts: OrderedDict[OffloadKey, Tail] = OrderedDict()
@@ -134,7 +136,10 @@ class DensityPolicy(CachePolicy):
         if count > len(self):
             return None
         own: Tail | None = spare.note if spare is not None else None
-        cuts = self._order.pop(count, step, [tail for tail in (own, own and own.shared) if tail is not None])
+        spared = [tail for tail in (own, own and own.shared) if tail is not None]
+        if own is not None and own.kind:
+            spared.remove(own)  # it may return later than the others: its hints say so
+        cuts = self._order.pop(count, step, spared)
         if cuts is None:
             return None
         self._remember(cuts)
@@ -147,11 +152,15 @@ class DensityPolicy(CachePolicy):
 
     def _begin(self, chain: RequestChain) -> Tail:
         self._begun += 1
-        self._now = (self._admitted + self._begun) * AGES_PER_TURNOVER / self.num_blocks
+        weight = max(MEAN_WEIGHT, 1 / self._begun)
+        self._admitted_mean += weight * (self._admitted - self._admitted_mean)
+        # Hints are in seconds: with the mean, a request with many new blocks does not age the others at once.
+        self._passed += 1 + (self._admitted_mean if len(self._kinds) > 1 else self._admitted)
+        self._admitted = 0
+        self._now = self._passed * AGES_PER_TURNOVER / self.num_blocks
         self._age()
         if self._begun % LEARN_EVERY == 0:
             self._learn()
-        weight = max(MEAN_WEIGHT, 1 / self._begun)
         self._new_blocks_mean += weight * (self._new_blocks - self._new_blocks_mean)
         self._new_blocks = 0
         tail = chain.note = Tail(self._begun, self._now)
