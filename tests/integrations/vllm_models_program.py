@@ -23,12 +23,11 @@ from vllm_known_bytes import Engine  # type: ignore[import-not-found]  # found b
 from vllm_program_parts import DEEPSEEK, OUR_TIER, refusal_of, run_checks, wait_for  # type: ignore[import-not-found]
 
 from tests.support.tiny_llama import TINY_LLAMA
+from tiered_kv.config.namespace import differences
 from tiered_kv.errors import ConfigError
 
 PROMPT = [random.Random(0).randrange(512) for _ in range(200)]
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, max_tp_shards=1, head_size=128, dtype=torch.float32)
-
-
 LLAMA = {**TINY_LLAMA, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 256}
 CANONICAL_BYTES = 4 * 32 * 2 * 32 * 4
 """Of a layer: heads, tokens, keys and values, head size, float32."""
@@ -113,15 +112,18 @@ class Checks:
                         2 * CANONICAL_BYTES,
                     )
                     tokens, found = served.tokens, 192
+                    described = engine.manager._stack.config.identity.described
         with Engine(model, [layers_of(full(2), full(2))] * 2, stack, block_size=32) as engine:
             assert engine.serve(PROMPT).found == 0, "vLLM's direct layout is another"
+            differing = differences(engine.manager._stack.config.identity.described, described)
+            assert differing["namespace.extra.canonical"] == ("false", "true"), differing
 
     def what_has_no_canonical_layout_is_refused(self) -> None:
         stack = self._stack("refused")
-        latent_beside = [layers_of(LATENT, dataclasses.replace(full(2), block_size=16))] * 2
-        for model, layers in ((self._model("latent", DEEPSEEK), latent_beside),):
-            attempt = partial(Engine, model, layers, stack, extra={"canonical_layout": True}, block_size=16)
-            assert "vLLM has no canonical layout" in refusal_of(attempt, ConfigError)
+        layers = [layers_of(LATENT, dataclasses.replace(full(2), block_size=16))] * 2
+        model = self._model("latent", DEEPSEEK)
+        attempt = partial(Engine, model, layers, stack, extra={"canonical_layout": True}, block_size=16)
+        assert "vLLM has no canonical layout" in refusal_of(attempt, ConfigError)
 
     def _model(self, name: str, config: Mapping[str, object]) -> Path:
         path = self.directory / f"model-{name}"

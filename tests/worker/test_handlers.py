@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from tests.support.shortages import Resource, outage
-from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
+from tiered_kv.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CanonicalPageMapping,
+    CopyRun,
+    GPULoadStoreSpec,
+)
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
 from tiered_kv.mediums import CPULoadStoreSpec
@@ -298,3 +305,41 @@ def test_a_part_outside_of_the_row_is_refused(offset: int, part_bytes: int) -> N
     with pytest.raises(ValueError, match="at least 1"):
         open_handlers(caches_of(torch.zeros(4, 2), 8), region, block_size_factor=0)
     region.close()
+
+
+def canonical_caches(page: Any, workers: int, rank: int) -> tuple[Any, CanonicalKVCaches]:
+    """Return a worker's heads of `page` (blocks, two heads, bytes), and its caches, mapped to both heads' page."""
+    heads = max(1, 2 // workers)
+    first, replicas = rank * 2 // workers, max(1, workers // 2)
+    tensor = page[:, first : first + heads].reshape(len(page), -1).clone()
+    size, head_bytes = tensor.shape[1], page.shape[2]
+    runs = (CopyRun(0, first * head_bytes, head_bytes, heads, head_bytes, head_bytes),)
+    mapping = CanonicalPageMapping(2 * head_bytes, size, runs, replicas, rank % replicas, True)
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, size)], [[CanonicalKVCacheRef(0, size, mapping)]])
+    return tensor, caches
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 4), (4, 2)])
+def test_canonical_pages_are_read_by_another_number_of_workers(writers: int, readers: int) -> None:
+    page = torch.arange(64, dtype=torch.uint8).reshape(4, 2, 8)  # four workers have each head twice
+    region = PrimaryRegion(4, 64)
+    blocks, rows = GPULoadStoreSpec([3, 0, 1, 2], [4]), CPULoadStoreSpec([1, 2])
+    stored_bytes = 0
+    for rank in range(writers):
+        _, caches = canonical_caches(page, writers, rank)
+        handlers = open_handlers(caches, region, block_size_factor=2)
+        handlers.store.transfer_async(1, (blocks, rows))
+        handlers.store.wait([1])
+        stored_bytes += sum(result.transfer_size or 0 for result in handlers.store.get_finished())
+        handlers.shutdown()
+    assert stored_bytes == page.numel(), "each byte once"
+    assert region.array[1:3, :32].tolist() == page[[3, 0, 1, 2]].reshape(2, 32).tolist()
+    for rank in range(readers):
+        tensor, caches = canonical_caches(page, readers, rank)
+        expected = tensor.clone()
+        tensor.zero_()
+        handlers = open_handlers(caches, region, block_size_factor=2)
+        handlers.load.transfer_async(1, (rows, blocks))
+        handlers.load.wait([1])
+        handlers.shutdown()
+        assert torch.equal(tensor, expected)

@@ -186,7 +186,7 @@ def _lay_out_group(
                 f"group {group} uses {ref.page_size_bytes} bytes of tensor {ref.tensor_idx}, "
                 f"whose blocks have {page_bytes}"
             )
-    pieces = []
+    pieces: list[tuple[int, int, int, int, int, bool]] = []
     row_offset = 0
     for ref in refs:
         row_stride = _offloaded_bytes(ref)
@@ -195,10 +195,14 @@ def _lay_out_group(
             is_stored = ref.mapping is None or ref.mapping.writer_index == 0
             pieces.append((at.address + page_offset, at.stride_bytes, size, row_offset + offset, row_stride, is_stored))
         row_offset += factor * row_stride
-    columns = [_column(values) for values in zip(*pieces, strict=True)] or [_column([])] * 6
+    addresses, strides, sizes, row_offsets, row_strides, stored = zip(*pieces, strict=True) if pieces else [()] * 6
     return GroupLayout(
-        *columns[:5],
-        is_stored=columns[5].astype(np.bool_),
+        addresses=_column(addresses),
+        strides=_column(strides),
+        page_bytes=_column(sizes),
+        row_offsets=_column(row_offsets),
+        row_strides=_column(row_strides),
+        is_stored=_column(stored).astype(np.bool_),
         num_blocks=min(each.num_blocks for each in [rows[ref.tensor_idx] for ref in refs] or rows),
     )
 
