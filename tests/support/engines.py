@@ -109,6 +109,11 @@ class Program:
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
+    def line(self) -> str:
+        """Return the next line of the program."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
     def messages(self) -> Iterator[Message]:
         """Yield the messages of the program until it ends; fail if it fails."""
         assert self._process.stdout is not None

@@ -145,7 +145,8 @@ class Attachment:
         self._ready: HostLink | None = None
         self._wanted = threading.Event()
         self._closed = threading.Event()
-        self._lock = threading.Lock()  # guards the two below, never held across I/O
+        self._lock = threading.Lock()  # guards `_ready` and `_wanted`, and `_opening`; never held across I/O
+        self._opening: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._told = ""
 
@@ -160,16 +161,20 @@ class Attachment:
         except OSError as error:
             self._tell(error.strerror or str(error))
             return False
+        self._attached()
         return True
 
     def take_link(self) -> HostLink | None:
         """Return a new connection, once; begin to connect if there is none. Never waits."""
-        link, self._ready = self._ready, None
-        if link is None and not self._closed.is_set():
+        with self._lock:
+            link, self._ready = self._ready, None
+            if link is not None:
+                self._wanted.clear()
+                return link
             self._wanted.set()
-            if self._thread is None:
-                self._thread = start_thread(self._run, "tiered-kv-attach")
-        return link
+        if self._thread is None and not self._closed.is_set():
+            self._thread = start_thread(self._run, "tiered-kv-attach")
+        return None
 
     def lost(self, why: str) -> None:
         """Note that the connection has ended."""
@@ -179,6 +184,10 @@ class Attachment:
         """Stop to connect; a connection that nobody has taken is closed."""
         self._closed.set()
         self._wanted.set()
+        with self._lock:
+            if self._opening is not None:  # a server that was stopped may never answer
+                with suppress(OSError):
+                    self._opening.shutdown(socket.SHUT_RDWR)
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(RETRY_MAX_S)
@@ -191,18 +200,29 @@ class Attachment:
         pause_s = RETRY_MIN_S
         while not self._closed.is_set():
             self._wanted.wait()
-            if self._ready is not None or self._closed.is_set():
-                self._wanted.clear()
-                continue
+            with self._lock:  # a connection that nobody wants would end the leases of the one in use
+                if self._ready is not None or not self._wanted.is_set():
+                    self._wanted.clear()
+                    continue
+            if self._closed.is_set():
+                return
             try:
-                self._ready = self._open()
-                self._wanted.clear()
-                self._told, pause_s = "", RETRY_MIN_S
-                _log.info("attached to the host's cache at %s", self._path)
+                link = self._open()
+                with self._lock:
+                    self._ready = link
+                    self._wanted.clear()
+                pause_s = RETRY_MIN_S
+                self._attached()
             except (OSError, TieredKVError) as error:
+                if self._closed.is_set():
+                    return
                 self._tell(str(error) if isinstance(error, TieredKVError) else error.strerror or str(error))
                 self._closed.wait(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MAX_S)
+
+    def _attached(self) -> None:
+        self._told = ""
+        _log.info("attached to the host's cache at %s", self._path)
 
     def _tell(self, why: str) -> None:
         """Log once that there is no server, and why."""
@@ -221,6 +241,10 @@ class Attachment:
         fds: list[int] = []
         try:
             sock.settimeout(OPEN_S)
+            with self._lock:
+                self._opening = sock
+            if self._closed.is_set():
+                raise OSError("closed")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SNDBUF_BYTES)
             sock.connect(self._path)
             body = protocol.to_json(self.hello)
@@ -240,6 +264,8 @@ class Attachment:
             sock.close()
             raise
         finally:
+            with self._lock:
+                self._opening = None
             for fd in fds:
                 os.close(fd)
 

@@ -103,6 +103,8 @@ class AttachedManager(OffloadingManager):
         self._heard_s: float | None = None
         """Since when the server owes an answer; None if it owes none."""
         self._is_silent = False
+        self._owes_reset = False
+        """Whether the server has not answered a reset; a new connection begins with it then."""
         self._counts = {"hit": 0, "miss": 0, "stored": 0, "too_late": 0, "lost_links": 0}
         self.poll()
 
@@ -117,25 +119,41 @@ class AttachedManager(OffloadingManager):
         """The connection; None while the server is away."""
         return self._link
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the end of a step has something to send."""
+        return self._link is not None and self._link.channel.has_unsent
+
     # Lookups.
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         request = self._requests.get(req_context.req_id) or self._begin(req_context)
         row = request.rows.get(key)
+        if request.is_outdated:
+            return False
         if row is not None:
             if row <= ROW_MAX:
                 return True
             if row == protocol.MISSING:
                 return False
             return self._wait(request)
-        if not self.is_attached or request.is_outdated or request.hints.skips_load:
+        if not self.is_attached or request.hints.skips_load:
             return False
         self._ask(request, (key,))
         return None
 
+    def has_row(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Return whether the server has said that a block is in its memory, or is being promoted for the request."""
+        request, link = self._requests.get(req_context.req_id), self._link
+        if request is not None and key in request.rows and not request.waits_for_answer:
+            return request.rows[key] != protocol.MISSING
+        return link is not None and link.is_known(key)
+
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return `lookup` of each key, in order."""
         request = self._requests.get(req_context.req_id) or self._begin(req_context)
+        if request.is_outdated:
+            return [False] * len(keys)
         get = request.rows.get
         return [
             True if (row := get(key)) is not None and row <= ROW_MAX else self.lookup(key, req_context) for key in keys
@@ -156,6 +174,8 @@ class AttachedManager(OffloadingManager):
         if self.is_attached and not request.is_outdated:
             self._tell(request)
             for part in _parts(keys):
+                if self._link is None:
+                    break
                 request.known_asked.append(part)
                 self._add(request, protocol.ACQUIRE, part, flags=protocol.ONLY_KNOWN)
 
@@ -236,7 +256,7 @@ class AttachedManager(OffloadingManager):
             if key not in writing and held.get(key, protocol.MISSING) > ROW_MAX and not is_known(key)
         ][: link.welcome.grant_max]
         if len(new) > len(link.free):
-            self._ask_grant(len(new))
+            self._ask_rows(len(new))
             return None
         rows = [link.free.pop() for _ in new]
         writing.update(zip(new, rows, strict=True))
@@ -257,7 +277,8 @@ class AttachedManager(OffloadingManager):
                 for part in _parts([key for key, _ in written]):
                     self._add(request, protocol.COMMIT, part, protocol.pack_rows(rows[at : at + len(part)]))
                     at += len(part)
-                link.know([key for key, _ in written], rows)
+                if self._link is link:
+                    link.know([key for key, _ in written], rows)
                 self._counts["stored"] += len(written)
             else:
                 link.free += rows
@@ -289,8 +310,8 @@ class AttachedManager(OffloadingManager):
         for request in self._unsent.copy().values():
             self._send_asked(request)
         link = self._link
-        if link is not None and len(link.free) < link.welcome.grant_rows // 2:
-            self._ask_grant(link.welcome.grant_rows)
+        if link is not None:
+            self._ask_rows(link.welcome.grant_rows // 2)
         self.poll()
 
     def poll(self) -> None:
@@ -310,6 +331,8 @@ class AttachedManager(OffloadingManager):
             for message in link.channel.receive(PACKETS_A_TURN):
                 self._heard_s, self._is_silent = None, False
                 self._handle(message, link)
+                if self._link is not link:
+                    return
             is_late = self._heard_s is not None and self._now_s - self._heard_s > link.welcome.answer_s
             if is_late and not self._is_silent:
                 self._is_silent = True
@@ -324,9 +347,10 @@ class AttachedManager(OffloadingManager):
         for request in self._requests.values():
             self._outdate(request)
         link = self._link
+        self._owes_reset = True
         if link is not None:
             link.forget_known()
-            link.channel.add(protocol.RESET)
+            self._add_message(protocol.RESET)
             self._flush()
 
     def take_events(self) -> Iterable[Any]:
@@ -363,7 +387,7 @@ class AttachedManager(OffloadingManager):
         """Ask the server to tell when no job of a tier is in flight; `is_idle` has the answer."""
         self._number = self._number % 0xFFFFFFFF + 1
         if self._link is not None:
-            self._link.channel.add(protocol.PING, self._number, flags=protocol.WHEN_IDLE)
+            self._add_message(protocol.PING, self._number, flags=protocol.WHEN_IDLE)
             self._flush()
         return self._number
 
@@ -402,6 +426,7 @@ class AttachedManager(OffloadingManager):
             if request is not None and request.stored_asked:
                 request.stored.update(zip(request.stored_asked.pop(0), map(bool, body), strict=True))
         elif code == protocol.EPOCH:
+            self._owes_reset &= message.number < self.epoch
             if message.number > self.epoch:
                 self.epoch = message.number
                 for request in self._requests.values():
@@ -430,6 +455,7 @@ class AttachedManager(OffloadingManager):
         link = self._link
         if link is not None:
             if protocol.MISSING in rows or protocol.WAITING in rows:
+                self._ask_rows(rows.count(protocol.MISSING))  # the engine will compute and store these
                 pairs = [(key, row) for key, row in zip(keys, rows, strict=True) if row <= ROW_MAX]
                 keys, rows = [key for key, _ in pairs], [row for _, row in pairs]
             link.know(keys, rows)
@@ -488,11 +514,13 @@ class AttachedManager(OffloadingManager):
             self._add(request, protocol.ACQUIRE, part, flags=flags)
         request.asked_s, request.waits_for_answer = self._now_s, True
 
-    def _ask_grant(self, rows: int) -> None:
+    def _ask_rows(self, wanted: int) -> None:
+        """Ask for rows to write if there are fewer than `wanted`."""
         link = self._link
-        if link is not None and not link.is_granting:
+        if link is not None and len(link.free) < wanted and not link.is_granting:
             link.is_granting = True
-            link.channel.add(protocol.GRANT, max(rows, link.welcome.grant_rows) - len(link.free))
+            wanted = min(max(wanted, link.welcome.grant_rows), link.welcome.grant_max)
+            self._add_message(protocol.GRANT, wanted - len(link.free))
             self._owed()
 
     def _release(self, request: _AttachedRequest, rows: Sequence[int]) -> None:
@@ -508,9 +536,12 @@ class AttachedManager(OffloadingManager):
             self._owed()
 
     def _send(self, code: int, request: _AttachedRequest, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
+        self._add_message(code, request.number, count, body, flags)
+
+    def _add_message(self, code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
         if self._link is not None:
             try:
-                self._link.channel.add(code, request.number, count, body, flags)
+                self._link.channel.add(code, number, count, body, flags)
             except ProtocolError as error:
                 self._lose(str(error))
 
@@ -561,8 +592,11 @@ class AttachedManager(OffloadingManager):
                 request.rows[key] = protocol.MISSING
 
     def _attached(self, link: HostLink) -> None:
-        self.epoch = max(self.epoch, link.welcome.epoch)
+        self.epoch = link.welcome.epoch  # a server that was started anew counts from 0
         self._heard_s, self._is_silent = None, False
+        if self._owes_reset:
+            self.epoch += 1
+            self._add_message(protocol.RESET)
         if self.on_attached is not None:
             self.on_attached(link)
         for request in self._requests.values():

@@ -246,6 +246,11 @@ class Channel:
         """Whether packets wait for the other side to read."""
         return bool(self._packets)
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether messages wait for `flush`, and the other side has room as far as is known."""
+        return bool(self._packet) and not self._packets
+
     def add(self, code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
         """Add a message to those that `flush` sends.
 

@@ -133,6 +133,10 @@ class TieringOffloadingManager(OffloadingManager):
         return self._lookup_below(key, block, req_context)
 
     @timed
+    def has_row(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Return whether the primary tier has a block, or is getting it."""
+        return key in self._primary_blocks
+
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return `lookup` of each key, in order; cheaper than one call for each key."""
         STEP.pauses_left = PAUSES_MAX

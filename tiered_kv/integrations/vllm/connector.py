@@ -48,7 +48,9 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
         chooses_tiers = KV_LOAD_TIERS_KEY in (request.kv_transfer_params or ())
         if self._gpu_is_outdated:
             self._tiered_kv.outdate(request.request_id)
-        elif not chooses_tiers and not request.skip_reading_prefix_cache:
+            return
+        self._tiered_kv.ask_known(request.request_id, partial(self._known_of, request, is_whole=chooses_tiers))
+        if not chooses_tiers and not request.skip_reading_prefix_cache:
             self._tiered_kv.expect(request.request_id, self._prefix_of(request))
 
     def reset_cache(self) -> bool | None:
@@ -93,15 +95,27 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
         Only groups with full attention count: which blocks of a window are needed depends on the prefix that is found.
         """
         hashes = request.block_hashes
-        prefixes = []
+        lacking = [zip(ends[first:], itertools.repeat(number)) for number, ends, first in self._ends_of(request)]
+        for end, number in heapq.merge(*lacking):
+            yield make_offload_key(hashes[end - 1], number)
+
+    def _known_of(self, request: Any, *, is_whole: bool) -> list[OffloadKey]:
+        """Return the keys of a request's prefix that the GPU has, or all."""
+        hashes = request.block_hashes
+        return [
+            make_offload_key(hashes[end - 1], number)
+            for number, ends, first in self._ends_of(request)
+            for end in (ends if is_whole else ends[:first])
+        ]
+
+    def _ends_of(self, request: Any) -> Iterator[tuple[int, range, int]]:
+        """Yield each group with full attention, the ends of a request's chunks, and how many of these the GPU has."""
+        hashes = request.block_hashes
         for group in self.connector_scheduler.config.kv_group_configs:
             if group.sliding_window_size_in_chunks is None:
                 each, number = group.hashes_per_chunk, group.group_idx
                 ends = range(each, len(hashes) + 1, each)
-                first = bisect_left(ends, True, key=partial(self._gpu_lacks, hashes, number))
-                prefixes.append(zip(ends[first:], itertools.repeat(number)))
-        for end, number in heapq.merge(*prefixes):
-            yield make_offload_key(hashes[end - 1], number)
+                yield number, ends, bisect_left(ends, True, key=partial(self._gpu_lacks, hashes, number))
 
     def _gpu_lacks(self, hashes: Sequence[bytes], group: int, end: int) -> bool:
         return not self._kv_cache_manager.block_pool.get_cached_block(hashes[end - 1], [group])

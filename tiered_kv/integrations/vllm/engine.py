@@ -88,6 +88,16 @@ def configured(vllm_config: Any, kv_cache_config: Any) -> Iterator[None]:
         _current.reset(token)
 
 
+def run_name(config: Any) -> str:  # Any: vLLM's OffloadingConfig
+    """Return a name of this run of an engine, the same in its scheduler and its workers.
+
+    Users may give each run the same `engine_id`. The instance's is made anew, and reaches every process.
+    """
+    found = _current.get()
+    instance = "" if found is None else str(getattr(found[0], "instance_id", ""))
+    return f"{config.engine_id}-{instance}"
+
+
 def engine_facts(user: UserModelNamespace, *, is_canonical: bool = False) -> dict[str, str]:
     """Return what the namespace has to hold of the engine beside vLLM's summary, by name.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import (
@@ -18,11 +18,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.base import OffloadPolicy as OurPolicy
-from tiered_kv.config.settings import PRIMARY_NAME
+from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.integrations.prefill_meter import PrefillMeter
+from tiered_kv.integrations.vllm.attached import HostCache
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, vllm_events
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.server.client import AttachedManager
 from tiered_kv.stack import EngineStack
+from tiered_kv.tiering.manager import TieringOffloadingManager
 
 LOOKUP_S_MAX = 0.5
 """A request that waits is looked up after this time, although nothing has changed: waiting has limits."""
@@ -37,29 +40,40 @@ class _Transfer(NamedTuple):
 
 
 class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """Answers vLLM's scheduler from a stack. All methods belong to its thread, and only `shutdown` waits.
+    """Answers vLLM's scheduler from a stack, or from a host's cache. All methods belong to its thread.
+
+    Only `shutdown` waits.
 
     Args:
-        stack: The open stack, which this closes.
+        stack: The open stack, which this closes; or the host's cache, which this opens.
         has_events: Whether vLLM publishes events.
         flush_steps: Steps after which workers have flushed their transfers at a `reset_cache`, for vLLM 0.32; None if
             vLLM calls `on_reset_flushed`.
     """
 
-    def __init__(self, stack: EngineStack, *, has_events: bool, flush_steps: int | None) -> None:
+    def __init__(self, stack: EngineStack | HostCache, *, has_events: bool, flush_steps: int | None) -> None:
         self._stack = stack
-        self._manager = stack.manager
-        self._blocks = stack.primary.blocks
-        self._sources = {tier.name: hit_source(tier) for tier in stack.config.secondary}
-        self._report = CounterReport(stack.config.secret_texts())
+        self._manager: TieringOffloadingManager | AttachedManager
+        self._reporting: frozenset[str] = frozenset()
+        if isinstance(stack, HostCache):
+            self._manager = stack.open_manager()
+            self._block_tokens, is_measured = stack.block_tokens, True  # the server knows whether it counts
+            settings: Sequence[TierSettings] = ()
+            secrets: set[str] = set()
+        else:
+            self._manager = stack.manager
+            self._block_tokens, is_measured = stack.config.block.tokens, stack.config.is_prefill_measured
+            settings, secrets = stack.config.secondary, stack.config.secret_texts()
+            tiers = zip(stack.tier_names, stack.secondary_tiers, strict=True)
+            self._reporting = frozenset(name for name, tier in tiers if tier.reports_stored)
+        self._sources = {tier.name: hit_source(tier) for tier in settings}
+        self._report = CounterReport(secrets)
         self._transfers: dict[str, list[_Transfer]] = {}  # by request
         self._stale: list[_Transfer] = []
         self._has_events = has_events
-        tiers = zip(stack.tier_names, stack.secondary_tiers, strict=True)
-        self._reporting = frozenset(name for name, tier in tiers if tier.reports_stored)
         self._flush_steps = flush_steps
         self._steps_to_flush: int | None = None
-        self._meter = PrefillMeter() if stack.config.is_prefill_measured else None
+        self._meter = PrefillMeter() if is_measured else None
         if self._meter is not None:
             self._manager.cost.block_s = 0.0  # until the first prompt has been computed, only to learn tiers' paces
         self._is_polled = False
@@ -77,13 +91,14 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
         tiers = req_context.load_tier_filter
-        if tiers is not TierFilter.ALL and key not in self._blocks and not tiers.allows(Medium.STORAGE, None):
+        loads_from_storage = tiers is TierFilter.ALL or tiers.allows(Medium.STORAGE, None)
+        if not loads_from_storage and not self._manager.has_row(key, req_context):
             return LookupResult.MISS
         answer = self._manager.lookup(key, req_context)
         if answer:
             return LookupResult.HIT
         if answer is None:
-            if key in self._blocks:
+            if self._manager.has_row(key, req_context):
                 return LookupResult.HIT_PENDING
             self._lacks_answer = True
             return LookupResult.RETRY
@@ -91,7 +106,9 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
 
     def get_load_source(self, key: OffloadKey, req_context: Any) -> CacheHitSource:
         tier = self._manager.hit_tier(key, req_context)
-        return CacheHitSource.HOST if tier == PRIMARY_NAME else self._sources[tier]
+        if tier == PRIMARY_NAME:
+            return CacheHitSource.HOST
+        return self._sources.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> CPULoadStoreSpec:
         spec = self._manager.prepare_load(keys, req_context)
@@ -144,6 +161,11 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         """Promote the prefix of a new request, some of its `keys` at the end of each step, until `was_scheduled`."""
         self._manager.prefetch(keys, ReqContext(req_id))
 
+    def ask_known(self, req_id: str, keys: Callable[[], Sequence[OffloadKey]]) -> None:
+        """Ask a host's cache which of the blocks that the GPU has are stored: the request offers them too."""
+        if isinstance(self._manager, AttachedManager):
+            self._manager.ask_known(keys(), ReqContext(req_id))
+
     def outdate(self, req_id: str) -> None:
         """Let a request store and load nothing: it may get blocks of the GPU from before a reset."""
         self._manager.outdate(ReqContext(req_id))
@@ -159,7 +181,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         if not self._is_polled:  # what ended during the last step is found in this one
             self._is_polled = True
             self._manager.poll()
-        context, size = ReqContext(req_id), self._stack.config.block.tokens
+        context, size = ReqContext(req_id), self._block_tokens
         promoting, asked_s = self._waiting.get(req_id, (0, 0.0))
         if promoting and promoting == self._manager.promoting(context) and time.monotonic() - asked_s < LOOKUP_S_MAX:
             return False
@@ -187,7 +209,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
     def _set_backlog(self) -> None:
         cost = self._manager.cost
         if cost.is_known:
-            token_s = cost.block_s / self._stack.config.block.tokens
+            token_s = cost.block_s / self._block_tokens
             cost.backlog_s = token_s * sum(self._uncomputed.values())
 
     def step_began(self, output: Any) -> None:
@@ -221,8 +243,11 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
                 self.on_reset_flushed()
 
     def has_pending_work(self) -> bool:
-        """Return False: jobs that end while vLLM is idle are collected in its next step."""
-        return False
+        """Return whether vLLM has to run a step although it has no request: to send what a host's cache waits for.
+
+        Jobs of a stack that end while vLLM is idle are collected in its next step.
+        """
+        return isinstance(self._manager, AttachedManager) and self._manager.has_unsent
 
     # Resets, and the end.
 
@@ -252,7 +277,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
 
     def get_stats(self) -> Any:
         if self._meter is not None and (cost := self._meter.end()) is not None:
-            tokens = self._stack.config.block.tokens
+            tokens = self._block_tokens
             engine = self._manager.cost
             engine.block_s, engine.growth_s = tokens * cost.token_s, tokens**2 * cost.growth_s
             engine.notice_s = self._meter.step_s
@@ -262,19 +287,31 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         return self._manager.counters()
 
     def config_info(self) -> Sequence[Mapping[str, str | int]]:
-        config = self._stack.config
+        stack = self._stack
+        tiers: Sequence[str]
+        if isinstance(stack, HostCache):
+            tiers, rows, block_bytes, digest = ["host"], 0, stack.block_bytes, stack.digest
+            if isinstance(self._manager, AttachedManager) and self._manager.link is not None:
+                rows = self._manager.link.welcome.rows
+        else:
+            config = stack.config
+            tiers, rows = stack.tier_names, config.primary_blocks
+            block_bytes, digest = config.block.bytes, config.identity.digest
         return [
             {
-                "tiered_kv_tiers": ",".join(self._stack.tier_names),
-                "tiered_kv_blocks": config.primary_blocks,
-                "tiered_kv_block_bytes": config.block.bytes,
-                "tiered_kv_namespace": config.identity.digest.hex(),
+                "tiered_kv_tiers": ",".join(tiers),
+                "tiered_kv_blocks": rows,
+                "tiered_kv_block_bytes": block_bytes,
+                "tiered_kv_namespace": digest.hex(),
             }
         ]
 
     def shutdown(self) -> None:
-        """Flush the cascades within the stack's time, and close the tiers."""
-        self._stack.close()
+        """Flush the cascades within the stack's time, and close the tiers; or leave the host's cache."""
+        if isinstance(self._stack, HostCache):
+            self._manager.shutdown()
+        else:
+            self._stack.close()
 
 
 INFO_KEYS = ("tiered_kv_tiers", "tiered_kv_blocks", "tiered_kv_block_bytes", "tiered_kv_namespace")

@@ -18,10 +18,12 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.integrations.vllm.attached import HostCache
 from tiered_kv.integrations.vllm.engine import (
     ROW_LAYOUT,
     Stage,
@@ -32,10 +34,12 @@ from tiered_kv.integrations.vllm.engine import (
     environment,
     has_one_part,
     namespace_of,
+    run_name,
     stage_of,
 )
 from tiered_kv.integrations.vllm.manager import INFO_KEYS, TieredKVManager
 from tiered_kv.integrations.vllm.metrics import metric_definitions
+from tiered_kv.stack import EngineStack
 from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
 from tiered_kv.worker.shared import SCHEDULER, SharedStack, parties_of, worker_party
@@ -51,7 +55,16 @@ ROW_ALIGNMENT_BYTES = 4096
 _EXTRA = "kv_connector_extra_config"
 
 _OPTIONS = (
-    *("spec_name", "spec_module_path", "stack", "blocks_per_chunk", "block_size", "canonical_layout"),
+    *(
+        "spec_name",
+        "spec_module_path",
+        "stack",
+        "attach",
+        "namespace",
+        "blocks_per_chunk",
+        "block_size",
+        "canonical_layout",
+    ),
     *("offload_prompt_only", "self_describing_kv_events"),
     *(("sync_load_budget_bytes",) if _VLLM_REPORTS_FLUSHES else ()),
 )
@@ -77,7 +90,8 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
 
     Args:
         config: vLLM's `OffloadingConfig`. Its `extra_config["stack"]` is a stack without `block`: a file's path, or a
-            mapping.
+            mapping. Or its `extra_config["attach"]` is the address of a host's cache, and `namespace` the user's part
+            of the namespace.
 
     Raises:
         ConfigError: The configuration cannot be used.
@@ -92,7 +106,10 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         self._context = copy_context()
         # With one pipeline stage all workers are alike. With several this checks the configuration early, and `_join`
         # replaces it by that of all workers.
-        self._shared = self._share([rank_of(config)] * config.parallel.world_size)
+        ranks = [rank_of(config)] * config.parallel.world_size
+        self._host = host_cache(config, ranks) if "attach" in config.extra_config else None
+        if self._host is None:
+            self._shared = self._share(ranks)
         self._manager: TieredKVManager | None = None
         self._worker: HandlerWorker | None = None
 
@@ -108,9 +125,14 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         """Return the scheduler's half, made on the first call; with several stages it waits for the workers."""
         if self._manager is None:
             has_events = self.kv_events_config.enable_kv_cache_events
-            file = self._join(SCHEDULER)
+            stack: EngineStack | HostCache
+            if self._host is not None:
+                stack = self._host
+            else:
+                file = self._join(SCHEDULER)
+                stack = self._shared.open_engine_stack(enable_events=has_events, file=file)
             self._manager = TieredKVManager(
-                self._shared.open_engine_stack(enable_events=has_events, file=file),
+                stack,
                 has_events=has_events,
                 flush_steps=None if _VLLM_REPORTS_FLUSHES else self.config.parallel.pp_size + _STEPS_AHEAD,
             )
@@ -123,9 +145,13 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         """
         if self._worker is None:
             rank = self.config.parallel.rank
-            file = self._join(worker_party(rank))
             caches = our_caches(kv_caches, is_canonical=self.config.canonical_layout)
-            self._worker = HandlerWorker(self._shared.open_handlers(caches, rank, file=file))
+            if self._host is not None:
+                handlers = self._host.open_handlers(caches, rank)
+            else:
+                file = self._join(worker_party(rank))
+                handlers = self._shared.open_handlers(caches, rank, file=file)
+            self._worker = HandlerWorker(handlers)
         return self._worker
 
     def _share(self, ranks: Sequence[Rank]) -> SharedStack:
@@ -173,8 +199,33 @@ def stack_config(config: Any, ranks: Sequence[Rank] = ()) -> StackConfig:  # Any
     return from_source(source, lambda raw: _completed(raw, config, ranks))
 
 
+def host_cache(config: Any, ranks: Sequence[Rank]) -> HostCache:  # Any: vLLM's OffloadingConfig
+    """Return the host's cache of a vLLM engine, the same in its scheduler and its workers."""
+    extra = config.extra_config
+    _check_options(extra)
+    if not isinstance(extra["attach"], str):
+        raise ConfigError(f"expected 'unix:' and a path, found {extra['attach']!r}", location=f"{_EXTRA}.attach")
+    if config.parallel.pp_size > 1:
+        raise ConfigError("pipeline stages cannot attach to a host's cache; use 'stack'", location=f"{_EXTRA}.attach")
+    namespace, block = _identity(extra.get("namespace"), config, ranks)
+    return HostCache(
+        address=extra["attach"],
+        name=run_name(config),
+        namespace=namespace,
+        block_bytes=block["bytes"],
+        block_tokens=block["tokens"],
+        num_workers=len(ranks),
+        num_parts=_parts_of(config, ranks),
+        block_size_factor=config.cache.blocks_per_chunk,
+    )
+
+
 def _check_options(extra: Mapping[str, object]) -> None:
     """Raise ConfigError for an option that would have no effect."""
+    if "stack" in extra and "attach" in extra:
+        raise ConfigError("give either a stack, or a host's cache to attach to", location=f"{_EXTRA}.attach")
+    if "namespace" in extra and "attach" not in extra:
+        raise ConfigError("write the namespace in the stack", location=f"{_EXTRA}.namespace")
     for name in extra:
         if name in _VLLM_OPTIONS:
             message = f"this is an option of vLLM's own specs, without effect under ours; {_VLLM_OPTIONS[name]}"
@@ -193,13 +244,17 @@ def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) ->
     if raw.get("audit") and len(config.groups) > 1:
         # A group whose blocks are smaller leaves the rest of a row as it was, and rows would seem to differ.
         raise ConfigError("a model with several KV cache groups cannot be audited; leave this out", location="audit")
-    environ = environment(config)
-    said = fill_variables({"namespace": raw.get("namespace")}, environ)["namespace"]
+    namespace, block = _identity(raw.get("namespace"), config, ranks)
+    return load_config({**raw, "namespace": namespace, "block": block}, environ=environment(config))
+
+
+def _identity(said: object, config: Any, ranks: Sequence[Rank]) -> tuple[Namespace, dict[str, int]]:
+    """Return the namespace of an engine's blocks, and their size."""
+    said = fill_variables({"namespace": said}, environment(config))["namespace"]
     row_bytes = _part_bytes(config, ranks) * _parts_of(config, ranks)
     block = {"bytes": -(-row_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES, "tokens": chunk_tokens(config)}
     stages = list(dict.fromkeys(rank.stage for rank in ranks))  # vLLM numbers the workers of a stage one by one
-    namespace = namespace_of(config, said, row_layout=ROW_LAYOUT, stages=stages)
-    return load_config({**raw, "namespace": namespace, "block": block}, environ=environ)
+    return namespace_of(config, said, row_layout=ROW_LAYOUT, stages=stages), block
 
 
 def _parts_of(config: Any, ranks: Sequence[Rank]) -> int:

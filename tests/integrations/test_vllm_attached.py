@@ -1,0 +1,113 @@
+"""Real vLLMs that use one cache of their host."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines import Message, Program, interpreter, running
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [[seed, 200] for seed in range(4)]
+FOUND = 192
+"""Tokens of a prompt's whole blocks."""
+STACK = {"primary": {"capacity": "16MiB"}, "prefill": "off"}
+
+
+class Talk:
+    """A program that is told what to do.
+
+    Args:
+        program: The running program, which says that it is ready.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._messages: Iterator[Message] = program.messages()
+        self.said = next(self._messages)
+
+    def ask(self, **message: Any) -> Message:
+        self.program.go_on(message)
+        return next(self._messages)
+
+
+class Host:
+    """A cache server, and engines that attach to it.
+
+    Args:
+        closing: Ends all processes.
+        directory: Of the socket, and of the model.
+        tensor_parallel_size: Workers of each engine.
+    """
+
+    def __init__(self, closing: ExitStack, directory: Path, tensor_parallel_size: int) -> None:
+        self._closing = closing
+        self._directory = directory
+        self._engine: dict[str, object] = {"tensor_parallel_size": tensor_parallel_size}
+        if tensor_parallel_size > 1:
+            self._engine["distributed_executor_backend"] = "mp"
+        (directory / "stack.yaml").write_text(json.dumps(STACK))
+
+    def start_server(self) -> Program:
+        socket = str(self._directory / "cache.sock")
+        command = [sys.executable, "-c", "from tiered_kv.cli import main; raise SystemExit(main())"]
+        command += ["serve", "stack.yaml", "--socket", socket]
+        log = self._directory / "server.errors"
+        server = self._closing.enter_context(Program(command, log, dict(os.environ)))
+        assert server.line().startswith("serving"), server.log()
+        return server
+
+    def start_engine(self, *, alone: bool = False) -> Talk:
+        extra = {
+            "spec_name": "TieredKVOffloadingSpec",
+            "spec_module_path": "tiered_kv.integrations.vllm",
+            "attach": f"unix:{self._directory}/cache.sock",
+        }
+        config = {
+            "kv_connector": "TieredKVConnector",
+            "kv_connector_module_path": "tiered_kv.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+        options = {"engine": self._engine, "kv_transfer_config": None if alone else config}
+        model = str(self._directory / "model")
+        return Talk(
+            self._closing.enter_context(running("0.32.0", "vllm_attached_program.py", model, json.dumps(options)))
+        )
+
+
+def found(answer: Message) -> Sequence[int]:
+    numbers: Sequence[int] = answer["found"]
+    return numbers
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1])
+def test_engines_share_a_cache_that_outlives_them(
+    tensor_parallel_size: int, tmp_path: Path, closing: ExitStack
+) -> None:
+    interpreter("0.32.0")
+    host = Host(closing, tmp_path, tensor_parallel_size)
+    alone = host.start_engine(alone=True)
+    expected = [alone.ask(prompts=[prompt])["tokens"] for prompt in PROMPTS]
+    alone.program.kill()
+    host.start_server()
+    first, second = host.start_engine(), host.start_engine()
+    for engine, hit in ((first, 0), (second, FOUND)):
+        for prompt, tokens in zip(PROMPTS[:3], expected, strict=False):
+            answer = engine.ask(prompts=[prompt])
+            assert (answer["tokens"], answer["found"]) == (tokens, [hit])
+    second.program.kill()
+    assert first.ask(prompts=[PROMPTS[3]])["tokens"] == expected[3]
+    first.program.kill()
+    again = host.start_engine()
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        answer = again.ask(prompts=[prompt])
+        assert (answer["tokens"], answer["found"]) == (tokens, [FOUND])
