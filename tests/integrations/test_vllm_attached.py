@@ -89,7 +89,7 @@ def found(answer: Message) -> Sequence[int]:
     return numbers
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1])
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_engines_share_a_cache_that_outlives_them(
     tensor_parallel_size: int, tmp_path: Path, closing: ExitStack
 ) -> None:
@@ -111,3 +111,20 @@ def test_engines_share_a_cache_that_outlives_them(
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
         answer = again.ask(prompts=[prompt])
         assert (answer["tokens"], answer["found"]) == (tokens, [FOUND])
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_an_engine_runs_on_while_the_server_is_away_and_attaches_again(
+    tensor_parallel_size: int, tmp_path: Path, closing: ExitStack
+) -> None:
+    interpreter("0.32.0")
+    host = Host(closing, tmp_path, tensor_parallel_size)
+    server, engine = host.start_server(), host.start_engine()
+    first = engine.ask(prompts=PROMPTS)
+    assert engine.ask(prompts=PROMPTS) == {"tokens": first["tokens"], "found": [FOUND] * len(PROMPTS)}
+    server.kill()
+    assert engine.ask(prompts=PROMPTS) == first, "computed anew"
+    host.start_server()
+    engine.ask(attached=True)
+    assert engine.ask(prompts=PROMPTS) == first, "its memory is lost"
+    assert engine.ask(prompts=PROMPTS) == {"tokens": first["tokens"], "found": [FOUND] * len(PROMPTS)}

@@ -71,6 +71,48 @@ def test_after_a_reset_no_engine_finds_a_block(tmp_path: Path) -> None:
         assert first.load(KEYS[:8]) == 4
 
 
+def test_a_reset_while_the_server_is_away_reaches_the_next_one(tmp_path: Path) -> None:
+    nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
+    stack = stack_of(rows=64, secondary=[nvme])
+    with serving(tmp_path, stack) as served:
+        engine = served.engine()
+        engine.store(KEYS)
+        served.engines.clear()
+    engine.step_until(lambda: not engine.manager.is_attached)
+    engine.manager.reset_cache()
+    with serving(tmp_path, stack) as served:
+        engine.step_until(lambda: engine.manager.is_attached)
+        assert engine.load(KEYS) == 0
+        engine.store(KEYS[:4])
+        assert engine.load(KEYS) == 4
+        engine.close()
+
+
+def test_an_engine_that_has_reset_finds_blocks_of_a_server_that_was_started_anew(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        engine.manager.reset_cache()
+        engine.store(KEYS)
+        served.engines.clear()
+    engine.step_until(lambda: not engine.manager.is_attached)
+    with serving(tmp_path) as served:
+        engine.step_until(lambda: engine.manager.is_attached)
+        engine.store(KEYS)
+        assert engine.load(KEYS) == len(KEYS)
+        engine.close()
+
+
+def test_a_request_from_before_a_reset_loads_nothing_of_what_it_had_leased(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        engine.store(KEYS)
+        context = engine.begin()
+        assert engine.look_up(KEYS, context) == len(KEYS)
+        engine.manager.reset_cache()
+        assert engine.look_up(KEYS, context) == 0
+        engine.end(context)
+
+
 def test_leases_and_grants_end_with_the_engine(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         engine, other = served.engine(), served.engine()

@@ -96,6 +96,16 @@ class Served:
         wait_for(lambda: bool(answer))
         return answer[0]
 
+    def disconnect(self, role: str) -> None:
+        """Close the connections of processes of a role, which go on."""
+
+        def close() -> None:
+            for process in list(self.server._channels.values()):
+                if process.hello is not None and process.hello.role == role:
+                    self.server._disconnect(process)
+
+        self.server.call_soon(close)
+
     def rows_in_use(self) -> int:
         """Return how many rows engines have: leased, or granted."""
         return self.count(lambda host: sum(each.leases + len(each.granted) for each in host.sessions.values()))
