@@ -238,6 +238,7 @@ class Channel:
         self._packet = bytearray()
         self._packets: deque[bytes] = deque()
         self._waiting_bytes = 0
+        self._is_overrun = False
         self._buffer = bytearray(PACKET_BYTES_MAX + 1)
         self._view = memoryview(self._buffer)
 
@@ -255,23 +256,26 @@ class Channel:
         """Add a message to those that `flush` sends.
 
         Raises:
-            ProtocolError: Too much waits.
+            ProtocolError: Too much waits. From now on `flush` raises, too.
         """
+        self._raise_if_overrun()
         packet = self._packet
         if packet and len(packet) + HEADER.size + len(body) > PACKET_BYTES_MAX:
             self._close_packet()
             packet = self._packet
         packet += HEADER.pack(code, flags, count, number, len(body))
         packet += body
-        if len(packet) + self._waiting_bytes > self._limit_bytes:
-            raise ProtocolError(f"the other side has left more than {self._limit_bytes} bytes unread")
+        self._is_overrun = len(packet) + self._waiting_bytes > self._limit_bytes
+        self._raise_if_overrun()
 
     def flush(self) -> None:
         """Send what the other side has room for.
 
         Raises:
             ClosedError: It has closed the connection.
+            ProtocolError: Too much waits.
         """
+        self._raise_if_overrun()
         if self._packet and not self._packets and self._send(self._packet):
             self._packet = bytearray()
             return
@@ -309,6 +313,10 @@ class Channel:
         except OSError as error:
             raise ClosedError(error.strerror or "closed") from error
         return True
+
+    def _raise_if_overrun(self) -> None:
+        if self._is_overrun:
+            raise ProtocolError(f"the other side has left more than {self._limit_bytes} bytes unread")
 
     def _close_packet(self) -> None:
         self._packets.append(bytes(self._packet))

@@ -370,7 +370,7 @@ def listen(path: str | os.PathLike[str], *, mode: int = 0o600) -> socket.socket:
 
 def _refuse(channel: Channel, why: str) -> None:
     with suppress(ClosedError):
-        channel.add(protocol.REFUSED, body=why.encode())
+        channel.add(protocol.REFUSED, body=why.encode(errors="replace"))
         channel.flush()
 
 

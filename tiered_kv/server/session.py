@@ -106,7 +106,8 @@ class Session:
     def send(self, code: int, number: int = 0, count: int = 0, body: bytes = b"") -> None:
         """Add a message for the scheduler, if it is connected."""
         if self.channel is not None:
-            self.channel.add(code, number, count, body)
+            with suppress(ProtocolError):  # one that does not read loses its connection when the server sends
+                self.channel.add(code, number, count, body)
 
     def close(self) -> None:
         """Give back all rows: no process of the session copies any more."""
@@ -330,7 +331,7 @@ class Session:
             body = protocol.START.pack(start) + protocol.pack_rows(part) + tiers[start : start + protocol.ROWS_MAX]
             self.send(protocol.ANSWER, request.number, len(part), body)
         if self.channel is not None:
-            with suppress(ClosedError):  # the server notices that, too
+            with suppress(ClosedError, ProtocolError):  # the server notices that, too
                 self.channel.flush()
 
     # Rows.

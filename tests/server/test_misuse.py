@@ -1,0 +1,55 @@
+"""One client does what it should not do: the server and the others go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.host_server import Served, keys_of, serving
+from tiered_kv.server import protocol
+
+KEYS = keys_of(12)
+
+
+def packet(code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> bytes:
+    return protocol.HEADER.pack(code, flags, count, number, len(body)) + body
+
+
+@contextmanager
+def raw_client(served: Served, name: str, role: str = "scheduler") -> Iterator[socket.socket]:
+    """Connect, and say who one is; nothing is read after the welcome."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(20)
+        sock.connect(served.address.removeprefix("unix:"))
+        sock.send(packet(protocol.HELLO, body=protocol.to_json(protocol.Hello(name, role))))
+        _, fds, _, _ = socket.recv_fds(sock, 1 << 16, 2)
+        for fd in fds:
+            os.close(fd)
+        yield sock
+
+
+def begin(sock: socket.socket, number: int, **fields: Any) -> None:
+    sock.send(packet(protocol.BEGIN, number, body=json.dumps({"id": "r", "epoch": 0, **fields}).encode()))
+
+
+def test_a_client_that_never_reads_loses_its_connection_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_kv.server.server.UNREAD_BYTES_MAX", 1 << 16)
+    with serving(tmp_path) as served:
+        honest = served.engine()
+        honest.store(KEYS)
+        with raw_client(served, "deaf") as sock, suppress(BrokenPipeError, ConnectionResetError):
+            begin(sock, 1)
+            for first in range(0, 128 * 1024, 512):  # each is answered with the codes of all keys in a row
+                keys = keys_of(512, 10_000 + first)
+                sock.send(packet(protocol.ACQUIRE, 1, 512, protocol.pack_keys(keys)))
+            for number in range(2, 2000):
+                begin(sock, number)
+                sock.send(packet(protocol.ACQUIRE, number, 512, protocol.pack_keys(keys)))
+        assert honest.load(KEYS) == len(KEYS)
