@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,7 +87,8 @@ def scheduler_of(served: Served) -> Engine:
 
 
 def store(scheduler: Engine, worker: Worker, keys: Sequence[OffloadKey], value: int) -> None:
-    context, found = scheduler.begin(), []
+    context = scheduler.begin()
+    found: list[Any] = []
 
     def prepare() -> bool:
         found[:] = [scheduler.manager.prepare_store(keys, context)]

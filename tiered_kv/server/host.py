@@ -15,7 +15,7 @@ from tiered_kv.server.protocol import Welcome
 from tiered_kv.stack import EngineStack
 from tiered_kv.stack_config import StackConfig
 
-GRANT_SHARE: Final = 128
+GRANT_SHARE: Final = 256
 """A session has one row in so many in advance, `GRANT_ROWS_MIN` at least."""
 GRANT_ROWS_MIN: Final = 16
 GRANT_MAX_SHARE: Final = 4
