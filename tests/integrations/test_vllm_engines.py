@@ -26,6 +26,7 @@ from tests.support.engines import (
     interpreter,
     our_spec,
     passed_checks,
+    printed_by,
     run_example,
     running,
 )
@@ -66,6 +67,17 @@ def test_our_connector_serves_vllm(version: str, name: str, checks: int, tmp_pat
 
 
 # The whole engine.
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["full", "fp8", "windows", "sinks"])
+def test_a_whole_engine_of_each_kind_of_model_finds_its_blocks_after_a_restart(kind: str, tmp_path: Path) -> None:
+    ours = json.dumps(our_spec(16 * MIB, [{"type": "fs", "path": str(tmp_path / "kv"), "capacity": "256MiB"}]))
+    alone, first, second = printed_by("0.32.0", "vllm_kinds_program.py", str(tmp_path / "model"), kind, ours)
+    assert first["tokens"] == second["tokens"] == alone["tokens"]
+    whole = [288, 672]  # of 300 and 700 tokens, in blocks of 32
+    assert (first["found"], second["found"]) == ([[0, 0], whole], [whole, whole])
+    assert second["counters"]["fs"]["loaded_blocks_total"] > 0
 
 
 @functools.cache
