@@ -125,10 +125,8 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         """Return the scheduler's half, made on the first call; with several stages it waits for the workers."""
         if self._manager is None:
             has_events = self.kv_events_config.enable_kv_cache_events
-            stack: EngineStack | HostCache
-            if self._host is not None:
-                stack = self._host
-            else:
+            stack: EngineStack | HostCache | None = self._host
+            if stack is None:
                 file = self._join(SCHEDULER)
                 stack = self._shared.open_engine_stack(enable_events=has_events, file=file)
             self._manager = TieredKVManager(
@@ -144,8 +142,7 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         With several pipeline stages it waits until the other workers have called it, too.
         """
         if self._worker is None:
-            rank = self.config.parallel.rank
-            caches = our_caches(kv_caches, is_canonical=self.config.canonical_layout)
+            rank, caches = self.config.parallel.rank, our_caches(kv_caches, is_canonical=self.config.canonical_layout)
             if self._host is not None:
                 handlers = self._host.open_handlers(caches, rank)
             else:
@@ -203,13 +200,11 @@ def host_cache(config: Any, ranks: Sequence[Rank]) -> HostCache:  # Any: vLLM's 
     """Return the host's cache of a vLLM engine, the same in its scheduler and its workers."""
     extra = config.extra_config
     _check_options(extra)
-    if not isinstance(extra["attach"], str):
-        raise ConfigError(f"expected 'unix:' and a path, found {extra['attach']!r}", location=f"{_EXTRA}.attach")
     if config.parallel.pp_size > 1:
         raise ConfigError("pipeline stages cannot attach to a host's cache; use 'stack'", location=f"{_EXTRA}.attach")
     namespace, block = _identity(extra.get("namespace"), config, ranks)
     return HostCache(
-        address=extra["attach"],
+        address=str(extra["attach"]),
         name=run_name(config),
         namespace=namespace,
         block_bytes=block["bytes"],
