@@ -55,17 +55,8 @@ ROW_ALIGNMENT_BYTES = 4096
 _EXTRA = "kv_connector_extra_config"
 
 _OPTIONS = (
-    *(
-        "spec_name",
-        "spec_module_path",
-        "stack",
-        "attach",
-        "namespace",
-        "blocks_per_chunk",
-        "block_size",
-        "canonical_layout",
-    ),
-    *("offload_prompt_only", "self_describing_kv_events"),
+    *("spec_name", "spec_module_path", "stack", "attach", "namespace"),
+    *("blocks_per_chunk", "block_size", "canonical_layout", "offload_prompt_only", "self_describing_kv_events"),
     *(("sync_load_budget_bytes",) if _VLLM_REPORTS_FLUSHES else ()),
 )
 """What our spec reads beside `stack`, and what vLLM's connector reads for any spec."""
