@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,21 @@ def test_a_request_from_before_a_reset_loads_nothing_of_what_it_had_leased(tmp_p
         engine.manager.reset_cache()
         assert engine.look_up(KEYS, context) == 0
         engine.end(context)
+
+
+def test_a_request_after_a_pause_of_the_engine_waits_for_its_answer(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        engine.store(KEYS)
+        context, manager, is_over = engine.begin(), engine.manager, threading.Event()
+        manager._clock = lambda: time.monotonic() + 60.0  # no step since
+        served.server.call_soon(is_over.wait)
+        manager.prefetch(KEYS, context)
+        manager.poll()
+        answer = manager.lookup(KEYS[0], context)
+        is_over.set()
+        assert answer is None
+        assert engine.load(KEYS, context) == len(KEYS)
 
 
 def test_leases_and_grants_end_with_the_engine(tmp_path: Path) -> None:

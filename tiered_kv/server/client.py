@@ -191,7 +191,7 @@ class AttachedManager(OffloadingManager):
             for part in _parts(asked):
                 request.stored_asked.append(part)
                 self._add(request, protocol.ACQUIRE, part, flags=protocol.ONLY_STORED)
-            request.asked_s, request.waits_for_answer = self._now_s, False
+            request.asked_s, request.waits_for_answer = self._clock(), False
         return [request.stored[key] if request.stored[key] is not None else self._wait(request) for key in keys]
 
     def end_prefetch(self, req_context: ReqContext) -> None:
@@ -207,7 +207,7 @@ class AttachedManager(OffloadingManager):
             seconds = (cost.block_s, cost.growth_s, cost.backlog_s, cost.notice_s)
             body = protocol.EXPECTED.pack(blocks, before, is_whole, cost.stalled, *seconds)
             self._send(protocol.EXPECT, request, body=body)
-            request.asked_s, request.waits_for_answer = self._now_s, True
+            request.asked_s, request.waits_for_answer = self._clock(), True
 
     def promoting(self, req_context: ReqContext) -> int:
         """Return for how many blocks a request waits."""
@@ -512,7 +512,7 @@ class AttachedManager(OffloadingManager):
         flags = protocol.AHEAD if request.is_ahead else 0
         for part in _parts(request.keys[first:]):
             self._add(request, protocol.ACQUIRE, part, flags=flags)
-        request.asked_s, request.waits_for_answer = self._now_s, True
+        request.asked_s, request.waits_for_answer = self._clock(), True
 
     def _ask_rows(self, wanted: int) -> None:
         """Ask for rows to write if there are fewer than `wanted`."""
