@@ -53,3 +53,14 @@ def test_a_client_that_never_reads_loses_its_connection_only(tmp_path: Path, mon
                 begin(sock, number)
                 sock.send(packet(protocol.ACQUIRE, number, 512, protocol.pack_keys(keys)))
         assert honest.load(KEYS) == len(KEYS)
+
+
+def test_a_worker_that_connects_again_and_again_keeps_one_descriptor(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine("engine")
+        for _ in range(20):
+            with raw_client(served, "engine", "worker"):
+                pass
+        engine.store(KEYS)
+        assert engine.load(KEYS) == len(KEYS)
+        assert len(served.server._processes) <= 3

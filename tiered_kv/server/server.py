@@ -154,7 +154,7 @@ class CacheServer:
             refusal = ""
             if uid not in self._users:
                 refusal = f"user {uid} may not use this cache; start the server with --allow-user {uid}"
-            elif len(self._channels) >= CONNECTIONS_MAX:
+            elif len(self._processes) >= CONNECTIONS_MAX:  # also those that have left: each has a descriptor
                 refusal = f"{CONNECTIONS_MAX} processes are connected, and there can be no more"
             pidfd = -1 if refusal else self._pidfd_of(sock, pid)
             if pidfd < 0 and not refusal:
@@ -263,6 +263,9 @@ class CacheServer:
                 self._forget(before)
         if session is None:
             session = host.sessions[hello.name] = Session(hello.name, host)
+        for each in [each for each in self._processes if each.session is session and not each.is_connected]:
+            if each.hello is not None and each.hello.role == hello.role and each.pid == process.pid > 0:
+                self._forget(each)  # one descriptor tells when the process ends
         process.host, process.session, process.is_opening = host, session, False
         if hello.role == "scheduler":
             session.channel = process.channel
