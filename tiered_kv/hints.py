@@ -68,6 +68,16 @@ class Hints:
             skips_load="load" in skipped,
         )
 
+    def given(self) -> dict[str, object] | None:
+        """Return the mapping that `parse` takes; None without hints."""
+        if self == _NONE:
+            return None
+        skip = [name for name, skips in (("store", self.skips_store), ("load", self.skips_load)) if skips]
+        return {"priority": self.priority, "ttl": self.ttl_s, "expect_return": self.expect_return_s, "skip": skip}
+
+
+_NONE: Final = Hints()
+
 
 def _seconds(hints: Mapping[str, Any], name: str) -> float | None:
     value = hints.get(name)

@@ -17,7 +17,7 @@ from tiered_kv.base import (
     RequestOffloadingContext,
 )
 from tiered_kv.errors import TieredKVError
-from tiered_kv.hints import HINTS_KEY, HintReader, Hints
+from tiered_kv.hints import HintReader, Hints
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink, HostRows
 from tiered_kv.server.protocol import ROW_MAX, Message, ProtocolError
@@ -43,6 +43,8 @@ class _AttachedRequest:
     """Those that the server was asked for, in order."""
     rows: dict[OffloadKey, int] = field(default_factory=dict)
     """The last answer for each: a row that is leased, or a code."""
+    codes: list[int] = field(default_factory=list)
+    """The first final answer for each of `keys`, or `WAITING`."""
     tiers: dict[OffloadKey, int] = field(default_factory=dict)
     known_asked: list[Sequence[OffloadKey]] = field(default_factory=list)
     """Keys of which the server was asked whether they are stored, message by message."""
@@ -85,6 +87,11 @@ class AttachedManager(OffloadingManager):
     ) -> None:
         self.cost = EngineCost()
         self.epoch = 0
+        self._instance = ""
+        self._epochs_before = 0
+        """What `epoch` is more than the server's number, which begins with 0 when a server is started."""
+        self._owes_reset = False
+        """Whether a reset of this engine may not have reached the server."""
         self._attachment = attachment
         self._clock = clock
         self._link: HostLink | None = None
@@ -103,7 +110,6 @@ class AttachedManager(OffloadingManager):
         self._heard_s: float | None = None
         """Since when the server owes an answer; None if it owes none."""
         self._is_silent = False
-        self._owes_reset = False
         """Whether the server has not answered a reset; a new connection begins with it then."""
         self._counts = {"hit": 0, "miss": 0, "stored": 0, "too_late": 0, "lost_links": 0}
         self.poll()
@@ -140,7 +146,7 @@ class AttachedManager(OffloadingManager):
         if not self.is_attached or request.hints.skips_load:
             return False
         self._ask(request, (key,))
-        return None
+        return None if key in request.rows else False  # a request has at most `REQUEST_KEYS_MAX` keys
 
     def has_row(self, key: OffloadKey, req_context: ReqContext) -> bool:
         """Return whether the server has said that a block is in its memory, or is being promoted for the request."""
@@ -289,8 +295,12 @@ class AttachedManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         before = self._requests.get(req_context.req_id)
+        if before is not None and before.transfers > 0:  # told apart by the id alone: its rows stay leased for both
+            before.is_finished, before.hints = False, self._hints_of(req_context)
+            return RequestOffloadingContext()
         if before is not None:
-            self._forget(before)
+            before.is_finished = True
+            self._end_if_over(before)
         self._begin(req_context)
         return RequestOffloadingContext()
 
@@ -344,12 +354,11 @@ class AttachedManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget every block of the namespace, for all engines."""
         self.epoch += 1
+        self._owes_reset = True
         for request in self._requests.values():
             self._outdate(request)
-        link = self._link
-        self._owes_reset = True
-        if link is not None:
-            link.forget_known()
+        if self._link is not None:
+            self._link.forget_known()
             self._add_message(protocol.RESET)
             self._flush()
 
@@ -426,9 +435,11 @@ class AttachedManager(OffloadingManager):
             if request is not None and request.stored_asked:
                 request.stored.update(zip(request.stored_asked.pop(0), map(bool, body), strict=True))
         elif code == protocol.EPOCH:
-            self._owes_reset &= message.number < self.epoch
-            if message.number > self.epoch:
-                self.epoch = message.number
+            epoch = message.number + self._epochs_before
+            if epoch >= self.epoch:
+                self._owes_reset = False
+            if epoch > self.epoch:
+                self.epoch = epoch
                 for request in self._requests.values():
                     self._outdate(request)
         elif code == protocol.WORKERS:
@@ -447,10 +458,18 @@ class AttachedManager(OffloadingManager):
         if request is None:
             return  # END travels, and ends the leases
         keys = request.keys[start : start + count]
+        tiers = bytes(body[size + 4 * count :])
+        before = request.codes[start : start + count]
+        request.codes[start : start + count] = rows
+        if before.count(protocol.WAITING) < count:  # what was told before is not news: its lease may have ended
+            news = [at for at, code in enumerate(before) if code == protocol.WAITING]
+            keys, rows, tiers = [keys[at] for at in news], [rows[at] for at in news], bytes(tiers[at] for at in news)
+            request.codes[start : start + count] = before
+            for at, row in zip(news, rows, strict=True):
+                request.codes[start + at] = row
         request.rows.update(zip(keys, rows, strict=True))
         request.waits_for_answer = False
-        tiers = bytes(body[size + 4 * count :])
-        if tiers.count(0) < count:
+        if tiers.count(0) < len(keys):
             request.tiers.update((key, tier) for key, tier in zip(keys, tiers, strict=True) if tier)
         link = self._link
         if link is not None:
@@ -478,17 +497,21 @@ class AttachedManager(OffloadingManager):
 
     def _begin(self, req_context: ReqContext) -> _AttachedRequest:
         self._number = self._number % 0xFFFFFFFF + 1
-        hints = self._hint_reader.read(req_context.kv_transfer_params) if req_context.kv_transfer_params else None
-        request = _AttachedRequest(self._number, req_context, hints or _NO_HINTS, epoch=self.epoch)
+        request = _AttachedRequest(self._number, req_context, self._hints_of(req_context), epoch=self.epoch)
         self._requests[req_context.req_id] = self._by_number[request.number] = request
         return request
+
+    def _hints_of(self, req_context: ReqContext) -> Hints:
+        params = req_context.kv_transfer_params
+        return (self._hint_reader.read(params) if params else None) or _NO_HINTS
 
     def _tell(self, request: _AttachedRequest) -> None:
         """Let the server know a request before anything is asked for it."""
         if request.link is None and self._link is not None:
             request.link = self._link
-            params = request.req_context.kv_transfer_params or {}
-            told = {"id": request.req_context.req_id[:100], "epoch": request.epoch, "hints": params.get(HINTS_KEY)}
+            epoch = -1 if request.is_outdated else request.epoch - self._epochs_before
+            # The hints as they were understood: what users of the engine have written may be large, or no JSON.
+            told = {"id": request.req_context.req_id[:100], "epoch": epoch, "hints": request.hints.given()}
             self._send(protocol.BEGIN, request, body=json.dumps(told).encode())
 
     def _ask(self, request: _AttachedRequest, keys: Iterable[OffloadKey]) -> None:
@@ -499,6 +522,7 @@ class AttachedManager(OffloadingManager):
             new = {key: code for key, code in new.items() if key not in rows}
         rows.update(new)
         request.keys += new
+        request.codes += new.values()
         if new:
             self._unsent[request.number] = request
 
@@ -549,7 +573,7 @@ class AttachedManager(OffloadingManager):
         if self._link is not None:
             try:
                 self._link.channel.flush()
-            except protocol.ClosedError as error:
+            except TieredKVError as error:
                 self._lose(str(error))
 
     def _owed(self) -> None:
@@ -592,15 +616,20 @@ class AttachedManager(OffloadingManager):
                 request.rows[key] = protocol.MISSING
 
     def _attached(self, link: HostLink) -> None:
-        self.epoch = link.welcome.epoch  # a server that was started anew counts from 0
+        welcome = link.welcome
         self._heard_s, self._is_silent = None, False
-        if self._owes_reset:
-            self.epoch += 1
-            self._add_message(protocol.RESET)
         if self.on_attached is not None:
             self.on_attached(link)
-        for request in self._requests.values():
-            request.epoch = self.epoch if not request.is_outdated else -1
+        if welcome.instance != self._instance:
+            self._instance, self._epochs_before = welcome.instance, self.epoch
+        count = welcome.epoch + self._owes_reset
+        if count + self._epochs_before > self.epoch:  # resets of others while this engine had no connection
+            self.epoch = count + self._epochs_before
+            for request in self._requests.values():
+                self._outdate(request)
+        self._epochs_before = self.epoch - count
+        if self._owes_reset:
+            self._add_message(protocol.RESET)
 
     def _lose(self, why: str) -> None:
         """The server has gone: what it has answered is not valid any more, but for copies that run."""
@@ -614,7 +643,8 @@ class AttachedManager(OffloadingManager):
         self._unsent.clear()
         for request in self._requests.values():
             request.link, request.unsent, request.waits_for_answer = None, 0, False
-            request.keys, request.rows, request.tiers, request.known_asked = [], {}, {}, []
+            request.keys, request.codes, request.rows, request.tiers = [], [], {}, {}
+            request.known_asked = []
             request.stored, request.stored_asked = {}, []
 
 

@@ -73,7 +73,7 @@ class HostStack(BlockFacade[AttachedManager]):
 
     @property
     def epoch(self) -> int:
-        """The number of resets of the namespace, by any process, since the server was started."""
+        """The number of resets of the namespace, by any process, that this one knows. It never goes back."""
         return self._run(self._current_epoch)
 
     def _current_epoch(self) -> int:

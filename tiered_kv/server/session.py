@@ -142,7 +142,13 @@ class Session:
                     self._lease_ready(request, ends_at_miss=is_over)
                 else:
                     self._look_up(request)
-        self.questions = [each for each in self.questions if not self._tell_stored(*each)]
+        left: list[tuple[SessionRequest, list[OffloadKey]]] = []
+        blocked: set[int] = set()  # a client knows a request's answers by their order
+        for request, keys in self.questions:
+            if request.number in blocked or not self._tell_stored(request, keys):
+                blocked.add(request.number)
+                left.append((request, keys))
+        self.questions = left
         if self.idle_pings and not manager.jobs_in_flight:
             for number in self.idle_pings:
                 self.send(protocol.PONG, number)

@@ -1,0 +1,187 @@
+"""Resets, answers and ids in the orders that are rare."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.host_server import keys_of, serving, stack_of
+from tiered_kv.base import ReqContext
+from tiered_kv.errors import TieredKVError
+from tiered_kv.server import protocol
+from tiered_kv.server.attach import Attachment, HostLink
+from tiered_kv.server.client import AttachedManager
+from tiered_kv.server.protocol import Channel, Hello, Welcome
+
+KEYS = keys_of(12)
+
+
+def test_an_engine_that_has_reset_uses_the_next_server(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        served.engines.clear()
+        engine.manager.reset_cache()
+        engine.step_until(lambda: served.host.epoch == 1)
+    engine.step_until(lambda: not engine.manager.is_attached)
+    with serving(tmp_path):
+        engine.step_until(lambda: engine.manager.is_attached)
+        engine.store(KEYS)
+        assert engine.load(KEYS) == len(KEYS)
+        engine.close()
+
+
+def test_a_reset_without_a_server_is_one_of_the_next(tmp_path: Path) -> None:
+    nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
+    with serving(tmp_path, stack_of(secondary=[nvme])) as served:
+        engine = served.engine()
+        served.engines.clear()
+        engine.store(KEYS)
+    engine.step_until(lambda: not engine.manager.is_attached)
+    engine.manager.reset_cache()
+    with serving(tmp_path, stack_of(secondary=[nvme])):
+        engine.step_until(lambda: engine.manager.is_attached)
+        assert engine.load(KEYS) == 0
+        engine.store(KEYS)
+        assert engine.load(KEYS) == len(KEYS)
+        engine.close()
+
+
+def test_a_reset_while_an_engine_has_no_connection_outdates_its_requests(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine, other = served.engine(), served.engine()
+        before = engine.begin()
+        engine.manager._lose("a test")
+        other.manager.reset_cache()
+        other.step_until(lambda: served.host.epoch == 1)
+        engine.step_until(lambda: engine.manager.is_attached)
+        assert engine.store(KEYS, before) == []
+        assert engine.store(KEYS) == KEYS
+
+
+@pytest.mark.parametrize("hints", [{"priority": "x" * 100_000}, {"ttl": {1}}, {"skip": ["store"] * 50_000}, {1: 2}])
+def test_odd_hints_harm_no_engine(tmp_path: Path, hints: Any) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        engine.store(KEYS)
+        context = engine.begin(tiered_kv=hints)
+        assert engine.load(KEYS, context) == len(KEYS)
+        engine.end(context)
+        assert engine.load(KEYS) == len(KEYS)
+
+
+def test_an_id_that_is_used_twice_keeps_no_lease(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        engine.store(KEYS)
+        for _ in range(2):
+            engine.look_up(KEYS, engine.begin("same"))
+        engine.end(ReqContext("same"))
+        engine.step_until(lambda: not served.count(lambda host: sum(each.leases for each in host.sessions.values())))
+
+
+def test_an_id_that_is_used_twice_keeps_the_leases_of_its_load(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        engine.store(KEYS)
+        context = engine.begin("same")
+        engine.look_up(KEYS, context)
+        engine.manager.prepare_load(KEYS, context)
+        engine.end(context)
+        engine.begin("same")
+        engine.end(context)
+        assert served.count(lambda host: sum(each.leases for each in host.sessions.values())) == len(KEYS)
+        engine.manager.complete_load(KEYS, context)
+        engine.step_until(lambda: not served.count(lambda host: sum(each.leases for each in host.sessions.values())))
+
+
+class OneLink(Attachment):
+    """An attachment whose server is the test."""
+
+    def __init__(self, link: HostLink) -> None:
+        super().__init__("unix:/nowhere", Hello("engine", "scheduler"))
+        self._links = [link]
+
+    def take_link(self) -> HostLink | None:
+        return self._links.pop() if self._links else None
+
+
+@pytest.fixture
+def told() -> Iterator[tuple[AttachedManager, Channel]]:
+    """A manager, and the server's end of its connection."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    welcome = Welcome("instance", 64, 4096, 16, 0, 4, 16, ["cpu", "nvme"], 60.0, 60.0)
+    link = HostLink(Channel(ours, 1 << 20), welcome, None, memoryview(bytes(64 * 4)).cast("I"))
+    manager, server = AttachedManager(OneLink(link)), Channel(theirs, 1 << 20)
+    yield manager, server
+    manager.shutdown()
+    server.close()
+
+
+def tell(manager: AttachedManager, server: Channel, number: int, rows: list[int]) -> None:
+    body = protocol.START.pack(0) + protocol.pack_rows(rows) + bytes(len(rows))
+    server.add(protocol.ANSWER, number, len(rows), body)
+    server.flush()
+    manager.on_schedule_end()
+
+
+def test_an_answer_that_is_told_again_gives_no_row_back(told: tuple[AttachedManager, Channel]) -> None:
+    manager, server = told
+    context = ReqContext("request")
+    assert manager.lookup_many(KEYS[:3], context) == [None] * 3
+    manager.on_schedule_end()
+    number = manager._requests["request"].number
+    tell(manager, server, number, [protocol.WAITING, 1, 2])
+    manager.prepare_load(KEYS[1:3], context)
+    manager.complete_load(KEYS[1:3], context)  # its lease ends
+    tell(manager, server, number, [7, 1, 2])
+    assert manager.lookup_many(KEYS[:2], context) == [True, None]
+    tell(manager, server, number, [7, 1, 2, 9])
+    assert manager.prepare_load([KEYS[0], KEYS[1]], context).block_ids.tolist() == [7, 9]
+
+
+def test_a_request_with_too_many_keys_waits_for_none(
+    told: tuple[AttachedManager, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "REQUEST_KEYS_MAX", 4)
+    assert told[0].lookup_many(KEYS[:6], ReqContext("request")) == [None] * 4 + [False] * 2
+
+
+def test_questions_of_a_request_are_answered_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "KEYS_MAX", 8)
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        engine.store(KEYS)
+        manager, real, asked = served.host.manager, served.host.manager.contains_many, list[Any]()
+
+        def late(keys: Any, context: ReqContext) -> list[bool | None]:
+            asked.append(keys)
+            return [None] * len(keys) if len(asked) < 3 and len(keys) == 8 else real(keys, context)
+
+        monkeypatch.setattr(manager, "contains_many", late)
+        context = engine.begin()
+        answers: list[bool | None] = []
+
+        def ask() -> bool:
+            answers[:] = engine.manager.contains_many(KEYS, context)
+            return None not in answers
+
+        engine.step_until(ask)
+        assert answers == [True] * 12
+
+
+def test_a_stack_that_cannot_be_opened_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = {name: value for name, value in stack_of().items() if name == "primary"}
+    settings = {"namespace": {"model": "a"}, "block": {"bytes": 4096, "tokens": 16}}
+
+    def broken(*_: object) -> None:
+        raise OSError("no more")
+
+    with serving(tmp_path, template) as served:
+        monkeypatch.setattr("tiered_kv.server.host.Host.__init__", broken)
+        monkeypatch.setattr("tiered_kv.server.attach.OPEN_S", 5.0)
+        with pytest.raises(TieredKVError, match="OSError"):
+            served.engine(settings=settings)
