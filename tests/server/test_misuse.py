@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.host_server import Served, keys_of, serving
+from tests.support.host_server import Served, keys_of, serving, wait_for
+from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
 
 KEYS = keys_of(12)
@@ -64,3 +65,15 @@ def test_a_worker_that_connects_again_and_again_keeps_one_descriptor(tmp_path: P
         engine.store(KEYS)
         assert engine.load(KEYS) == len(KEYS)
         assert len(served.server._processes) <= 3
+
+
+def test_a_scheduler_that_was_started_anew_is_not_taken_for_the_last(tmp_path: Path) -> None:
+    with serving(tmp_path, never_ends=True) as served:
+        first = served.engine("engine")
+        with raw_client(served, "engine", "worker"):
+            first.store(KEYS)
+            first.close()
+            served.engines.clear()
+            wait_for(lambda: len(served.server._processes) == 1)
+            with pytest.raises(TieredKVError, match="still runs"):  # and may copy
+                served.engine("engine")

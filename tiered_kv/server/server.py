@@ -258,6 +258,10 @@ class CacheServer:
             before = self._scheduler_of(session)
             if before is not None and (before.is_connected or before.pid != process.pid):
                 raise ProtocolError(f"another process, {before.pid}, is the scheduler of '{hello.name}'")
+            if before is None and (session.requests or session.has_rows):
+                raise ProtocolError(
+                    f"a worker of the last engine '{hello.name}' still runs; end it, or use another name"
+                )
             if before is not None:  # a scheduler connects again only if none of its copies is running
                 session.close()
                 self._forget(before)
