@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -77,3 +78,26 @@ def test_a_scheduler_that_was_started_anew_is_not_taken_for_the_last(tmp_path: P
             wait_for(lambda: len(served.server._processes) == 1)
             with pytest.raises(TieredKVError, match="still runs"):  # and may copy
                 served.engine("engine")
+
+
+@pytest.mark.parametrize("odd", [math.nan, -1.0])
+def test_costs_that_are_no_times_are_refused(tmp_path: Path, odd: float) -> None:
+    with serving(tmp_path) as served, raw_client(served, "odd") as sock:
+        begin(sock, 1)
+        sock.send(packet(protocol.EXPECT, 1, body=protocol.EXPECTED.pack(1, 0, 0, 0, odd, 0.0, 0.0, 0.0)))
+        codes: list[int] = []
+        while protocol.REFUSED not in codes:
+            received = sock.recv(1 << 16)
+            assert received
+            codes += [message.code for message in protocol.messages_of(memoryview(received))]
+
+
+def test_questions_that_no_tier_answers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path) as served:
+        monkeypatch.setattr(served.host.manager, "contains_many", lambda keys, _: [None] * len(keys))
+        with raw_client(served, "asks") as sock:
+            begin(sock, 1)
+            with suppress(BrokenPipeError, ConnectionResetError):
+                for _ in range(10_000):
+                    sock.send(packet(protocol.ACQUIRE, 1, 1, KEYS[0], protocol.ONLY_STORED))
+            wait_for(lambda: not served.server._channels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from tiered_kv.server.protocol import Channel, ClosedError, Message, ProtocolErr
 from tiered_kv.tiering.pace import EngineCost
 
 REQUESTS_MAX = 100_000
+_QUESTIONS_MAX = 4096
 _NAME_CHARACTERS_MAX = 200
 
 
@@ -177,6 +179,8 @@ class Session:
             self._tell_known(request, keys)
             return
         if message.flags & protocol.ONLY_STORED:
+            if len(self.questions) >= _QUESTIONS_MAX:
+                raise ProtocolError(f"more than {_QUESTIONS_MAX} questions wait for an answer")
             self.questions.append((request, keys))
             return
         if len(request.keys) + len(keys) > protocol.REQUEST_KEYS_MAX:
@@ -194,6 +198,8 @@ class Session:
         blocks, before, is_whole, stalled, block_s, growth_s, backlog_s, notice_s = protocol.EXPECTED.unpack(
             message.body
         )
+        if not (block_s >= 0 and all(0 <= each < math.inf for each in (growth_s, backlog_s, notice_s))):
+            raise ProtocolError("expected the cost of computing in seconds")
         self.cost = EngineCost(block_s, growth_s, backlog_s, notice_s, stalled)
         self._take_cost()
         request.is_ahead = False
@@ -235,6 +241,8 @@ class Session:
 
     def _ping(self, message: Message) -> None:
         if message.flags & protocol.WHEN_IDLE:
+            if len(self.idle_pings) >= _QUESTIONS_MAX:
+                raise ProtocolError(f"more than {_QUESTIONS_MAX} questions wait for an answer")
             self.idle_pings.append(message.number)
         else:
             self.send(protocol.PONG, message.number)
