@@ -110,7 +110,6 @@ class AttachedManager(OffloadingManager):
         self._heard_s: float | None = None
         """Since when the server owes an answer; None if it owes none."""
         self._is_silent = False
-        """Whether the server has not answered a reset; a new connection begins with it then."""
         self._counts = {"hit": 0, "miss": 0, "stored": 0, "too_late": 0, "lost_links": 0}
         self.poll()
 
