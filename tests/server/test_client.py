@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -120,8 +121,9 @@ def test_a_request_after_a_pause_of_the_engine_waits_for_its_answer(tmp_path: Pa
         engine = served.engine()
         engine.store(KEYS)
         context, manager, is_over = engine.begin(), engine.manager, threading.Event()
+        engine.step_until(lambda: manager._heard_s is None)
         manager._clock = lambda: time.monotonic() + 60.0  # no step since
-        served.server.call_soon(is_over.wait)
+        served.server.call_soon(partial(wait_for, is_over.is_set))
         manager.prefetch(KEYS, context)
         manager.poll()
         answer = manager.lookup(KEYS[0], context)
