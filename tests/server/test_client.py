@@ -186,3 +186,17 @@ def test_engines_of_two_models_share_one_server(tmp_path: Path) -> None:
         wait_for(lambda: not served.namespaces.hosts[1].sessions)
         third = served.engine(settings=settings[2])
         assert third.store(KEYS[:16]) == KEYS[:16]
+
+
+def test_a_mistake_of_the_server_costs_one_engine_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as served:
+        engine, other = served.engine(), served.engine()
+        other.store(KEYS)
+        with monkeypatch.context() as broken:
+            broken.setattr(served.host.manager, "lookup_many", lambda *_: 1 / 0)
+            assert engine.load(KEYS) == 0
+            engine.step_until(lambda: not engine.manager.is_attached)
+        engine.step_until(lambda: engine.manager.is_attached)
+        assert engine.load(KEYS) == other.load(KEYS) == len(KEYS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 from tiered_kv.backend import BlockStatus
@@ -130,15 +130,15 @@ class Host:
             wait_s=self.config.primary.request_wait,
         )
 
-    def step(self) -> None:
-        """Answer requests, and end a step of the manager."""
+    def step(self, on_error: Callable[[HostSession, Exception], None]) -> None:
+        """Answer requests, and end a step of the manager; `on_error` is called with a session that fails."""
         sessions = list(self.sessions.values())
         for session in sessions:
-            session.answer_changed()
+            _try(session, session.answer_changed, on_error)
         self.manager.on_schedule_end()
         for session in sessions:
             if session.is_waiting:
-                session.answer_waiting()
+                _try(session, session.answer_waiting, on_error)
 
     def reset(self) -> None:
         """Forget every block, and tell all engines."""
@@ -173,3 +173,10 @@ class Host:
             session.close()
         self.stack.close(timeout)
         self.generations.close()
+
+
+def _try(session: HostSession, call: Callable[[], None], on_error: Callable[[HostSession, Exception], None]) -> None:
+    try:
+        call()
+    except Exception as error:  # a mistake of ours must not end the cache of the other engines
+        on_error(session, error)

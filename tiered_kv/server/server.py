@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import selectors
@@ -115,11 +116,16 @@ class CacheServer:
         for key, mask in self._selector.select(timeout_s):
             key.data(mask)
         for host in self._namespaces.hosts:
-            host.step()
+            host.step(self._session_failed)
         for process in list(self._channels.values()):
             self._guarded(process, process.channel.flush)
             self._watch_writes(process)
         self._expire_strangers()
+
+    def _session_failed(self, session: object, error: Exception) -> None:
+        """End the connections of a session that cannot be answered: its engine begins anew."""
+        for process in [each for each in self._channels.values() if each.session is session]:
+            self._guarded(process, functools.partial(_raise, error))
 
     def stop(self) -> None:
         """Let `serve` return. Signal handlers may call this."""
@@ -241,12 +247,7 @@ class CacheServer:
 
     def _opened(self, process: _Process, opened: Host | TieredKVError) -> None:
         if isinstance(opened, TieredKVError):
-            error = opened
-
-            def refuse() -> None:
-                raise error
-
-            self._guarded(process, refuse)
+            self._guarded(process, functools.partial(_raise, opened))
         else:
             self._guarded(process, lambda: self._welcome(process, opened))
 
@@ -373,6 +374,10 @@ def listen(path: str | os.PathLike[str], *, mode: int = 0o600) -> socket.socket:
         reason = "a server listens there already" if where.is_socket() else error.strerror or str(error)
         raise ConfigError(f"cannot listen at {where}: {reason}", location="--socket") from error
     return sock
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _refuse(channel: Channel, why: str) -> None:
