@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -84,33 +84,48 @@ class Host:
         )
 
 
-def found(answer: Message) -> Sequence[int]:
-    numbers: Sequence[int] = answer["found"]
-    return numbers
-
-
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_engines_share_a_cache_that_outlives_them(
-    tensor_parallel_size: int, tmp_path: Path, closing: ExitStack
-) -> None:
-    interpreter("0.32.0")
-    host = Host(closing, tmp_path, tensor_parallel_size)
+def tokens_of_the_engine_alone(host: Host) -> list[list[list[int]]]:
     alone = host.start_engine(alone=True)
-    expected = [alone.ask(prompts=[prompt])["tokens"] for prompt in PROMPTS]
+    tokens = [alone.ask(prompts=[prompt])["tokens"] for prompt in PROMPTS]
     alone.program.kill()
+    return tokens
+
+
+def served(engine: Talk, prompt: list[int]) -> tuple[list[list[int]], list[int]]:
+    """Return the tokens that an attached engine answers, and how many of the prompt it has found."""
+    engine.ask(attached=True)
+    answer = engine.ask(prompts=[prompt])
+    return answer["tokens"], answer["found"]
+
+
+def test_engines_share_a_cache_that_outlives_them(tmp_path: Path, closing: ExitStack) -> None:
+    interpreter("0.32.0")
+    host = Host(closing, tmp_path, tensor_parallel_size=1)
+    expected = tokens_of_the_engine_alone(host)
     host.start_server()
     first, second = host.start_engine(), host.start_engine()
     for engine, hit in ((first, 0), (second, FOUND)):
         for prompt, tokens in zip(PROMPTS[:3], expected, strict=False):
-            answer = engine.ask(prompts=[prompt])
-            assert (answer["tokens"], answer["found"]) == (tokens, [hit])
+            assert served(engine, prompt) == (tokens, [hit])
     second.program.kill()
-    assert first.ask(prompts=[PROMPTS[3]])["tokens"] == expected[3]
+    assert served(first, PROMPTS[3]) == (expected[3], [0])
     first.program.kill()
     again = host.start_engine()
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
-        answer = again.ask(prompts=[prompt])
-        assert (answer["tokens"], answer["found"]) == (tokens, [FOUND])
+        assert served(again, prompt) == (tokens, [FOUND])
+
+
+def test_an_engine_of_two_workers_finds_what_it_stored_before_it_was_killed(tmp_path: Path, closing: ExitStack) -> None:
+    """One engine at a time: the workers of two leave a server on two processors less than a second's share."""
+    interpreter("0.32.0")
+    host = Host(closing, tmp_path, tensor_parallel_size=2)
+    expected = tokens_of_the_engine_alone(host)
+    host.start_server()
+    for hit in (0, FOUND):
+        engine = host.start_engine()
+        for prompt, tokens in zip(PROMPTS, expected, strict=True):
+            assert served(engine, prompt) == (tokens, [hit])
+        engine.program.kill()
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
@@ -120,12 +135,12 @@ def test_an_engine_runs_on_while_the_server_is_away_and_attaches_again(
     interpreter("0.32.0")
     host = Host(closing, tmp_path, tensor_parallel_size)
     server, engine = host.start_server(), host.start_engine()
-    computed = [engine.ask(prompts=[prompt]) for prompt in PROMPTS]
-    restored = [{**answer, "found": [FOUND]} for answer in computed]
-    assert [engine.ask(prompts=[prompt]) for prompt in PROMPTS] == restored
+    computed = [served(engine, prompt) for prompt in PROMPTS]
+    restored = [(tokens, [FOUND]) for tokens, _ in computed]
+    assert [served(engine, prompt) for prompt in PROMPTS] == restored
     server.kill()
-    assert [engine.ask(prompts=[prompt]) for prompt in PROMPTS] == computed
+    away = [engine.ask(prompts=[prompt]) for prompt in PROMPTS]
+    assert [(answer["tokens"], answer["found"]) for answer in away] == computed
     host.start_server()
-    engine.ask(attached=True)
-    assert [engine.ask(prompts=[prompt]) for prompt in PROMPTS] == computed, "the memory is lost"
-    assert [engine.ask(prompts=[prompt]) for prompt in PROMPTS] == restored
+    assert [served(engine, prompt) for prompt in PROMPTS] == computed, "the memory is lost"
+    assert [served(engine, prompt) for prompt in PROMPTS] == restored
