@@ -385,7 +385,9 @@ class Session:
         return request
 
     def _take_cost(self) -> None:
-        """Let the manager compare loads with what computing costs this engine."""
+        """Let the manager compare loads with what computing costs this engine, unless the server's file says it."""
+        if not self.host.config.is_prefill_measured:
+            return
         cost = self.host.manager.cost
         for name in EngineCost.__slots__:
             setattr(cost, name, getattr(self.cost, name))
