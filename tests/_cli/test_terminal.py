@@ -15,6 +15,7 @@ import pytest
 from tests.support.command import Command
 from tests.support.stacks import stack_file
 from tests.support.terminal import ESCAPES, Terminal
+from tiered_kv._cli.output import print_table
 from tiered_kv.cli import main
 
 PROGRAM = [sys.executable, "-m", "tiered_kv"]
@@ -71,6 +72,22 @@ def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int, argument
     if arguments[0] == "inspect" or arguments[-1] == "lru":
         named = [line for line in lines if line.strip().startswith("a-tier-with-a-long-name ")]
         assert len(named) >= (2 if width == 80 else 1), "the table is continued, with its first column again"
+
+
+@pytest.mark.parametrize("size", ["0B", "169MiB", "12.6MiB"])
+def test_a_table_that_hardly_fits_loses_no_word(
+    size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = ["tier", "namespace", "checked", "read", "by", "repaired", "damaged", "unreadable here"]
+    row = ["nvme", f"{'0123456789abcdef' * 2} *", "2701", size, "checksum, tag if encrypted", "0", "0", "0"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for width in range(60, 140):
+        monkeypatch.setenv("COLUMNS", str(width))
+        print_table(heads, [row], numbers=False)
+        lines = ESCAPES.sub("", capsys.readouterr().out).splitlines()
+        words = " ".join(lines).split()
+        assert not set(" ".join([*heads, *row]).split()) - set(words), width
+        assert max(map(len, lines)) <= width
 
 
 @pytest.mark.slow

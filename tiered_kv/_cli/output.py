@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from types import FrameType
@@ -87,8 +87,10 @@ def print_table(
     console = Console() if is_terminal else Console(width=max(_PLAIN_WIDTH, _table_width(widths)))
     if title:
         print_text(title, style="bold")
+    wanted = [_narrowest(each, False) for each in zip(columns, *rows, strict=True)]
     for part in _parts(widths, console.width):
-        _print(console, _table(part, columns, rows, widths, folded, numbers=numbers), sys.stdout)
+        fitted = _fitted(part, widths, wanted, console.width)
+        _print(console, _table(part, columns, rows, fitted, numbers=numbers), sys.stdout)
 
 
 def _narrowest(column: Sequence[str], is_folded: bool) -> int:
@@ -99,7 +101,7 @@ def _narrowest(column: Sequence[str], is_folded: bool) -> int:
 
 
 def _table_width(widths: Sequence[int]) -> int:
-    return sum(widths) + 3 * len(widths)  # with the spaces between columns
+    return sum(widths) + 3 * len(widths) - 1  # with the spaces around and between columns
 
 
 def _parts(widths: Sequence[int], width: int) -> Iterator[list[int]]:
@@ -113,12 +115,21 @@ def _parts(widths: Sequence[int], width: int) -> Iterator[list[int]]:
     yield part
 
 
+def _fitted(part: Sequence[int], least: Sequence[int], wanted: Sequence[int], width: int) -> dict[int, int]:
+    """Return the width of each column of a part, which share the room that is left; rich would cut some short."""
+    room = width - _table_width([least[at] for at in part])
+    fitted: dict[int, int] = {}
+    for at in sorted(part, key=lambda each: wanted[each] - least[each]):
+        more = max(0, min(wanted[at] - least[at], room // (len(part) - len(fitted))))
+        fitted[at], room = least[at] + more, room - more
+    return fitted
+
+
 def _table(
     part: Sequence[int],
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
-    widths: Sequence[int],
-    folded: Collection[int],
+    widths: Mapping[int, int],
     *,
     numbers: bool,
 ) -> RenderableType:
@@ -129,7 +140,7 @@ def _table(
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for at in part:
         side: Literal["left", "right"] = "right" if numbers and at > 0 else "left"
-        table.add_column(columns[at], justify=side, overflow="fold", no_wrap=at not in folded, min_width=widths[at])
+        table.add_column(columns[at], justify=side, overflow="fold", width=widths[at])
     for row in rows:
         table.add_row(*(_colored(Text(row[at])) for at in part))
     return table
