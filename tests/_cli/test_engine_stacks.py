@@ -54,6 +54,17 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(capsys)
 
 
+@pytest.mark.parametrize("verb", ["replay", "simulate"])
+def test_a_verb_that_cannot_ask_an_engine_says_what_to_add(verb: str, tmp_path: Path, command: Command) -> None:
+    file = engine_file(tmp_path, *tiers_of(tmp_path))
+    error = " ".join(command.err(verb, file).split())
+    assert f"{file} leaves the size of a block to the engine" in error
+    block, namespace = re.findall(r"'(\w+: {.*?})'", error)
+    raw = {**yaml.safe_load(Path(file).read_text()), **yaml.safe_load(block), **yaml.safe_load(namespace)}
+    raw["primary"] = {"capacity": "64MiB"}
+    command.out("simulate", engine_file(tmp_path, **{**raw, "secondary": []}), "--requests", "2")
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_verb_takes_the_stack_of_an_engine_s_page(page: str, tmp_path: Path, command: Command) -> None:
     text = (ROOT / f"docs/how-to/{page}.md").read_text()

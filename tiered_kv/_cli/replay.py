@@ -23,16 +23,16 @@ from tiered_kv._cli.report.figures import shown_us
 from tiered_kv._cli.report.page import quantity
 from tiered_kv._cli.report.plots import Sampler
 from tiered_kv._cli.report.replay_page import TIER_COLUMNS, limit_of, replay_page, tier_rows
+from tiered_kv._cli.stacks import stack_with_blocks
 from tiered_kv.config.units import format_bytes
 from tiered_kv.metrics.instruments import flat_counts
 from tiered_kv.reasons import TOO_SLOW_REASONS, reason_of
 from tiered_kv.stack import EngineStack, open_engine_stack
-from tiered_kv.stack_config import load_config
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.tally import ReplayReport, Tally
 
 _PROBLEM_COUNTERS = re.compile(
-    "^(skipped|failed|too_slow|expired|corrupt|quarantined|refused|late|breaker)_|^exceptions_|_(errors|timeouts)_total$"
+    "^(skipped|failed|too_slow|expired|corrupt|quarantined|refused|late)_|^exceptions_|_(errors|timeouts)_total$"
 )
 _PROBLEMS: Final[Mapping[str, Callable[[str], str]]] = {
     "skipped_blocks_total": lambda word: reason_of(word).sentence,
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Status:
     workload = chosen_workload(args)
     settings = ReplaySettings(concurrency=args.concurrency, request_timeout_s=args.request_timeout)
-    config = load_config(args.stack)
+    config = stack_with_blocks(args.stack)
     reported = start_report(args, config)
     with progress("opening the tiers", None):
         stack = open_engine_stack(config)
@@ -175,7 +175,7 @@ def _other_problems(counters: Mapping[str, Any]) -> str:  # Any: as `Counters.sn
     shown = []
     for path, value in flat_counts(counters):
         family, (name, *labels) = ("tier ", path[1:]) if path[0] == "tier" else ("", path)
-        is_told = not family and name in (*_PROBLEMS, "breaker_opened_total", "refused_promotion_blocks_total")
+        is_told = not family and name in (*_PROBLEMS, "refused_promotion_blocks_total")
         if value and not is_told and _PROBLEM_COUNTERS.search(name):
             shown.append(f"{family}{name}{{{', '.join(labels)}}} {value:,}".replace("{}", ""))
     return ", ".join(shown)

@@ -19,11 +19,12 @@ from tiered_kv._cli.measuring import (
 from tiered_kv._cli.output import Status, print_json, print_table, progress
 from tiered_kv._cli.report import simulation_page as pages
 from tiered_kv._cli.report.page import Run
+from tiered_kv._cli.stacks import stack_with_blocks
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.units import parse_bytes, rounded_bytes
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, make_policy
 from tiered_kv.errors import ConfigError
-from tiered_kv.stack_config import PRIMARY_BLOCKS_MIN, StackConfig, load_config
+from tiered_kv.stack_config import PRIMARY_BLOCKS_MIN, StackConfig
 from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate, host_rates
 from tiered_kv.workload.prices import Prices, costs, load_prices, times_a_month
 from tiered_kv.workload.request import Request
@@ -116,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Status:
-    config = None if args.stack is None else load_config(args.stack)
+    config = None if args.stack is None else stack_with_blocks(args.stack)
     given = [name for name in _STACK_OPTIONS if getattr(args, name) is not None]
     if config is None and given:
         raise ConfigError(f"--{given[0]} needs a STACK")

@@ -124,6 +124,26 @@ def digest(text: str) -> str:
     return text
 
 
+def _is_engines(raw: Mapping[str, object]) -> bool:
+    block = raw.get("block")
+    return not (isinstance(block, Mapping) and "bytes" in block)
+
+
+def stack_with_blocks(path: str) -> StackConfig:
+    """Return the configuration in the file at `path`, for a verb that cannot ask an engine for its blocks.
+
+    Raises:
+        ConfigError: The file cannot be used, or is an engine's, without `block.bytes`.
+    """
+    if from_source(path, _is_engines):
+        raise ConfigError(
+            f"{path} leaves the size of a block to the engine; give this verb a copy with, for instance,"
+            " 'block: {bytes: 2MiB, tokens: 16}' and 'namespace: {model: NAME, revision: main, dtype: bfloat16}'",
+            location="block.bytes",
+        )
+    return load_config(path)
+
+
 def operated_stack(args: argparse.Namespace, *, looks: bool = True) -> OperatedStack:
     """Return the stack of a verb's arguments; without `looks`, the storage is not searched for its namespace.
 
@@ -139,13 +159,9 @@ def operated_stack(args: argparse.Namespace, *, looks: bool = True) -> OperatedS
         names = {"model": OWN_MODEL, **names} if isinstance(names, Mapping) else names or {"model": OWN_MODEL}
         return load_config({**raw, "block": block, "namespace": names})
 
-    def is_engines(raw: Mapping[str, object]) -> bool:
-        block = raw.get("block")
-        return not (isinstance(block, Mapping) and "bytes" in block)
-
     config = from_source(args.stack, read)
     running = _running(config)
-    if not from_source(args.stack, is_engines):
+    if not from_source(args.stack, _is_engines):
         return OperatedStack(config, True, config.identity.digest.hex(), config.block.bytes, "", {}, running)
     asked, block_bytes = getattr(args, "namespace", None), getattr(args, "block_bytes", None)
     stored = _fitting(config, block_bytes) if looks else {}
