@@ -90,9 +90,11 @@ def test_a_bench_of_a_dead_tier_shows_no_figure_that_was_not_measured(tmp_path: 
     file = stack_file(tmp_path, *tiers)
     text = command.out("bench", file, "--blocks", "4", "--rounds", "2", "--report", str(page), status=1)
     assert re.search(r"redis +- +- +- +- +-\n", text)
-    assert re.search(r"memory +\d", text)
+    assert re.search(r"memory +[\d.]+ \(", text)
+    assert re.search(r"memory +[\d.]+ +[\d.]+ ", command.out("bench", file, "--blocks", "4", "--rounds", "1", status=1))
     results = command.json("bench", file, "--blocks", "4", "--rounds", "2", status=1)["tiers"]
     assert (results[0]["verified_blocks"], results[1]["verified_blocks"]) == (0, 8)
+    assert {results[0][each] for each in ("store_gb_per_s", "load_gb_per_s", "lookup_us")} == {None}
     assert "cannot be reached" in results[0]["error"]
     command.out("bench", stack_file(tmp_path, tiers[0]), "--blocks", "4", "--report", str(page), status=1)
     assert "<svg" not in page.read_text()

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> Status:
             advance(len(results) * settings.rounds, f"measuring {tier.name}")
             results.append(_bench(config, tier, settings, reported, on_round))
     if args.json:
-        print_json({"tiers": [asdict(result) for result in results]})
+        print_json({"tiers": [_fields(result) for result in results]})
     else:
         _show(args.stack, results, settings)
     if reported is not None:
@@ -113,6 +113,11 @@ def _bench(
             if config.namespace.model == OWN_MODEL:
                 purge_own(config, [settings])
         return result
+
+
+def _fields(result: TierBench) -> dict[str, object]:
+    unmeasured = {} if result.is_measured else dict.fromkeys(("store_gb_per_s", "load_gb_per_s", "lookup_us"))
+    return {**asdict(result), **unmeasured}
 
 
 def _show(stack: str, results: list[TierBench], settings: BenchSettings) -> None:

@@ -168,7 +168,8 @@ def _rounds(result: TierBench, direction: str) -> list[float]:
 
 
 def _rate(rounds: Sequence[float]) -> str:
-    return f"{_gb(median(rounds))} ({_gb(min(rounds))}-{_gb(max(rounds))})"
+    spread = f" ({_gb(min(rounds))}-{_gb(max(rounds))})" if len(rounds) > 1 else ""
+    return _gb(median(rounds)) + spread
 
 
 def _gb(rate: float) -> str:
