@@ -231,3 +231,9 @@ def test_every_field_and_advice_is_described(doctor: Command) -> None:
         result = doctor.json(address, status=1)
     names = {*result, *result["limits"][0], *(rule.name for rule in RULES), "no_traffic", "no_history", "namespaces"}
     assert undescribed(names, "reference/command.md", "doctor") == set()
+
+
+def test_an_engine_that_does_not_run_is_named_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "http://127.0.0.1:9/metrics"]) == 2
+    error = capsys.readouterr().err
+    assert "http://127.0.0.1:9/metrics: connection refused; start the engine, or give the address" in error

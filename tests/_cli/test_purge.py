@@ -114,7 +114,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("terminal", "status", "says"),
     [
-        (Terminal("yes\n"), 0, "Remove 1 stored namespaces for good?"),
+        (Terminal("yes\n"), 0, "Remove 1 stored namespace for good?"),
         (Terminal("y\n"), 2, "nothing was removed"),
         (Terminal(""), 2, "nothing was removed"),
         (io.StringIO("yes\n"), 2, "give --yes"),

@@ -88,3 +88,8 @@ def test_the_rows_of_a_namespace_are_allocated_where_the_file_says_so(namespaces
 def test_a_wrong_address_is_an_error_of_the_file() -> None:
     with pytest.raises(ConfigError, match=r"metrics\.listen"):
         Namespaces({**STACK, "metrics": {"listen": "here"}})
+
+
+def test_a_file_with_a_namespace_and_without_block_says_to_leave_both_out() -> None:
+    with pytest.raises(ConfigError, match="without 'block', engines bring both"):
+        Namespaces({"namespace": {"model": "m"}, "primary": {"capacity": "1MiB"}})

@@ -61,7 +61,9 @@ def run(args: argparse.Namespace) -> Status:
         try:
             readings = Readings(fetch(address, "/metrics", args.timeout).decode("utf-8", "replace"))
         except TierUnavailableError as error:
-            raise TierUnavailableError(f"no answer from {address}/metrics: {error}") from error
+            raise TierUnavailableError(
+                f"no answer from {address}/metrics: {error}; start the engine, or give the address of its metrics"
+            ) from error
         if not readings.tiers:
             raise TierUnavailableError(
                 f"{address}/metrics has no counter of Tiered KV: is its connector in the engine's configuration, or "

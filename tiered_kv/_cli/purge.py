@@ -152,7 +152,12 @@ def _ask(tiers: Sequence[TierPurge]) -> None:
     if not sys.stdin.isatty():
         raise ConfigError("this removes what is listed for good; give --yes, since nobody can be asked here")
     count = sum(len(tier.namespaces) for tier in tiers)
-    print(f"Remove {count} stored namespaces for good? Type 'yes': ", end="", file=sys.stderr, flush=True)
+    print(
+        f"Remove {count} stored namespace{'s' if count != 1 else ''} for good? Type 'yes': ",
+        end="",
+        file=sys.stderr,
+        flush=True,
+    )
     if sys.stdin.readline().strip() != "yes":
         raise ConfigError("nothing was removed")
 

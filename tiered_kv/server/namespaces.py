@@ -50,6 +50,8 @@ class Namespaces:
         self._count = count
         self._own: StackConfig | None = None
         if "namespace" in self._raw:
+            if "block" not in self._raw:
+                raise ConfigError("leave it out as well: without 'block', engines bring both", location="namespace")
             self._own = load_config(source).model_copy(update={"metrics": None})
         if self._own is not None and count > 1:
             raise ConfigError(
