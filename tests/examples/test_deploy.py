@@ -97,6 +97,7 @@ def test_a_connection_starts_the_server_which_says_that_it_is_ready_and_leaves_t
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(bool(missing_for_tmpfs()), reason=missing_for_tmpfs())
 def test_the_image_s_steps_make_a_server_that_is_not_root(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.image", str(SERVE / "Dockerfile"), str(ROOT), str(tmp_path)]

@@ -128,6 +128,7 @@ def test_engines_share_a_cache_that_outlives_them(tmp_path: Path, closing: ExitS
         assert served(again, prompt) == (tokens, [FOUND])
 
 
+@pytest.mark.full
 def test_an_engine_of_two_workers_finds_what_it_stored_before_it_was_killed(tmp_path: Path, closing: ExitStack) -> None:
     interpreter("0.32.0")
     host = Host(closing, tmp_path, tensor_parallel_size=2)
@@ -140,7 +141,7 @@ def test_an_engine_of_two_workers_finds_what_it_stored_before_it_was_killed(tmp_
         engine.program.kill()
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+@pytest.mark.parametrize("tensor_parallel_size", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_an_engine_runs_on_while_the_server_is_away_and_attaches_again(
     tensor_parallel_size: int, tmp_path: Path, closing: ExitStack
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_forked_child_changes_nothing_for_its_parent(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_many_kills_lose_no_row_and_spoil_no_byte(tmp_path: Path) -> None:
     chosen = random.Random(7)
     nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
