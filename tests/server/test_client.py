@@ -200,3 +200,35 @@ def test_a_mistake_of_the_server_costs_one_engine_its_connection(
             engine.step_until(lambda: not engine.manager.is_attached)
         engine.step_until(lambda: engine.manager.is_attached)
         assert engine.load(KEYS) == other.load(KEYS) == len(KEYS)
+
+
+def test_blocks_that_are_asked_for_from_the_end_are_found_behind_a_miss(tmp_path: Path) -> None:
+    """As an engine asks for a window: its last block first."""
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        engine.store(KEYS[:4] + KEYS[5:8])
+        context = engine.begin()
+        asked = KEYS[7::-1]
+        engine.step_until(lambda: None not in engine.manager.lookup_many(asked, context))
+        assert engine.manager.lookup_many(asked, context) == [True, True, True, False, True, True, True, True]
+
+
+def test_an_engine_without_requests_keeps_few_rows(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        context = engine.begin()
+        engine.look_up(keys_of(50), context)  # it will store what is missing, and asks for rows
+        engine.step_until(lambda: engine.manager.link is not None and len(engine.manager.link.free) >= 50)
+        engine.end(context)
+        wait_for(lambda: served.rows_in_use() == 16)
+
+
+def test_engines_together_leave_rows_for_blocks(tmp_path: Path) -> None:
+    with serving(tmp_path, stack_of(rows=64)) as served:
+        engines = [served.engine() for _ in range(6)]
+        for engine in engines:
+            engine.look_up(keys_of(60), engine.begin())
+        for _ in range(20):
+            for engine in engines:
+                engine.manager.on_schedule_end()
+        assert served.rows_in_use() <= 32

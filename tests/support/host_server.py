@@ -14,7 +14,7 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.server.attach import Attachment
-from tiered_kv.server.client import AttachedManager
+from tiered_kv.server.connect import ProgramManager
 from tiered_kv.server.host import Host
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.protocol import Hello
@@ -117,7 +117,7 @@ class Engine:
     def __init__(self, address: str, name: str, **more: Any) -> None:
         attachment = Attachment(address, Hello(name, "scheduler", **more))
         attachment.connect()
-        self.manager = AttachedManager(attachment)
+        self.manager = ProgramManager(attachment)
 
     def begin(self, name: str = "", **params: object) -> ReqContext:
         context = ReqContext(name or f"request-{next(_numbers)}", dict(params) or None)

@@ -24,6 +24,7 @@ from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.units import parse_bytes, rounded_bytes
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, make_policy
 from tiered_kv.errors import ConfigError
+from tiered_kv.server.host import GRANT_SHARE
 from tiered_kv.stack_config import PRIMARY_BLOCKS_MIN, StackConfig
 from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate, host_rates
 from tiered_kv.workload.prices import Prices, costs, load_prices, times_a_month
@@ -99,6 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another capacity of a tier, such as redis=64GiB",
     )
     fleet.add_argument("--prices", metavar="FILE", type=file_path, help="YAML file of prices; shows what a month costs")
+    _add_host_arguments(parser)
+    add_workload_arguments(parser)
+
+
+def _add_host_arguments(parser: argparse.ArgumentParser) -> None:
     host = parser.add_argument_group("one cache for the engines of a host", "without STACK")
     host.add_argument(
         "--shared-host",
@@ -110,10 +116,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grant-share",
         metavar="N",
         type=positive_int,
-        help="each engine has one row in so many as free rows, granted in advance (default: 128)",
+        help=f"each engine has one row in so many as free rows, granted in advance (default: {GRANT_SHARE})",
     )
     host.add_argument("--router-seed", metavar="N", type=int, help="requests go to random engines (default: 0)")
-    add_workload_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> Status:

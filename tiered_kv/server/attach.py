@@ -69,7 +69,8 @@ class HostLink:
         """Whether rows were asked for that have not come."""
         self.workers = 0
         """Worker processes of the session that have the rows."""
-        self.pongs: set[int] = set()
+        self.pong = 0
+        """The number of the last PING that was answered."""
         self._generations = generations
         self._current = np.frombuffer(generations, np.uint32)
         self._seen = np.zeros(welcome.rows, np.uint32)

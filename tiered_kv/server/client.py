@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from tiered_kv.base import (
@@ -20,46 +19,12 @@ from tiered_kv.errors import TieredKVError
 from tiered_kv.hints import HintReader, Hints
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink, HostRows
+from tiered_kv.server.attached_request import AttachedRequest, parts_of
 from tiered_kv.server.protocol import ROW_MAX, Message, ProtocolError
 from tiered_kv.tiering.pace import EngineCost
 
 PACKETS_A_TURN = 64
 _NO_HINTS = Hints()
-
-
-@dataclass(slots=True, eq=False)
-class _AttachedRequest:
-    """A request of the engine."""
-
-    number: int
-    req_context: ReqContext
-    hints: Hints
-    link: HostLink | None = None
-    """The connection that knows the request; None until something is sent of it."""
-    epoch: int = 0
-    is_outdated: bool = False
-    """Whether it began before a reset: it stores and loads nothing."""
-    keys: list[OffloadKey] = field(default_factory=list)
-    """Those that the server was asked for, in order."""
-    rows: dict[OffloadKey, int] = field(default_factory=dict)
-    """The last answer for each: a row that is leased, or a code."""
-    codes: list[int] = field(default_factory=list)
-    """The first final answer for each of `keys`, or `WAITING`."""
-    tiers: dict[OffloadKey, int] = field(default_factory=dict)
-    known_asked: list[Sequence[OffloadKey]] = field(default_factory=list)
-    """Keys of which the server was asked whether they are stored, message by message."""
-    stored: dict[OffloadKey, bool | None] = field(default_factory=dict)
-    """Blocks of which the server was asked whether any tier has them, and its answers."""
-    stored_asked: list[Sequence[OffloadKey]] = field(default_factory=list)
-    unsent: int = 0
-    """Keys from this one on have not been asked for."""
-    asked_s: float = 0.0
-    waits_for_answer: bool = False
-    """Whether nothing has come since it last asked."""
-    is_ahead: bool = False
-    transfers: int = 0
-    """Blocks that the engine's workers read or write."""
-    is_finished: bool = False
 
 
 class AttachedManager(OffloadingManager):
@@ -99,10 +64,10 @@ class AttachedManager(OffloadingManager):
         """The last connection, while copies may run."""
         self.on_attached = on_attached
         self._hint_reader = HintReader()
-        self._requests: dict[str, _AttachedRequest] = {}
-        self._by_number: dict[int, _AttachedRequest] = {}
+        self._requests: dict[str, AttachedRequest] = {}
+        self._by_number: dict[int, AttachedRequest] = {}
         self._number = 0
-        self._unsent: dict[int, _AttachedRequest] = {}
+        self._unsent: dict[int, AttachedRequest] = {}
         """Requests with keys that were looked up and not asked for, by number."""
         self._writing: dict[OffloadKey, int] = {}
         self._transfers = 0
@@ -132,7 +97,7 @@ class AttachedManager(OffloadingManager):
     # Lookups.
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        request = self._requests.get(req_context.req_id) or self._begin(req_context)
+        request = self._requests.get(req_context.req_id) or self._begin(req_context)  # hot path: no further call
         row = request.rows.get(key)
         if request.is_outdated:
             return False
@@ -156,7 +121,7 @@ class AttachedManager(OffloadingManager):
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return `lookup` of each key, in order."""
-        request = self._requests.get(req_context.req_id) or self._begin(req_context)
+        request = self._request_of(req_context)
         if request.is_outdated:
             return [False] * len(keys)
         get = request.rows.get
@@ -166,7 +131,7 @@ class AttachedManager(OffloadingManager):
 
     def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Ask for the prefix of a request in the engine's queue: what is ready is leased, the rest promoted."""
-        request = self._requests.get(req_context.req_id) or self._begin(req_context)
+        request = self._request_of(req_context)
         if self.is_attached and not request.is_outdated and not request.hints.skips_load:
             request.is_ahead = True
             self._ask(request, keys)
@@ -175,29 +140,14 @@ class AttachedManager(OffloadingManager):
 
     def ask_known(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Ask which blocks are stored, of those that the engine has itself and will offer."""
-        request = self._requests.get(req_context.req_id) or self._begin(req_context)
+        request = self._request_of(req_context)
         if self.is_attached and not request.is_outdated:
             self._tell(request)
-            for part in _parts(keys):
+            for part in parts_of(keys):
                 if self._link is None:
                     break
                 request.known_asked.append(part)
                 self._add(request, protocol.ACQUIRE, part, flags=protocol.ONLY_KNOWN)
-
-    def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return for each block whether any tier has it, None while the server has not answered."""
-        request = self._requests.get(req_context.req_id) or self._begin(req_context)
-        if not self.is_attached or request.is_outdated:
-            return [False] * len(keys)
-        asked = [key for key in dict.fromkeys(keys) if key not in request.stored]
-        if asked:
-            request.stored.update(dict.fromkeys(asked))
-            self._tell(request)
-            for part in _parts(asked):
-                request.stored_asked.append(part)
-                self._add(request, protocol.ACQUIRE, part, flags=protocol.ONLY_STORED)
-            request.asked_s, request.waits_for_answer = self._clock(), False
-        return [request.stored[key] if request.stored[key] is not None else self._wait(request) for key in keys]
 
     def end_prefetch(self, req_context: ReqContext) -> None:
         """The request is scheduled; `expect` says so to the server."""
@@ -248,7 +198,7 @@ class AttachedManager(OffloadingManager):
         self._end_if_over(request)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        request = self._requests.get(req_context.req_id) or self._begin(req_context)
+        request = self._request_of(req_context)
         link = self._link
         if request.is_outdated or request.hints.skips_store or link is None or not self.is_attached:
             return PrepareStoreOutput([], HostRows([], ""), [])
@@ -279,7 +229,7 @@ class AttachedManager(OffloadingManager):
             if success and not request.is_outdated:
                 self._tell(request)
                 at = 0
-                for part in _parts([key for key, _ in written]):
+                for part in parts_of([key for key, _ in written]):
                     self._add(request, protocol.COMMIT, part, protocol.pack_rows(rows[at : at + len(part)]))
                     at += len(part)
                 if self._link is link:
@@ -311,8 +261,8 @@ class AttachedManager(OffloadingManager):
 
     def outdate(self, req_context: ReqContext) -> None:
         """Treat a request as one from before the last reset."""
-        request = self._requests.get(req_context.req_id) or self._begin(req_context)
-        self._outdate(request)
+        request = self._request_of(req_context)
+        request.outdate()
 
     def on_schedule_end(self) -> None:
         """Send what the step has asked for, and take what the server has answered."""
@@ -347,7 +297,7 @@ class AttachedManager(OffloadingManager):
                 self._is_silent = True
                 link.channel.add(protocol.PING)  # its answer ends the silence, whatever became of the questions
             link.channel.flush()
-        except TieredKVError as error:
+        except (TieredKVError, ValueError, IndexError, struct.error) as error:  # also what is no message
             self._lose(str(error))
 
     def reset_cache(self) -> None:
@@ -355,7 +305,7 @@ class AttachedManager(OffloadingManager):
         self.epoch += 1
         self._owes_reset = True
         for request in self._requests.values():
-            self._outdate(request)
+            request.outdate()
         if self._link is not None:
             self._link.forget_known()
             self._add_message(protocol.RESET)
@@ -363,45 +313,6 @@ class AttachedManager(OffloadingManager):
 
     def take_events(self) -> Iterable[Any]:
         return ()
-
-    # For programs that put and get blocks.
-
-    @property
-    def jobs_in_flight(self) -> int:
-        """1 if there are rows to write, or the server may still grant some; else 0."""
-        return int(self._link is not None and (self._link.is_granting or bool(self._link.free)))
-
-    @property
-    def has_tiers_below(self) -> bool:
-        return self._link is not None and len(self._link.welcome.tiers) > 1
-
-    def stores_nothing_of(self, req_context: ReqContext) -> bool:
-        """Return whether no block of a request is stored now: the server is away, or the request stores none."""
-        request = self._requests.get(req_context.req_id)
-        return not self.is_attached or (request is not None and (request.is_outdated or request.hints.skips_store))
-
-    def is_outdated(self, req_context: ReqContext) -> bool:
-        request = self._requests.get(req_context.req_id)
-        return request is not None and request.is_outdated
-
-    def reserve_stores(self, num_blocks: int) -> bool:
-        """Return True: the server limits what its tiers store."""
-        return True
-
-    def release_stores(self, num_blocks: int) -> None:
-        """Do nothing, as `reserve_stores`."""
-
-    def ask_idle(self) -> int:
-        """Ask the server to tell when no job of a tier is in flight; `is_idle` has the answer."""
-        self._number = self._number % 0xFFFFFFFF + 1
-        if self._link is not None:
-            self._add_message(protocol.PING, self._number, flags=protocol.WHEN_IDLE)
-            self._flush()
-        return self._number
-
-    def is_idle(self, number: int) -> bool:
-        """Return whether the server has answered `ask_idle`, or is away."""
-        return self._link is None or number in self._link.pongs
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """End the connection. Rows that copies still use stay this engine's until its processes have ended."""
@@ -423,16 +334,14 @@ class AttachedManager(OffloadingManager):
     def _handle(self, message: Message, link: HostLink) -> None:
         code, count, body = message.code, message.items, message.body
         if code == protocol.ANSWER:
-            self._take_answer(message)
+            self._take_answer(message, link)
         elif code == protocol.GRANTED:
             link.free += protocol.split_rows(body, count)
             link.is_granting = False
         elif code == protocol.KNOWN:
             self._take_known(message, link)
         elif code == protocol.STORED:
-            request = self._by_number.get(message.number)
-            if request is not None and request.stored_asked:
-                request.stored.update(zip(request.stored_asked.pop(0), map(bool, body), strict=True))
+            self._take_stored(message)
         elif code == protocol.EPOCH:
             epoch = message.number + self._epochs_before
             if epoch >= self.epoch:
@@ -440,43 +349,29 @@ class AttachedManager(OffloadingManager):
             if epoch > self.epoch:
                 self.epoch = epoch
                 for request in self._requests.values():
-                    self._outdate(request)
+                    request.outdate()
         elif code == protocol.WORKERS:
             link.workers = message.number
         elif code == protocol.PONG:
-            link.pongs.add(message.number)
+            link.pong = message.number
         elif code in (protocol.GOODBYE, protocol.REFUSED):
             raise ProtocolError(bytes(body).decode(errors="replace") or "the server ends")
 
-    def _take_answer(self, message: Message) -> None:
-        count, size = message.items, protocol.START.size
-        body = message.body
-        start = protocol.START.unpack_from(body)[0]
-        rows = protocol.split_rows(body[size : size + 4 * count], count)
+    def _take_answer(self, message: Message, link: HostLink) -> None:
         request = self._by_number.get(message.number)
         if request is None:
             return  # END travels, and ends the leases
-        keys = request.keys[start : start + count]
-        tiers = bytes(body[size + 4 * count :])
-        before = request.codes[start : start + count]
-        request.codes[start : start + count] = rows
-        if before.count(protocol.WAITING) < count:  # what was told before is not news: its lease may have ended
-            news = [at for at, code in enumerate(before) if code == protocol.WAITING]
-            keys, rows, tiers = [keys[at] for at in news], [rows[at] for at in news], bytes(tiers[at] for at in news)
-            request.codes[start : start + count] = before
-            for at, row in zip(news, rows, strict=True):
-                request.codes[start + at] = row
-        request.rows.update(zip(keys, rows, strict=True))
-        request.waits_for_answer = False
-        if tiers.count(0) < len(keys):
-            request.tiers.update((key, tier) for key, tier in zip(keys, tiers, strict=True) if tier)
-        link = self._link
-        if link is not None:
-            if protocol.MISSING in rows or protocol.WAITING in rows:
-                self._ask_rows(rows.count(protocol.MISSING))  # the engine will compute and store these
-                pairs = [(key, row) for key, row in zip(keys, rows, strict=True) if row <= ROW_MAX]
-                keys, rows = [key for key, _ in pairs], [row for _, row in pairs]
-            link.know(keys, rows)
+        keys, rows = request.take_answer(message)
+        if protocol.MISSING in rows or protocol.WAITING in rows:
+            misses = rows.count(protocol.MISSING)
+            self._counts["miss"] += misses
+            self._ask_rows(misses)  # the engine will compute and store these
+            pairs = [(key, row) for key, row in zip(keys, rows, strict=True) if row <= ROW_MAX]
+            keys, rows = [key for key, _ in pairs], [row for _, row in pairs]
+        link.know(keys, rows)
+
+    def _take_stored(self, message: Message) -> None:
+        """Note which blocks any tier has; for managers that ask."""
 
     def _take_known(self, message: Message, link: HostLink) -> None:
         request = self._by_number.get(message.number)
@@ -494,9 +389,12 @@ class AttachedManager(OffloadingManager):
 
     # Messages to the server.
 
-    def _begin(self, req_context: ReqContext) -> _AttachedRequest:
+    def _request_of(self, req_context: ReqContext) -> AttachedRequest:
+        return self._requests.get(req_context.req_id) or self._begin(req_context)
+
+    def _begin(self, req_context: ReqContext) -> AttachedRequest:
         self._number = self._number % 0xFFFFFFFF + 1
-        request = _AttachedRequest(self._number, req_context, self._hints_of(req_context), epoch=self.epoch)
+        request = AttachedRequest(self._number, req_context, self._hints_of(req_context), epoch=self.epoch)
         self._requests[req_context.req_id] = self._by_number[request.number] = request
         return request
 
@@ -504,7 +402,7 @@ class AttachedManager(OffloadingManager):
         params = req_context.kv_transfer_params
         return (self._hint_reader.read(params) if params else None) or _NO_HINTS
 
-    def _tell(self, request: _AttachedRequest) -> None:
+    def _tell(self, request: AttachedRequest) -> None:
         """Let the server know a request before anything is asked for it."""
         if request.link is None and self._link is not None:
             request.link = self._link
@@ -513,19 +411,12 @@ class AttachedManager(OffloadingManager):
             told = {"id": request.req_context.req_id[:100], "epoch": epoch, "hints": request.hints.given()}
             self._send(protocol.BEGIN, request, body=json.dumps(told).encode())
 
-    def _ask(self, request: _AttachedRequest, keys: Iterable[OffloadKey]) -> None:
+    def _ask(self, request: AttachedRequest, keys: Iterable[OffloadKey]) -> None:
         """Note keys to be asked for, once each."""
-        rows, before = request.rows, len(request.keys)
-        new = dict.fromkeys(islice(keys, protocol.REQUEST_KEYS_MAX - before), protocol.WAITING)
-        if rows:
-            new = {key: code for key, code in new.items() if key not in rows}
-        rows.update(new)
-        request.keys += new
-        request.codes += new.values()
-        if new:
+        if request.ask(keys):
             self._unsent[request.number] = request
 
-    def _send_asked(self, request: _AttachedRequest) -> None:
+    def _send_asked(self, request: AttachedRequest) -> None:
         """Ask for the keys that were noted."""
         self._unsent.pop(request.number, None)
         first, request.unsent = request.unsent, len(request.keys)
@@ -533,7 +424,7 @@ class AttachedManager(OffloadingManager):
             return
         self._tell(request)
         flags = protocol.AHEAD if request.is_ahead else 0
-        for part in _parts(request.keys[first:]):
+        for part in parts_of(request.keys[first:]):
             self._add(request, protocol.ACQUIRE, part, flags=flags)
         request.asked_s, request.waits_for_answer = self._clock(), True
 
@@ -546,19 +437,27 @@ class AttachedManager(OffloadingManager):
             self._add_message(protocol.GRANT, wanted - len(link.free))
             self._owed()
 
-    def _release(self, request: _AttachedRequest, rows: Sequence[int]) -> None:
+    def _return_rows(self) -> None:
+        """Return the rows that were granted for stores which have not come: an idle engine keeps few."""
+        link = self._link
+        if link is not None and len(link.free) > link.welcome.grant_rows:
+            excess = link.free[link.welcome.grant_rows :][: protocol.ROWS_MAX]
+            del link.free[link.welcome.grant_rows : link.welcome.grant_rows + len(excess)]
+            self._add_message(protocol.RETURN, count=len(excess), body=protocol.pack_rows(excess))
+
+    def _release(self, request: AttachedRequest, rows: Sequence[int]) -> None:
         for at in range(0, len(rows), protocol.ROWS_MAX):
             part = rows[at : at + protocol.ROWS_MAX]
             self._send(protocol.RELEASE, request, len(part), protocol.pack_rows(part))
 
     def _add(
-        self, request: _AttachedRequest, code: int, keys: Sequence[OffloadKey], more: bytes = b"", *, flags: int = 0
+        self, request: AttachedRequest, code: int, keys: Sequence[OffloadKey], more: bytes = b"", *, flags: int = 0
     ) -> None:
         self._send(code, request, len(keys), protocol.pack_keys(keys) + more, flags)
         if code == protocol.ACQUIRE:
             self._owed()
 
-    def _send(self, code: int, request: _AttachedRequest, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
+    def _send(self, code: int, request: AttachedRequest, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
         self._add_message(code, request.number, count, body, flags)
 
     def _add_message(self, code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
@@ -581,7 +480,7 @@ class AttachedManager(OffloadingManager):
 
     # The state of requests and of the connection.
 
-    def _wait(self, request: _AttachedRequest) -> bool | None:
+    def _wait(self, request: AttachedRequest) -> bool | None:
         """Return the answer for a block that may come: None, or False once the request has waited too long."""
         link = self._link
         if link is None or self._is_silent:
@@ -592,27 +491,23 @@ class AttachedManager(OffloadingManager):
         self._counts["too_late"] += 1
         return False
 
-    def _count_transfers(self, request: _AttachedRequest, blocks: int) -> None:
+    def _count_transfers(self, request: AttachedRequest, blocks: int) -> None:
         request.transfers += blocks
         self._transfers += blocks
 
-    def _end_if_over(self, request: _AttachedRequest) -> None:
+    def _end_if_over(self, request: AttachedRequest) -> None:
         if request.is_finished and request.transfers <= 0:
             if request.link is not None and request.link is self._link:
                 self._send(protocol.END, request)
             self._forget(request)
+            if not self._requests:
+                self._return_rows()
 
-    def _forget(self, request: _AttachedRequest) -> None:
+    def _forget(self, request: AttachedRequest) -> None:
         if self._requests.get(request.req_context.req_id) is request:
             del self._requests[request.req_context.req_id]
         self._by_number.pop(request.number, None)
         self._unsent.pop(request.number, None)
-
-    def _outdate(self, request: _AttachedRequest) -> None:
-        request.is_outdated = True
-        for key, row in request.rows.items():
-            if row > ROW_MAX:
-                request.rows[key] = protocol.MISSING
 
     def _attached(self, link: HostLink) -> None:
         welcome = link.welcome
@@ -625,7 +520,7 @@ class AttachedManager(OffloadingManager):
         if count + self._epochs_before > self.epoch:  # resets of others while this engine had no connection
             self.epoch = count + self._epochs_before
             for request in self._requests.values():
-                self._outdate(request)
+                request.outdate()
         self._epochs_before = self.epoch - count
         if self._owes_reset:
             self._add_message(protocol.RESET)
@@ -641,23 +536,8 @@ class AttachedManager(OffloadingManager):
         self._attachment.lost(why)
         self._unsent.clear()
         for request in self._requests.values():
-            request.link, request.unsent, request.waits_for_answer = None, 0, False
-            request.keys, request.codes, request.rows, request.tiers = [], [], {}, {}
-            request.known_asked = []
-            request.stored, request.stored_asked = {}, []
+            request.forget_answers()
 
 
 def _are_rows(codes: Collection[int]) -> bool:
     return not codes or (min(codes) >= 0 and max(codes) <= ROW_MAX)
-
-
-def _parts(keys: Sequence[OffloadKey]) -> Iterable[Sequence[OffloadKey]]:
-    """Yield the keys in order, for one message each: at most `KEYS_MAX`, of one length."""
-    first = 0
-    while first < len(keys):
-        end = min(first + protocol.KEYS_MAX, len(keys))
-        size = len(keys[first])
-        if set(map(len, keys[first:end])) != {size}:
-            end = next(at for at in range(first, end) if len(keys[at]) != size)
-        yield keys[first:end]
-        first = end

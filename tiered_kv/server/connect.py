@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Sequence
 from typing import Any, Final, Self
 
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.facade import BlockFacade
+from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink
+from tiered_kv.server.attached_request import parts_of
 from tiered_kv.server.client import AttachedManager
-from tiered_kv.server.protocol import Hello
+from tiered_kv.server.protocol import Hello, Message
 
 _BATCH_BLOCKS_MAX: Final = 256
 
@@ -41,7 +45,68 @@ def connect(
     return HostStack(attachment)
 
 
-class HostStack(BlockFacade[AttachedManager]):
+class ProgramManager(AttachedManager):
+    """An attached manager with what the calls of a program need; `TieringOffloadingManager` explains the methods."""
+
+    @property
+    def jobs_in_flight(self) -> int:
+        """1 if there are rows to write, or the server may still grant some; else 0."""
+        return int(self._link is not None and (self._link.is_granting or bool(self._link.free)))
+
+    @property
+    def has_tiers_below(self) -> bool:
+        return self._link is not None and len(self._link.welcome.tiers) > 1
+
+    def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Return for each block whether any tier has it, None while the server has not answered."""
+        request = self._request_of(req_context)
+        if not self.is_attached or request.is_outdated:
+            return [False] * len(keys)
+        asked = [key for key in dict.fromkeys(keys) if key not in request.stored]
+        if asked:
+            request.stored.update(dict.fromkeys(asked))
+            self._tell(request)
+            for part in parts_of(asked):
+                request.stored_asked.append(part)
+                self._add(request, protocol.ACQUIRE, part, flags=protocol.ONLY_STORED)
+            request.asked_s, request.waits_for_answer = self._clock(), False
+        if self._link is None:  # it was lost meanwhile
+            return [False] * len(keys)
+        return [request.stored[key] if request.stored[key] is not None else self._wait(request) for key in keys]
+
+    def stores_nothing_of(self, req_context: ReqContext) -> bool:
+        """Return whether no block of a request is stored now: the server is away, or the request stores none."""
+        request = self._request_of(req_context)
+        return not self.is_attached or request.is_outdated or request.hints.skips_store
+
+    def is_outdated(self, req_context: ReqContext) -> bool:
+        return self._request_of(req_context).is_outdated
+
+    def reserve_stores(self, num_blocks: int) -> bool:
+        """Return True: the server limits what its tiers store."""
+        return True
+
+    def release_stores(self, num_blocks: int) -> None:
+        """Do nothing, as `reserve_stores`."""
+
+    def ask_idle(self) -> int:
+        """Ask the server to tell when no job of a tier is in flight; `is_idle` has the answer."""
+        self._number = self._number % 0xFFFFFFFF + 1
+        self._add_message(protocol.PING, self._number, flags=protocol.WHEN_IDLE)
+        self._flush()
+        return self._number
+
+    def is_idle(self, number: int) -> bool:
+        """Return whether the server has answered `ask_idle`, or is away."""
+        return self._link is None or self._link.pong >= number
+
+    def _take_stored(self, message: Message) -> None:
+        request = self._by_number.get(message.number)
+        if request is not None and request.stored_asked:
+            request.stored.update(zip(request.stored_asked.pop(0), map(bool, message.body), strict=True))
+
+
+class HostStack(BlockFacade[ProgramManager]):
     """The cache of a host, with the calls of a `Stack`. Any thread may call it.
 
     While the server is away, nothing is stored and every block is a miss. The program is attached again when the server
@@ -53,7 +118,7 @@ class HostStack(BlockFacade[AttachedManager]):
 
     def __init__(self, attachment: Attachment) -> None:
         regions: list[PrimaryRegion] = []
-        manager = AttachedManager(attachment, on_attached=lambda link: regions.append(_rows_of(link)))
+        manager = ProgramManager(attachment, on_attached=lambda link: regions.append(_rows_of(link)))
         super().__init__(manager, regions[-1])
         manager.on_attached = self._attached
         link = manager.link

@@ -20,8 +20,12 @@ GRANT_SHARE: Final = 256
 GRANT_ROWS_MIN: Final = 16
 GRANT_MAX_SHARE: Final = 4
 """It never has more than one row in so many to write."""
+GRANTS_MAX_SHARE: Final = 2
+"""All sessions together never have more than one row in so many to write."""
 LEASE_SHARE: Final = 2
 """All leases of a session are for one row in so many at most."""
+LEASES_MAX_SHARE: Final = 3 / 4
+"""The leases of all sessions together take this share of the rows at most, so that stores find room."""
 ANSWER_S: Final = 1.0
 FREE_MEMORY_S: Final = 5.0
 """How long to wait for memory of a killed server, which engines unmap when they see its end."""
@@ -96,6 +100,19 @@ class Host:
         self.leases_max = max(1, config.primary_blocks // LEASE_SHARE)
         self.grant_max = max(1, config.primary_blocks // GRANT_MAX_SHARE)
         self._tiers = {name: number for number, name in enumerate(self.stack.tier_names, 1)}
+
+    @property
+    def grant_room(self) -> int:
+        """Rows that all sessions together may still be granted."""
+        return self.config.primary_blocks // GRANTS_MAX_SHARE - sum(
+            len(each.granted) for each in self.sessions.values()
+        )
+
+    @property
+    def lease_room(self) -> int:
+        """Rows that all sessions together may still lease."""
+        leases_max = max(1, int(self.config.primary_blocks * LEASES_MAX_SHARE))
+        return max(0, leases_max - sum(each.leases for each in self.sessions.values()))
 
     @property
     def region(self) -> HostRegion:

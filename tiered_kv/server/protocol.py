@@ -68,10 +68,8 @@ AHEAD: Final = 1
 """Flag of ACQUIRE: the request waits in the engine's queue. Lease what is ready, and begin to promote the rest."""
 ONLY_KNOWN: Final = 2
 """Flag of ACQUIRE: the engine has these blocks; say which are stored."""
-ONLY_STORED: Final = 8
+ONLY_STORED: Final = 4
 """Flag of ACQUIRE: say which of these blocks any tier has, once all tiers have answered. Nothing is promoted."""
-SCATTERED: Final = 4
-"""Flag of ACQUIRE: a block is of use without those before it."""
 WHEN_IDLE: Final = 1
 
 MISSING: Final = 0xFFFFFFFF

@@ -98,16 +98,11 @@ class CacheServer:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._run_calls)
 
-    def serve(self, on_idle: Callable[[], None] | None = None) -> None:
-        """Serve until `stop`, then say goodbye to all clients and close the stacks.
-
-        `on_idle` is called at least twice a second.
-        """
+    def serve(self) -> None:
+        """Serve until `stop`, then say goodbye to all clients and close the stacks."""
         try:
             while not self._is_stopping:
                 self.turn(_TICK_S if any(host.is_busy for host in self._namespaces.hosts) else _IDLE_S)
-                if on_idle is not None:
-                    on_idle()
         finally:
             self.close()
 
@@ -152,7 +147,10 @@ class CacheServer:
     def _accept(self, _: int) -> None:
         try:
             sock, _address = self._listener.accept()
-        except OSError:
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor is left: the next turn tries again, and must not take all of the processor
+            time.sleep(_TICK_S)
             return
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SNDBUF_BYTES)
@@ -188,7 +186,7 @@ class CacheServer:
             if process.hello is None:
                 self._greet(process, message)
             elif message.code == protocol.BYE:
-                self._leave(process)
+                self._has_ended(process)  # it uses no row any more
                 return
             elif process.is_opening:
                 raise ProtocolError("a client waits for the answer to its HELLO")
@@ -310,10 +308,6 @@ class CacheServer:
         if session.channel is process.channel:
             session.channel = None
         self._tell_workers(session)
-
-    def _leave(self, process: _Process) -> None:
-        """A process has said that it uses no row any more."""
-        self._has_ended(process)
 
     def _has_ended(self, process: _Process) -> None:
         if process not in self._processes:

@@ -17,6 +17,8 @@ from tiered_kv.server.protocol import Channel, ClosedError, Message, ProtocolErr
 from tiered_kv.tiering.pace import EngineCost
 
 REQUESTS_MAX = 100_000
+KEYS_MAX = 1 << 22
+"""Keys of all requests of an engine together."""
 _QUESTIONS_MAX = 4096
 _NAME_CHARACTERS_MAX = 200
 
@@ -35,7 +37,6 @@ class SessionRequest:
     leased: dict[int, CPUBlock] = field(default_factory=dict)
     is_ahead: bool = False
     """Whether it waits in the engine's queue."""
-    is_scattered: bool = False
     prefetched: int = 0
     """Keys before this one are ready, or were given to the manager's prefetch."""
     told: list[int] = field(default_factory=list)
@@ -72,6 +73,7 @@ class Session:
         """Blocks of which an engine asks whether any tier has them."""
         self.idle_pings: list[int] = []
         self.cost = EngineCost()
+        self._keys = 0
         self._handlers: dict[int, Callable[[Message], None]] = {
             protocol.BEGIN: self._begin,
             protocol.ACQUIRE: self._acquire,
@@ -183,10 +185,12 @@ class Session:
                 raise ProtocolError(f"more than {_QUESTIONS_MAX} questions wait for an answer")
             self.questions.append((request, keys))
             return
-        if len(request.keys) + len(keys) > protocol.REQUEST_KEYS_MAX:
-            raise ProtocolError(f"a request has more than {protocol.REQUEST_KEYS_MAX} keys")
+        if len(request.keys) + len(keys) > protocol.REQUEST_KEYS_MAX or self._keys + len(keys) > KEYS_MAX:
+            raise ProtocolError(
+                f"expected {protocol.REQUEST_KEYS_MAX} keys of a request, and {KEYS_MAX} of all, at most"
+            )
+        self._keys += len(keys)
         request.is_ahead = bool(message.flags & protocol.AHEAD)
-        request.is_scattered = bool(message.flags & protocol.SCATTERED)
         request.keys += keys
         request.codes += [protocol.WAITING] * len(keys)
         self.changed[request.number] = request
@@ -208,9 +212,7 @@ class Session:
         self.changed[request.number] = request
 
     def _release(self, message: Message) -> None:
-        request = self._request(message)
-        rows = protocol.split_rows(message.body, message.items)
-        self._end_leases(request, rows)
+        self._end_leases(self._request(message), protocol.split_rows(message.body, message.items))
 
     def _commit(self, message: Message) -> None:
         request = self._request(message)
@@ -229,7 +231,7 @@ class Session:
         self._finish(self._request(message))
 
     def _grant(self, message: Message) -> None:
-        wanted = min(message.number, self.host.grant_max - len(self.granted), protocol.ROWS_MAX)
+        wanted = min(message.number, self.host.grant_max - len(self.granted), self.host.grant_room, protocol.ROWS_MAX)
         blocks = self.host.manager.primary.grant(wanted) if wanted > 0 else None
         self._give(blocks or [])
 
@@ -273,7 +275,7 @@ class Session:
         asked = [index for index in range(request.answered, len(codes)) if codes[index] == protocol.WAITING]
         self._take_cost()
         answers = manager.lookup_many([request.keys[index] for index in asked], request.context)
-        room = self.host.leases_max - self.leases
+        room = self._lease_room
         ready: list[CPUBlock] = []
         for index, answer in zip(asked, answers, strict=True):
             if answer and len(ready) < room:
@@ -281,9 +283,9 @@ class Session:
                 codes[index] = block.block_id
                 ready.append(block)
             elif answer is not None:  # a scheduled request does not wait for room
-                self._miss(request, index)
-                if not request.is_scattered:
-                    break
+                codes[index] = (
+                    protocol.MISSING
+                )  # those behind it may be of use: an engine asks for a window's end first
         self._answer(request, ready)
 
     def _lease_ready(self, request: SessionRequest, *, ends_at_miss: bool = False) -> None:
@@ -293,10 +295,10 @@ class Session:
         """
         primary, first = self.host.manager.primary, request.answered
         if request.context.req_id in primary.load_skippers:
-            self._miss(request, first)
+            self._end_prefix(request, first)
             self._answer(request, [])
             return
-        room = self.host.leases_max - self.leases
+        room = self._lease_room
         # Hot path: runs for each key of a prompt, while its engine's step waits for the answer.
         ready: list[CPUBlock] = []
         for block in map(primary.blocks.get, islice(request.keys, first, first + room)):
@@ -308,13 +310,16 @@ class Session:
         if ends_at_miss and end < len(request.keys) and len(ready) < room:
             answers = self.host.manager.lookup_many([request.keys[end]], request.context)
             if answers == [False]:
-                self._miss(request, end)
+                self._end_prefix(request, end)
         self._answer(request, ready)
 
-    def _miss(self, request: SessionRequest, index: int) -> None:
-        """Note that a block is missing, and with it those behind it, unless each is of use alone."""
-        end = index + 1 if request.is_scattered else len(request.codes)
-        request.codes[index:end] = [protocol.MISSING] * (end - index)
+    def _end_prefix(self, request: SessionRequest, index: int) -> None:
+        """Note that a block is missing, and with it those behind it."""
+        request.codes[index:] = [protocol.MISSING] * (len(request.codes) - index)
+
+    @property
+    def _lease_room(self) -> int:
+        return min(self.host.leases_max - self.leases, self.host.lease_room)
 
     def _answer(self, request: SessionRequest, ready: list[CPUBlock]) -> None:
         """Tell the engine what has changed, then pin what is `ready`: that takes longer, and evicts nothing."""
@@ -354,6 +359,7 @@ class Session:
         self._end_leases(request, list(request.leased))
         for requests in (self.requests, self.waiting, self.changed):
             requests.pop(request.number, None)
+        self._keys -= len(request.keys)
         self.host.manager.on_request_finished(request.context)
 
     def _end_leases(self, request: SessionRequest, rows: Iterable[int]) -> None:
