@@ -48,8 +48,8 @@ def settle(engine: Any) -> None:
         return
     link = manager.link
     link.channel.add(PING, 1)
-    link.pongs.clear()
-    step_until(engine, lambda: 1 in link.pongs or manager.link is not link)
+    link.pong = 0
+    step_until(engine, lambda: link.pong == 1 or manager.link is not link)
 
 
 def step(engine: Any) -> None:

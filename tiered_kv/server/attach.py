@@ -70,7 +70,7 @@ class HostLink:
         self.workers = 0
         """Worker processes of the session that have the rows."""
         self.pong = 0
-        """The number of the last PING that was answered."""
+        """The highest number of a PING that was answered."""
         self._generations = generations
         self._current = np.frombuffer(generations, np.uint32)
         self._seen = np.zeros(welcome.rows, np.uint32)

@@ -353,7 +353,7 @@ class AttachedManager(OffloadingManager):
         elif code == protocol.WORKERS:
             link.workers = message.number
         elif code == protocol.PONG:
-            link.pong = message.number
+            link.pong = max(link.pong, message.number)  # 0 answers a silence
         elif code in (protocol.GOODBYE, protocol.REFUSED):
             raise ProtocolError(bytes(body).decode(errors="replace") or "the server ends")
 
