@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -30,9 +31,14 @@ def _watchful(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def open_bytes(directory: Path) -> int:
     """Return the space of the deleted segments that this process still has open."""
-    links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
-    gone = [link for link in links if link.is_symlink() and f"{directory}/segment" in os.readlink(link)]
-    return sum(link.stat().st_blocks * 512 for link in gone if "(deleted)" in os.readlink(link))
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        link = Path(f"/proc/self/fd/{name}")
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            target = os.readlink(link)
+            if f"{directory}/segment" in target and "(deleted)" in target:
+                total += link.stat().st_blocks * 512
+    return total
 
 
 def wait_until_lost(bench: StoreBench, store: SegmentStore, count: int) -> None:
