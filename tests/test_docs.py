@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from tests.support.figures import PROOFS, Figures, main
-from tests.support.pages import counters_of
+from tests.support.pages import COUNTERS, tables, with_tables
 from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, Register, manager_of, stack_of
 from tiered_kv.metrics.instruments import count_of, flat_counts
+from tiered_kv.metrics.vocabulary import ACCOUNT, MANAGER, PRIMARY, SECONDARY, TIER, Metric
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.faults import FailingTier
 from tiered_kv.testing.rig import FourMethodTier, make_keys
@@ -86,7 +87,7 @@ def test_every_counter_of_a_busy_replay_is_described(tmp_path: Path, failing: st
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), OSError(5, "bad"), TimeoutError(), ValueError()])
 def test_every_reason_of_the_toolkit_is_described(error: Exception) -> None:
-    assert f"`{failure_reason(error)}`" in (ROOT / "docs/reference/counters.md").read_text()
+    assert f"`{failure_reason(error)}`" in COUNTERS.read_text()
 
 
 def test_every_built_in_tier_is_looked_at() -> None:
@@ -118,63 +119,58 @@ def test_every_counter_of_the_built_in_tiers_is_described_and_no_other(stack: St
     for name, counters in told.items():
         check_described(name, counters)
     # Those without labels are shown from the start.
-    without_audit = [name for name in plain(told["cpu"]) if "audit" not in name]
-    assert set(without_audit) == plain_counters("Of the primary tier")
+    of_cpu = {"unexplained_blocks_total", *plain(PRIMARY), *(name for name in OF_CPU if name in ACCOUNT)}
+    assert {name for name in numbers(told["cpu"]) if "audit" not in name} == of_cpu
     for name in stack.tier_names:
-        assert plain(told[name]) == plain_counters("Of every secondary tier")
-        assert plain(told[name]["tier"]) == plain_counters("Of tiers made with the toolkit") | plain_counters(
-            f"Of {name}"
-        )
+        assert numbers(told[name]) - AUDITED == plain(ACCOUNT) | plain(SECONDARY)
+        assert numbers(told[name]["tier"]) == plain(of_tier(name))
 
 
-def test_the_names_of_counters_end_with_their_unit_and_have_no_labels_in_them() -> None:
-    for section in sections():
-        counters = counters_of(section)
-        for name, (labels, units) in counters.items():
-            assert re.fullmatch(r"[a-z]+(_[a-z]+)*", name), name
-            stem = name.removesuffix("_total")
-            is_named_by_unit = any(stem == unit or stem.endswith(f"_{unit}") for unit in units)
-            assert is_named_by_unit or name in WITHOUT_UNIT, f"{name} does not end with {units}"
-            assert not labels or name.endswith("_total"), f"{name} has labels, and is no count of events"
-            longer = [other for other in counters if other.startswith(f"{stem}_") and other != f"{stem}_total"]
+def test_the_page_of_counters_has_the_lists_that_the_code_makes() -> None:
+    page = COUNTERS.read_text()
+    assert page == with_tables(page), "python -m tests.support.pages"
+    assert set(re.findall(r"<!-- from the code: (\w+) -->", page)) == tables().keys()
+
+
+@pytest.mark.parametrize("metrics", [MANAGER, TIER], ids=["manager", "tiers"])
+def test_the_names_of_counters_have_no_labels_in_them(metrics: Mapping[str, Metric]) -> None:
+    for name, metric in metrics.items():
+        assert re.fullmatch(r"[a-z]+(_[a-z]+)*", name), name
+        if metric.labels and not metric.bounds:
+            assert name.endswith("_total"), f"{name} has labels, and is no count of events"
+            stem = name.removesuffix("total")
+            longer = [other for other in metrics if other.startswith(stem) and other != name]
             assert not longer, f"{longer} have a label of {name} in their names"
 
 
-WITHOUT_UNIT = {"jobs_in_flight", "breaker_state", "breaker_opened_total", "audit_stopped"}
+OF_CPU = ("stored_blocks_total", "stored_bytes_total", "loaded_blocks_total", "loaded_bytes_total")
+AUDITED = {"audit_largest_difference_ratio", "audit_stopped"}
 LIBRARIES = {"redis": "redis", "s3": "boto3"}
 
 
 def check_described(tier: str, counters: Mapping[str, Any], reasons_of_its_own: frozenset[str] = frozenset()) -> None:
-    """Check that the page has each counter of a tier where it belongs, its labels, and its reasons."""
-    page = (ROOT / "docs/reference/counters.md").read_text()
-    of_manager = counters_of("Of the primary tier" if tier == "cpu" else "Of every secondary tier")
-    of_manager |= counters_of("Of the history") | counters_of("Of the audit")
-    of_tier = counters_of("Of tiers made with the toolkit") | (
-        counters_of(f"Of {tier}") if tier in BUILT_IN_TIERS else {}
-    )
+    """Check that the vocabulary has each counter of a tier and its labels, and the page its reasons."""
+    page = COUNTERS.read_text()
     for path, _ in flat_counts(counters):
-        (name, *labels), described = (path[1:], of_tier) if path[0] == "tier" else (path, of_manager)
+        (name, *labels), described = (path[1:], of_tier(tier)) if path[0] == "tier" else (path, MANAGER)
         assert name in described, f"{name} of {tier} is not described"
-        assert len(labels) == len(described[name][0]), f"{name} of {tier} has other labels than the page says"
+        assert len(labels) == len(described[name].labels), f"{name} of {tier} has other labels than the page says"
         unknown = {label for label in labels if f"`{label}`" not in page} - reasons_of_its_own
         assert not unknown, f"{unknown} of {name} of {tier} are not described"
 
 
-def plain(counters: Mapping[str, Any]) -> set[str]:
-    return {name for name, value in counters.items() if not isinstance(value, Mapping)} - AUDITED
+def of_tier(tier: str) -> dict[str, Metric]:
+    """Return the metrics of a tier's own."""
+    return {name: metric for name, metric in TIER.items() if not metric.of or tier in metric.of.split()}
 
 
-AUDITED = {"audit_largest_difference_ratio", "audit_stopped"}
+def plain(metrics: Mapping[str, Metric]) -> set[str]:
+    """Return the counters without labels."""
+    return {name for name, metric in metrics.items() if not metric.labels and not metric.bounds}
 
 
-def plain_counters(section: str) -> set[str]:
-    """Return the counters without labels of a section of the page."""
-    return {name for name, (labels, _) in counters_of(section).items() if not labels}
-
-
-def sections() -> list[str]:
-    """Return the titles of the sections of the page that describe counters."""
-    return re.findall(r"^## (Of .+)$", (ROOT / "docs/reference/counters.md").read_text(), re.MULTILINE)
+def numbers(counters: Mapping[str, Any]) -> set[str]:
+    return {name for name, value in counters.items() if not isinstance(value, Mapping)}
 
 
 # The page of guarantees has the figures of every proof that there is.

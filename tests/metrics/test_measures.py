@@ -9,7 +9,7 @@ import pytest
 
 from tests.performance.bench import InstantTier, block_key
 from tests.support.obedient import BLOCK_BYTES, Engine, get, put, stack_of
-from tests.support.pages import counters_of, undescribed
+from tests.support.pages import undescribed
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
@@ -177,26 +177,6 @@ def test_bytes_that_are_evicted_without_a_read_are_wasted(tier_type: str, tmp_pa
         evicted_bytes = (now["evicted_blocks_total"] - own["evicted_blocks_total"]) * BLOCK_BYTES
         wasted_bytes = now["wasted_bytes_total"] - own["wasted_bytes_total"]
         assert 0 < wasted_bytes <= 0.95 * evicted_bytes, "of half of them, and of moved ones, nothing was read"
-
-
-# One vocabulary: the table of metrics and the page of counters name the same things, with the same labels.
-
-
-OF_MANAGER = ("Of the primary tier", "Of every secondary tier", "Of the history", "Of the audit", "Histograms")
-OF_TIERS = (
-    "Of tiers made with the toolkit",
-    *(f"Of {name}" for name in ("nvme", "memory", "fs", "redis", "s3")),
-)
-
-
-def described(*titles: str) -> dict[str, tuple[str, ...]]:
-    """Return the labels of each counter in the tables of these sections."""
-    return {name: labels for title in titles for name, (labels, _) in counters_of(title).items()}
-
-
-@pytest.mark.parametrize(("table", "titles"), [(MANAGER, OF_MANAGER), (TIER, OF_TIERS)], ids=["manager", "tiers"])
-def test_the_table_has_what_the_page_has(table: dict[str, Metric], titles: tuple[str, ...]) -> None:
-    assert {name: metric.labels for name, metric in table.items()} == described(*titles)
 
 
 @pytest.mark.parametrize("table", [MANAGER, TIER], ids=["manager", "tiers"])

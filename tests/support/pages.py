@@ -1,12 +1,19 @@
-"""Files, commands and tables on pages of the documentation, which tests run or compare."""
+"""Files, commands and tables on pages of the documentation, which tests run or compare.
+
+`python -m tests.support.pages` writes the lists of `counters.md` from the code.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from tiered_kv.metrics.vocabulary import ACCOUNT, AUDIT, HISTORY, PRIMARY, SECONDARY, TIER, Metric
+from tiered_kv.reasons import FAILED, SENTENCES, SKIPPED, TOO_SLOW_REASONS, Fate, RecordStatus
+
 _DOCS = Path(__file__).parents[2] / "docs"
+COUNTERS = _DOCS / "reference/counters.md"
 
 
 def shown(page: str) -> dict[str, str]:
@@ -29,17 +36,48 @@ def commands(page: str) -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line.startswith("tiered-kv ")]
 
 
-def counters_of(section: str) -> dict[str, tuple[tuple[str, ...], list[str]]]:
-    """Return the labels and units of each counter in a section of `counters.md`."""
-    text = (_DOCS / "reference/counters.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    table = re.split(r"^(?=\| (?:counter|histogram) \|)", text, flags=re.MULTILINE)[1].partition("\n\n")[0]
-    heads, _, *rows = ([cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines())
-    found = {}
-    for cells in rows:
-        row = dict(zip(heads, cells, strict=True))
-        for name in re.findall(r"`(\w+)`", cells[0]):
-            found[name] = (tuple(re.findall(r"`(\w+)`", row["labels"])), row.get("unit", "").split(", "))
-    return found
+def tables() -> dict[str, str]:
+    """Return the lists of `counters.md` that come from the code, by the name that the page gives them."""
+    of_records = {status.value for status in RecordStatus} - {"truncated", "checksum"}
+    fates = [fate.label for fate in Fate if fate > Fate.STORED]
+    rows = [
+        f"| {_name(name, each)} | {each.of.replace(' ', ', ') or 'all'} | {each.help} |" for name, each in TIER.items()
+    ]
+    return {
+        **{
+            title: _list({_name(*each): _text(each[1]) for each in table.items()})
+            for title, table in MANAGER_TABLES.items()
+        },
+        "TIER": "\n".join(["| counter | of | what it counts |", "| --- | --- | --- |", *rows]),
+        "SKIPPED": _list({f"`{word}`": reason.sentence for word, reason in SKIPPED.items()}),
+        "TOO_SLOW_REASONS": _list({f"`{word}`": sentence for word, sentence in TOO_SLOW_REASONS.items()}),
+        "FAILED": _list({f"`{word}`": reason.sentence for word, reason in FAILED.items() if word not in of_records}),
+        "FATES": _list({f"`{word}`": SENTENCES[word] for word in fates}),
+    }
+
+
+MANAGER_TABLES = {"PRIMARY": PRIMARY, "ACCOUNT": ACCOUNT, "SECONDARY": SECONDARY, "HISTORY": HISTORY, "AUDIT": AUDIT}
+
+
+def _name(name: str, metric: Metric) -> str:
+    return f"`{name}{{{', '.join(metric.labels)}}}`" if metric.labels else f"`{name}`"
+
+
+def _text(metric: Metric) -> str:
+    """Return what a metric counts, with the few values of its label; longer lists stand below it on the page."""
+    few = [f"`{value}`" for (value, *_) in metric.values] if len(metric.values) <= 3 else []
+    return f"{metric.help.removesuffix('.')}: {', '.join(few)}." if few else metric.help
+
+
+def _list(items: Mapping[str, str]) -> str:
+    return "\n".join(f"- {what}: {text}" for what, text in items.items())
+
+
+def with_tables(text: str) -> str:
+    """Return the text of a page with the lists that its comments name."""
+    written = tables()
+    comment = re.compile(r"^<!-- from the code: (\w+) -->\n(?:\n(?:[|-] .*\n)+)?", re.MULTILINE)
+    return comment.sub(lambda found: f"<!-- from the code: {found[1]} -->\n\n{written[found[1]]}\n", text)
 
 
 def undescribed(names: Iterable[str], page: str, section: str = "") -> set[str]:
@@ -48,3 +86,7 @@ def undescribed(names: Iterable[str], page: str, section: str = "") -> set[str]:
     if section:
         text = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     return {name for name in names if f"`{name}`" not in text}
+
+
+if __name__ == "__main__":
+    COUNTERS.write_text(with_tables(COUNTERS.read_text()))
