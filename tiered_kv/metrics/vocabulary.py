@@ -1,7 +1,7 @@
 """The vocabulary: the name and meaning of every metric, for counters, Prometheus and other registries.
 
 The manager's counters are metrics `tiered_kv_<name>`, and a tier's own are `tiered_kv_tier_<name>`, all with the label
-`tier`. `docs/reference/counters.md` has its tables from here: `python -m tests.support.pages` writes them.
+`tier`. `docs/reference/counters.md` has its tables from here: `docs/CONTRIBUTING.md` says how.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ ACCOUNT: Final = {
     "too_slow_blocks_total": Metric(
         "Blocks not promoted because the engine computes them sooner.", ("reason",), values=_each(*TOO_SLOW_REASONS)
     ),
-    "learning_jobs_total": Metric(
-        "Loads that measure the tier.", ("reason",), values=_each("first", "try")
-    ),
+    "learning_jobs_total": Metric("Loads that measure the tier.", ("reason",), values=_each("first", "try")),
     "expired_jobs_total": Metric("Jobs not reported by their deadline."),
     "late_jobs_total": Metric("Jobs reported after their deadline."),
     "lookup_timeouts_total": Metric("Lookups not answered in time, or that the tier could not answer."),
