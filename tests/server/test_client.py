@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.host_server import keys_of, serving, stack_of, wait_for
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError
 
 KEYS = keys_of(40)
@@ -232,3 +233,24 @@ def test_engines_together_leave_rows_for_blocks(tmp_path: Path) -> None:
             for engine in engines:
                 engine.manager.on_schedule_end()
         assert served.rows_in_use() <= 32
+
+
+def test_keys_that_no_tier_has_answered_are_asked_for_again_some_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[OffloadKey]] = []
+
+    def look_up(keys: list[OffloadKey], _: ReqContext) -> list[None]:
+        calls.append(keys)
+        return [None] * len(keys)
+
+    with serving(tmp_path) as served:
+        monkeypatch.setattr(served.host.manager, "lookup_many", look_up)
+        engine, asked = served.engine(), keys_of(4000)
+        for keys in (asked[:2000], asked[2000:]):
+            engine.manager.lookup_many(keys, engine.begin())
+        engine.manager.on_schedule_end()
+        wait_for(lambda: len(calls) >= 40)
+        again = calls[20:40]
+        assert max(map(len, again)) <= 512
+        assert {key for keys in again for key in keys} == set(asked)

@@ -95,14 +95,20 @@ class LeaseRules(RuleBasedStateMachine):
     def step(self, data: st.DataObject) -> None:
         self.engine(data).manager.on_schedule_end()
 
-    @rule(data=st.data(), ahead=st.booleans(), first=st.integers(0, 20), count=st.integers(1, 10))
-    def ask(self, data: st.DataObject, ahead: bool, first: int, count: int) -> None:
+    @rule(
+        data=st.data(),
+        ahead=st.booleans(),
+        first=st.integers(0, 20),
+        count=st.integers(1, 10),
+        twice=st.sampled_from([0, 0, 3]),
+    )
+    def ask(self, data: st.DataObject, ahead: bool, first: int, count: int, twice: int) -> None:
         engine = self.engine(data)
         context = ReqContext(f"request-{self.names}-{len(engine.requests)}-{data.draw(st.integers(0, 10**9))}")
         engine.manager.on_new_request(context)
         engine.requests.append(context)
         if ahead:
-            engine.manager.prefetch(KEYS[first : first + count], context)
+            engine.manager.prefetch([*KEYS[first : first + count], *KEYS[first : first + twice]], context)
         else:
             engine.manager.lookup_many(KEYS[first : first + count], context)
 

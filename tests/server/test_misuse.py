@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,8 +35,8 @@ def raw_client(served: Served, name: str, role: str = "scheduler") -> Iterator[s
         yield sock
 
 
-def begin(sock: socket.socket, number: int, **fields: Any) -> None:
-    sock.send(packet(protocol.BEGIN, number, body=json.dumps({"id": "r", "epoch": 0, **fields}).encode()))
+def begin(sock: socket.socket, number: int) -> None:
+    sock.send(packet(protocol.BEGIN, number, body=protocol.BEGUN.pack(0, 1) + b"r"))
 
 
 def test_a_client_that_never_reads_loses_its_connection_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,3 +99,13 @@ def test_questions_that_no_tier_answers_are_bounded(tmp_path: Path, monkeypatch:
                 for _ in range(10_000):
                     sock.send(packet(protocol.ACQUIRE, 1, 1, KEYS[0], protocol.ONLY_STORED))
             wait_for(lambda: not served.server._channels)
+
+
+@pytest.mark.parametrize("body", [b"", b"\0" * 9, protocol.BEGUN.pack(0, 5) + b"r", protocol.BEGUN.pack(0, 1) + b"r{"])
+def test_a_request_that_begins_with_garbage_ends_its_connection_only(tmp_path: Path, body: bytes) -> None:
+    with serving(tmp_path) as served:
+        honest = served.engine()
+        with raw_client(served, "odd") as sock:
+            sock.send(packet(protocol.BEGIN, 1, body=body))
+            wait_for(lambda: len(served.server._channels) == 1)
+        assert honest.store(KEYS) == KEYS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import pwd
@@ -19,6 +20,10 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.server import CacheServer, listen
 
+_COLLECT_AFTER: Final = 50_000
+"""New objects after which Python looks for garbage: by default 700, a request's worth, and each time up to 2 ms."""
+_SWITCH_S: Final = 0.0005
+"""How long a thread of a tier may keep the interpreter from the server's: by default 5 ms."""
 _FIRST_PASSED_FD: Final = 3
 """systemd's first socket (sd_listen_fds(3))."""
 
@@ -68,6 +73,7 @@ def run(args: argparse.Namespace) -> Status:
             print_text(f"serving {args.stack} at {where}")
         sys.stdout.flush()
         _notify("READY=1")
+        _answer_first()
         try:
             server.serve()
         finally:
@@ -75,6 +81,13 @@ def run(args: argparse.Namespace) -> Status:
             if passed is None:  # else systemd still listens there, and starts a server for the next engine
                 Path(where).unlink(missing_ok=True)
     return Status.OK
+
+
+def _answer_first() -> None:
+    """Let the server's thread answer before what may wait: collections of garbage, and the threads of tiers."""
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER, *gc.get_threshold()[1:])
+    sys.setswitchinterval(_SWITCH_S)
 
 
 def _passed_listener() -> socket.socket | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import logging
 import os
 import socket
@@ -86,8 +87,8 @@ class HostLink:
     def know(self, keys: Sequence[OffloadKey], rows: Sequence[int], generations: Sequence[int] | None = None) -> None:
         """Note that blocks are in these rows, while the rows have their generations: by default the present ones."""
         if rows:
-            current = self._current[rows] if generations is None else np.array(generations, np.uint32)
-            self._news.append((keys, rows, current))
+            found = self._current[array.array("L", rows)] if generations is None else np.array(generations, np.uint32)
+            self._news.append((keys, rows, found))
             if len(self._news) > _NEWS_MAX:
                 self._read_news()
 

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
+
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.hints import Hints
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import HostLink
-from tiered_kv.server.protocol import ROW_MAX, Message
+from tiered_kv.server.protocol import ROW_MAX, Message, ProtocolError
 
 
 @dataclass(slots=True, eq=False)
@@ -27,11 +29,14 @@ class AttachedRequest:
     """Whether it began before a reset: it stores and loads nothing."""
     keys: list[OffloadKey] = field(default_factory=list)
     """Those that the server was asked for, in order."""
-    rows: dict[OffloadKey, int] = field(default_factory=dict)
-    """The last answer for each: a row that is leased, or a code."""
-    codes: list[int] = field(default_factory=list)
+    answers: list[tuple[int, bytes]] = field(default_factory=list)
+    """What `read` has not sorted: how many keys an ANSWER is for, and its body."""
+    is_unread: bool = False
+    """Whether `keys` or `answers` has something that `read` has not sorted."""
+    _codes: list[int] = field(default_factory=list)
     """The first final answer for each of `keys`, or `WAITING`."""
-    tiers: dict[OffloadKey, int] = field(default_factory=dict)
+    _rows: dict[OffloadKey, int] = field(default_factory=dict)
+    _tiers: dict[OffloadKey, int] = field(default_factory=dict)
     known_asked: list[Sequence[OffloadKey]] = field(default_factory=list)
     """Keys of which the server was asked whether they are stored, message by message."""
     stored: dict[OffloadKey, bool | None] = field(default_factory=dict)
@@ -47,64 +52,109 @@ class AttachedRequest:
     """Blocks that the engine's workers read or write."""
     is_finished: bool = False
 
+    @property
+    def rows(self) -> dict[OffloadKey, int]:
+        """The last answer for each key: a row that is leased, or a code."""
+        if self.is_unread:
+            self.read()
+        return self._rows
+
+    def tier_of(self, key: OffloadKey) -> int:
+        """Return the number of the tier that a block was promoted from; 0 for none."""
+        if self.is_unread:
+            self.read()
+        return self._tiers.get(key, 0)
+
     def ask(self, keys: Iterable[OffloadKey]) -> bool:
-        """Note keys to be asked for, once each and `REQUEST_KEYS_MAX` at most; return whether there are new ones."""
-        rows = self.rows
-        new = dict.fromkeys(islice(keys, protocol.REQUEST_KEYS_MAX - len(self.keys)), protocol.WAITING)
-        if rows:
-            new = {key: code for key, code in new.items() if key not in rows}
-        rows.update(new)
+        """Note keys to be asked for, `REQUEST_KEYS_MAX` at most; return whether there are new ones."""
+        new = list(islice(keys, protocol.REQUEST_KEYS_MAX - len(self.keys)))
+        if self.keys:
+            rows = self.rows
+            new = [key for key in dict.fromkeys(new) if key not in rows]
+            rows.update(dict.fromkeys(new, protocol.WAITING))
+            self._codes += [protocol.WAITING] * len(new)
+        else:  # hot path: a request that arrives makes no dictionary; a key that is there twice has one lease
+            self.is_unread = bool(new)
         self.keys += new
-        self.codes += new.values()
         return bool(new)
 
-    def take_answer(self, message: Message) -> tuple[Sequence[OffloadKey], list[int]]:
-        """Note an ANSWER; return its keys, and their rows or codes. What was told before is left out.
+    def take_answer(self, message: Message) -> int:
+        """Note an ANSWER; return how many blocks are missing. A lookup sorts it, unless it has codes.
 
         Raises:
-            ProtocolError, ValueError, struct.error: It is no answer to this request.
+            ProtocolError, struct.error: It is no answer to this request.
         """
-        count, size, body = message.items, protocol.START.size, message.body
+        count, body = message.items, bytes(message.body)
+        size = protocol.START.size + count * (protocol.ROW_BYTES + 1)
+        if len(body) != size or protocol.START.unpack_from(body)[0] + count > len(self.keys):
+            raise ProtocolError("an answer does not fit the keys of its request")
+        self.answers.append((count, body))
+        self.is_unread, self.waits_for_answer = True, False
+        return self.read() if protocol.may_have_codes(body) else 0
+
+    def read(self) -> int:
+        """Sort what was asked and answered into `rows`; return how many blocks were found to be missing."""
+        codes, keys = self._codes, self.keys
+        answers, self.answers, self.is_unread = self.answers, [], False
+        if not codes:
+            codes += [protocol.WAITING] * len(keys)
+            if not answers or answers[0][0] < len(keys):
+                self._rows.update(dict.fromkeys(keys, protocol.WAITING))
+        return sum(self._read(count, body) for count, body in answers)
+
+    def _read(self, count: int, body: bytes) -> int:
+        """Sort an answer. What was told before is left out: its lease may have ended."""
         start = protocol.START.unpack_from(body)[0]
-        rows = protocol.split_rows(body[size : size + 4 * count], count)
-        keys: Sequence[OffloadKey] = self.keys[start : start + count]
-        tiers = bytes(body[size + 4 * count :])
-        before = self.codes[start : start + count]
-        if before.count(protocol.WAITING) < count:  # the lease of what was told before may have ended
+        told = np.frombuffer(body, np.uint32, count, protocol.START.size)
+        keys, tiers = self.keys[start : start + count], body[len(body) - count :]
+        rows: list[int] = told.tolist()
+        before = self._codes[start : start + count]
+        if before.count(protocol.WAITING) < count:
             news = [at for at, code in enumerate(before) if code == protocol.WAITING]
             keys, rows, tiers = [keys[at] for at in news], [rows[at] for at in news], bytes(tiers[at] for at in news)
             for at, row in zip(news, rows, strict=True):
-                self.codes[start + at] = row
+                self._codes[start + at] = row
         else:
-            self.codes[start : start + count] = rows
-        self.rows.update(zip(keys, rows, strict=True))
-        self.waits_for_answer = False
-        if tiers.count(0) < len(keys):
-            self.tiers.update((key, tier) for key, tier in zip(keys, tiers, strict=True) if tier)
-        return keys, rows
+            self._codes[start : start + count] = rows
+        self._rows.update(zip(keys, rows, strict=True))
+        if tiers.strip(b"\0"):
+            self._tiers.update((key, tier) for key, tier in zip(keys, tiers, strict=True) if tier)
+        misses = rows.count(protocol.MISSING)
+        if misses or protocol.WAITING in rows:
+            pairs = [(key, row) for key, row in zip(keys, rows, strict=True) if row <= ROW_MAX]
+            keys, rows = [key for key, _ in pairs], [row for _, row in pairs]
+        if self.link is not None:
+            self.link.know(keys, rows)  # leased, so that none has changed since the answer
+        return misses
 
     def outdate(self) -> None:
         """Let the request store and load nothing: it began before a reset."""
         self.is_outdated = True
-        for key, row in self.rows.items():
+        rows = self.rows
+        for key, row in rows.items():
             if row > ROW_MAX:
-                self.rows[key] = protocol.MISSING
+                rows[key] = protocol.MISSING
 
     def forget_answers(self) -> None:
         """Forget what a server has answered that has gone."""
         self.link, self.unsent, self.waits_for_answer = None, 0, False
-        self.keys, self.codes, self.rows, self.tiers = [], [], {}, {}
+        self.keys, self.answers, self.is_unread = [], [], False
+        self._codes, self._rows, self._tiers = [], {}, {}
         self.known_asked = []
         self.stored, self.stored_asked = {}, []
 
 
-def parts_of(keys: Sequence[OffloadKey]) -> Iterable[Sequence[OffloadKey]]:
-    """Yield the keys in order, for one message each: at most `KEYS_MAX`, of one length."""
+def parts_of(keys: Sequence[OffloadKey], *, are_alike: bool = False) -> Iterable[tuple[Sequence[OffloadKey], bytes]]:
+    """Yield the keys in order, and their bytes, for one message each: at most `KEYS_MAX`, of one length.
+
+    `are_alike` says that all have one length, as an engine's hashes: to measure each is a third of a request's cost.
+    """
     first = 0
     while first < len(keys):
-        end = min(first + protocol.KEYS_MAX, len(keys))
-        size = len(keys[first])
-        if set(map(len, keys[first:end])) != {size}:
-            end = next(at for at in range(first, end) if len(keys[at]) != size)
-        yield keys[first:end]
-        first = end
+        part = keys[first : first + protocol.KEYS_MAX]
+        size, packed = len(part[0]), protocol.pack_keys(part)
+        if len(packed) != size * len(part) or not (are_alike or set(map(len, part)) == {size}):
+            part = part[: next(at for at, key in enumerate(part) if len(key) != size)]
+            packed = protocol.pack_keys(part)
+        yield part, packed
+        first += len(part)

@@ -43,6 +43,9 @@ class AttachedManager(OffloadingManager):
         epoch: The number of resets of the namespace that this engine knows.
     """
 
+    keys_are_alike = True
+    """Whether all keys have one length."""
+
     def __init__(
         self,
         attachment: Attachment,
@@ -143,11 +146,11 @@ class AttachedManager(OffloadingManager):
         request = self._request_of(req_context)
         if self.is_attached and not request.is_outdated:
             self._tell(request)
-            for part in parts_of(keys):
+            for part, packed in parts_of(keys, are_alike=self.keys_are_alike):
                 if self._link is None:
                     break
                 request.known_asked.append(part)
-                self._add(request, protocol.ACQUIRE, part, flags=protocol.ONLY_KNOWN)
+                self._add(request, protocol.ACQUIRE, len(part), packed, flags=protocol.ONLY_KNOWN)
 
     def end_prefetch(self, req_context: ReqContext) -> None:
         """The request is scheduled; `expect` says so to the server."""
@@ -171,7 +174,7 @@ class AttachedManager(OffloadingManager):
 
     def hit_tier(self, key: OffloadKey, req_context: ReqContext) -> str:
         request, link = self._requests.get(req_context.req_id), self._link
-        number = 0 if request is None else request.tiers.get(key, 0)
+        number = 0 if request is None else request.tier_of(key)
         return "cpu" if link is None else link.welcome.tiers[number]
 
     # Transfers.
@@ -229,8 +232,9 @@ class AttachedManager(OffloadingManager):
             if success and not request.is_outdated:
                 self._tell(request)
                 at = 0
-                for part in parts_of([key for key, _ in written]):
-                    self._add(request, protocol.COMMIT, part, protocol.pack_rows(rows[at : at + len(part)]))
+                for part, packed in parts_of([key for key, _ in written], are_alike=self.keys_are_alike):
+                    packed += protocol.pack_rows(rows[at : at + len(part)])
+                    self._add(request, protocol.COMMIT, len(part), packed)
                     at += len(part)
                 if self._link is link:
                     link.know([key for key, _ in written], rows)
@@ -334,7 +338,7 @@ class AttachedManager(OffloadingManager):
     def _handle(self, message: Message, link: HostLink) -> None:
         code, count, body = message.code, message.items, message.body
         if code == protocol.ANSWER:
-            self._take_answer(message, link)
+            self._take_answer(message)
         elif code == protocol.GRANTED:
             link.free += protocol.split_rows(body, count)
             link.is_granting = False
@@ -357,18 +361,14 @@ class AttachedManager(OffloadingManager):
         elif code in (protocol.GOODBYE, protocol.REFUSED):
             raise ProtocolError(bytes(body).decode(errors="replace") or "the server ends")
 
-    def _take_answer(self, message: Message, link: HostLink) -> None:
+    def _take_answer(self, message: Message) -> None:
         request = self._by_number.get(message.number)
         if request is None:
             return  # END travels, and ends the leases
-        keys, rows = request.take_answer(message)
-        if protocol.MISSING in rows or protocol.WAITING in rows:
-            misses = rows.count(protocol.MISSING)
+        misses = request.take_answer(message)
+        if misses:
             self._counts["miss"] += misses
             self._ask_rows(misses)  # the engine will compute and store these
-            pairs = [(key, row) for key, row in zip(keys, rows, strict=True) if row <= ROW_MAX]
-            keys, rows = [key for key, _ in pairs], [row for _, row in pairs]
-        link.know(keys, rows)
 
     def _take_stored(self, message: Message) -> None:
         """Note which blocks any tier has; for managers that ask."""
@@ -408,8 +408,9 @@ class AttachedManager(OffloadingManager):
             request.link = self._link
             epoch = -1 if request.is_outdated else request.epoch - self._epochs_before
             # The hints as they were understood: what users of the engine have written may be large, or no JSON.
-            told = {"id": request.req_context.req_id[:100], "epoch": epoch, "hints": request.hints.given()}
-            self._send(protocol.BEGIN, request, body=json.dumps(told).encode())
+            name, hints = request.req_context.req_id[:100].encode(errors="replace"), request.hints.given()
+            body = protocol.BEGUN.pack(epoch, len(name)) + name + (json.dumps(hints).encode() if hints else b"")
+            self._send(protocol.BEGIN, request, body=body)
 
     def _ask(self, request: AttachedRequest, keys: Iterable[OffloadKey]) -> None:
         """Note keys to be asked for, once each."""
@@ -424,8 +425,8 @@ class AttachedManager(OffloadingManager):
             return
         self._tell(request)
         flags = protocol.AHEAD if request.is_ahead else 0
-        for part in parts_of(request.keys[first:]):
-            self._add(request, protocol.ACQUIRE, part, flags=flags)
+        for part, packed in parts_of(request.keys[first:], are_alike=self.keys_are_alike):
+            self._add(request, protocol.ACQUIRE, len(part), packed, flags=flags)
         request.asked_s, request.waits_for_answer = self._clock(), True
 
     def _ask_rows(self, wanted: int) -> None:
@@ -450,10 +451,8 @@ class AttachedManager(OffloadingManager):
             part = rows[at : at + protocol.ROWS_MAX]
             self._send(protocol.RELEASE, request, len(part), protocol.pack_rows(part))
 
-    def _add(
-        self, request: AttachedRequest, code: int, keys: Sequence[OffloadKey], more: bytes = b"", *, flags: int = 0
-    ) -> None:
-        self._send(code, request, len(keys), protocol.pack_keys(keys) + more, flags)
+    def _add(self, request: AttachedRequest, code: int, count: int, body: bytes, *, flags: int = 0) -> None:
+        self._send(code, request, count, body, flags)
         if code == protocol.ACQUIRE:
             self._owed()
 

@@ -48,6 +48,8 @@ def connect(
 class ProgramManager(AttachedManager):
     """An attached manager with what the calls of a program need; `TieringOffloadingManager` explains the methods."""
 
+    keys_are_alike = False
+
     @property
     def jobs_in_flight(self) -> int:
         """1 if there are rows to write, or the server may still grant some; else 0."""
@@ -66,9 +68,9 @@ class ProgramManager(AttachedManager):
         if asked:
             request.stored.update(dict.fromkeys(asked))
             self._tell(request)
-            for part in parts_of(asked):
+            for part, packed in parts_of(asked):
                 request.stored_asked.append(part)
-                self._add(request, protocol.ACQUIRE, part, flags=protocol.ONLY_STORED)
+                self._add(request, protocol.ACQUIRE, len(part), packed, flags=protocol.ONLY_STORED)
             request.asked_s, request.waits_for_answer = self._clock(), False
         if self._link is None:  # it was lost meanwhile
             return [False] * len(keys)

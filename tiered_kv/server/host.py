@@ -14,6 +14,7 @@ from tiered_kv.server.memory import Generations, HostRegion
 from tiered_kv.server.protocol import Welcome
 from tiered_kv.stack import EngineStack
 from tiered_kv.stack_config import StackConfig
+from tiered_kv.tiering.pace import EngineCost
 
 GRANT_SHARE: Final = 256
 """A session has one row in so many in advance, `GRANT_ROWS_MIN` at least."""
@@ -156,6 +157,12 @@ class Host:
         for session in sessions:
             if session.is_waiting:
                 _try(session, session.answer_waiting, on_error)
+
+    def take_cost(self, cost: EngineCost) -> None:
+        """Let the manager compare loads with what computing costs an engine, unless the server's file says it."""
+        if self.config.is_prefill_measured:
+            for name in EngineCost.__slots__:
+                setattr(self.manager.cost, name, getattr(cost, name))
 
     def reset(self) -> None:
         """Forget every block, and tell all engines."""

@@ -6,7 +6,7 @@ the client's number of a request, unless the table says otherwise.
 
     client to server
     HELLO     JSON: see `Hello`; the first message of a connection
-    BEGIN     JSON: `id` and `hints` of a request, and the `epoch` in which it began
+    BEGIN     `BEGUN`, the id of a request, then its hints as JSON, if it has any
     ACQUIRE   keys, at the end of those that the request named before: lease those that are ready
     EXPECT    `EXPECTED`: the engine schedules the request now, and what computing costs it
     RELEASE   rows: end the request's leases of them
@@ -56,6 +56,8 @@ PACKET_BYTES_MAX: Final = 64 << 10
 KEYS_MAX: Final = 512
 """Keys of a message."""
 KEY_BYTES_MAX: Final = 96
+ID_BYTES_MAX: Final = 400
+"""Of a request's id; clients send 100 characters of it."""
 ROWS_MAX: Final = 4096
 """Rows of a message."""
 REQUEST_KEYS_MAX: Final = 1 << 17
@@ -77,8 +79,14 @@ MISSING: Final = 0xFFFFFFFF
 WAITING: Final = 0xFFFFFFFE
 """The block may come; another ANSWER follows."""
 ROW_MAX: Final = WAITING - 1
+ROW_BYTES: Final = 4
+
+_CODES: Final = b"\xff\xff\xff"
+"""In both codes."""
 
 HEADER: Final = struct.Struct("<BBHII")
+BEGUN: Final = struct.Struct("<qH")
+"""The epoch in which a request began, and the bytes of its id."""
 START: Final = struct.Struct("<I")
 EXPECTED: Final = struct.Struct("<IIII4d")
 """Blocks, blocks before them, whether a part is of no use; of `EngineCost` stalled, then its seconds in order."""
@@ -188,6 +196,22 @@ def object_of(body: memoryview) -> dict[str, Any]:  # Any: JSON
     return found
 
 
+def begun_of(body: memoryview) -> tuple[int, str, dict[str, Any] | None]:  # Any: JSON
+    """Return the epoch, the id and the hints of a BEGIN.
+
+    Raises:
+        ProtocolError: It is none.
+    """
+    if len(body) < BEGUN.size:
+        raise ProtocolError("expected the epoch and the id of a request")
+    epoch, id_bytes = BEGUN.unpack_from(body)
+    end = BEGUN.size + id_bytes
+    if id_bytes > ID_BYTES_MAX or end > len(body):
+        raise ProtocolError(f"expected an id of at most {ID_BYTES_MAX} bytes")
+    hints = object_of(body[end:]) if end < len(body) else None
+    return epoch, bytes(body[BEGUN.size : end]).decode(errors="replace"), hints
+
+
 def pack_keys(keys: Sequence[OffloadKey]) -> bytes:
     """Return keys of one length as the end of a body."""
     return b"".join(keys)
@@ -202,8 +226,7 @@ def split_keys(body: memoryview, count: int) -> list[OffloadKey]:
     size, rest = divmod(len(body), count) if count else (0, 1)
     if rest or not 4 < size <= KEY_BYTES_MAX or count > KEYS_MAX:
         raise ProtocolError(f"expected at most {KEYS_MAX} keys of one length, at most {KEY_BYTES_MAX} bytes each")
-    packed = bytes(body)
-    return [OffloadKey(packed[at : at + size]) for at in range(0, len(packed), size)]
+    return list(struct.unpack(f"{size}s" * count, body))  # five times as fast as slices
 
 
 def pack_rows(rows: Sequence[int]) -> bytes:
@@ -219,6 +242,11 @@ def split_rows(body: memoryview, count: int) -> list[int]:
     if len(body) != 4 * count or count > ROWS_MAX:
         raise ProtocolError(f"expected at most {ROWS_MAX} rows")
     return body.cast("I").tolist()
+
+
+def may_have_codes(body: bytes) -> bool:
+    """Return whether the body of an ANSWER may have a code in place of a row. It is a quick test."""
+    return body.find(_CODES) >= 0
 
 
 class Channel:

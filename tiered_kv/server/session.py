@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
+from operator import attrgetter, truth
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
@@ -19,8 +21,10 @@ from tiered_kv.tiering.pace import EngineCost
 REQUESTS_MAX = 100_000
 KEYS_MAX = 1 << 22
 """Keys of all requests of an engine together."""
+ASKED_AGAIN_MAX = 512
+"""Keys that a session looks up again at the end of a step, since a tier may have answered by then."""
 _QUESTIONS_MAX = 4096
-_NAME_CHARACTERS_MAX = 200
+_row_of, _pins_of = attrgetter("block_id"), attrgetter("ref_cnt")
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +47,10 @@ class SessionRequest:
     """The codes that were last sent, from `answered` on, if they were not all final."""
     promoting: int = 0
     """How many of its blocks were being promoted when it was last looked up."""
+    unanswered: int = 0
+    """How many of its keys had no final code then."""
+    asked_to: int = 0
+    """Where looking its keys up again goes on."""
 
 
 class Session:
@@ -83,7 +91,7 @@ class Session:
             protocol.END: self._end,
             protocol.GRANT: self._grant,
             protocol.RETURN: self._return,
-            protocol.RESET: self._reset,
+            protocol.RESET: lambda _: self.host.reset(),
             protocol.PING: self._ping,
         }
 
@@ -137,22 +145,25 @@ class Session:
 
     def answer_waiting(self) -> None:
         """Answer requests for which a block may have come; after the step."""
-        manager = self.host.manager
+        manager, left = self.host.manager, ASKED_AGAIN_MAX
         for request in list(self.waiting.values()):
             promoting = manager.promoting(request.context)
             is_over = request.is_ahead and not manager.is_ahead(request.context)
-            if is_over or promoting != request.promoting or promoting < request.codes.count(protocol.WAITING):
+            if is_over or promoting != request.promoting or promoting < request.unanswered:
                 if request.is_ahead:
                     self._lease_ready(request, ends_at_miss=is_over)
-                else:
-                    self._look_up(request)
-        left: list[tuple[SessionRequest, list[OffloadKey]]] = []
+                elif left > 0:
+                    left -= min(left, request.unanswered)
+                    self._look_up(request, ASKED_AGAIN_MAX)
+                    if request.number in self.waiting:  # behind those that were not looked up
+                        self.waiting[request.number] = self.waiting.pop(request.number)
+        unanswered: list[tuple[SessionRequest, list[OffloadKey]]] = []
         blocked: set[int] = set()  # a client knows a request's answers by their order
         for request, keys in self.questions:
             if request.number in blocked or not self._tell_stored(request, keys):
                 blocked.add(request.number)
-                left.append((request, keys))
-        self.questions = left
+                unanswered.append((request, keys))
+        self.questions = unanswered
         if self.idle_pings and not manager.jobs_in_flight:
             for number in self.idle_pings:
                 self.send(protocol.PONG, number)
@@ -161,10 +172,7 @@ class Session:
     # Messages.
 
     def _begin(self, message: Message) -> None:
-        found = protocol.object_of(message.body)
-        name, hints, epoch = found.get("id"), found.get("hints"), found.get("epoch")
-        if not isinstance(name, str) or len(name) > _NAME_CHARACTERS_MAX or type(epoch) is not int:
-            raise ProtocolError("expected the id and epoch of a request")
+        epoch, name, hints = protocol.begun_of(message.body)
         if message.number in self.requests or len(self.requests) >= REQUESTS_MAX:
             raise ProtocolError(f"request {message.number} has begun already, or there are too many")
         params = None if hints is None else {HINTS_KEY: hints}
@@ -205,7 +213,7 @@ class Session:
         if not (block_s >= 0 and all(0 <= each < math.inf for each in (growth_s, backlog_s, notice_s))):
             raise ProtocolError("expected the cost of computing in seconds")
         self.cost = EngineCost(block_s, growth_s, backlog_s, notice_s, stalled)
-        self._take_cost()
+        self.host.take_cost(self.cost)
         request.is_ahead = False
         self.host.manager.end_prefetch(request.context)
         self.host.manager.expect(blocks, request.context, before=before, is_whole=bool(is_whole))
@@ -238,9 +246,6 @@ class Session:
     def _return(self, message: Message) -> None:
         self.host.free(self._take_granted(protocol.split_rows(message.body, message.items)))
 
-    def _reset(self, _: Message) -> None:
-        self.host.reset()
-
     def _ping(self, message: Message) -> None:
         if message.flags & protocol.WHEN_IDLE:
             if len(self.idle_pings) >= _QUESTIONS_MAX:
@@ -269,11 +274,15 @@ class Session:
         self.send(protocol.STORED, request.number, len(keys), bytes(map(bool, answers)))
         return True
 
-    def _look_up(self, request: SessionRequest) -> None:
-        """Ask all tiers for what has no final code, and lease what is ready."""
+    def _look_up(self, request: SessionRequest, keys_max: int = protocol.REQUEST_KEYS_MAX) -> None:
+        """Ask all tiers for what has no final code, `keys_max` keys at most, and lease what is ready."""
         manager, codes = self.host.manager, request.codes
         asked = [index for index in range(request.answered, len(codes)) if codes[index] == protocol.WAITING]
-        self._take_cost()
+        if len(asked) > keys_max:
+            first = bisect_left(asked, request.asked_to)
+            asked = (asked[first:] + asked[:first])[:keys_max]
+            request.asked_to = asked[-1] + 1
+        self.host.take_cost(self.cost)
         answers = manager.lookup_many([request.keys[index] for index in asked], request.context)
         room = self._lease_room
         ready: list[CPUBlock] = []
@@ -283,9 +292,7 @@ class Session:
                 codes[index] = block.block_id
                 ready.append(block)
             elif answer is not None:  # a scheduled request does not wait for room
-                codes[index] = (
-                    protocol.MISSING
-                )  # those behind it may be of use: an engine asks for a window's end first
+                codes[index] = protocol.MISSING  # those behind may be of use: an engine asks for a window's end first
         self._answer(request, ready)
 
     def _lease_ready(self, request: SessionRequest, *, ends_at_miss: bool = False) -> None:
@@ -298,15 +305,15 @@ class Session:
             self._end_prefix(request, first)
             self._answer(request, [])
             return
-        room = self._lease_room
-        # Hot path: runs for each key of a prompt, while its engine's step waits for the answer.
-        ready: list[CPUBlock] = []
-        for block in map(primary.blocks.get, islice(request.keys, first, first + room)):
-            if block is None or block.ref_cnt < 0:
-                break
-            ready.append(block)
+        room, get = self._lease_room, primary.blocks.get
+        # Hot path: passes over the keys of a prompt, all in C, while its engine's step waits for the answer.
+        found = map(get, islice(request.keys, first, first + room))
+        ready: list[CPUBlock] = list(takewhile(truth, found))  # type: ignore[arg-type]  # None ends it
+        pins = list(map(_pins_of, ready))
+        if pins and min(pins) < 0:  # that block is being written
+            del ready[next(at for at, count in enumerate(pins) if count < 0) :]
         end = first + len(ready)
-        request.codes[first:end] = [block.block_id for block in ready]
+        request.codes[first:end] = map(_row_of, ready)
         if ends_at_miss and end < len(request.keys) and len(ready) < room:
             answers = self.host.manager.lookup_many([request.keys[end]], request.context)
             if answers == [False]:
@@ -325,12 +332,12 @@ class Session:
         """Tell the engine what has changed, then pin what is `ready`: that takes longer, and evicts nothing."""
         codes, first = request.codes, request.answered
         request.promoting = self.host.manager.promoting(request.context)
-        if protocol.WAITING in codes:
+        request.unanswered = codes.count(protocol.WAITING)
+        if request.unanswered:
             while codes[request.answered] != protocol.WAITING:
                 request.answered += 1
             self.waiting[request.number] = request
-            told = codes[first:]
-            if told != request.told:
+            if codes[first:] != request.told:
                 self._tell(request, first)
             request.told = codes[request.answered :]
         else:
@@ -338,7 +345,9 @@ class Session:
             self.waiting.pop(request.number, None)
             self._tell(request, first)
         if ready:
-            distinct = {block.block_id: block for block in ready if block.block_id not in request.leased}
+            distinct = dict(zip(map(_row_of, ready), ready, strict=True))
+            if request.leased:
+                distinct = {row: block for row, block in distinct.items() if row not in request.leased}
             request.leased.update(distinct)
             self.leases += len(distinct)
             self.host.manager.lease(list(distinct.values()), request.context)
@@ -389,11 +398,3 @@ class Session:
         if request is None:
             raise ProtocolError(f"there is no request {message.number}")
         return request
-
-    def _take_cost(self) -> None:
-        """Let the manager compare loads with what computing costs this engine, unless the server's file says it."""
-        if not self.host.config.is_prefill_measured:
-            return
-        cost = self.host.manager.cost
-        for name in EngineCost.__slots__:
-            setattr(cost, name, getattr(self.cost, name))
