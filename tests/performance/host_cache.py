@@ -1,7 +1,13 @@
-"""What a host's cache costs an engine: `python tests/performance/host_cache.py [--requests N]`.
+"""What a host's cache costs an engine, in microseconds: `python tests/performance/host_cache.py [--requests N]`.
 
-It starts `tiered-kv serve`, attaches as an engine, and prints percentiles in microseconds for a request of 512 keys.
-All of them are stored. A pause between requests stands for an engine's step.
+It starts `tiered-kv serve`, attaches as an engine, and prints percentiles for a request of 512 keys: 8,192 tokens in
+blocks of 16. All blocks are stored. A pause between requests stands for an engine's step. The figures are of
+
+- acquire: from the request's arrival until its rows are there;
+- scheduler: what the engine's thread does for that, when the answer is read a step later: it sends the keys, and reads;
+- lookups: what the thread does then to look all keys up.
+
+`--lmcache PYTHON`, of an environment with LMCache, also runs LMCache's own server with as many tokens, in turns.
 """
 
 from __future__ import annotations
@@ -16,7 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -28,41 +36,62 @@ from tiered_kv.server.protocol import Hello
 
 ROWS, ROW_BYTES, KEYS = 65_536, 4096, 512
 STEP_S = 0.003
+ROUNDS = 3
 _PROGRAM = "import sys; from tiered_kv.cli import main; sys.exit(main())"
+_PEER = Path(__file__).with_name("lmcache_lookups.py")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000)
-    count = parser.parse_args().requests
-    with tempfile.TemporaryDirectory() as directory:
-        stack, path = Path(directory, "stack.yaml"), Path(directory, "cache.sock")
-        stack.write_text(
-            f"namespace: {{model: m}}\nblock: {{bytes: {ROW_BYTES}}}\nprimary: {{capacity: {ROWS * ROW_BYTES}}}\n"
-        )
-        command = [sys.executable, "-c", _PROGRAM, "serve", str(stack), "--socket", str(path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
-            assert server.stdout is not None
-            server.stdout.readline()
-            try:
-                print(json.dumps(measure(f"unix:{path}", count), indent=2))
-            finally:
-                server.send_signal(signal.SIGTERM)
+    parser.add_argument("--lmcache", type=Path, metavar="PYTHON")
+    arguments = parser.parse_args()
+    count, taken = arguments.requests, defaultdict[str, list[float]](list)
+    stack = {"namespace": {"model": "m"}, "block": {"bytes": ROW_BYTES}, "primary": {"capacity": ROWS * ROW_BYTES}}
+    for _ in range(1 if arguments.lmcache is None else ROUNDS):
+        with tempfile.TemporaryDirectory() as directory, serving(stack, Path(directory)) as address:
+            for name, seconds in measure(address, count).items():
+                taken[name] += seconds
+        if arguments.lmcache is not None:
+            command = [str(arguments.lmcache), str(_PEER), "--requests", str(count // 2)]
+            output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+            taken["lmcache_us"] += json.loads(output)["lookup_s"]
+    figures = {name: percentiles(seconds) for name, seconds in taken.items()}
+    if "lmcache_us" in figures:
+        figures["lmcache_over_acquire"] = {
+            name: round(theirs / figures["acquire_us"][name], 2) for name, theirs in figures["lmcache_us"].items()
+        }
+    print(json.dumps(figures, indent=2))
 
 
-def measure(address: str, count: int) -> dict[str, dict[str, float]]:
+@contextmanager
+def serving(stack: Mapping[str, object], directory: Path) -> Iterator[str]:
+    """Run `tiered-kv serve`; yield its address."""
+    file, path = directory / "stack.yaml", directory / "cache.sock"
+    file.write_text(json.dumps(stack))
+    command = [sys.executable, "-c", _PROGRAM, "serve", str(file), "--socket", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline(), "the server has not started"
+        try:
+            yield f"unix:{path}"
+        finally:
+            server.send_signal(signal.SIGTERM)
+
+
+def measure(address: str, count: int) -> dict[str, list[float]]:
     manager = attached(address)
-    raw = np.random.default_rng(1).bytes(32 * ROWS)
-    keys = [make_offload_key(raw[at : at + 32], 0) for at in range(0, len(raw), 32)]
-    stored = keys[: ROWS // 2]
+    hashes = np.random.default_rng(1).bytes(32 * ROWS // 2)
+    stored = [make_offload_key(hashes[at : at + 32], 0) for at in range(0, len(hashes), 32)]
     for at in range(0, len(stored), 256):
         store(manager, stored[at : at + 256])
-    acquire: list[float] = []
-    share: list[float] = []
+    taken: defaultdict[str, list[float]] = defaultdict(list)
     chosen = random.Random(1)
     for number in range(count):
         first = chosen.randrange(len(stored) - KEYS)
-        wanted, context = stored[first : first + KEYS], ReqContext(f"request-{number}")
+        # As an engine makes them when a request arrives: no key has been hashed before.
+        wanted = [make_offload_key(hashes[at : at + 32], 0) for at in range(32 * first, 32 * (first + KEYS), 32)]
+        context = ReqContext(f"request-{number}")
         manager.on_new_request(context)
         began_s = time.perf_counter()
         manager.prefetch(wanted, context)
@@ -71,19 +100,22 @@ def measure(address: str, count: int) -> dict[str, dict[str, float]]:
             assert manager.link is not None
             select.select([manager.link.channel.sock], [], [])
             manager.poll()
-            acquire.append(time.perf_counter() - began_s)
+            taken["acquire_us"].append(time.perf_counter() - began_s)
         else:  # or a step later
             time.sleep(STEP_S)
             began_s = time.perf_counter()
             manager.poll()
-            share.append(sent_s + time.perf_counter() - began_s)
+            taken["scheduler_us"].append(sent_s + time.perf_counter() - began_s)
+            began_s = time.perf_counter()
+            manager.lookup_many(wanted, context)
+            taken["lookups_us"].append(time.perf_counter() - began_s)
         while manager.lookup_many(wanted, context).count(True) < KEYS:
             manager.poll()
         manager.on_request_finished(context)
         manager.on_schedule_end()
         time.sleep(STEP_S)
     manager.shutdown()
-    return {"acquire_us": percentiles(acquire), "scheduler_us": percentiles(share)}
+    return taken
 
 
 def attached(address: str) -> AttachedManager:
