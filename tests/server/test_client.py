@@ -24,6 +24,15 @@ def test_an_engine_finds_what_another_has_stored(tmp_path: Path) -> None:
         assert second.load(keys_of(60)) == len(KEYS)
 
 
+def test_a_block_may_be_looked_up_twice_in_a_step(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        served.engine().store(KEYS)
+        engine = served.engine()
+        twice, context = [KEYS[0], KEYS[0]], engine.begin()
+        assert engine.manager.lookup_many(twice, context) == [None, None]
+        assert engine.look_up(twice, context) == 2
+
+
 def test_a_block_is_written_once(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         first, second = served.engine(), served.engine()

@@ -484,6 +484,8 @@ class AttachedManager(OffloadingManager):
         link = self._link
         if link is None or self._is_silent:
             return False
+        if request.number in self._unsent:  # the step has not ended in which it was looked up
+            return None
         limit_s = link.welcome.answer_s if request.waits_for_answer else link.welcome.wait_s
         if self._now_s - request.asked_s <= limit_s:
             return None
