@@ -62,6 +62,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.direct",),
     ("tiered_kv.worker",),
     ("tiered_kv.server",),
+    ("tiered_kv_host",),  # a client of the server
     ("tiered_kv.workload",),
     ("tiered_kv.testing",),
     ("tiered_kv.integrations",),

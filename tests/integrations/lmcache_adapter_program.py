@@ -35,6 +35,7 @@ from lmcache_program_parts import (  # type: ignore[import-not-found]  # found b
 )
 from program_checks import run_checks  # type: ignore[import-not-found]  # as well
 
+from tests.support.host_server import serving
 from tests.support.namespaces import all_cases
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
@@ -104,6 +105,20 @@ class Checks:
             # LMCache learns of them now: they count against the salt's quota.
             assert rig.listener.stored == rig.listener.accessed == keys
             assert rig.adapter.get_usage().bytes_by_cache_salt == {"tenant": 8 * 8192}
+
+    def servers_share_the_cache_of_a_host(self) -> None:
+        stack: dict[str, object] = {"primary": {"capacity": "4MiB"}, "secondary": [self._tier()]}
+        with serving(self._directory, stack, namespaces=2) as served:
+            tier = {"type": "host", "socket": served.address}
+            with host(tier, sets=2) as first, host(tier, sets=2) as second:
+                keys = [*keys_of(8, cache_salt="tenant"), *keys_of(8, object_group_id=1)]
+                sources = [*first.objects(8), *first.objects(8, ODD)]
+                targets = [*second.objects(8), *second.objects(8, ODD)]
+                assert second.lookup(keys, {0: FULL, 1: ODD}) == [False] * 16
+                assert first.store(keys, sources).is_successful()
+                assert second.lookup(keys, {0: FULL, 1: ODD}) == second.load(keys, targets) == [True] * 16
+                for source, target in zip(sources, targets, strict=True):
+                    assert torch.equal(source.raw_data, target.raw_data)
 
     def without_a_layout_the_open_tiers_of_the_model_are_asked(self) -> None:
         with host(self._tier(), sets=2) as rig:

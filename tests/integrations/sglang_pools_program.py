@@ -43,6 +43,7 @@ from tests.integrations.sglang_program_parts import (
     slots,
     storage_config,
 )
+from tests.support.host_server import serving
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.sglang.backend import TieredKVHiCache
@@ -215,6 +216,29 @@ def check_ranks_of_latent_attention_share() -> None:
     # Without tensor parallelism the pages are the same.
     alone = opened(shared("mla"), pools[1], is_mla_model=True)
     assert alone.batch_exists(hashes(COUNT)) == COUNT
+
+
+def check_ranks_share_the_cache_of_a_host() -> None:
+    """One nvme directory, in the server. With heads each rank has a part of it, with latent attention all have one."""
+    for kind, is_mla, namespaces in (("MHA", False, 2), ("MLA", True, 1)):
+        pools = [POOLS[f"{kind}, page_first"]() for _ in range(2)]
+        stack: dict[str, object] = {"primary": {"capacity": "16MiB"}, "secondary": [nvme(f"served-{kind}")]}
+        with serving(DIRECTORY, stack, namespaces) as served:
+            tier: dict[str, object] = {"type": "host", "socket": served.address}
+            ranks = [opened(tier, pool, is_mla_model=is_mla, tp_size=2, tp_rank=at) for at, pool in enumerate(pools)]
+            for pool, rank in zip(pools[: 1 if is_mla else 2], ranks, strict=False):
+                fill(pool, seed=ranks.index(rank))
+                assert rank.batch_set_v1(hashes(COUNT), slots(pool, range(COUNT))) == [True] * COUNT
+            for pool, rank in zip(pools, ranks, strict=True):
+                stored = pages_of(pools[0] if is_mla else pool, range(COUNT))
+                assert rank.batch_exists(hashes(COUNT + 1)) == COUNT
+                assert rank.batch_get_v1(hashes(COUNT), slots(pool, range(10, 10 + COUNT))) == [True] * COUNT
+                assert pages_of(pool, range(10, 10 + COUNT)) == stored
+            assert len(served.namespaces.hosts) == namespaces
+            message = refusal(partial(opened, tier, mha_pool("page_first"), tp_size=3))
+            assert "start it with a larger --namespaces" in message, message
+            for rank in ranks:
+                rank.close()
 
 
 def check_a_draft_model_that_only_one_rank_would_store_is_refused() -> None:

@@ -14,6 +14,7 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 
 BUILT_IN_TIERS: dict[str, dict[str, object]] = {
     "fs": {"capacity": "64MiB"},
+    "host": {"socket": "unix:/nonexistent"},
     "memory": {"capacity": "64MiB"},
     "nvme": {"capacity": "64MiB"},
     "redis": {"url": "redis://127.0.0.1:1"},

@@ -17,6 +17,7 @@ import pytest
 from tests.support.doors import codec_id_of
 from tests.support.entries import s3_entry
 from tests.support.figures import Profile
+from tests.support.host_server import serving
 from tests.support.patient_nvme import PATIENCE_S, opening_nvme, patient_nvme
 from tests.support.places import Place, PlaceOf, place_of
 from tests.support.redis_groups import redis_cluster
@@ -99,6 +100,17 @@ class TestFsTierWithCompressionAndEncryption(TestFsTier):
     settings = ZSTD_AES
     compressible = True
     block_bytes = 1000
+
+
+class TestHostTier(TierConformance):
+    survives_reopen = True  # its server
+
+    @pytest.fixture
+    def open_tier(self, tmp_path: Path) -> Iterator[OpenTier]:
+        memory = 16 * self.num_blocks * self.block_bytes
+        with serving(tmp_path, {"primary": {"capacity": memory}}, namespaces=2) as served:
+            entry = {"type": "host", "socket": served.address}
+            yield lambda spec, view: SecondaryTierFactory.create(spec, view, entry)
 
 
 @pytest.mark.usefixtures("patient_nvme")

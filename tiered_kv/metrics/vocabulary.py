@@ -154,6 +154,7 @@ TIER: Final = {
     "blocks": Metric("Blocks in the tier.", of="nvme memory"),
     "used_bytes": Metric("Bytes that count against the capacity.", of="nvme memory fs s3"),
     "capacity_bytes": Metric("The limit of used_bytes; in s3 sweeps enforce it.", of="nvme memory fs s3"),
+    "is_attached": Metric("1 while the server answers, else 0.", of="host"),
     "granted_bytes": Metric("Bytes that this process may store before it asks the ledger again.", of="fs"),
     "evicted_blocks_total": Metric("Blocks evicted to make room; in fs those of any process.", of="nvme memory fs"),
     "wasted_bytes_total": Metric("Bytes evicted without a read since they were written.", of="nvme memory"),

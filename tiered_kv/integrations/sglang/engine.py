@@ -202,7 +202,7 @@ def check_sharing(config: HiCacheStorageConfig, settings: HiCacheSettings) -> No
             raise ConfigError(
                 f"found '{tier.type}', whose storage belongs to one process. The pages of this model are the same on "
                 f"all {config.tp_size} tensor parallel ranks: SGLang stores them on the first and loads them on all. "
-                "Use tiers that ranks share, such as fs, redis and s3",
+                "Use tiers that ranks share, such as host, fs, redis and s3",
                 location=f"{LOCATION}.tiers.{number}",
             )
 

@@ -1,0 +1,260 @@
+"""The secondary tier over a host's server: it copies blocks to and from the server's rows, which it has mapped."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import select
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import numpy as np
+
+from tiered_kv.base import OffloadKey, ReqContext, get_offload_group_idx, make_offload_key
+from tiered_kv.calls import PAUSE_MIN_S, pause
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.facade import rows_of
+from tiered_kv.server.attach import Attachment, HostLink
+from tiered_kv.server.connect import ProgramManager
+from tiered_kv.server.protocol import KEY_BYTES_MAX, Hello
+from tiered_kv.toolkit import BlockingTier, JobResult, Outcome
+from tiered_kv_host.settings import HostTierSettings
+
+_THREADS: Final = 3
+_PART_BYTES: Final = 16 << 20
+_PART_BLOCKS_MAX: Final = 256
+"""A part leases, or writes, so many of the server's rows at a time."""
+_AWAIT_MS: Final = 2
+_POLL_S: Final = 0.25
+"""How often an idle process looks whether the server has gone: until then it keeps that server's memory."""
+_DIGEST_BYTES: Final = 64
+_AWAY: Final = "unanswered"
+"""The reason while the server is away. The breaker ignores it: the tier attaches again by itself."""
+
+
+class HostTier(BlockingTier):
+    """Keeps blocks in the cache of a host's server. While the server is away, every block is a miss.
+
+    Worker threads share the connection. They hold the lock for the messages, and not while they copy.
+
+    Raises:
+        ConfigError: The server refuses this process.
+    """
+
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: HostTierSettings
+    ) -> None:
+        shape = primary_kv_view.shape
+        super().__init__(
+            offloading_spec,
+            primary_kv_view,
+            tier_type,
+            threads=_THREADS,
+            part_bytes=min(_PART_BYTES, _PART_BLOCKS_MAX * (shape[1] if shape else 1)),
+            lookup_timeout_s=settings.lookup_timeout,
+            lookup_thread=True,
+        )
+        self._socket = settings.socket
+        self._region: PrimaryRegion | None = None
+        """The server's rows; of the last server, while there is none."""
+        self._lock = threading.Lock()  # guards the manager and the region; held for no copy
+        self._numbers = itertools.count()
+        self._poll_at_s = 0.0
+        name = f"{self.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        attachment = Attachment(
+            settings.socket, Hello(name, "scheduler", settings=_told(offloading_spec, self.block_bytes))
+        )
+        attachment.connect()
+        self._manager = ProgramManager(attachment, on_attached=self._attached)
+
+    # Worker threads.
+
+    def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        names = names_of(keys)
+        sources = dict(zip(names, blocks, strict=True))
+        stored, batch, pause_s = 0, len(names), PAUSE_MIN_S
+        with self._request(self.part_epoch) as context:
+            while stored < len(names):
+                with self._lock:
+                    self._manager.poll()
+                    link = self._manager.link
+                    if link is None or self._manager.stores_nothing_of(context):
+                        return Outcome(keys[:stored], "reset" if self._manager.is_outdated(context) else _AWAY)
+                    end = stored + min(batch, link.welcome.grant_max)
+                    output = self._manager.prepare_store(names[stored:end], context)
+                if output is not None:
+                    self._copy_to(output.keys_to_store, rows_of(output.store_spec), sources, context)
+                    stored, batch, pause_s = end, len(names), PAUSE_MIN_S
+                elif batch > 1:  # fewer rows have been granted so far
+                    batch //= 2
+                elif self._may_wait:
+                    pause_s = pause(pause_s)
+                else:
+                    return Outcome(keys[:stored], "no_space")
+        return Outcome()
+
+    def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        names = names_of(keys)
+        loaded: list[OffloadKey] = []
+        waiting = list(range(len(keys)))
+        with self._request(self.part_epoch) as context:
+            while waiting:
+                with self._lock:
+                    self._manager.poll()
+                    answers = self._manager.lookup_many([names[place] for place in waiting], context)
+                    ready = [place for place, answer in zip(waiting, answers, strict=True) if answer]
+                    found = [names[place] for place in ready]
+                    rows = rows_of(self._manager.prepare_load(found, context)) if ready else []
+                    self._manager.on_schedule_end()
+                waiting = [place for place, answer in zip(waiting, answers, strict=True) if answer is None]
+                if ready:
+                    self._copy_from(found, rows, [blocks[place] for place in ready], context)
+                    loaded += [keys[place] for place in ready]
+                elif waiting and not self._may_wait:
+                    return Outcome(loaded, "timeout")
+                elif waiting:
+                    self._await_answer()
+        return Outcome(loaded, "absent")
+
+    def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        names = names_of(keys)
+        with self._request() as context:
+            while True:
+                with self._lock:
+                    self._manager.poll()
+                    answers = self._manager.contains_many(names, context)
+                    self._manager.on_schedule_end()
+                if None not in answers or not self._may_wait:
+                    return [bool(answer) for answer in answers]
+                self._await_answer()
+
+    def _await_answer(self) -> None:
+        """Wait for a message of the server; not for long, since another thread may take it."""
+        link, poller = self._manager.link, select.poll()
+        if link is not None:
+            with suppress(ValueError):  # the connection has been closed
+                poller.register(link.channel.sock, select.POLLIN)
+        poller.poll(_AWAIT_MS)
+
+    def close(self) -> None:
+        with self._lock:
+            self._manager.shutdown()
+
+    def _run_probes(self) -> None:
+        with self._lock:
+            self._manager.poll()
+        super()._run_probes()
+
+    # The scheduler's thread.
+
+    def get_finished(self) -> Iterable[JobResult]:
+        now_s = time.monotonic()
+        if now_s >= self._poll_at_s:
+            self._poll_at_s = now_s + _POLL_S
+            self._put_probe()  # also without a lookup: a worker polls the connection
+        return super().get_finished()
+
+    def reset_cache(self) -> bool:
+        with self._lock:
+            self.begin_epoch()
+            self._manager.reset_cache()
+        return True
+
+    def stats(self) -> Mapping[str, Any]:
+        return {**super().stats(), "is_attached": int(self._manager.is_attached)}
+
+    def describe(self) -> Mapping[str, object]:
+        return {"medium": "host", "socket": self._socket, "is_attached": self._manager.is_attached}
+
+    # Both.
+
+    def _copy_to(
+        self,
+        names: Sequence[OffloadKey],
+        rows: Sequence[int],
+        sources: Mapping[OffloadKey, memoryview],
+        context: ReqContext,
+    ) -> None:
+        """End a store that was prepared."""
+        is_copied = False
+        try:
+            array = self._rows
+            for name, row in zip(names, rows, strict=True):
+                array[row] = np.frombuffer(sources[name], np.uint8)
+            is_copied = True
+        finally:
+            with self._lock:
+                self._manager.complete_store(names, context, is_copied)
+                self._manager.on_schedule_end()
+
+    def _copy_from(
+        self, names: Sequence[OffloadKey], rows: Sequence[int], targets: Sequence[memoryview], context: ReqContext
+    ) -> None:
+        """End a load that was prepared."""
+        try:
+            array = self._rows
+            for target, row in zip(targets, rows, strict=True):
+                np.frombuffer(target, np.uint8)[:] = array[row]
+        finally:
+            with self._lock:
+                self._manager.complete_load(names, context)
+                self._manager.on_schedule_end()
+
+    @property
+    def _rows(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The server's rows. They stay mapped while a copy is prepared and has not ended."""
+        assert self._region is not None, "rows come with a connection"
+        return self._region.array
+
+    @contextmanager
+    def _request(self, epoch: int | None = None) -> Iterator[ReqContext]:
+        """Make one request of the server for a call of `epoch`, by default the current one."""
+        context = ReqContext(f"{self.name}-{next(self._numbers)}")
+        with self._lock:
+            self._manager.poll()
+            self._manager.on_new_request(context)
+            if epoch not in (None, self.epoch):
+                self._manager.outdate(context)
+        try:
+            yield context
+        finally:
+            with self._lock:
+                self._manager.on_request_finished(context)
+                self._manager.on_schedule_end()
+
+    @property
+    def _may_wait(self) -> bool:
+        return not self._is_shut_down and time.monotonic() < self.part_deadline
+
+    def _attached(self, link: HostLink) -> None:
+        """Use the rows of a new server, under the lock; no copy runs."""
+        self._region = link.region
+
+
+def names_of(keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    """Return the server's keys of blocks: the same, but for keys that are as long as a message allows, or longer.
+
+    These are replaced by a digest (BLAKE2b, RFC 7693) of this length, which no other key has.
+    """
+    return [key if len(key) < KEY_BYTES_MAX else _digest(key) for key in keys]
+
+
+def _digest(key: OffloadKey) -> OffloadKey:
+    digest = hashlib.blake2b(key, digest_size=_DIGEST_BYTES).digest()
+    return make_offload_key(digest.ljust(KEY_BYTES_MAX - 4, b"\0"), get_offload_group_idx(key))
+
+
+def _told(offloading_spec: Any, block_bytes: int) -> dict[str, Any]:  # Any: an engine's, and JSON
+    """Return the namespace and block of a spec, as in a stack's file."""
+    described: Mapping[str, Any] = getattr(offloading_spec, "namespace", {})
+    namespace = described.get("namespace")
+    if isinstance(namespace, Mapping) and "block" in described:
+        # They leave out how the model is split where no byte depends on it.
+        return {"namespace": {"parallel": {"same_bytes_on_every_rank": True}, **namespace}, "block": described["block"]}
+    digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
+    return {"namespace": {"model": "unknown", "extra": {"namespace": digest.hex()}}, "block": {"bytes": block_bytes}}

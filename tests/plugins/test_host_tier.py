@@ -1,0 +1,150 @@
+"""Processes with memory of their own share the cache of a host's server, whatever becomes of each other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.support.children import Child
+from tests.support.host_server import BLOCK_BYTES, content_of, keys_of, serving, stack_of, wait_for
+from tiered_kv.base import OffloadKey, make_offload_key
+from tiered_kv.config.namespace import Namespace
+from tiered_kv.direct import DirectTiers
+from tiered_kv.errors import ConfigError
+
+KEYS = keys_of(40)
+NAMESPACE = Namespace(model="test")
+WAIT_S = 60.0
+
+
+class Process:
+    """What a process has that uses the tier over memory of its own."""
+
+    def __init__(self, address: str, namespace: Namespace = NAMESPACE, block_bytes: int = BLOCK_BYTES) -> None:
+        self.memory = np.zeros((len(KEYS), block_bytes), np.uint8)
+        entry = {"type": "host", "socket": address, "lookup_timeout": "20s"}
+        blocks: dict[str, Any] = {"block_bytes": block_bytes, "block_tokens": 16, "namespace": namespace}
+        self.tiers = DirectTiers(self.memory, tiers=[entry], **blocks)
+
+    def store(self, keys: Sequence[OffloadKey]) -> int:
+        for row, key in zip(self.memory, keys, strict=False):
+            row[:] = np.frombuffer(content_of(key), np.uint8)
+        return sum(self._wait("store", keys, range(len(keys))))
+
+    def load(self, keys: Sequence[OffloadKey]) -> int:
+        """Load blocks, check their bytes, and return their number."""
+        self.memory[:] = 0
+        loaded = self._wait("load", keys, range(len(keys)))
+        for key, row, is_loaded in zip(keys, self.memory, loaded, strict=False):
+            assert not is_loaded or row.tobytes() == content_of(key), "wrong bytes"
+        return sum(loaded)
+
+    def contains(self, keys: Sequence[OffloadKey]) -> int:
+        return sum(self.tiers.wait("contains", keys, timeout_s=WAIT_S))
+
+    def is_attached(self) -> bool:
+        return bool(self.tiers.counters()["host"]["tier"]["is_attached"])
+
+    def _wait(self, method: Any, keys: Sequence[OffloadKey], rows: Sequence[int]) -> list[bool]:
+        return self.tiers.wait(method, keys, [row * BLOCK_BYTES for row in rows], timeout_s=WAIT_S)
+
+
+@contextmanager
+def process_of(address: str, **options: Any) -> Iterator[Process]:
+    process = Process(address, **options)
+    try:
+        yield process
+    finally:
+        assert process.tiers.close()
+
+
+def store_and_wait() -> None:
+    """Run in a process of its own: store all blocks, and use the tier until it is killed."""
+    process = Process(sys.argv[1])
+    print(process.store(KEYS), flush=True)
+    while True:
+        assert process.load(KEYS) == len(KEYS)
+
+
+@contextmanager
+def server_process(directory: Path) -> Iterator[str]:
+    nvme = {"type": "nvme", "path": str(directory / "nvme"), "capacity": "64MiB"}
+    (directory / "stack.yaml").write_text(yaml.safe_dump(stack_of(secondary=[nvme])))
+    socket = directory / "cache.sock"
+    command = [sys.executable, "-m", "tiered_kv", "serve", str(directory / "stack.yaml"), "--socket", str(socket)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert b"serving" in process.stdout.readline()
+            yield f"unix:{socket}"
+        finally:
+            process.kill()
+
+
+def test_a_process_finds_what_a_killed_one_has_stored(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        with Child(store_and_wait, served.address) as child:
+            assert child.line() == str(len(KEYS))
+            child.kill()  # while it loads
+        with process_of(served.address) as process:
+            assert process.contains([*KEYS, *keys_of(3, first=900)]) == len(KEYS)
+            assert process.load(KEYS) == len(KEYS)
+        wait_for(lambda: not served.rows_in_use())
+
+
+@pytest.mark.slow
+def test_without_a_server_every_block_is_a_miss_and_an_idle_process_attaches_again(tmp_path: Path) -> None:
+    with process_of(f"unix:{tmp_path}/cache.sock") as process:
+        assert (process.store(KEYS), process.contains(KEYS), process.load(KEYS)) == (0, 0, 0)
+        for stored in (0, len(KEYS)):
+            with server_process(tmp_path):
+                wait_for(process.is_attached)
+                assert process.load(KEYS) <= stored  # nvme has what it had written
+                assert process.store(KEYS) == process.load(KEYS) == len(KEYS)
+            wait_for(lambda: not process.is_attached())
+            assert process.load(KEYS) == 0
+
+
+def test_a_reset_is_one_for_all_processes(tmp_path: Path) -> None:
+    with serving(tmp_path) as served, process_of(served.address) as first, process_of(served.address) as second:
+        assert first.store(KEYS) == second.load(KEYS) == len(KEYS)
+        second.tiers.reset()
+        assert second.contains(KEYS) == first.contains(KEYS) == 0
+        assert first.store(KEYS) == second.load(KEYS) == len(KEYS)
+
+
+def test_another_namespace_or_size_is_refused_with_what_differs(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        for options, says in (
+            ({"namespace": Namespace(model="other")}, "namespace.model 'test', the engine 'other'"),
+            ({"block_bytes": 2 * BLOCK_BYTES}, f"block.bytes {BLOCK_BYTES}, the engine {2 * BLOCK_BYTES}"),
+        ):
+            with pytest.raises(ConfigError, match=says):
+                Process(served.address, **options)
+
+
+def test_the_server_s_namespace_is_that_of_the_blocks(tmp_path: Path) -> None:
+    parallel = {"tensor": 2, "rank": 1}
+    namespace = Namespace.model_validate({"model": "m", "groups": ["kv"], "extra": {"a": "b"}, "parallel": parallel})
+    shared = Namespace.model_validate({"model": "m", "parallel": {"same_bytes_on_every_rank": True}})
+    with serving(tmp_path, {"primary": {"capacity": "1MiB"}}, 2) as served:
+        for each in (namespace, shared):
+            with process_of(served.address, namespace=each) as process:
+                process.store(KEYS)
+            digest = each.identify(block_bytes=BLOCK_BYTES, block_tokens=16).digest
+            assert served.namespaces.hosts[-1].config.identity.digest == digest
+
+
+def test_blocks_with_long_keys_are_different_blocks(tmp_path: Path) -> None:
+    long = [make_offload_key(b"x" * size, group) for size in (90, 91, 92, 93, 500) for group in (0, 1)]
+    with serving(tmp_path) as served, process_of(served.address) as process:
+        assert process.store(long) == process.load(long) == len(long)
+        assert process.contains([make_offload_key(b"x" * 501, 0)]) == 0
