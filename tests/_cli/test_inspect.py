@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.damage import Kind, record_damages
 from tests.support.places import Place
 from tests.support.stacks import plugged, stack_file
 from tests.support.tenants import BLOCK_BYTES, Tenant
@@ -16,7 +17,6 @@ from tiered_kv.cli import main
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.hooks import TierType
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.damage import Kind, record_damages
 from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.toolkit.administration import (
     Ages,

@@ -17,6 +17,7 @@ import yaml
 
 from tests.support.loopback import Parrot
 from tests.support.redis_servers import RedisServer
+from tests.support.s3_servers import REGION, missing_for_moto, start_moto
 from tests.support.secret_hunt import (
     STACK,
     Sheet,
@@ -31,7 +32,6 @@ from tests.support.secret_hunt import (
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack
-from tiered_kv.testing.s3_servers import REGION, missing_for_moto, start_moto
 
 
 @pytest.fixture

@@ -32,9 +32,9 @@ from tests.support.engines import (
 )
 from tests.support.entries import s3_entry
 from tests.support.redis_servers import RedisServer, redis_server
+from tests.support.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.proxy import Faults
-from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 
 __all__ = ["moto_bucket", "moto_server", "redis_server"]  # fixtures
 

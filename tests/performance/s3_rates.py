@@ -27,7 +27,7 @@ import numpy as np
 
 from tests.performance.bench import BlockRows, Sample, Taken, command_line, sample, summary, timed
 from tests.support.entries import s3_entry
-from tiered_kv.testing.s3_servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
+from tests.support.s3_servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.tier import S3Tier

@@ -16,10 +16,10 @@ from tests.support.entries import rig_of
 from tests.support.places import Place, PlaceOf, place_of
 from tests.support.redis_groups import redis_cluster, redis_sentinel
 from tests.support.redis_servers import redis_server
+from tests.support.s3_servers import moto_server
 from tiered_kv.testing.administration import BLOCKS, TierAdministrationConformance
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
-from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.toolkit.administration import TierAdministration
 from tiered_kv_fs.administration import FsAdministration

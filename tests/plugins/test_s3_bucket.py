@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.support.entries import rig_of, s3_entry
+from tests.support.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv_s3 import control
 from tiered_kv_s3.account import Account

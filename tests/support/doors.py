@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.redis_servers import RedisServer
+from tests.support.s3_servers import S3Server
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.rig import TierRig
-from tiered_kv.testing.s3_servers import S3Server
 from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv.toolkit.record import RecordHeader, digest_of, read_header
 from tiered_kv_fs.layout import block_path

@@ -12,8 +12,8 @@ from enum import Enum
 
 import xxhash
 
+from tests.support.damage import Field
 from tiered_kv.base import OffloadKey
-from tiered_kv.testing.damage import Field
 
 PAGE_BYTES = 4096
 _ENTRY = struct.Struct("<QIHH16s")

@@ -22,6 +22,7 @@ from tests.support.patient_nvme import PATIENCE_S, opening_nvme, patient_nvme
 from tests.support.places import Place, PlaceOf, place_of
 from tests.support.redis_groups import redis_cluster
 from tests.support.redis_servers import PASSWORD, RedisServer, redis_server, tls_redis_server
+from tests.support.s3_servers import S3Server, installed_server, moto_bucket, moto_server
 from tests.support.segment_map import SegmentMap
 from tests.support.stacks import stack_of
 from tiered_kv.metrics.instruments import count_of
@@ -30,7 +31,6 @@ from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.proxy import FaultProxy, Faults
 from tiered_kv.testing.rig import OpenTier, compressible_content, make_keys
-from tiered_kv.testing.s3_servers import S3Server, installed_server, moto_bucket, moto_server
 from tiered_kv.testing.servers import fake_redis_url
 from tiered_kv.testing.wire_faults import ByteFault, TierUnderWireFaults
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec

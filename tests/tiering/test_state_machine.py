@@ -16,6 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.support.disk_use import damage_files
 from tests.support.entries import damage_objects, s3_entry
 from tests.support.redis_servers import RedisServer, redis_server
+from tests.support.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.audit.audit import AuditRules
 from tiered_kv.audit.manager import AuditedManager
 from tiered_kv.config.settings import TierSettings
@@ -27,7 +28,6 @@ from tiered_kv.testing.faults import FailingTier, HangingTier, HeldJobsTier, Pro
 from tiered_kv.testing.model import RowLedger, StackUnderTest, WatchedTier
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv.testing.rig import FourMethodTier
-from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.state_machine import OpenStack, make_state_machine
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.manager import TieringOffloadingManager

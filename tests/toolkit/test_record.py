@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.damage import seal_record
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.testing.control import ManualClock
-from tiered_kv.testing.damage import seal_record
 from tiered_kv.toolkit import record
 from tiered_kv.toolkit.codecs import CODEC_IDS, ENCRYPTED_IDS, PLAIN, RAW_ID, CodecSet
 from tiered_kv.toolkit.encryption import Cipher

@@ -14,7 +14,7 @@ from tests.support.places import PlaceOf, place_of
 from tests.support.race_cases import SIZES
 from tests.support.redis_groups import redis_cluster, redis_sentinel, tls_redis_cluster, tls_redis_sentinel
 from tests.support.redis_servers import redis_server, tls_redis_server
-from tiered_kv.testing.s3_servers import missing_for_moto, moto_server
+from tests.support.s3_servers import missing_for_moto, moto_server
 
 __all__ = [
     "moto_server",

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.support.damage import RECORD_FIELDS, Damage, Kind, record_damages, seal_record
 from tests.support.doors import Door
 from tests.support.figures import Figures, Profile
 from tests.support.places import Place, PlaceOf
 from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.testing.damage import RECORD_FIELDS, Damage, Kind, record_damages, seal_record
 from tiered_kv.testing.rig import TierRig, block_content, compressible_content, make_keys
 from tiered_kv.tiering.base import TierSpec
 
@@ -64,7 +64,7 @@ class Bench:
         figures.add(f"corruption/{self.kind}", self.tried, self.tried - len(self.failures), note)
         assert not self.failures, (
             "\n".join(f"{self.kind}: {case}: {why}" for case, why in list(self.failures.items())[:20])
-            + "\n(the damages are named in tiered_kv.testing.damage; the same ones come in every run)"
+            + "\n(the damages are named in tests.support.damage; the same ones come in every run)"
         )
 
 

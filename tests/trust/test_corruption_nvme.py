@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.damage import SEED, Damage, Field, field_damages
 from tests.support.entries import rig_of
 from tests.support.figures import Figures, Profile
 from tests.support.segment_map import (
@@ -35,7 +36,6 @@ from tests.support.segment_map import (
 )
 from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.testing.damage import SEED, Damage, Field, field_damages
 from tiered_kv.testing.rig import TierRig, block_content, compressible_content, make_keys
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import pytest
 import xxhash
 
+from tests.support.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_record
 from tests.support.figures import Figures, Profile
 from tests.support.places import Place, PlaceOf
 from tests.support.segment_map import BATCH_FIXED_BYTES, ENTRY_BYTES, PAGE_BYTES, SegmentMap, seal
 from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.testing.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_record
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID, CodecSet, Zstd, binding_of

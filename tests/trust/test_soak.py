@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.figures import Figures, Profile
+from tests.support.s3_servers import missing_for_moto
 from tests.support.soak.soak import SoakSettings, run
-from tiered_kv.testing.s3_servers import missing_for_moto
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_record
 from tests.support.places import RECORD_MAGIC, STORED, Place, PlaceOf
 from tests.support.segment_map import PAGE_BYTES, SEGMENT_FIELDS, seal
 from tests.trust.golden.make_golden import FORMS, SMALL, SPEC
 from tiered_kv.errors import FormatError
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.testing.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_record
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID
 

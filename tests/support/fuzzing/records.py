@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from unittest import mock
 
+from tests.support.damage import seal_record
 from tests.support.fuzzing import Target
-from tiered_kv.testing.damage import seal_record
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
 from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.encryption import Cipher

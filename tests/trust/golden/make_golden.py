@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from tests.support.places import Place
 from tests.support.redis_servers import RedisServer
+from tests.support.s3_servers import S3Server, start_moto
 from tiered_kv.testing.rig import Content, block_content, compressible_content, make_keys
-from tiered_kv.testing.s3_servers import S3Server, start_moto
 from tiered_kv.tiering.base import TierSpec
 
 VERSION = 1
