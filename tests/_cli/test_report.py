@@ -33,15 +33,7 @@ pytestmark = pytest.mark.usefixtures("drawing_library")
 
 CHATS = ["--chats", "12", "--turns", "3", "--active-chats", "6", "--turn-blocks", "3"]
 HOSTILE = "<script>alert('x')</script><img src=http://evil.example/x>\"&"
-PLOTS = [
-    "Hits by tier",
-    "Throughput",
-    "Time of a step",
-    "Time of a step during the run",
-    "Use of capacity",
-    "Skipped and failed blocks",
-    "Breakers",
-]
+PLOTS = ["Hits by tier", "Throughput", "Time of a step", "Use of capacity"]
 
 
 class HostileTier(FourMethodTier):
@@ -192,7 +184,7 @@ def test_a_bench_writes_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture
     failed = re.search(words, capsys.readouterr().out)
     assert failed is not None
     found = parsed(page)
-    assert found.tags.count("svg") == 2
+    assert found.tags.count("svg") == 1
     assert "2 tiers stored, found and loaded 64 new blocks of 4KiB in each of 2 rounds" in found.main
     assert "tiered-kv bench" in found.main
     assert failed[0] in found.main

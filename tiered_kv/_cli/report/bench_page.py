@@ -10,15 +10,13 @@ from tiered_kv._cli.report import figures, page
 from tiered_kv._cli.report.figures import Html, card, draw, element, shown_us, table
 from tiered_kv._cli.report.page import Run, figure, quantity, section, tile
 from tiered_kv.config.units import format_bytes
-from tiered_kv.workload.bench import POLL_S, BenchSettings, TierBench
+from tiered_kv.workload.bench import BenchSettings, TierBench
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _BAR: Final = 0.36
 _ROOM: Final = 1.05
-_LEAST_US: Final = 0.1
-"""Shorter lookups are drawn here, since a logarithmic scale has no 0."""
 _RING: Final[dict[str, Any]] = {"color": figures.SURFACE, "markeredgecolor": figures.INK}  # Any: as matplotlib has it
 _DIRECTIONS: Final = {"store": figures.tier_color(0), "load": figures.tier_color(1)}
 BENCH_COLUMNS: Final = ("tier", "store GB/s", "load GB/s", "cores busy", "lookup (p99)", "wrong")
@@ -101,21 +99,8 @@ def _tiles(results: Sequence[TierBench]) -> Iterator[Html]:
 
 def _speed(results: Sequence[TierBench], settings: BenchSettings) -> Html:
     measured = [each for each in results if each.is_measured]
-    plots = [
-        figure(
-            "Throughput",
-            "The median of the rounds, and each round as a ring. A wide spread says that something disturbed them.",
-            _throughput(measured),
-            _DIRECTIONS.items(),
-        ),
-        figure(
-            "Time of a lookup",
-            "From asking for one key to its answer: the median (dot), the 99th percentile (end of the line) and the "
-            "longest (ring), on a logarithmic scale. A tier that does not answer at once is asked again every "
-            f"{POLL_S * 1e6:.0f} us.",
-            _lookups(measured),
-        ),
-    ]
+    spread = "The median of the rounds, and each round as a ring. A wide spread says that something disturbed them."
+    plots = [figure("Throughput", spread, _throughput(measured), _DIRECTIONS.items())] if measured else []
     about = (
         f"The median of {quantity(settings.rounds, 'round')}, and the slowest and the fastest of them. Rates are of "
         f"the blocks that succeeded, from the first submission to the last report; 1 GB is 1e9 bytes. {BENCH_LIMITS}"
@@ -124,7 +109,7 @@ def _speed(results: Sequence[TierBench], settings: BenchSettings) -> Html:
         "How fast each tier is",
         about,
         card(table(BENCH_COLUMNS, bench_rows(results))),
-        element("div", *(plots if measured else ()), class_="plots"),
+        element("div", *plots, class_="plots"),
     )
 
 
@@ -137,26 +122,13 @@ def _throughput(results: Sequence[TierBench]) -> Html:
                 axes.plot(rounds, [place] * len(rounds), "o", **_RING, markersize=4)
         axes.set_xlim(0, _ROOM * max(axes.get_xlim()[1], 1e-3))
         axes.set_xlabel("GB/s")
-        _rows(axes, results)
+        axes.set_yticks(range(len(results)), [each.name for each in results])
+        axes.set_ylim(len(results) - 0.4, -0.6)
+        axes.grid(visible=False)
+        axes.grid(visible=True, axis="x")
 
-    return draw("bench", "Store and load throughput of each tier", plot, height_in=_height_in(results))
-
-
-def _lookups(results: Sequence[TierBench]) -> Html:
-    def plot(axes: Axes) -> None:
-        axes.set_xscale("log")
-        for row, result in enumerate(results):
-            lookup = result.lookup_us
-            p50, p99, longest = (max(value, _LEAST_US) for value in (lookup.p50, lookup.p99, lookup.max))
-            axes.plot([p50, p99], [row, row], color=figures.ACCENT, linewidth=4, solid_capstyle="round")
-            axes.plot([p50], [row], "o", color=figures.INK, markersize=7)
-            axes.plot([longest], [row], "o", **_RING, markersize=6)
-        axes.margins(x=0.08)
-        figures.plain_log(axes.xaxis, shown_us)
-        axes.set_xlabel("time of a lookup")
-        _rows(axes, results)
-
-    return draw("lookups", "Time of a lookup in each tier", plot, height_in=_height_in(results))
+    height_in = 0.9 + 0.45 * len(results)
+    return draw("bench", "Store and load throughput of each tier", plot, height_in=height_in)
 
 
 def _cores(result: TierBench, direction: str) -> str:
@@ -174,14 +146,3 @@ def _rate(rounds: Sequence[float]) -> str:
 
 def _gb(rate: float) -> str:
     return f"{rate:.2f}" if rate >= 1 else f"{rate:.3f}"
-
-
-def _rows(axes: Axes, results: Sequence[TierBench]) -> None:
-    axes.set_yticks(range(len(results)), [each.name for each in results])
-    axes.set_ylim(len(results) - 0.4, -0.6)
-    axes.grid(visible=False)
-    axes.grid(visible=True, axis="x")
-
-
-def _height_in(results: Sequence[TierBench]) -> float:
-    return 0.9 + 0.45 * len(results)

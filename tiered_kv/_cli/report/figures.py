@@ -24,12 +24,12 @@ US_PER_S: Final = 1e6
 SERIES_COLORS: Final = 8
 """Colours for tiers; a ninth tier has the first one's again."""
 _NAMES: Final = (
-    *("ink", "quiet", "grid", "surface", "miss", "good", "warn", "bad", "accent"),
+    *("ink", "quiet", "grid", "surface", "miss", "accent"),
     *(f"tier-{index}" for index in range(SERIES_COLORS)),
 )
 """Variables of the page's style. The placeholder of each is `#f1e2` and its number here."""
 _PLACEHOLDER: Final = re.compile(r"#f1e2([0-9a-f]{2})")
-INK, QUIET, GRID, SURFACE, MISS, GOOD, WARN, BAD, ACCENT, *_TIERS = (f"#f1e2{i:02x}" for i in range(len(_NAMES)))
+INK, QUIET, GRID, SURFACE, MISS, ACCENT, *_TIERS = (f"#f1e2{i:02x}" for i in range(len(_NAMES)))
 
 _LEFT_OUT: Final = re.compile(r'<!--.*?-->|<style.*?</style>|(?<=<g) id="[^"]*"', re.DOTALL)
 """Styles would reach beyond the figure, and the groups of several figures have the same names."""

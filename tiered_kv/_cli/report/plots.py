@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -24,12 +24,11 @@ Values = npt.NDArray[Any]  # Any: counts or numbers
 
 _BINS_A_DECADE: Final = 24
 _RATE_MIN: Final = 4.0
-"""The least end of an axis of rates, in bytes or blocks a second."""
+"""The least end of an axis of rates, in bytes a second."""
 _MB: Final = 1e6
 _SLOW_BYTES_PER_S: Final = 0.1 * GB
 """Below this average rate a plot is in megabytes a second."""
 _SECONDS_MIN: Final = 0.001
-_BREAKER_COLORS: Final = (figures.GOOD, figures.WARN, figures.BAD)
 CountersByTier = Mapping[str, Mapping[str, Any]]  # Any: as `Counters.snapshot`
 SAMPLES_MAX: Final = 100
 INTERVAL_S: Final = 0.05
@@ -62,15 +61,22 @@ def throughput(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
     moved = max((last.count(tier, name) for tier in tiers for name in names), default=0)
     is_slow = moved / max(last.seconds, _SECONDS_MIN) < _SLOW_BYTES_PER_S
     unit, scale = ("MB/s", _MB) if is_slow else ("GB/s", GB)
-    labels = dict(zip(names, (f"stored ({unit})", f"loaded ({unit})"), strict=True))
-    about = "Throughput of each tier over time, stores above, loads below"
-    return _rates("throughput", about, labels, samples, tiers, scale)
+    windows = _windows(samples, lambda sample: sample.seconds)
+    seconds = np.array([after.seconds - before.seconds for before, after in windows])
+    middles = [(before.seconds + after.seconds) / 2 for before, after in windows]
 
+    def plot(panels: Sequence[Axes]) -> None:
+        for axes, name, what in zip(panels, names, ("stored", "loaded"), strict=True):
+            for index, tier in enumerate(tiers):
+                grown = np.array([after.count(tier, name) - before.count(tier, name) for before, after in windows])
+                axes.plot(middles, grown / seconds / scale, color=tier_color(index))
+            axes.set_ylim(0, max(axes.get_ylim()[1], _RATE_MIN / scale))
+            axes.set_ylabel(f"{what} ({unit})")
+            axes.locator_params(axis="y", nbins=4)
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
+        _over_time(panels[-1], samples)
 
-def failures(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
-    """Draw skipped stores and failed transfers, in blocks a second by tier, over time."""
-    labels = {"skipped_blocks_total": "skipped (blocks/s)", "failed_blocks_total": "failed (blocks/s)"}
-    return _rates("failures", "Blocks skipped (above) and failed (below) over time, by tier", labels, samples, tiers, 1)
+    return draw("throughput", "Throughput of each tier over time, stores above, loads below", plot, rows=2)
 
 
 def step_distribution(step_s: Sequence[float], step_us: LatencyUs) -> Html:
@@ -94,23 +100,6 @@ def step_distribution(step_s: Sequence[float], step_us: LatencyUs) -> Html:
     return draw("steps", "Distribution of the time of a step", plot)
 
 
-def steps_over_time(samples: Sequence[ReplaySample], step_s: Sequence[float]) -> Html:
-    """Draw the median and the 99th percentile of the steps of each window, over time."""
-    windows = _windows(samples, lambda sample: sample.steps)
-    steps_us = np.asarray(step_s, dtype=float) * figures.US_PER_S
-
-    def plot(axes: Axes) -> None:
-        for percent, color in ((99, figures.INK), (50, figures.ACCENT)):
-            values = [np.percentile(steps_us[before.steps : after.steps], percent) for before, after in windows]
-            axes.plot(_middles(windows), values, color=color)
-        axes.set_yscale("log")
-        axes.set_ylabel("time of a step")
-        _over_time(axes, samples)
-        figures.plain_log(axes.yaxis, figures.shown_us)
-
-    return draw("steptime", "Median and 99th percentile of the time of a step, over time", plot)
-
-
 def use_over_time(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
     """Draw the share of its capacity that each tier uses, over time, for tiers that report both."""
 
@@ -125,22 +114,6 @@ def use_over_time(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html
     return draw("use", "Share of its capacity that each tier uses, over time", plot)
 
 
-def breakers_over_time(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
-    """Draw the state of each tier's breaker, over time."""
-
-    def plot(axes: Axes) -> None:
-        for row, tier in enumerate(tiers):
-            for state, begin_s, end_s in _states(samples, tier):
-                thick = 0.2 + 0.2 * state  # on paper without colours, too
-                axes.barh(row, end_s - begin_s, left=begin_s, height=thick, color=_BREAKER_COLORS[state])
-        axes.set_yticks(range(len(tiers)), tiers)
-        axes.set_ylim(len(tiers) - 0.5, -0.5)
-        axes.grid(visible=False)
-        _over_time(axes, samples)
-
-    return draw("breakers", "State of the breaker of each tier, over time", plot, height_in=0.6 + 0.2 * len(tiers))
-
-
 def _windows(
     samples: Sequence[ReplaySample], progress: Callable[[ReplaySample], float]
 ) -> list[tuple[ReplaySample, ReplaySample]]:
@@ -148,46 +121,8 @@ def _windows(
     return [(a, b) for a, b in pairwise(samples) if progress(b) > progress(a)]
 
 
-def _middles(windows: Sequence[tuple[ReplaySample, ReplaySample]]) -> list[float]:
-    return [(before.seconds + after.seconds) / 2 for before, after in windows]
-
-
 def _share(before: ReplaySample, after: ReplaySample, tier: str) -> float:
     return 100 * (after.hits.get(tier, 0) - before.hits.get(tier, 0)) / (after.blocks - before.blocks)
-
-
-def _rates(
-    name: str,
-    description: str,
-    labels: Mapping[str, str],
-    samples: Sequence[ReplaySample],
-    tiers: Sequence[str],
-    scale: float,
-) -> Html:
-    """Draw the rates of some counters of each tier, over time: a panel for each counter of `labels`."""
-    windows = _windows(samples, lambda sample: sample.seconds)
-    seconds = np.array([after.seconds - before.seconds for before, after in windows])
-
-    def plot(panels: Sequence[Axes]) -> None:
-        for axes, (count, label) in zip(panels, labels.items(), strict=True):
-            for index, tier in enumerate(tiers):
-                grown = np.array([after.count(tier, count) - before.count(tier, count) for before, after in windows])
-                rates = grown / seconds / scale
-                axes.plot(_middles(windows), rates, color=tier_color(index))
-            axes.set_ylim(0, max(axes.get_ylim()[1], _RATE_MIN / scale))
-            axes.set_ylabel(label)
-            axes.locator_params(axis="y", nbins=4)
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
-        _over_time(panels[-1], samples)
-
-    return draw(name, description, plot, rows=len(labels))
-
-
-def _states(samples: Sequence[ReplaySample], tier: str) -> Iterator[tuple[int, float, float]]:
-    """Yield each state of a tier's breaker, and its begin and end in seconds."""
-    for state, group in groupby(pairwise(samples), lambda pair: pair[0].count(tier, "breaker_state")):
-        pairs = list(group)
-        yield state, pairs[0][0].seconds, pairs[-1][1].seconds
 
 
 def _fill(axes: Axes, edges: Values, below: Values, top: Values, color: str) -> None:
@@ -216,7 +151,6 @@ class ReplaySample:
     requests: int
     blocks: int
     hits: Mapping[str, int]
-    steps: int
     counters: CountersByTier
 
     def count(self, tier: str, name: str) -> int:
@@ -270,6 +204,5 @@ class Sampler:
             del self.samples[1::2]
             self._interval_s *= 2
         seconds, tally = self.clock() - self._started_s, self._tally
-        hits, steps = dict(tally.hits), len(tally.step_s)
-        self.samples.append(ReplaySample(seconds, tally.requests, tally.blocks, hits, steps, self.counters()))
+        self.samples.append(ReplaySample(seconds, tally.requests, tally.blocks, dict(tally.hits), self.counters()))
         self._next_s = seconds + self._interval_s

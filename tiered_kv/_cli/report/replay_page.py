@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Final
 
 from tiered_kv._cli.report import figures, page, plots
 from tiered_kv._cli.report.figures import Html, bar, card, element, joined, table
@@ -16,8 +16,6 @@ from tiered_kv.reasons import FAILED, SENTENCES, TOO_SLOW_REASONS
 from tiered_kv.workload.replay import ReplaySettings
 from tiered_kv.workload.tally import GB, ReplayReport
 
-_COUNTERS_MAX: Final = 500
-"""Of a tier; a third-party tier may have any number."""
 _MISSED: Final = "misses"
 _SPENT: Final = {
     "bytes": "went into writing and comparing bytes",
@@ -29,11 +27,6 @@ _LIMITS: Final = {
     "manager": ("the manager", "the manager's work for so many requests limits them, not the storage"),
     "waiting": ("the storage", "the storage limits them"),
 }
-_BREAKER_STATES: Final = (
-    ("closed (in use)", figures.GOOD),
-    ("half open (probing)", figures.WARN),
-    ("open (left alone)", figures.BAD),
-)
 _REASONS: Final = (
     ("misses_total", "Misses: blocks that were asked for and did not come from the tier", SENTENCES),
     ("too_slow_blocks_total", "Computed instead of loaded: blocks that the engine computes sooner", TOO_SLOW_REASONS),
@@ -58,7 +51,7 @@ def replay_page(
         lede=_measured(report, settings),
         notes=remarks,
         tiles=_tiles(report),
-        sections=[_origin(report), _course(report, sampler), _reasons(run, report), _counters(run, report)],
+        sections=[_origin(report), _course(report, sampler), _reasons(run, report)],
         settings=_settings(report, settings),
     )
 
@@ -164,12 +157,6 @@ def _course(report: ReplayReport, sampler: Sampler) -> Html:
             plots.step_distribution(sampler.step_s, step),
         ),
         figure(
-            "Time of a step during the run",
-            "The median and the 99th percentile of the steps in each moment of the run.",
-            plots.steps_over_time(samples, sampler.step_s),
-            [("99th percentile", figures.INK), ("median", figures.ACCENT)],
-        ),
-        figure(
             "Use of capacity",
             "How full each tier was, in-flight bytes included where the tier counts them."
             + (f" Not shown, since they do not tell: {silent}." if silent else ""),
@@ -177,24 +164,6 @@ def _course(report: ReplayReport, sampler: Sampler) -> Html:
             ((name, color) for name, color in keys.items() if name in reporting),
         ),
     ]
-    if secondary := tiers[1:]:
-        shown.append(
-            figure(
-                "Skipped and failed blocks",
-                "Blocks whose store was not made (above), and whose store or load failed (below), a second. "
-                "The reasons are further down.",
-                plots.failures(samples, tiers),
-                keys.items(),
-            )
-        )
-        shown.append(
-            figure(
-                "Breakers",
-                "A breaker opens (thick) after many failures in a row. Its tier is left alone until a probe succeeds.",
-                plots.breakers_over_time(samples, secondary),
-                _BREAKER_STATES,
-            )
-        )
     taken = quantity(len(samples), "sample")
     about = f"{taken} of the counters, taken between steps, so that they count in no step's time."
     return section("During the run", about, element("div", *shown, class_="plots"))
@@ -227,22 +196,6 @@ def _reasons(run: Run, report: ReplayReport) -> Html:
         parts.append(card(element("h3", title), shown))
     about = "Each tier counts its own blocks, so a block that two tiers did not have is counted in both."
     return section("Misses, skips and failures", about, *parts)
-
-
-def _counters(run: Run, report: ReplayReport) -> Html:
-    tiers = []
-    for name, tier in report.tiers.items():
-        counts: list[tuple[tuple[str, ...], Any]] = list(flat_counts(tier.counters))  # Any: perhaps a text
-        rows = [
-            [
-                run.scrub(", ".join(path)),
-                f"{count:,}" if isinstance(count, (int, float)) else run.scrub(str(count)),
-            ]
-            for path, count in counts[:_COUNTERS_MAX]
-        ]
-        title = element("summary", f"{name}: {quantity(len(counts), 'counter')}")
-        tiers.append(element("details", title, table(["counter, and its labels", "at the end"], rows), class_="card"))
-    return section("All counters", "What each of them means is in the reference of counters.", *tiers)
 
 
 def _settings(report: ReplayReport, settings: ReplaySettings) -> list[tuple[str, str]]:
