@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.host_server import keys_of, serving, stack_of
+from tests.support.host_server import keys_of, serving, stack_of, wait_for
 from tiered_kv.base import ReqContext
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
@@ -71,6 +71,17 @@ def test_odd_hints_harm_no_engine(tmp_path: Path, hints: Any) -> None:
         assert engine.load(KEYS, context) == len(KEYS)
         engine.end(context)
         assert engine.load(KEYS) == len(KEYS)
+
+
+def test_an_engine_that_leaves_answers_unread_ends_its_session(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        engine.store(KEYS)
+        served.engines.clear()
+        engine.manager.prefetch(KEYS, engine.begin())
+        wait_for(served.rows_in_use)  # the answer is sent
+        engine.close()  # its process goes on: it is the test's
+        wait_for(lambda: not served.count(lambda host: len(host.sessions)), timeout_s=3.0)
 
 
 def test_an_id_that_is_used_twice_keeps_no_lease(tmp_path: Path) -> None:

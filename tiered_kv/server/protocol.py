@@ -322,6 +322,8 @@ class Channel:
                 size = self.sock.recv_into(self._buffer)
             except BlockingIOError:
                 return
+            except ConnectionResetError:  # it has left messages unread; what it sent comes next (unix(7))
+                continue
             except OSError as error:
                 raise ClosedError(error.strerror or "closed") from error
             if not size:

@@ -113,7 +113,7 @@ class CacheServer:
         for host in self._namespaces.hosts:
             host.step(self._session_failed)
         for process in list(self._channels.values()):
-            self._guarded(process, process.channel.flush)
+            self._guarded(process, functools.partial(_flush, process.channel))
             self._watch_writes(process)
         self._expire_strangers()
 
@@ -372,6 +372,11 @@ def listen(path: str | os.PathLike[str], *, mode: int = 0o600) -> socket.socket:
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _flush(channel: Channel) -> None:
+    with suppress(ClosedError):  # to read finds this out, too, behind what the other side has said before
+        channel.flush()
 
 
 def _refuse(channel: Channel, why: str) -> None:
