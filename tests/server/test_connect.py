@@ -56,3 +56,10 @@ def test_without_a_server_nothing_is_found_and_nothing_waits(tmp_path: Path) -> 
         with serving(tmp_path):
             wait_for(lambda: stack.put(HASHES, BLOCKS) == 24)
             assert (stack.get(HASHES) == BLOCKS).all()
+
+
+def test_a_program_without_calls_lets_the_memory_of_its_server_go(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        stack = tiered_kv.connect(served.address)
+    with stack:
+        wait_for(lambda: not stack.region.array.size)

@@ -23,6 +23,7 @@ from tiered_kv.base import (
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server.attach import Attachment
+from tiered_kv.server.idle import EngineManager
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.worker import HostWorker
 from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
@@ -150,6 +151,38 @@ def test_the_rows_of_a_killed_server_stay_until_the_scheduler_needs_them_no_more
             assert load(scheduler, worker, KEYS) == 9
             with pytest.raises(TieredKVError, match="not mapped"):
                 worker.load(rows, range(len(KEYS)))
+
+
+def test_an_engine_lets_the_memory_of_a_killed_server_go_once_no_copy_runs(tmp_path: Path) -> None:
+    """The next server may need it to start."""
+    with ExitStack() as undo:
+        with serving(tmp_path) as served:
+            scheduler, worker = scheduler_of(served), undo.enter_context(worker_of(served))
+            undo.callback(scheduler.close)
+            store(scheduler, worker, KEYS, 7)
+            context = scheduler.begin()
+            assert scheduler.look_up(KEYS, context) == len(KEYS)
+            scheduler.manager.prepare_load(KEYS, context)
+            served.engines.clear()
+        scheduler.step_until(lambda: scheduler.manager.link is None)
+        scheduler.manager.on_schedule_end()
+        assert worker.mapped == [True]
+        scheduler.manager.complete_load(KEYS, context)
+        scheduler.step_until(lambda: worker.mapped == [False])
+        scheduler.end(context)
+
+
+def test_an_engine_without_requests_notices_that_its_server_has_gone(tmp_path: Path) -> None:
+    with ExitStack() as undo:
+        with serving(tmp_path) as served:
+            manager = EngineManager(Attachment(served.address, Hello(NAME, "scheduler", workers=1), maps_rows=False))
+            undo.callback(manager.shutdown)
+            worker = undo.enter_context(worker_of(served))
+            wait_for(lambda: manager.is_attached)
+        wait_for(lambda: worker.mapped == [False])
+        with serving(tmp_path):
+            wait_for(lambda: manager.is_attached)
+            assert worker.mapped == [False, True]
 
 
 def test_a_worker_starts_without_a_server_and_maps_its_rows_later(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import hashlib
 import logging
 import os
 import socket
@@ -33,6 +34,11 @@ _NEWS_MAX: Final = 256
 """Answers that are noted and not sorted."""
 
 _log = logging.getLogger(__name__)
+
+
+def unused_address(name: str) -> str:
+    """Return where the scheduler of an engine listens while it uses no row of any server: in no directory (unix(7))."""
+    return f"\0tiered-kv-{hashlib.blake2b(name.encode(errors='replace'), digest_size=16).hexdigest()}"
 
 
 class HostRows(CPULoadStoreSpec):
@@ -151,6 +157,7 @@ class Attachment:
         self._opening: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._told = ""
+        self._unused: socket.socket | None = None
 
     def connect(self) -> bool:
         """Connect now, and return whether a server listens.
@@ -167,16 +174,35 @@ class Attachment:
         return True
 
     def take_link(self) -> HostLink | None:
-        """Return a new connection, once; begin to connect if there is none. Never waits."""
+        """Return a new connection, once; begin to connect if there is none. Never waits.
+
+        A scheduler calls this while it uses no row.
+        """
         with self._lock:
             link, self._ready = self._ready, None
             if link is not None:
                 self._wanted.clear()
+                self._show_unused(False)
                 return link
             self._wanted.set()
+        self._show_unused(True)
         if self._thread is None and not self._closed.is_set():
             self._thread = start_thread(self._run, "tiered-kv-attach")
         return None
+
+    def _show_unused(self, is_unused: bool) -> None:
+        """Listen at `unused_address` while this scheduler uses no row, or end that."""
+        if not is_unused and self._unused is not None:
+            self._unused.close()
+            self._unused = None
+        elif is_unused and self._unused is None and self.hello.role == "scheduler" and self.hello.workers:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.bind(unused_address(self.hello.name))
+                sock.listen()
+                self._unused = sock
+            except OSError:  # workers keep the rows of a dead server for longer
+                sock.close()
 
     def lost(self, why: str) -> None:
         """Note that the connection has ended."""
@@ -193,6 +219,7 @@ class Attachment:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(RETRY_MAX_S)
+        self._show_unused(False)
         link, self._ready = self._ready, None
         if link is not None:
             link.say_bye()

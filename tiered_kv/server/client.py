@@ -97,6 +97,11 @@ class AttachedManager(OffloadingManager):
         """Whether the end of a step has something to send."""
         return self._link is not None and self._link.channel.has_unsent
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether the engine has no request, and no copy runs."""
+        return not self._requests and not self._transfers
+
     # Lookups.
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:

@@ -15,6 +15,7 @@ from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink
 from tiered_kv.server.attached_request import parts_of
 from tiered_kv.server.client import AttachedManager
+from tiered_kv.server.idle import IdlePoll
 from tiered_kv.server.protocol import Hello, Message
 
 _BATCH_BLOCKS_MAX: Final = 256
@@ -126,12 +127,17 @@ class HostStack(BlockFacade[ProgramManager]):
         link = manager.link
         assert link is not None
         self._batch_blocks = min(_BATCH_BLOCKS_MAX, link.welcome.grant_max)
+        self._idle_poll = IdlePoll(manager, self._lock)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def close(self, timeout: float = 5.0) -> None:
+        self._idle_poll.stop()
+        super().close(timeout)
 
     @property
     def is_attached(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import select
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from tiered_kv.base import OffloadingHandler, TransferResult, TransferSpec
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
-from tiered_kv.server.attach import RETRY_MAX_S, RETRY_MIN_S, Attachment, HostLink, HostRows
+from tiered_kv.server.attach import RETRY_MAX_S, RETRY_MIN_S, Attachment, HostLink, HostRows, unused_address
 from tiered_kv.threads import start_thread
 from tiered_kv.worker.handlers import WorkerHandlers
 
@@ -46,8 +48,8 @@ class HostWorker:
 
     - The scheduler attaches to a server only while none of its transfers runs, and begins a transfer only when all
       workers have mapped that server's rows.
-    - Its transfers name the server. Rows of an old server stay mapped until the new one says that the scheduler has
-      attached to it.
+    - Its transfers name the server. Rows of an old server stay mapped until the scheduler shows that it uses none, or
+      the new server says that the scheduler has attached to it.
 
     Args:
         attachment: Connects to the server; `close` closes it.
@@ -139,6 +141,8 @@ class HostWorker:
         pause_s = RETRY_MIN_S
         while not self._closed.is_set():
             try:
+                if self._link is None and self._rows and self._are_unused():
+                    self._unmap_others("")
                 if self._link is not None:
                     self._watch(self._link)
                 elif self._connect():
@@ -198,6 +202,17 @@ class HostWorker:
                 raise TieredKVError(bytes(message.body).decode(errors="replace") or "the server ends")
         if self._has_scheduler and len(self._rows) > 1:
             self._unmap_others(link.welcome.instance)
+
+    def _are_unused(self) -> bool:
+        """Return whether the scheduler uses no row: it has lost its server, too."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.setblocking(False)
+            try:
+                sock.connect(unused_address(self._attachment.hello.name))
+                _pid, uid, _gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            except OSError:
+                return False
+        return bool(uid == os.geteuid())
 
     def _unmap_others(self, instance: str) -> None:
         with self._lock:

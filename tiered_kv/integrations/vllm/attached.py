@@ -13,6 +13,7 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.client import AttachedManager
+from tiered_kv.server.idle import EngineManager
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.worker import HostWorker
 from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
@@ -54,7 +55,7 @@ class HostCache:
         """
         attachment = Attachment(self.address, self._hello("scheduler"), maps_rows=False)
         attachment.connect()
-        return AttachedManager(attachment)
+        return EngineManager(attachment)
 
     def open_handlers(self, kv_caches: CanonicalKVCaches, rank: int) -> WorkerHandlers:
         """Open a worker's side; the handlers close it.
