@@ -11,7 +11,8 @@ import pytest
 
 from tests.support.host_server import keys_of, serving, stack_of, wait_for
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, ResourceError
+from tiered_kv.exporters.metrics import series_of
 
 KEYS = keys_of(40)
 
@@ -128,11 +129,14 @@ def test_a_request_from_before_a_reset_loads_nothing_of_what_it_had_leased(tmp_p
 
 def test_a_request_after_a_pause_of_the_engine_waits_for_its_answer(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
-        engine = served.engine()
+        paused_s = [0.0]
+        engine = served.engine(clock=lambda: time.monotonic() + paused_s[0])
         engine.store(KEYS)
         context, manager, is_over = engine.begin(), engine.manager, threading.Event()
-        engine.step_until(lambda: manager._heard_s is None)
-        manager._clock = lambda: time.monotonic() + 60.0  # no step since
+        link = manager.link
+        assert link is not None
+        engine.step_until(lambda: not link.is_granting)
+        paused_s[0] = 60.0
         served.server.call_soon(partial(wait_for, is_over.is_set))
         manager.prefetch(KEYS, context)
         manager.poll()
@@ -198,6 +202,25 @@ def test_engines_of_two_models_share_one_server(tmp_path: Path) -> None:
         assert third.store(KEYS[:16]) == KEYS[:16]
 
 
+def test_a_stack_that_cannot_be_replaced_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = {name: value for name, value in stack_of().items() if name == "primary"}
+    settings = [{"namespace": {"model": name}, "block": {"bytes": 4096, "tokens": 16}} for name in "ab"]
+
+    def refuse(*_: object) -> None:
+        raise ResourceError("no thread")
+
+    with serving(tmp_path, template) as served:
+        first = served.engine(settings=settings[0])
+        first.store(KEYS)
+        first.close()
+        wait_for(lambda: not served.host.sessions)
+        with monkeypatch.context() as broken:
+            broken.setattr("tiered_kv.server.namespaces.start_thread", refuse)
+            with pytest.raises(ConfigError, match="no thread"):
+                served.engine(settings=settings[1])
+        assert served.engine(settings=settings[0]).load(KEYS) == len(KEYS)
+
+
 def test_a_mistake_of_the_server_costs_one_engine_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +254,18 @@ def test_an_engine_without_requests_keeps_few_rows(tmp_path: Path) -> None:
         engine.step_until(lambda: engine.manager.link is not None and len(engine.manager.link.free) >= 50)
         engine.end(context)
         wait_for(lambda: served.rows_in_use() == 16)
+
+
+def test_what_an_engine_counts_are_metrics(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        engine.store(KEYS)
+        engine.load(KEYS)
+        engine.load(keys_of(2, first=900))
+        found = {(each.name, *each.labels): each.value for each in series_of(engine.manager.counters(), set())}
+    assert found["tiered_kv_stored_blocks_total", "host"] == found["tiered_kv_loaded_blocks_total", "host"] == len(KEYS)
+    assert found["tiered_kv_misses_total", "host", "absent"] == 2
+    assert found["tiered_kv_connection_state", "host"] == 1
 
 
 def test_engines_together_leave_rows_for_blocks(tmp_path: Path) -> None:

@@ -6,13 +6,16 @@ import http.client
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.host_server import BLOCK_BYTES, wait_for
+from tests.support.host_server import BLOCK_BYTES, keys_of, serving, wait_for
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.exporters.server import StatusServer
+from tiered_kv.exporters.status import explain_query
 from tiered_kv.server.host import Host
 from tiered_kv.server.namespaces import Namespaces
 
@@ -63,6 +66,21 @@ def test_one_namespace_has_the_pages_of_a_stack(namespaces: Namespaces, pages: S
     assert json.loads(ask(pages, "/status")[1])["namespace"] == digest
     families = list(text_string_to_metric_families(ask(pages, "/metrics")[1]))
     assert {"namespace" in sample.labels for family in families for sample in family.samples} == {False}
+
+
+def test_a_request_is_found_by_its_id_and_shown_with_its_engine(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine("replica-0")
+        context = engine.begin("chat-7")
+        engine.load(keys_of(2), context)
+        engine.end(context)
+        history = served.host.stack.history
+        assert history is not None
+        wait_for(history.requests)
+        answer: Any = explain_query(served.host.stack.observed(), {"request": ["chat-7"]})
+        (request,) = answer["requests"]
+        assert request["request"].split("/")[::2] == ["replica-0", "chat-7"]
+        assert request["missed_blocks"] == 2
 
 
 def test_several_namespaces_are_told_apart(namespaces: Namespaces, pages: StatusServer) -> None:

@@ -114,10 +114,10 @@ class Served:
 class Engine:
     """An engine of one process: it stores and loads as a scheduler with its workers does."""
 
-    def __init__(self, address: str, name: str, **more: Any) -> None:
+    def __init__(self, address: str, name: str, *, clock: Callable[[], float] = time.monotonic, **more: Any) -> None:
         attachment = Attachment(address, Hello(name, "scheduler", **more))
         attachment.connect()
-        self.manager = ProgramManager(attachment)
+        self.manager = ProgramManager(attachment, clock=clock)
 
     def begin(self, name: str = "", **params: object) -> ReqContext:
         context = ReqContext(name or f"request-{next(_numbers)}", dict(params) or None)
@@ -148,6 +148,7 @@ class Engine:
         self.step_until(prepare)
         written: list[OffloadKey] = outputs[0].keys_to_store
         for key, row in zip(written, outputs[0].store_spec.block_ids, strict=True):
+            self.region_row(row)[:] = bytes(BLOCK_BYTES)  # as a copy that has begun
             self.region_row(row)[:] = content_of(key)
         self.manager.complete_store(written, own)
         if context is None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tiered_kv.metrics.vocabulary import ACCOUNT, AUDIT, HISTORY, PRIMARY, SECONDARY, TIER, Metric
+from tiered_kv.metrics.vocabulary import ACCOUNT, ATTACHED, AUDIT, HISTORY, PRIMARY, SECONDARY, TIER, Metric
 from tiered_kv.reasons import FAILED, SENTENCES, SKIPPED, TOO_SLOW_REASONS, Fate, RecordStatus
 
 _DOCS = Path(__file__).parents[2] / "docs"
@@ -56,7 +56,14 @@ def tables() -> dict[str, str]:
     }
 
 
-MANAGER_TABLES = {"PRIMARY": PRIMARY, "ACCOUNT": ACCOUNT, "SECONDARY": SECONDARY, "HISTORY": HISTORY, "AUDIT": AUDIT}
+MANAGER_TABLES = {
+    "PRIMARY": PRIMARY,
+    "ACCOUNT": ACCOUNT,
+    "SECONDARY": SECONDARY,
+    "HISTORY": HISTORY,
+    "AUDIT": AUDIT,
+    "ATTACHED": ATTACHED,
+}
 
 
 def _name(name: str, metric: Metric) -> str:

@@ -203,8 +203,12 @@ def explain_query(stack: Observed, query: Mapping[str, Sequence[str]]) -> dict[s
 
 
 def _chosen(ended: Sequence[EndedRequest], req_ids: frozenset[str], last: int) -> list[EndedRequest]:
-    """Return the last request of each id, and the last ones that missed a block; the latest first."""
-    by_id = {request.req_id: request for request in ended if request.req_id in req_ids}
+    """Return the last request of each id, and the last ones that missed a block; the latest first.
+
+    A host's server puts an engine's name and a number before the ids of its requests.
+    """
+    endings = tuple(f"/{each}" for each in req_ids)
+    by_id = {each.req_id: each for each in ended if each.req_id in req_ids or each.req_id.endswith(endings)}
     missed = [request for request in reversed(ended) if request.missed_blocks][:last]
     return sorted({id(each): each for each in (*by_id.values(), *missed)}.values(), key=lambda each: -each.ended_s)
 

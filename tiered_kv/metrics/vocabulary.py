@@ -146,7 +146,13 @@ AUDIT: Final = {
 }
 """Of the audit."""
 
-MANAGER: Final = {**ACCOUNT, **PRIMARY, **HISTORY, **SECONDARY, **AUDIT}
+ATTACHED: Final = {
+    "lost_connections_total": Metric("Connections to the host's server that ended before the engine did."),
+    "connection_state": Metric("1 attached, 0 not: then every block is a miss."),
+}
+"""Of an engine that uses a host's cache, besides blocks stored, loaded and missed. Its tier is `host`."""
+
+MANAGER: Final = {**ACCOUNT, **PRIMARY, **HISTORY, **SECONDARY, **AUDIT, **ATTACHED}
 """The manager's counters, by name."""
 
 TIER: Final = {

@@ -78,7 +78,8 @@ class AttachedManager(OffloadingManager):
         self._heard_s: float | None = None
         """Since when the server owes an answer; None if it owes none."""
         self._is_silent = False
-        self._counts = {"hit": 0, "miss": 0, "stored": 0, "too_late": 0, "lost_links": 0}
+        self._counts = {"loaded_blocks_total": 0, "stored_blocks_total": 0, "lost_connections_total": 0}
+        self._misses = {"absent": 0, "too_late": 0}
         self.poll()
 
     @property
@@ -191,7 +192,7 @@ class AttachedManager(OffloadingManager):
         if link is None or request is None or request.link is not link or not _are_rows(found):
             raise ValueError("a block is not ready to be loaded; look keys up in the same step")
         self._count_transfers(request, len(set(keys)))
-        self._counts["hit"] += len(found)
+        self._counts["loaded_blocks_total"] += len(found)
         return link.rows_of(found)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -243,7 +244,7 @@ class AttachedManager(OffloadingManager):
                     at += len(part)
                 if self._link is link:
                     link.know([key for key, _ in written], rows)
-                self._counts["stored"] += len(written)
+                self._counts["stored_blocks_total"] += len(written)
             else:
                 link.free += rows
         self._count_transfers(request, -len(written))
@@ -336,7 +337,8 @@ class AttachedManager(OffloadingManager):
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return what this engine has counted; the server's metrics have the rest. Any thread may call."""
-        return {"host": {**self._counts, "is_attached": int(self.is_attached)}}
+        state = {"misses_total": dict(self._misses), "connection_state": int(self.is_attached)}
+        return {"host": {**self._counts, **state}}
 
     # Messages from the server.
 
@@ -372,7 +374,7 @@ class AttachedManager(OffloadingManager):
             return  # END travels, and ends the leases
         misses = request.take_answer(message)
         if misses:
-            self._counts["miss"] += misses
+            self._misses["absent"] += misses
             self._ask_rows(misses)  # the engine will compute and store these
 
     def _take_stored(self, message: Message) -> None:
@@ -494,7 +496,7 @@ class AttachedManager(OffloadingManager):
         limit_s = link.welcome.answer_s if request.waits_for_answer else link.welcome.wait_s
         if self._now_s - request.asked_s <= limit_s:
             return None
-        self._counts["too_late"] += 1
+        self._misses["too_late"] += 1
         return False
 
     def _count_transfers(self, request: AttachedRequest, blocks: int) -> None:
@@ -536,7 +538,7 @@ class AttachedManager(OffloadingManager):
         link, self._link = self._link, None
         if link is None:
             return
-        self._counts["lost_links"] += 1
+        self._counts["lost_connections_total"] += 1
         self._lost = link
         link.channel.close()
         self._attachment.lost(why)

@@ -96,8 +96,9 @@ class Namespaces:
                 on_opened(self._hosts[digest])
                 return
             if digest not in self._opening:
-                idle = self._take_idle()
-                start_thread(self._open, "tiered-kv-open", config, idle, call_soon)
+                idle = self._idle_to_replace()
+                start_thread(self._open, "tiered-kv-open", config, self._hosts.get(idle), call_soon)
+                self._hosts.pop(idle, None)
             self._opening.setdefault(digest, []).append(on_opened)
         except TieredKVError as error:
             on_opened(error)
@@ -151,18 +152,18 @@ class Namespaces:
         secondary = tuple(part_of(tier, directory, share) for tier in config.secondary)
         return config.model_copy(update={"primary": primary, "secondary": secondary})
 
-    def _take_idle(self) -> Host | None:
-        """Return a stack that no engine uses, to be closed, if there is no place for another.
+    def _idle_to_replace(self) -> bytes:
+        """Return the digest of a stack that no engine uses, if there is no place for another; else b"".
 
         Raises:
             ConfigError: All are in use.
         """
         if len(self._hosts) + len(self._opening) < self._count:
-            return None
+            return b""
         idle = next((digest for digest, host in self._hosts.items() if not host.sessions), None)
         if idle is None:
             raise ConfigError(
                 f"the server has {self._count} namespaces, all in use; start it with a larger --namespaces",
                 location="namespace",
             )
-        return self._hosts.pop(idle)
+        return idle
