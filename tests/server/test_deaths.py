@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -128,28 +127,6 @@ def test_a_forked_child_changes_nothing_for_its_parent(tmp_path: Path) -> None:
         os.waitpid(pid, 0)
         assert engine.load(KEYS) == len(KEYS)
         engine.close()
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_many_kills_lose_no_row_and_spoil_no_byte(tmp_path: Path) -> None:
-    chosen = random.Random(7)
-    nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
-    with serving(tmp_path, stack_of(rows=128, secondary=[nvme])) as served:
-        survivor = served.engine()
-        for number in range(100):
-            with engine_process(served, f"killed-{number}", number) as process:
-                for _ in range(chosen.randrange(5)):
-                    assert line_of(process)
-                survivor.store(keys_of(8, chosen.randrange(100)))
-                survivor.load(keys_of(8, chosen.randrange(100)))
-                process.kill()
-        survivor.close()
-        served.engines.clear()
-        wait_for(lambda: not served.count(lambda host: len(host.sessions)))
-        primary = served.host.manager.primary
-        wait_for(lambda: not served.count(lambda host: host.manager.jobs_in_flight))
-        assert served.count(lambda _: primary.backend.get_num_free_blocks() + len(primary.blocks)) == 128
 
 
 numbers = itertools.count()

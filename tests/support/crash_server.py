@@ -41,7 +41,7 @@ _IMPORTS: Final = {  # imported before the fork: a child's imports would meet it
     "s3": ("tiered_kv_s3.tier", "boto3", "boto3.session"),
 }
 _WRITES: Final = ("write", "pwrite", "writev", "pwritev")
-_KINDS: Final = {"changes": CHANGES, "reads": READS, "sends": SENDS}
+_KINDS: Final = {"changes": CHANGES, "reads": READS, "sends": SENDS, "all": ("all",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class CrashServer:
             assert scenario.path is not None
             flush_file_system(scenario.path.parent)
         ended = self._write(case)
-        problems = [*_problems_of(ended, kills=case.kills), *_over_capacity(scenario, "when the writer ended")]
+        problems = [*problems_of(ended, kills=case.kills), *_over_capacity(scenario, "when the writer ended")]
         if case.power is not None:
             assert self._image is not None
             self._image.cut_power(case.power)
@@ -231,7 +231,7 @@ def _concerns(text: str, scenario: CrashScenario) -> bool:
     return f"{scenario.path}" in text
 
 
-def _problems_of(ended: Ended, *, kills: bool) -> list[str]:
+def problems_of(ended: Ended, *, kills: bool) -> list[str]:
     if not ended.in_time:
         return [f"the writer did not end within {RUN_S_MAX} s"]
     if ended.status and not (kills and ended.status == -signal.SIGKILL):
@@ -247,13 +247,13 @@ def _over_capacity(scenario: CrashScenario, when: str) -> list[str]:
     return [f"{used_bytes} bytes {when}, of {scenario.occupied_bytes_max}"] if is_over else []
 
 
-def _serve(server: CrashServer) -> None:
+def serve(server: CrashServer) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         answer: object
         try:
             case = _CASE.validate_python(request["case"])
-            for module in _IMPORTS[case.scenario.tier]:
+            for module in _IMPORTS.get(case.scenario.tier, ()):
                 importlib.import_module(module)
             if request["do"] == "record":
                 answer = server.record(case.scenario, _KINDS[request["kind"]], kills=request["kills"])
@@ -271,7 +271,7 @@ def main() -> None:
     """Serve until standard input ends."""
     folder = Path(sys.argv[1])
     if "--image" not in sys.argv[2:]:
-        _serve(CrashServer(folder, None))
+        serve(CrashServer(folder, None))
         return
     with Ext4Image(folder / "image", folder / "mounted") as image:
-        _serve(CrashServer(folder, image))
+        serve(CrashServer(folder, image))

@@ -39,6 +39,8 @@ PROOFS: Mapping[str, Proof] = {
     "crash/fs": Proof(PHANTOM, "system calls killed at"),
     "crash/redis": Proof(PHANTOM, "system calls killed at"),
     "crash/s3": Proof(PHANTOM, "system calls killed at"),
+    "crash/host": Proof(WRONG_BYTES, "system calls killed at"),
+    "kills": Proof(WRONG_BYTES, "engines, workers and servers killed or stopped"),
     "io-errors/nvme": Proof(ENGINE, "system calls that failed or came short"),
     "io-errors/fs": Proof(ENGINE, "system calls that failed or came short"),
     "resources": Proof(ENGINE, "threads, descriptors and mappings refused"),

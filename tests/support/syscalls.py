@@ -148,7 +148,7 @@ def missing_for_tracing() -> str:
 
 def record(work: Callable[[], None], *, log: Path, names: Sequence[str]) -> list[Call]:
     """Run `work` in a child and return the calls that it made, thread by thread."""
-    with _TracedChild(work, wanted=_MAIN, log=log) as child:
+    with TracedChild(work, wanted=_MAIN, log=log) as child:
         trace = ["-f", "-e", "trace=" + ",".join(f"?{name}" for name in names)]
         with _tracing(child.wait_for_thread(), log, trace):
             child.let_go()
@@ -162,7 +162,7 @@ def record(work: Callable[[], None], *, log: Path, names: Sequence[str]) -> list
 def run_with_fault(work: Callable[[], None], fault: Fault, *, log: Path) -> Ended:
     """Run `work` in a child with a fault."""
     log.write_text("")
-    with _TracedChild(work, wanted=fault.role, log=log) as child:
+    with TracedChild(work, wanted=fault.role, log=log) as child:
         tid = child.wait_for_thread(RUN_S_MAX)
         if tid:
             with _tracing(tid, log, ["-e", f"trace={fault.name}", "-e", fault.expression]):
@@ -176,7 +176,7 @@ def run_with_fault(work: Callable[[], None], fault: Fault, *, log: Path) -> Ende
 
 def run_plain(work: Callable[[], None], *, log: Path) -> Ended:
     """Run `work`, which brings its fault, in a child."""
-    with _TracedChild(work, wanted="", log=log) as child:
+    with TracedChild(work, wanted="", log=log) as child:
         child.wait()
     return Ended(child.status, child.in_time, True, child.error)
 
@@ -227,7 +227,7 @@ def _result_of(text: str) -> int | None:
 # The child.
 
 
-class _TracedChild:
+class TracedChild:
     """A forked child that runs `work`; the end of the context kills it, and so does the end of this process.
 
     Its threads report their roles before they do anything, so that a tracer can be attached to one of them. The role
@@ -244,11 +244,11 @@ class _TracedChild:
         self._error_path = log.with_suffix(".error")
         self._error_path.unlink(missing_ok=True)
         assert threading.active_count() == 1, "a process with several threads cannot be forked"
-        self._pid = os.fork()
-        if not self._pid:
+        self.pid = os.fork()
+        if not self.pid:
             self._be_child(work)
 
-    def __enter__(self) -> _TracedChild:
+    def __enter__(self) -> TracedChild:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -283,7 +283,7 @@ class _TracedChild:
 
     def _poll(self) -> bool:
         if not self._has_ended:
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self._has_ended = self.in_time = True
                 self.status = os.waitstatus_to_exitcode(status)
@@ -291,8 +291,8 @@ class _TracedChild:
 
     def _end(self) -> None:
         if not self._poll():
-            os.kill(self._pid, signal.SIGKILL)
-            _, status = os.waitpid(self._pid, 0)
+            os.kill(self.pid, signal.SIGKILL)
+            _, status = os.waitpid(self.pid, 0)
             self._has_ended = True
             self.status = os.waitstatus_to_exitcode(status)
 

@@ -19,7 +19,7 @@ from tests.support.crash_server import Case
 from tests.support.figures import Figures
 from tests.support.soak.holdings import Holdings, growth_problems, left_problems
 from tests.support.soak.soak import pace_problems
-from tests.support.syscalls import _TracedChild
+from tests.support.syscalls import TracedChild
 from tiered_kv.testing.control import wait_until
 
 MIB = 1 << 20
@@ -146,9 +146,9 @@ def test_every_server_is_ended_also_if_one_has_failed(tmp_path: Path) -> None:
 
 def wait_for_no_tracer() -> None:
     """Fork a child that waits for a tracer, print its id, and never trace it."""
-    child = _TracedChild(lambda: None, wanted="main", log=Path(sys.argv[1]))
-    assert child.wait_for_thread() == child._pid
-    print(child._pid, flush=True)
+    child = TracedChild(lambda: None, wanted="main", log=Path(sys.argv[1]))
+    assert child.wait_for_thread() == child.pid
+    print(child.pid, flush=True)
     time.sleep(600.0)
 
 
