@@ -22,6 +22,7 @@ from tiered_kv.base import (
     CanonicalKVCaches,
     OffloadingManager,
     OffloadingSpec,
+    ReqContext,
     get_offload_block_hash,
     get_offload_group_idx,
     make_offload_key,
@@ -250,7 +251,7 @@ def test_every_hint_is_read() -> None:
 )
 def test_hints_that_cannot_be_used_are_none_and_are_counted(said: object) -> None:
     reader = HintReader()
-    assert reader.read({HINTS_KEY: said}) is None
+    assert reader.read(ReqContext("", {HINTS_KEY: said})) is None
     assert (reader.hinted, reader.refused) == (0, 1)
 
 
@@ -258,7 +259,7 @@ def test_only_the_first_refusal_is_logged_and_repeats_nothing_of_the_client(capl
     reader = HintReader()
     with caplog.at_level(logging.DEBUG):
         for _ in range(3):
-            reader.read({HINTS_KEY: {"my secret\n": "my secret\n"}})
+            reader.read(ReqContext("", {HINTS_KEY: {"my secret\n": "my secret\n"}}))
     assert reader.refused == 3
     (record,) = caplog.records
     assert "secret" not in record.getMessage()
@@ -266,13 +267,14 @@ def test_only_the_first_refusal_is_logged_and_repeats_nothing_of_the_client(capl
 
 def test_other_parameters_are_ignored() -> None:
     reader = HintReader()
-    assert reader.read(None) is reader.read({}) is reader.read({"do_remote_prefill": True, "ttl": "x"}) is None
-    assert reader.read(["no mapping"]) is None  # type: ignore[arg-type]  # an engine may pass on whatever it got
+    no_mapping: Any = ["no mapping"]  # an engine may pass on whatever it got
+    for params in (None, {}, {"do_remote_prefill": True, "ttl": "x"}, no_mapping):
+        assert reader.read(ReqContext("", params)) is None
     assert (reader.hinted, reader.refused) == (0, 0)
 
 
 def test_the_stack_s_file_says_which_hints_count() -> None:
-    said = {HINTS_KEY: {"priority": 1, "ttl": 60, "skip": "load"}}
+    said = ReqContext("", {HINTS_KEY: {"priority": 1, "ttl": 60, "skip": "load"}})
     some, none = (load_config({**STACK, "hints": names}).hints for names in (["ttl", "skip"], []))
     assert HintReader(some).read(said) == Hints(0, 60, skips_load=True)
     assert HintReader(none).read(said) is None

@@ -56,10 +56,12 @@ class ReqContext:
             recency). Calls without an id share an anonymous request, which is replaced every few seconds; a reset does
             not concern it, so do not store blocks from before a reset with it.
         kv_transfer_params: Parameters of the request, passed to the tiers.
+        kv_hints: A router's hints: vLLM's or SGLang's `KvHintsEnvelope`, or its JSON form.
     """
 
     req_id: str = ""
     kv_transfer_params: dict[str, Any] | None = None  # Any: the engine's own, opaque here
+    kv_hints: Any = None
     _offload_key_positions: dict[OffloadKey, int] = field(default_factory=dict, repr=False, init=False, compare=False)
 
     def set_offload_key_position(self, key: OffloadKey, end_token: int) -> None:

@@ -5,6 +5,10 @@ A hint comes in `ReqContext.kv_transfer_params`, beside the engine's own paramet
     {"tiered_kv": {"priority": 1, "ttl": 600, "expect_return": 20, "skip": "store"}}
 
 Clients write them, so they are validated strictly. Invalid hints are ignored.
+
+A router may send them in the envelope of vLLM 0.33 (`vllm.v1.kv_hints`) and SGLang 0.5.23 (`managers/kv_hints.py`), as
+`ReqContext.kv_hints` or, as Dynamo does, in the parameters under `kv_hint`. Engines define no action. The actions read
+here are those of vLLM's and SGLang's discussions (vLLM 37003 and 51428, SGLang 27574) and of Dynamo's policies.
 """
 
 from __future__ import annotations
@@ -19,6 +23,10 @@ _log = logging.getLogger(__name__)
 HINTS_KEY: Final = "tiered_kv"
 HintName = Literal["priority", "ttl", "expect_return", "skip"]
 HINT_NAMES: Final[tuple[HintName, ...]] = get_args(HintName)
+ENVELOPE_KEY: Final = "kv_hint"
+ACTION: Final = "tiered_kv.hints"
+"""The action whose payload is our own hints."""
+ACTIONS_MAX: Final = 64
 SECONDS_MAX: Final = 604_800.0
 """The longest time in a hint: a week."""
 BY_REQUEST: Final = "by_request"
@@ -95,23 +103,83 @@ class HintReader:
     Attributes:
         hinted: Number of requests with hints.
         refused: Number of requests with invalid hints; the first is logged.
+        ignored_actions: Number of actions in envelopes that mean no hint.
     """
 
     def __init__(self, allowed: Collection[str] = HINT_NAMES) -> None:
-        self.hinted = self.refused = 0
+        self.hinted = self.refused = self.ignored_actions = 0
         self._allowed = allowed
 
-    def read(self, params: Mapping[str, Any] | None) -> Hints | None:  # Any: the engine's own
-        """Return the hints in a request's parameters; None if it has none, or they are invalid."""
-        given = params.get(HINTS_KEY) if self._allowed and isinstance(params, Mapping) else None
-        if given is None:
+    def read(self, req_context: Any) -> Hints | None:  # Any: ours, or vLLM's
+        """Return the hints of a request, its own before an envelope's; None if it has none, or they are invalid."""
+        params = req_context.kv_transfer_params
+        envelope, given = getattr(req_context, "kv_hints", None), None
+        if isinstance(params, Mapping):
+            envelope, given = envelope or params.get(ENVELOPE_KEY), params.get(HINTS_KEY)
+        if not self._allowed or (envelope is None and given is None):
             return None
         try:
+            if envelope is not None:
+                meant = self._meant_by(envelope)
+                given = meant or None if given is None else {**meant, **given}
+            if given is None:
+                return None
             hints = Hints.parse(given, self._allowed)
-        except ValueError as error:
+        except (ValueError, TypeError, AttributeError) as error:
             self.refused += 1
             if self.refused == 1:
                 _log.warning("invalid hints are ignored; the first: %s", error)
             return None
         self.hinted += 1
         return hints
+
+    def _meant_by(self, envelope: object) -> dict[str, object]:
+        """Return the hints that an envelope's actions mean."""
+        actions = _part(envelope, "actions")
+        if not isinstance(actions, (list, tuple)) or len(actions) > ACTIONS_MAX:
+            raise ValueError(f"{ENVELOPE_KEY}: expected up to {ACTIONS_MAX} actions")
+        meant: dict[str, object] = {}
+        for action in actions:
+            hints = _hints_of(action)
+            if hints is None:
+                self.ignored_actions += 1
+            else:
+                meant.update(hints)
+        return meant
+
+
+def _hints_of(action: object) -> Mapping[str, object] | None:
+    """Return the hints that one action means; None if it is unknown, or concerns the blocks of other requests."""
+    name, version, payload = (_part(action, part) for part in ("action_type", "action_version", "payload"))
+    payload = payload or {}
+    if not isinstance(payload, Mapping):
+        raise ValueError(f"{ENVELOPE_KEY}: expected a mapping as payload")
+    if str(version).partition(".")[0] != "1":
+        return None
+    if name == ACTION:
+        return payload
+    if "session_id" in payload or ("block_hashes" in payload and not payload.get("include_current_request")):
+        return None
+    if name == "kv.prefetch":
+        return {}  # a request's blocks are fetched without it
+    if name in ("kv.deref", "kv.evict"):
+        return {"ttl": 0}
+    return _retained(payload) if name == "kv.retain" else None
+
+
+def _retained(payload: Mapping[str, Any]) -> dict[str, object]:
+    """Return the hints of `kv.retain`. Of its ranges of tokens the last one of the prompt counts: the request's own."""
+    own: Any = payload
+    if "directives" in payload:
+        of_prompt = [each for each in payload["directives"] if not _part(each, "covers_output")]
+        own = max(of_prompt, key=lambda each: each.get("start", 0), default={"priority": 0})
+    if own is None:
+        return {}
+    priority, seconds = own.get("priority"), own.get("duration", own.get("ttl_seconds"))
+    if type(priority) is not int or priority < 0:
+        raise ValueError("kv.retain: expected a priority from 0")
+    return {"priority": 1, "ttl": seconds and min(seconds, SECONDS_MAX)} if priority else {"ttl": 0}
+
+
+def _part(of: Any, name: str) -> Any:  # Any: a msgspec.Struct of the engine's, or JSON
+    return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)

@@ -285,6 +285,23 @@ class Checks:
             assert engine.manager.get_load_source(keys[0], context) is CacheHitSource.DISK
             engine.finish(context)
 
+    def a_router_s_hints_come_in_vllm_s_envelope(self) -> None:
+        keys = keys_of("envelope", 4)
+        with engine_with(self._stack("envelope")) as engine:
+            for name, payload in (("tiered_kv.hints", {"skip": "store"}), ("kv.fetch", {"block_hashes": [1]})):
+                action = {"action_id": "a", "action_type": name, "action_version": "1.0", "payload": payload}
+                options = {"kv_transfer_params": {"kv_hint": {"actions": [action]}}}  # as Dynamo sends them
+                with contextlib.suppress(ImportError):  # 0.32
+                    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+                    options = {"kv_hints": KvHintsEnvelope("0.1", "m", [KvHintAction(**action)])}
+                context = engine.begin(keys, **options)
+                output = engine.prepare_store(keys, context)
+                assert len(output.keys_to_store) == (0 if name == "tiered_kv.hints" else 4)
+                engine.finish(context)
+            counted = engine.manager.counters()["cpu"]
+            assert (counted["hinted_requests_total"], counted["ignored_hint_actions_total"]) == (1, 1)
+
     def a_copy_that_fails_ends_the_engine_and_nothing_is_stored(self) -> None:
         stack, keys = self._stack("failing"), keys_of("failing", 4)
         with engine_with(stack) as engine:

@@ -191,8 +191,7 @@ class CPUOffloadingManager(OffloadingManager):
             if req_id in self.outdated:  # the id is used again
                 self.on_request_finished(req_context)
             chain = self.chain_of(req_context)  # from now on a reset finds the request
-            params = req_context.kv_transfer_params
-            hints = self.hint_reader.read(params) if params else None
+            hints = self.hint_reader.read(req_context)
             if hints is not None:
                 chain.hints = hints
                 if hints.skips_load:
@@ -269,6 +268,7 @@ class CPUOffloadingManager(OffloadingManager):
             "evicted_blocks_total": self.evicted_blocks,
             "hinted_requests_total": self.hint_reader.hinted,
             "refused_hints_total": self.hint_reader.refused,
+            "ignored_hint_actions_total": self.hint_reader.ignored_actions,
             "skipped_blocks_total": {BY_REQUEST: self.skipped_blocks} if self.skipped_blocks else {},
         }
 

@@ -86,6 +86,7 @@ PRIMARY: Final = {
     "forgotten_requests_total": Metric("Requests removed because too many were never finished."),
     "hinted_requests_total": Metric("Requests that had hints."),
     "refused_hints_total": Metric("Requests with hints that could not be read."),
+    "ignored_hint_actions_total": Metric("Actions in routers' envelopes that mean no hint."),
     "step_seconds": Metric(
         "The manager's share of a scheduler's step, without lookups of one key, in one step of 128.",
         (),

@@ -406,8 +406,7 @@ class AttachedManager(OffloadingManager):
         return request
 
     def _hints_of(self, req_context: ReqContext) -> Hints:
-        params = req_context.kv_transfer_params
-        return (self._hint_reader.read(params) if params else None) or _NO_HINTS
+        return self._hint_reader.read(req_context) or _NO_HINTS
 
     def _tell(self, request: AttachedRequest) -> None:
         """Let the server know a request before anything is asked for it."""

@@ -310,7 +310,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         notes = self._begin(req_context.req_id)
-        hints = self._hint_reader.read(req_context.kv_transfer_params)
+        hints = self._hint_reader.read(req_context)
         if hints is not None:
             notes.skips_load = hints.skips_load
             req_context.set_state(hints)
