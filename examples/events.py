@@ -69,14 +69,14 @@ class Router:
             if event["type"] == "AllBlocksCleared":
                 self.tiers.clear()
                 continue
-            known = self.tiers.setdefault(event["medium"], set())
+            known = self.tiers.setdefault(event.get("ownership", event["medium"]), set())
             if event["type"] == "BlockStored":
                 known.update(event["block_hashes"])
             else:
                 known.difference_update(event["block_hashes"])
 
     def counts(self) -> dict[str, int]:
-        return {medium: len(hashes) for medium, hashes in sorted(self.tiers.items())}
+        return {tier: len(hashes) for tier, hashes in sorted(self.tiers.items())}
 
 
 def main() -> None:
@@ -89,12 +89,12 @@ def main() -> None:
 
             stack.put(keys[:10], blocks[:10])
             stack.flush()
-            router.follow(lambda: router.counts() == {"CPU": 10, "NVME": 10})
+            router.follow(lambda: router.counts() == {"CPU": 10, "nvme": 10})
             print("10 blocks stored:", router.counts())
 
             stack.put(keys, blocks)
             stack.flush()
-            router.follow(lambda: router.counts() == {"CPU": 16, "NVME": 40})
+            router.follow(lambda: router.counts() == {"CPU": 16, "nvme": 40})
             print("40 blocks stored:", router.counts())
 
             stack.reset_cache()

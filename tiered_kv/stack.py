@@ -380,9 +380,9 @@ def open_publisher(config: StackConfig) -> EventPublisher | None:
     """Return the publisher of `events`; None without that setting."""
     if config.events is None:
         return None
-    from tiered_kv.exporters.events import EventPublisher, medium_of
+    from tiered_kv.exporters.events import EventPublisher
 
-    return EventPublisher(config.events, {tier.name: medium_of(tier.type) for tier in config.secondary})
+    return EventPublisher(config.events)
 
 
 def _batch_blocks(config: StackConfig) -> int:

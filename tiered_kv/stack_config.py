@@ -23,6 +23,12 @@ PRIMARY_BLOCKS_MIN = 2
 PORT_MAX = 65535
 _ADDRESS = r"^(tcp://(\[[0-9A-Fa-f:]+\]|[^\s/:\[\]]+):(\*|[0-9]{1,5})|ipc://\S+)$"
 _ADDRESSES = ["tcp://127.0.0.1:5557", "ipc:///run/kv-events"]
+TOPICS_MAX = 64
+Topic = Annotated[str, Field(max_length=256)]
+_TOPIC_SCHEMA: dict[str, Any] = {"type": "string", "maxLength": 256}
+_TOPICS_SCHEMA: dict[str, Any] = {
+    "anyOf": [_TOPIC_SCHEMA, {"type": "array", "items": _TOPIC_SCHEMA, "minItems": 1, "maxItems": TOPICS_MAX}]
+}
 _RATE_MAX = 1 << 40
 _OFF_SCHEMA: dict[str, Any] = {"enum": ["off", False]}  # as versions 1.2 and 1.1 of YAML read the word
 _RATE_SCHEMA: dict[str, Any] = {
@@ -125,7 +131,17 @@ class EventSettings(StrictModel):
         examples=_ADDRESSES,
         description="Address to listen at for subscribers that missed events; by default there is none.",
     )
-    topic: str = Field(default="kv", max_length=256, description="The first frame of each message.")
+    topic: Annotated[tuple[Topic, ...], WithJsonSchema(_TOPICS_SCHEMA)] = Field(
+        default=("kv",),
+        description="The first frame of each message; of several topics, each message is sent with each.",
+    )
+
+    @field_validator("topic", mode="before")
+    @classmethod
+    def _one_is_a_list_of_one(cls, topic: object) -> object:
+        if isinstance(topic, (list, tuple)) and not 1 <= len(topic) <= TOPICS_MAX:
+            raise ValueError(f"expected from 1 to {TOPICS_MAX} topics")
+        return (topic,) if isinstance(topic, str) else topic
 
 
 class PrefillSettings(StrictModel):

@@ -28,8 +28,8 @@ from tiered_kv.testing.servers import free_port
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PRINTED: dict[str, list[str]] = {
     "events.py": [
-        "10 blocks stored: {'CPU': 10, 'NVME': 10}",
-        "40 blocks stored: {'CPU': 16, 'NVME': 40}",
+        "10 blocks stored: {'CPU': 10, 'nvme': 10}",
+        "40 blocks stored: {'CPU': 16, 'nvme': 40}",
         "after a reset: {}",
     ],
     "async_stack.py": [

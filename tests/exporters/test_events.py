@@ -52,7 +52,7 @@ def open_with_events(closing: ExitStack) -> OpenStack:
 
 @pytest.fixture
 def publisher(closing: ExitStack) -> EventPublisher:
-    return closing.enter_context(contextlib.closing(EventPublisher(SETTINGS, {"disk": "NVME"})))
+    return closing.enter_context(contextlib.closing(EventPublisher(SETTINGS)))
 
 
 def publisher_of(stack: Stack) -> EventPublisher:
@@ -86,10 +86,10 @@ def test_stored_blocks_of_a_tier_without_events_are_published(open_with_events: 
     keys = make_keys(6)
     with Subscriber(publisher_of(stack)) as subscriber:
         put(stack, keys)
-        expected = {"CPU": hashes(keys), "FS": hashes(keys)}
+        expected = {"CPU": hashes(keys), "mine": hashes(keys)}
         settled(stack, subscriber, lambda index: index == expected)
-        owners = {event.get("ownership") for message in subscriber.replay() for event in message.events}
-        assert owners == {None, "mine"}
+        places = {(event["medium"], event.get("ownership")) for each in subscriber.replay() for event in each.events}
+        assert places == {("CPU", None), ("STORAGE", "mine")}
 
 
 def test_the_events_of_tiers_that_evict_add_up_to_their_blocks(open_with_events: OpenStack, tmp_path: Path) -> None:
@@ -103,10 +103,10 @@ def test_the_events_of_tiers_that_evict_add_up_to_their_blocks(open_with_events:
 
         def is_right(index: Index) -> bool:
             held = {"CPU": set(manager_of(stack).primary.blocks)}
-            for medium, tier in zip(("MEMORY", "NVME"), stack.secondary_tiers, strict=True):
-                held[medium] = {key for key in keys if tier.lookup(key, ReqContext())}
-                assert 0 < len(held[medium]) < len(keys)
-            return index == {medium: hashes(of_tier) for medium, of_tier in held.items()}
+            for name, tier in zip(("memory", "nvme"), stack.secondary_tiers, strict=True):
+                held[name] = {key for key in keys if tier.lookup(key, ReqContext())}
+                assert 0 < len(held[name]) < len(keys)
+            return index == {name: hashes(of_tier) for name, of_tier in held.items()}
 
         settled(stack, subscriber, is_right)
 
@@ -118,11 +118,11 @@ def test_a_reset_is_one_event_and_nothing_from_before_follows(open_with_events: 
         put(stack, keys)
         manager_of(stack).reset_cache()
         put(stack, keys[:2])
-        again = {"CPU": hashes(keys[:2]), "NVME": hashes(keys[:2])}
+        again = {"CPU": hashes(keys[:2]), "nvme": hashes(keys[:2])}
         messages = subscriber.replay_until(lambda messages: bool(cleared(messages)) and index_of(messages) == again)
     assert len(cleared(messages)) == 1
     assert {event["type"] for message in messages for event in message.events} == {"BlockStored", "AllBlocksCleared"}
-    assert index_of(messages[: cleared(messages)[0]]) == {"CPU": hashes(keys), "NVME": hashes(keys)}
+    assert index_of(messages[: cleared(messages)[0]]) == {"CPU": hashes(keys), "nvme": hashes(keys)}
 
 
 def test_what_happened_before_the_stack_closes_is_published(open_with_events: OpenStack) -> None:
@@ -134,7 +134,7 @@ def test_what_happened_before_the_stack_closes_is_published(open_with_events: Op
         received: list[Message] = []
         while message := subscriber.receive(0.2):
             received.append(message)
-        assert index_of(received)["MEMORY"] == hashes(make_keys(2))
+        assert index_of(received)["memory"] == hashes(make_keys(2))
 
 
 def test_a_stack_without_events_has_no_publisher() -> None:
@@ -168,7 +168,7 @@ def test_a_message_has_topic_number_and_a_batch_in_vllm_s_form(publisher: EventP
         {
             "type": "BlockRemoved",
             "block_hashes": [200 * 2**56 + 7],
-            "medium": "NVME",
+            "medium": "STORAGE",
             "group_idx": 3,
             "ownership": "disk",
         },
@@ -176,15 +176,27 @@ def test_a_message_has_topic_number_and_a_batch_in_vllm_s_form(publisher: EventP
 
 
 def test_subscribers_choose_by_topic() -> None:
-    settings = SETTINGS.model_copy(update={"topic": "kv@pod-7@model"})
+    settings = SETTINGS.model_copy(update={"topic": ("kv@pod-7@model",)})
     with (
-        contextlib.closing(EventPublisher(settings, {})) as publisher,
+        contextlib.closing(EventPublisher(settings)) as publisher,
         Subscriber(publisher, "kv@pod-7") as subscriber,
         Subscriber(publisher, "kv@pod-8") as other,
     ):
         message = subscriber.connect(lambda: publisher.publish([stored(*make_keys(1))]))
         assert message.topic == b"kv@pod-7@model"
         assert other.receive(0.05) is None
+
+
+def test_a_cache_of_several_engines_is_published_for_each() -> None:
+    """A router of llm-d credits the pod in the topic."""
+    settings = EventSettings.model_validate({"publish": ANY_PORT, "topic": ["kv@pod-7@model", "kv@pod-8@model"]})
+    with contextlib.closing(EventPublisher(settings)) as publisher, Subscriber(publisher) as subscriber:
+        subscriber.connect(lambda: publisher.publish([stored(*make_keys(1, "probe"))]))
+        publisher.publish([stored(*make_keys(2))])
+        message: Message | None = None
+        while message is None or len(message.events[0]["block_hashes"]) < 2:
+            message = subscriber.receive(20.0)
+        assert subscriber.receive(20.0) == message._replace(topic=b"kv@pod-8@model")
 
 
 @pytest.mark.parametrize("lengths", [(32, 32, 32), (8, 8, 8), (7, 7, 7), (32, 16, 20)])
@@ -207,7 +219,7 @@ def test_no_message_is_large(publisher: EventPublisher) -> None:
         messages = subscriber.replay_until(lambda messages: len(messages) == 4)
     sizes = [sum(len(event["block_hashes"]) for event in message.events) for message in messages]
     assert sizes == [MESSAGE_KEYS_MAX] * 3 + [1]
-    assert index_of(messages) == {"CPU": hashes(keys), "NVME": hashes(keys)}
+    assert index_of(messages) == {"CPU": hashes(keys), "disk": hashes(keys)}
 
 
 # Late and slow subscribers.
@@ -224,6 +236,28 @@ def test_a_subscriber_gets_what_it_missed_from_the_replay_socket(publisher: Even
         assert subscriber.replay(first=7) == everything[7:]
         assert subscriber.replay(first=10) == []
         assert publisher.snapshot()["event_replay_requests_total"] >= 3
+
+
+def test_a_late_subscriber_gets_a_snapshot_in_place_of_what_is_no_longer_kept(
+    publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv.exporters.events.REPLAY_MESSAGES_MAX", 3)
+    monkeypatch.setattr("tiered_kv.exporters.events.SNAPSHOT_KEYS_MAX", 4)
+    keys = make_keys(12)
+    publisher.publish([stored(*keys[:1])])
+    publisher.clear()
+    publisher.publish([stored(*keys, medium="disk")])
+    publisher.publish([stored(*keys[:2]), OffloadingEvent(keys[8:11], BLOCK_BYTES, "disk", removed=True)])
+    for key in keys[2:5]:
+        publisher.publish([stored(key)])
+    wait_until_sent(publisher, 7)
+    with Subscriber(publisher) as subscriber:
+        snapshot, *kept = subscriber.replay(1)
+        assert [message.number for message in kept] == [4, 5, 6]
+        assert (snapshot.topic, snapshot.number, snapshot.rank) == (b"kv", 3, 0)
+        assert snapshot.events[0] == {"type": "AllBlocksCleared"}
+        assert index_of([snapshot]) == {"CPU": hashes(keys[:2]), "disk": hashes(keys[11:])}
+        assert subscriber.replay(4) == kept
 
 
 @pytest.mark.slow
@@ -332,7 +366,7 @@ def test_an_address_that_is_none_is_refused(address: object) -> None:
 def test_without_its_libraries_it_names_the_extra(library: str, replace_module: ReplaceModule) -> None:
     replace_module(library)
     with pytest.raises(MissingExtraError, match=r"'events' needs a library .* 'tiered-kv\[events\]'"):
-        EventPublisher(SETTINGS, {})
+        EventPublisher(SETTINGS)
 
 
 def test_an_address_in_use_is_named_and_nothing_stays_open() -> None:
@@ -349,7 +383,7 @@ def test_events_may_be_published_at_a_socket_in_a_directory_and_by_ipv6(tmp_path
     if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
         addresses.append("tcp://[::1]:*")
     for address in addresses:
-        opened = EventPublisher(EventSettings(publish=address), {})
+        opened = EventPublisher(EventSettings(publish=address))
         with contextlib.closing(opened) as publisher, Subscriber(publisher) as subscriber:
             assert subscriber.connect(functools.partial(publisher.publish, [stored(*make_keys(1))])).events
 

@@ -20,6 +20,7 @@ import pytest
 
 from tests.performance.first_token import Engine, choice
 from tests.support.engines import (
+    DYNAMO,
     VERSIONS,
     Message,
     damage_segments,
@@ -64,6 +65,13 @@ def test_vllm_s_own_manager_is_served_by_our_tiers(
 def test_our_connector_serves_vllm(version: str, name: str, checks: int, tmp_path: Path) -> None:
     """Scheduler and workers, requests that wait, readers of events by vLLM's own classes, and kinds of models."""
     assert len(passed_checks(version, f"vllm_{name}_program.py", tmp_path / name)) >= checks
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_dynamo_s_indexer_credits_a_worker_with_our_tiers(version: str, tmp_path: Path) -> None:
+    interpreter(DYNAMO)
+    check = "_dynamo_s_indexer_credits_a_worker_with_our_tiers"
+    assert passed_checks(version, "vllm_events_program.py", tmp_path / "dynamo", check) == [check]
 
 
 # The whole engine.

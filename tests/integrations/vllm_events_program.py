@@ -7,11 +7,19 @@ Prints one line of JSON for each check: its name, and an error or nothing.
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import socket
+import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,7 +34,10 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
     ZmqEventPublisher,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+    OffloadingEventGroupSpec,
+    OffloadingEventsTracker,
+)
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, get_offload_block_hash
 from vllm_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
@@ -99,6 +110,28 @@ def reading(publish: str, replay: str) -> Iterator[Reader]:
         reader.close()
 
 
+@contextmanager
+def dynamo_s_indexer() -> Iterator[Callable[..., Any]]:
+    """Run the indexer of Dynamo's router, and give a function that asks it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [os.environ["TIERED_KV_DYNAMO_PYTHON"], "-m", "dynamo.indexer", "--port", str(port), "--threads", "1"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+
+        def ask(path: str, **body: object) -> Any:
+            headers = {"content-type": "application/json"}
+            request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), headers)
+            with suppress(ConnectionError, urllib.error.URLError):  # it starts
+                return json.load(urllib.request.urlopen(request, timeout=10))
+            return None
+
+        try:
+            yield ask
+        finally:
+            process.terminate()
+
+
 def held_after(events: Iterable[Any]) -> Held:
     """Return what a router would know after these events of vLLM's types."""
     held: Held = {}
@@ -149,7 +182,7 @@ class Checks:
                 assert stack.flush()
                 expected = {
                     (MEDIUM_CPU, None): hashes_of(manager_of(stack).primary.blocks),
-                    ("NVME", "disk"): hashes_of(keys),
+                    (MEDIUM_STORAGE, "disk"): hashes_of(keys),
                 }
                 wait_for(lambda: held_after(e for _, batch in reader.replay() for e in batch.events) == expected)
                 for _, batch in reader.replay():
@@ -169,7 +202,7 @@ class Checks:
                     stored = (
                         []
                         if message is None
-                        else [each for each in message[1].events if getattr(each, "medium", "") == "NVME"]
+                        else [each for each in message[1].events if getattr(each, "medium", "") == MEDIUM_STORAGE]
                     )
                     return any(set(each.block_hashes) == hashes_of(keys[:1]) for each in stored)
 
@@ -209,6 +242,50 @@ class Checks:
                     wait_for(lambda: len([*reader.replay()]) == 4)
                     held = held_after(event for _, batch in reader.replay() for event in batch.events)
                     assert held == expected
+            finally:
+                publisher.shutdown()
+
+    def _dynamo_s_indexer_credits_a_worker_with_our_tiers(self) -> None:
+        """By name only: the indexer has an environment of its own."""
+        nvme = {"type": "nvme", "path": str(self.directory / "dynamo"), "capacity": "64MiB"}
+        budgets = {"store_budget": PRIMARY_BLOCKS * ROW_BYTES, "load_budget": PRIMARY_BLOCKS * ROW_BYTES}
+        stack = {"primary": {"capacity": PRIMARY_BLOCKS * ROW_BYTES}, "secondary": [{**nvme, **budgets}]}
+        group = SimpleNamespace(hashes_per_chunk=1, tokens_per_chunk=16, tokens_per_block=16, group_idx=0)
+        group.sliding_window_size_in_chunks = None
+        group.kv_event_group_spec = OffloadingEventGroupSpec("full_attention", None)
+        tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
+        publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic="kv")
+        live, past = (each.getsockopt_string(zmq.LAST_ENDPOINT) for each in (publisher._pub, publisher._replay))
+        with engine_with(stack, enable_events=True) as engine, dynamo_s_indexer() as ask:
+
+            def serve(number: int) -> list[int]:
+                """Store a prompt of six blocks, and publish it; return its tokens."""
+                keys, tokens = keys_of(f"routed-{number}", 6), [*range(1000 * number, 1000 * number + 6 * 16)]
+                hashes = [get_offload_block_hash(key) for key in keys]
+                request = SimpleNamespace(block_hashes=hashes, all_token_ids=tokens, lora_request=None)
+                for index, key in enumerate(keys):
+                    tracker.record_store(request, group, index, key)
+                engine.store(keys, 0)
+                engine.settle()
+                events = list(tracker.take_events(engine.manager.take_events()))
+                publisher.publish(KVEventBatch(ts=time.time(), events=events))
+                return tokens
+
+            def found(tokens: list[int]) -> tuple[int, int] | None:
+                told = ask("/query", token_ids=tokens, model_name="m")["instances"].get("7")
+                return told and (told["cpu"], told["disk"])
+
+            def credits_what_each_tier_has() -> bool:
+                newest = serve(next(numbers))  # and a message from which the indexer sees what it missed
+                time.sleep(0.2)
+                return (found(first), found(newest)) == ((0, 96), (96, 96))
+
+            try:
+                numbers = itertools.count()
+                first = serve(next(numbers))
+                worker = {"instance_id": 7, "model_name": "m", "block_size": 16}
+                wait_for(lambda: ask("/register", endpoint=live, replay_endpoint=past, **worker))
+                wait_for(credits_what_each_tier_has)
             finally:
                 publisher.shutdown()
 

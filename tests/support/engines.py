@@ -21,13 +21,15 @@ SOURCE = Path(__file__).parents[2]
 TIMEOUT_S = 900.0
 LMCACHE = "0.32.0 with LMCache"
 SGLANG = "sglang"
+DYNAMO = "dynamo"
 VARIABLES = {
     "0.32.0": "TIERED_KV_VLLM_CPU_PYTHON",
     "0.33.0": "TIERED_KV_VLLM_PYTHON",
     LMCACHE: "TIERED_KV_LMCACHE_PYTHON",
     SGLANG: "TIERED_KV_SGLANG_PYTHON",
+    DYNAMO: "TIERED_KV_DYNAMO_PYTHON",
 }
-"""Of each engine, or version of vLLM, what names its interpreter."""
+"""Of each engine, version of vLLM or router, what names its interpreter."""
 PROGRAMS = SOURCE / "tests" / "integrations"
 VERSIONS = [pytest.param("0.32.0", marks=pytest.mark.full), pytest.param("0.33.0")]
 """The versions of vLLM, of which a sample of the tests takes the newest."""

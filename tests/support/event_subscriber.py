@@ -13,7 +13,7 @@ from tiered_kv.exporters.events import EventPublisher
 
 PATIENCE_S = 30.0
 Index = dict[str, set[int]]
-"""The hashes of the blocks of each medium."""
+"""The hashes of the blocks of each tier: its ownership, or the medium of the primary one."""
 
 
 class Message(NamedTuple):
@@ -83,7 +83,7 @@ def index_of(messages: Iterable[Message]) -> Index:
         if event["type"] == "AllBlocksCleared":
             index.clear()
             continue
-        known = index.setdefault(event["medium"], set())
+        known = index.setdefault(event.get("ownership", event["medium"]), set())
         known.update(event["block_hashes"])
         if event["type"] == "BlockRemoved":
             known.difference_update(event["block_hashes"])

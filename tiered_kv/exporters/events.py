@@ -8,7 +8,7 @@ An event is a map with the key `type`: BlockStored, BlockRemoved or AllBlocksCle
 `vllm.distributed.kv_events` (vLLM 0.32 and 0.33); docs/how-to/events.md explains them.
 
 A subscriber that missed messages sends a first number to the replay socket. It gets the kept messages from there on,
-and then one with the number -1.
+and then one with the number -1. If older ones are missing, a snapshot comes first: the blocks that these leave.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -44,6 +45,8 @@ PEER_MESSAGE_BYTES_MAX: Final = 4096
 """The largest frame from a peer: a subscription to a topic, or a request for a replay."""
 REPLAY_BYTES_MAX: Final = 32 << 20
 REPLAY_MESSAGES_MAX: Final = 10_000
+SNAPSHOT_KEYS_MAX: Final = 1 << 20
+"""Keys in a snapshot, of some 80 bytes. Beyond it the oldest are left out: not every tier reports what it removes."""
 
 STEP_WAITS_MAX: Final = 3
 """Waits of a message while a scheduler's step runs: steps without an end delay it by 60 ms at most."""
@@ -60,6 +63,8 @@ _GROUP_BYTES: Final = 4
 _HASH_BYTES: Final = 8
 
 _Fields = dict[str, Any]  # Any: as the fields of vLLM's events
+_STORAGE: Final = "STORAGE"
+"""The medium of secondary tiers, as in vLLM. Dynamo ignores media that it does not know."""
 _UNKNOWN: Final[_Fields] = {
     "parent_block_hash": None,
     "token_ids": [],
@@ -80,9 +85,6 @@ class EventPublisher:
 
     The manager's thread calls `publish` and `clear`, which append to a queue. Any thread may call `counted`.
 
-    Args:
-        mediums: For each tier's name, its medium in events.
-
     Attributes:
         publish_address: For subscribers; a port `*` is replaced by its number.
         replay_address: The same for replays; empty without a replay socket.
@@ -92,18 +94,20 @@ class EventPublisher:
         ConfigError: An address cannot be used.
     """
 
-    def __init__(self, settings: EventSettings, mediums: Mapping[str, str]) -> None:
+    def __init__(self, settings: EventSettings) -> None:
         try:
             import msgspec
             import zmq
         except ImportError:
             raise MissingExtraError("'events'", "events", location="events") from None
-        self._mediums = mediums
-        self._topic = settings.topic.encode()
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._topics = [each.encode() for each in settings.topic]
+        self._encode, self._decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
         self._encoded = msgspec.Raw
         self._queue: deque[tuple[int, float, Sequence[OffloadingEvent] | None]] = deque()
         self._kept: deque[tuple[int, bytes]] = deque()
+        # The blocks that the messages up to a number leave, which are kept no more: hashes by group and tier.
+        self._folded_number = -1
+        self._folded: dict[tuple[int, str | None], dict[int, None]] = {}
         # Written by the manager's thread.
         self._next_batch = self._queued_keys = self._dropped_batches = 0
         # Written by the publisher's thread. The keys of the queue are the queued ones without the taken ones.
@@ -235,26 +239,60 @@ class EventPublisher:
     def _fields(self, medium: str, is_removed: bool, keys: Sequence[OffloadKey]) -> Iterator[_Fields]:
         """Yield one event for each KV cache group of `keys`."""
         is_primary = medium == CPULoadStoreSpec.medium()
-        where: _Fields = {"medium": medium if is_primary else self._mediums.get(medium, medium)}
-        if not is_primary:
-            where["ownership"] = medium
         for group, hashes in hashes_of(keys).items():
-            about = {"block_hashes": self._encoded(_packed(hashes)), "group_idx": group, **where}
-            yield {"type": "BlockRemoved", **about} if is_removed else {"type": "BlockStored", **about, **_UNKNOWN}
+            yield self._event(is_removed, hashes, group, None if is_primary else medium)
+
+    def _event(self, is_removed: bool, hashes: NDArray[np.uint64], group: int, owner: str | None) -> _Fields:
+        where = {"medium": CPULoadStoreSpec.medium()} if owner is None else {"medium": _STORAGE, "ownership": owner}
+        about = {"block_hashes": self._encoded(_packed(hashes)), "group_idx": group, **where}
+        return {"type": "BlockRemoved", **about} if is_removed else {"type": "BlockStored", **about, **_UNKNOWN}
 
     def _send(self, time_s: float, events: list[_Fields]) -> None:
         payload = self._encode([time_s, events, _RANK])
         number = self._next_number
         self._next_number += 1
-        self._publisher.send_multipart((self._topic, _frame(number), payload))
+        for topic in self._topics:
+            self._publisher.send_multipart((topic, _frame(number), payload))
         self._sent_messages += 1
         if self._replayer is None:
             return
         self._kept.append((number, payload))
         self._kept_bytes += len(payload)
         while self._kept_bytes > REPLAY_BYTES_MAX or len(self._kept) > REPLAY_MESSAGES_MAX:
-            _, oldest = self._kept.popleft()
+            number, oldest = self._kept.popleft()
             self._kept_bytes -= len(oldest)
+            if number != self._folded_number + 1:  # batches were dropped, which may have removed blocks
+                self._folded.clear()
+            self._folded_number = number
+            self._fold(oldest)
+
+    def _fold(self, payload: bytes) -> None:
+        """Add a message to the snapshot."""
+        folded = self._folded
+        for event in self._decode(payload)[1]:
+            if event["type"] == "AllBlocksCleared":
+                folded.clear()
+                continue
+            hashes = folded.setdefault((event["group_idx"], event.get("ownership")), {})
+            if event["type"] == "BlockStored":
+                hashes.update(dict.fromkeys(event["block_hashes"]))
+            else:
+                for each in event["block_hashes"]:
+                    hashes.pop(each, None)
+        while (excess := sum(map(len, folded.values())) - SNAPSHOT_KEYS_MAX) > 0:
+            longest = max(folded.values(), key=len)
+            for each in list(islice(longest, excess)):
+                del longest[each]
+
+    def _snapshot_message(self) -> bytes:
+        """Return one message that leaves what the folded ones leave, whatever a subscriber knew."""
+        events: list[_Fields] = [{"type": "AllBlocksCleared"}]
+        for (group, owner), hashes in self._folded.items():
+            rest = iter(hashes)
+            while part := list(islice(rest, MESSAGE_KEYS_MAX)):
+                events.append(self._event(False, np.array(part, ">u8"), group, owner))
+                give_way()
+        return self._encode([time.time(), events, _RANK])
 
     def _serve_replay(self) -> None:
         """Answer a request for a replay, or wait up to `_POLL_MS` for one."""
@@ -268,9 +306,10 @@ class EventPublisher:
             return
         client, first = frames[0], int.from_bytes(frames[2], "big")
         self._replay_requests += 1
-        for number, payload in self._kept:
+        missing = [(self._folded_number, self._snapshot_message())] if first <= self._folded_number else []
+        for number, payload in (*missing, *self._kept):
             if number >= first:
-                self._replayer.send_multipart((client, b"", self._topic, _frame(number), payload))
+                self._replayer.send_multipart((client, b"", self._topics[0], _frame(number), payload))
                 give_way()
         self._replayer.send_multipart((client, b"", b"", _END, b""))
 
@@ -296,11 +335,6 @@ def _packed(hashes: NDArray[np.uint64]) -> bytes:
     packed = np.empty(len(hashes), [("type", "u1"), ("hash", ">u8")])
     packed["type"], packed["hash"] = 0xCF, hashes  # 0xCF: eight bytes of an unsigned number follow
     return b"\xdd" + len(hashes).to_bytes(4, "big") + packed.tobytes()
-
-
-def medium_of(tier_type: str) -> str:
-    """Return the medium of a tier's type in events: "NVME" for `nvme`, "MINE" for `package.module:Mine`."""
-    return tier_type.rpartition(":")[2].upper()
 
 
 def _check_descriptors(count: int) -> None:
