@@ -253,7 +253,7 @@ class TestTextsWithoutQuotes:
         problems = error_in_file(tmp_path, "secondary: [{type: vault, password: 00123, sasl: 00456}]")
         assert "secondary.0.password: expected a text; put it in quotes\n" in problems
         assert "secondary.0.sasl: expected a text; put it in quotes" in problems
-        assert not any(secret in problems for secret in ("123", "83", "456", "302"))
+        assert not any(secret in problems.replace(str(tmp_path), "") for secret in ("123", "83", "456", "302"))
 
     def test_another_value_that_cannot_be_used_is_shown_as_written(self, tmp_path: Path) -> None:
         problems = error_in_file(tmp_path, "block: {bytes: 0x0, tokens: yes}\nprimary: {capacity: 1MiB, tenant: 010}")

@@ -181,3 +181,12 @@ def test_a_secret_is_hidden_however_a_server_repeats_it(given: dict[str, object]
     source = {**STACK, "secondary": [{**given, **sentinel}]}
     (settings,) = load_config(source, environ={"SECRET": variable}).secondary
     assert "the-secret" not in foreign_text(said, settings.secret_texts())
+
+
+def test_a_very_short_secret_is_hidden_in_its_setting_only() -> None:
+    entry = {"type": "redis", "url": "redis://127.0.0.1:1", "password": "e"}
+    config = load_config({**STACK, "secondary": [entry]})
+    assert foreign_text("WRONGPASS the password is wrong", config.secret_texts()) == "WRONGPASS the password is wrong"
+    assert "'e'" not in repr(config)
+    with pytest.raises(ConfigError, match="unknown key"):
+        load_config({**STACK, "secondary": [{**entry, "prot": 1}]})

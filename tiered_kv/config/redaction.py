@@ -17,8 +17,8 @@ from tiered_kv.errors import TieredKVError
 
 HIDDEN = "***"
 _FOREIGN_CHARACTERS_MAX = 240
-_PART_MIN = 4
-"""Characters from which a variable's value is hidden without the text around it: a shorter one is in any message."""
+_HIDDEN_MIN = 4
+"""Characters from which a secret is hidden in a text: a shorter one is in any message, and is no secret."""
 
 _SECRET_NAME = re.compile(
     r"pass(word|wd|phrase)|secret|token(?!s)|credential|(api|access|private|encryption|account|name)_?key|"
@@ -44,7 +44,7 @@ class EnvironmentText(str):
 
     def __new__(cls, text: str, values: Iterable[str] = ()) -> Self:
         made = super().__new__(cls, text)
-        made.values = frozenset(value for value in values if len(value) >= _PART_MIN)
+        made.values = frozenset(values)
         return made
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, frozenset[str]]]:
@@ -95,9 +95,9 @@ def texts_in(value: object) -> set[str]:
 
 
 def scrub(text: str, secrets: Set[str]) -> str:
-    """Return a library's `text` without any of `secrets`, and without the secret parts of URLs."""
+    """Return a library's `text` without any of `secrets` but very short ones, and without the secret parts of URLs."""
     for secret in sorted(secrets | {" ".join(each.split()) for each in secrets}, key=len, reverse=True):
-        if secret:
+        if len(secret) >= _HIDDEN_MIN:
             text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
     return _QUERY.sub(rf"\1{HIDDEN}", _USERINFO_IN_TEXT.sub(rf"\1{HIDDEN}@", text))
 
