@@ -291,6 +291,9 @@ class TestPutAndGet:
             stack.put(hashes(3), blocks.to("meta"))
         with pytest.raises(ValueError, match=r"contiguous, in C order; pass its \.contiguous"):
             stack.put(hashes(3), blocks.transpose(0, 1))
+        for lazy in (torch.zeros(3, BLOCK_BYTES // 8, dtype=torch.complex64).conj(), torch._neg_view(blocks.detach())):
+            with pytest.raises(ValueError, match=r"own bytes; pass its \.resolve_conj\(\)\.resolve_neg\(\)"):
+                stack.put(hashes(3), lazy)
         with pytest.raises(ValueError, match="3 blocks of 4096 bytes, found 8192 bytes"):
             stack.get(hashes(3), out[:2])
 

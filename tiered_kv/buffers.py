@@ -47,7 +47,7 @@ def bytes_in(buffer: AnyBuffer, name: str) -> Blocks:
 
     Raises:
         TypeError: It is no buffer, its elements are Python objects, or it is not in the CPU's memory.
-        ValueError: It is not contiguous, in C order.
+        ValueError: It is not contiguous, in C order, or a lazy conjugate or negative.
     """
     torch = sys.modules.get("torch")  # a caller with a tensor has imported it
     if torch is not None and isinstance(buffer, torch.Tensor):
@@ -55,6 +55,8 @@ def bytes_in(buffer: AnyBuffer, name: str) -> Blocks:
             raise TypeError(f"{name} must be in the CPU's memory, found a tensor on {buffer.device}; pass its .cpu()")
         if buffer.layout != torch.strided or not buffer.is_contiguous():
             raise ValueError(f"{name} must be contiguous, in C order; pass its .contiguous()")
+        if buffer.is_conj() or buffer.is_neg():  # torch conjugates or negates the numbers only when they are read
+            raise ValueError(f"{name} must have its own bytes; pass its .resolve_conj().resolve_neg()")
         flat: Blocks = buffer.detach().reshape(-1).view(torch.uint8).numpy()  # numpy has no bfloat16
         return flat
     if isinstance(buffer, np.ndarray):  # whose type may have no memoryview, such as ml_dtypes' bfloat16
