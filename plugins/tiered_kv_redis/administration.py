@@ -153,8 +153,9 @@ class RedisAdministration(ListedStorage):
         try:
             yield True
         except (NodeError, RedisError, OSError) as error:
-            reason = reason_of_error(error)
-            text = None if isinstance(error, NodeError) else cause_of(error)
+            found = reason_of_error(error)
+            reason = self._topology.explained(found)
+            text = None if isinstance(error, NodeError) or reason != found else cause_of(error)
             message = self._topology.sentence(reason, text, wants=_RIGHTS if reason == PERMISSION else "")
             raise TierUnavailableError(message, tier=self._settings.name, operation=operation) from error
 

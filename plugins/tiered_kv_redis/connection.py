@@ -9,7 +9,8 @@ import select
 import socket
 import ssl
 import time
-from typing import Any
+from contextlib import closing, suppress
+from typing import Any, Final
 
 from redis.connection import AbstractConnection, Connection, SSLConnection
 from redis.connection import UnixDomainSocketConnection as RedisUnixConnection
@@ -18,6 +19,8 @@ from tiered_kv.toolkit.resolver import connect
 from tiered_kv_redis.replies import ReplyReader, Stream, TlsStream
 
 _CONNECT_MIN_S = 0.001
+_TLS_RECORDS: Final = (b"\x15", b"\x16")
+"""First bytes of an alert and of a handshake: RFC 8446, section 5.1."""
 
 
 class SendRoom:
@@ -92,6 +95,33 @@ class TcpConnection(FirstReplyConnection, Connection):
 
 class TlsConnection(SSLConnection, TcpConnection):
     """The same over TLS."""
+
+
+def speaks_other(host: str, port: int, *, tls: bool, timeout_s: float) -> bool:
+    """Return whether a server speaks Redis without TLS if `tls` is set, or TLS if it is not: asks it over a new socket.
+
+    A server without TLS waits for the end of a handshake's line for ever, and one with TLS closes the connection.
+    """
+    deadline = time.monotonic() + timeout_s
+    request, replies = (b"PING\r\n", (b"+", b"-")) if tls else (_hello(host), _TLS_RECORDS)
+
+    def left_s() -> float:
+        return max(_CONNECT_MIN_S, deadline - time.monotonic())
+
+    with suppress(OSError), closing(connect(host, port, left_s)) as sock:
+        sock.settimeout(left_s())
+        sock.sendall(request)
+        return sock.recv(1) in replies
+    return False
+
+
+def _hello(host: str) -> bytes:
+    """Return the first message of a handshake."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.wrap_bio(incoming, outgoing, server_hostname=host).do_handshake()
+    return outgoing.read()
 
 
 class WireConnection(Connection):

@@ -52,7 +52,12 @@ UNUSABLE: Final = frozenset((LOADING, CLUSTER_DOWN))
 OF_ONE_SERVER: Final = UNUSABLE | {BUSY, TIMEOUT, UNAVAILABLE, AUTH, TLS, PROTOCOL}
 """Reasons that concern one server only."""
 
-REFUSALS: Final = frozenset((AUTH, PERMISSION, SERVER_ERROR, TLS))
+UNLIKE: Final = frozenset((TIMEOUT, UNAVAILABLE, PROTOCOL, TLS))
+"""Reasons that a server has, too, if it speaks TLS and this client does not, or the reverse."""
+WITHOUT_TLS: Final = "without_tls"
+WITH_TLS: Final = "with_tls"
+
+REFUSALS: Final = frozenset((AUTH, PERMISSION, SERVER_ERROR, TLS, WITHOUT_TLS, WITH_TLS))
 """Permanent failures: the tier is not opened."""
 
 _IS_SAID: Final[Mapping[str, tuple[str, str]]] = {
@@ -69,6 +74,8 @@ _IS_SAID: Final[Mapping[str, tuple[str, str]]] = {
         "does not pass the check of its certificate, or offers no TLS",
         "set 'tls_ca' to the file of its authority, or connect by a name that the certificate has",
     ),
+    WITHOUT_TLS: ("does not speak TLS", "write 'redis://' in place of 'rediss://', or leave 'tls' out"),
+    WITH_TLS: ("speaks TLS only", "write 'rediss://' in place of 'redis://', or set 'tls: true'"),
     UNAVAILABLE: ("cannot be reached", "start it, or correct its address in the stack"),
     TIMEOUT: (
         "does not answer in time",

@@ -156,7 +156,7 @@ class RedisTier(BlockingTier):
         except NodeError as error:
             # Only a cluster's member says MOVED: then `mode` is wrong.
             is_wrong_mode = error.reason == MOVED and self._settings.mode != "cluster"
-            return SERVER_ERROR if is_wrong_mode else error.reason
+            return SERVER_ERROR if is_wrong_mode else self._topology.explained(error.reason)
         return ""
 
     # Worker threads.

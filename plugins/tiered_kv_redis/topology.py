@@ -14,9 +14,21 @@ from redis.connection import ConnectionPool
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from tiered_kv.toolkit.background import BackgroundTask
+from tiered_kv_redis.connection import speaks_other
 from tiered_kv_redis.endpoint import pool_options, sentinel_options
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import CLUSTER_DOWN, TIMEOUT, UNAVAILABLE, NodeError, cause_of, reason_of_error, sentence
+from tiered_kv_redis.reasons import (
+    CLUSTER_DOWN,
+    TIMEOUT,
+    UNAVAILABLE,
+    UNLIKE,
+    WITH_TLS,
+    WITHOUT_TLS,
+    NodeError,
+    cause_of,
+    reason_of_error,
+    sentence,
+)
 from tiered_kv_redis.settings import Address, RedisSettings
 
 _REFRESH_PAUSE_S = 0.5
@@ -93,9 +105,19 @@ class Topology:
     def sentence(self, reason: str, text: str | None = None, *, wants: str = "") -> str:
         """Return which server cannot be used, why, and what to do; `text` is by default the last one for the reason."""
         said = self.said.get(reason, "") if text is None else text
-        if reason == TIMEOUT and self._settings.tls:
-            wants = wants or "see whether it offers TLS, is overloaded, or a firewall drops packets"
         return sentence(self.endpoints, reason, said, self._settings.secret_texts(), wants=wants)
+
+    def explained(self, reason: str) -> str:
+        """Return `reason`, or that TLS is set and the server has none, or the reverse: asks the first server if needed.
+
+        The call waits for `connect_timeout` at most.
+        """
+        settings = self._settings
+        if reason not in UNLIKE or settings.socket is not None:
+            return reason
+        host, port = settings.addresses[0]
+        is_other = speaks_other(host, port, tls=settings.tls, timeout_s=settings.connect_timeout)
+        return reason if not is_other else WITHOUT_TLS if settings.tls else WITH_TLS
 
     def close(self) -> None:
         """Close every connection, and wait for the background threads, half a second in all."""
