@@ -150,11 +150,13 @@ def test_replay_counts_hits_by_tier_and_finds_no_corrupt_block(tmp_path: Path, c
     assert second["requests"] == 10
     assert second["first_request_hits"] > 0
     assert second["hits"]["nvme"] > 0  # in the first run the disk may be slower than eighty requests
-    text = command.out("replay", stack, *SMALL_CHATS)
+    dead = "type: redis, url: 'redis://127.0.0.1:1'"
+    text = command.out("replay", stack_file(tmp_path, nvme(tmp_path / "cache"), dead), *SMALL_CHATS)
     assert {"cpu", "nvme", "misses"} <= set(text.split())
     assert "compared byte by byte: all are right." in text
     assert "limits them" in text, "rates stand beside what limited them"
-    assert "_total" not in text, "counters are for --json"
+    assert re.search(r"redis: [\d,]+ blocks? failed to store: .*[(]unavailable[)]", text)
+    assert not re.search(r"_total|[a-z]_[a-z]", text.replace(str(tmp_path), "")), "counters are for --json"
 
 
 def test_replay_reads_a_trace(tmp_path: Path, command: Command) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from tiered_kv._cli.arguments import describe_use, positive_int, seconds
 from tiered_kv._cli.measuring import (
@@ -31,9 +30,6 @@ from tiered_kv.stack import EngineStack, open_engine_stack
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.tally import ReplayReport, Tally
 
-_PROBLEM_COUNTERS = re.compile(
-    "^(skipped|failed|too_slow|expired|corrupt|quarantined|refused|late)_|^exceptions_|_(errors|timeouts)_total$"
-)
 _PROBLEMS: Final[Mapping[str, Callable[[str], str]]] = {
     "skipped_blocks_total": lambda word: reason_of(word).sentence,
     "too_slow_blocks_total": lambda word: TOO_SLOW_REASONS.get(word, word),
@@ -43,6 +39,13 @@ _VERBS: Final = {
     "skipped_blocks_total": "not stored",
     "too_slow_blocks_total": "not loaded",
     "failed_blocks_total": "failed to {}",
+}
+_EVENTS: Final = {
+    "refused_promotion_blocks_total": ("block", "{} not loaded: the primary tier had no room"),
+    "lookup_timeouts_total": ("lookup", "{} without an answer in time"),
+    "expired_jobs_total": ("job", "{} not ended by the deadline"),
+    "exceptions_total": ("exception", "{} of the tier's methods, which the log has"),
+    "breaker_opened_total": ("time", "the breaker opened {}"),
 }
 
 
@@ -149,12 +152,9 @@ def _remarks(report: ReplayReport) -> Iterator[str]:
                 if count:
                     what = f"{_VERBS[counter].format(*labels)}: {meanings(labels[-1])}"
                     yield f"{name}: {quantity(count, 'block')} {what} ({labels[-1]})"
-        if refused := tier.counters.get("refused_promotion_blocks_total"):
-            yield f"{name}: {quantity(refused, 'block')} not loaded: the primary tier had no room"
-        if opened := tier.counters.get("breaker_opened_total"):
-            yield f"{name}: the breaker opened {quantity(opened, 'time')}"
-        if others := _other_problems(tier.counters):
-            yield f"{name}: {others}"
+        for counter, (noun, what) in _EVENTS.items():
+            if times := tier.counters.get(counter):
+                yield f"{name}: {what.format(quantity(times, noun))}"
     yield from _notes(report)
 
 
@@ -168,14 +168,3 @@ def _notes(report: ReplayReport) -> Iterator[str]:
         yield "interrupted: these are the figures so far"
     elif not report.drained:
         yield "some stores had not ended when the time for them was over"
-
-
-def _other_problems(counters: Mapping[str, Any]) -> str:  # Any: as `Counters.snapshot`
-    """Return the counters of problems that no sentence above is about."""
-    shown = []
-    for path, value in flat_counts(counters):
-        family, (name, *labels) = ("tier ", path[1:]) if path[0] == "tier" else ("", path)
-        is_told = not family and name in (*_PROBLEMS, "refused_promotion_blocks_total")
-        if value and not is_told and _PROBLEM_COUNTERS.search(name):
-            shown.append(f"{family}{name}{{{', '.join(labels)}}} {value:,}".replace("{}", ""))
-    return ", ".join(shown)
