@@ -21,7 +21,7 @@ from rich.console import Console
 from tests.support.pages import undescribed
 from tests.support.stacks import stack_of
 from tests.support.status_server import Status, StatusServer, answer, busy, response, status, tier
-from tests.support.terminal import CTRL_C, Terminal
+from tests.support.terminal import CTRL_C, ESCAPES, Terminal
 from tiered_kv import open_stack
 from tiered_kv._cli.live import Sight, view_of
 from tiered_kv._cli.top import number, screen
@@ -152,6 +152,16 @@ def test_once_prints_a_table_of_one_interval(capsys: pytest.CaptureFixture[str])
     assert len(server.requests) == 2
     assert "over 1s" in text
     assert re.search(r"missed +cpu +evicted +40 +80", text)
+
+
+def test_once_fits_the_terminal(tmp_path: Path) -> None:
+    with (
+        StatusServer(growing(version="1" * 90)) as server,
+        Terminal([*COMMAND, server.address, "--once", "--interval", "100ms"], tmp_path, size=(72, 24)) as terminal,
+    ):
+        status, shown = terminal.end()
+    lines = [line for line in ESCAPES.sub("", shown).replace("\r", "\n").splitlines() if "━" not in line]
+    assert (status, max(map(cell_len, lines))) == (0, 72)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import select
+import shutil
 import signal
 import sys
 import termios
@@ -173,7 +174,8 @@ def _print(watcher: Watcher, where: str, interval_s: float) -> None:
 
 
 def _print_sight(sight: Sight, where: str, interval_s: float, *, notices_s: float) -> None:
-    console = _console(width=_TABLE_WIDTH_MAX, height=_PRINTED_LINES_MAX, color_system=None, force_terminal=False)
+    width = min(_TABLE_WIDTH_MAX, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _TABLE_WIDTH_MAX
+    console = _console(width=width, height=_PRINTED_LINES_MAX, color_system=None, force_terminal=False)
     view = sight.view and {**sight.view, "notices": [n for n in sight.view["notices"] if n["age_s"] <= notices_s]}
     print_text(time.strftime("%Y-%m-%d %H:%M:%S"))
     console.print(screen(Sight(view, sight.error, sight.lost_s), where, interval_s, console))
