@@ -35,6 +35,9 @@ _LEFT_OUT: Final = re.compile(r'<!--.*?-->|<style.*?</style>|(?<=<g) id="[^"]*"'
 """Styles would reach beyond the figure, and the groups of several figures have the same names."""
 _LONG_AXIS: Final = 300.0
 _WIDTH_IN: Final = 4.4
+_TAG: Final = re.compile("<[^>]*>")
+_FOLDED_CHARACTERS: Final = 24
+"""Of a line in a column of texts, beside which there is room for others."""
 _HEIGHT_IN: Final = 2.4
 
 _STYLE: Final[dict[str, Any]] = {  # Any: what matplotlib takes for a setting
@@ -160,8 +163,9 @@ def card(*children: str) -> Html:
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Sequence[int] = (0,)) -> Html:
     """Return a table. Columns that are not in `texts` hold numbers, aligned to the right.
 
-    Each cell has the name of its column, too: on a narrow screen a row is a list of names and values.
+    Each cell has the name of its column, too: where the table does not fit, a row is a list of names and values.
     """
+    rows = list(rows)
     kinds = ["" if index in texts else "number" for index in range(len(columns))]
 
     def line(row: Sequence[str]) -> Html:
@@ -170,7 +174,18 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Seque
 
     heads = (element("th", name, class_=kind, scope="col") for name, kind in zip(columns, kinds, strict=True))
     head, body = element("thead", element("tr", *heads)), element("tbody", *map(line, rows))
-    return element("div", element("table", head, body), class_="table")
+    widths_rem = (
+        _width_rem(cells, at > 0 and at in texts) for at, cells in enumerate(zip(columns, *rows, strict=True))
+    )
+    return element(
+        "div", element("table", head, body), class_="table", style=f"font-size: {sum(widths_rem) / 10:.1f}rem"
+    )
+
+
+def _width_rem(cells: Sequence[str], is_folded: bool) -> float:
+    """Return about how wide a column has to be."""
+    longest = max(len(_TAG.sub("", cell)) for cell in cells)
+    return 1.5 + 0.5 * (min(longest, _FOLDED_CHARACTERS) if is_folded else longest)
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> Html:

@@ -160,7 +160,8 @@ def stack_page(
         chosen, simulated, costs = cheapest(runs)
         heading = headline(runs, currency).rstrip(".")
         lede = f"{workload[:1].upper()}{workload[1:]} through {run.stack_name}: {lede}"
-        tiles.insert(0, tile(f"{100 * simulated.hit_rate:.1f}", "%", f"hits: {chosen}, the cheapest that is as good"))
+        good = tile(f"{100 * simulated.hit_rate:.1f}", "%", f"hits: {chosen}, the cheapest that is as good")
+        tiles = [good, *(tiles if chosen != name else ())]
         if costs:
             tiles.insert(1, tile(f"{_cost(costs):,.2f}", f"{currency} a month", f"for {chosen}"))
     return page.page(run, kind=_KIND, heading=heading, lede=lede, tiles=tiles, sections=sections)
