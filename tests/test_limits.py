@@ -332,7 +332,7 @@ def test_opening_and_check_refuse_the_same(
     assert memory["setting"] == "primary.capacity"
     assert shared["what"] == "shared memory"
     assert main(["check", str(file)]) == 1
-    assert "memory            FAILED    the stack takes up to" in capsys.readouterr().out
+    assert "memory            FAILED    line 1: the stack takes up to" in capsys.readouterr().out
 
 
 def test_tiers_over_a_host_s_memory_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

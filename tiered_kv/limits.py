@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from tiered_kv.config.units import format_bytes, rounded_bytes
+from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ConfigError
 
 Resource = Literal["memory", "descriptors", "threads", "disk", "shared memory"]
@@ -218,9 +218,10 @@ def _memory(takes: Sequence[Take], limits: Limits, numa_node: int | None) -> Nee
 
 
 def _rounded_down(size_bytes: int) -> str:
-    """Return a size that fits where `size_bytes` do, to three digits or so."""
-    unit = 1 << max(0, size_bytes.bit_length() - 7) // 10 * 10
-    return format_bytes(size_bytes // unit * unit)
+    """Return a size that fits where `size_bytes` do, in the unit of `rounded_bytes`, which a setting takes as it is."""
+    unit = 1 << max(0, size_bytes.bit_length() - 1) // 10 * 10
+    step = unit if size_bytes >= 100 * unit else max(1, unit // 4)
+    return f"{size_bytes // step * step / unit:g}{rounded_bytes(unit)[1:]}"
 
 
 def disk_need(path: str | int, capacity_bytes: int, used_bytes: int, setting: str = "capacity") -> Need:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
@@ -39,6 +40,20 @@ def test_a_redis_that_is_full_and_evicts_nothing_fails(tmp_path: Path, check: Co
         f"no_space; a write fails, so stores may fail too: the server 127.0.0.1:{server.port} has no" in found["error"]
     )
     assert "raise its 'maxmemory', or set its 'maxmemory-policy' to allkeys-lru" in found["error"]
+
+
+def test_what_is_too_large_is_said_once_with_its_line_and_a_size_that_a_setting_takes(
+    tmp_path: Path, check: Command
+) -> None:
+    file = stack_file(tmp_path, "type: redis, url: 'redis://127.0.0.1:1'", capacity="4PiB")
+    shown = " ".join(check.out(file, status=1).split())
+    assert shown.count("that this process has") == 1
+    assert "cpu (cpu) FAILED line 3: primary.capacity is too much; see 'memory' below" in shown
+    assert "memory FAILED line 3: the stack takes up to 4.0PiB of memory" in shown
+    assert "redis (redis) FAILED line 5: the server 127.0.0.1:1 cannot" in shown
+    (room,) = re.findall(r"primary.capacity has room for (\S+)", shown)
+    assert re.fullmatch(r"\d{1,3}(\.(25|5|75))?[KMGT]iB", room)
+    check.out(stack_file(tmp_path, capacity=room))
 
 
 def test_an_address_that_is_taken_is_found(tmp_path: Path, check: Command) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import ClassVar
 import pytest
 
 from tests.support.command import Command
-from tests.support.stacks import plugged, stack_file
+from tests.support.stacks import plugged, stack_file, stack_of
 from tiered_kv.cli import main
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import TierType
+from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.toolkit.administration import Purged, StoredNamespace, Survey, TierAdministration, matching_description
 
@@ -87,6 +89,20 @@ def test_the_chosen_namespace_is_purged_and_by_default_the_stack_s_own(
     assert ledger.purged == purged
     assert (OTHER if OTHER in options else OWN) in out
     assert ("a note" in out) is bool(purged)
+
+
+def test_what_was_said_before_a_purge_is_not_said_again_and_the_process_beside_it_is_not_known(
+    tmp_path: Path, purge: Command
+) -> None:
+    nvme = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    with open_stack(stack_of(nvme, block_bytes=4096) | {"namespace": {"model": "test"}}) as opened:
+        assert opened.put([b"a", b"b"], bytes(2 * 4096)) == 2
+        assert opened.flush()
+    file = stack_file(tmp_path, f"type: nvme, path: {tmp_path}/kv, capacity: 64MiB", "type: kept")
+    shown = purge.out(file, "--yes", "--namespace", opened.config.identity.digest.hex())
+    assert shown.count("nvme: looked at") == 1
+    assert shown.count("since none answers at a 'metrics.listen' of the file; they may store again") == 1
+    assert len(re.findall(r"nvme +[0-9a-f]{32} +default +2 ", shown)) == 2, "all that were stored were removed"
 
 
 def test_a_tenant_s_namespaces_are_purged_and_those_of_unknown_tenants_reported(

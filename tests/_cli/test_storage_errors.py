@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import Command
-from tests.support.redis_servers import RedisServer, redis_server
+from tests.support.redis_servers import RedisServer, make_tls_files, redis_server
 from tests.support.stacks import stack_file
 from tiered_kv.cli import main
+from tiered_kv.testing.rig import FourMethodTier
 
 __all__ = ["redis_server"]
 
@@ -67,7 +69,8 @@ def test_a_dead_storage_is_named_with_cause_and_remedy(
     began_s = time.monotonic()
     assert main([verb[0], file, *verb[1:]]) == 1
     shown = " ".join((capsys.readouterr().out + caplog.text).split())
-    assert re.search(re.escape(says).replace(r"\*", r"[^;]*"), shown), "* is what the resolver says"
+    said = re.findall(re.escape(says).replace(r"\*", r"[^;]*"), shown)  # * is what the resolver says
+    assert len(said) == 1, "in the table or below it, and not in the log, too"
     assert not METHOD_NAMES.search(shown)
     assert "a-secret" not in shown
     assert time.monotonic() - began_s < 60.0
@@ -81,6 +84,34 @@ def test_what_redis_says_about_a_database_that_it_does_not_have_is_shown(
         shown = " ".join(command.out(verb[0], file, *verb[1:], status=1).split())
         assert f":{redis_server.port} answers with an error (" in shown
         assert "DB index is out of range); check 'db'" in shown
+
+
+class WarningTier(FourMethodTier):
+    """Says something that no table has."""
+
+    def describe(self) -> dict[str, object]:
+        logging.getLogger("a.plugin").warning("the moon is full")
+        return {}
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb[0])
+def test_a_warning_of_a_tier_without_an_error_is_logged(
+    verb: list[str], tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    command.out(verb[0], stack_file(tmp_path, f"type: '{__name__}:WarningTier'"), *verb[1:], status=verb[0] == "purge")
+    assert caplog.messages.count("the moon is full") == {"check": 2}.get(verb[0], 0)
+
+
+@pytest.mark.parametrize("verb", [VERBS[0], VERBS[1]], ids=lambda verb: verb[0])
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_a_server_with_tls_and_a_client_without_it_or_the_reverse_is_named(
+    has_tls: bool, verb: list[str], tmp_path: Path, command: Command
+) -> None:
+    with RedisServer(tmp_path / "redis", tls=make_tls_files(tmp_path) if has_tls else None) as server:
+        url = f"{'redis' if has_tls else 'rediss'}://127.0.0.1:{server.port}"
+        shown = command.out(verb[0], stack_file(tmp_path, f"type: redis, url: '{url}'"), status=1)
+    says = "speaks TLS only; write 'rediss://'" if has_tls else "does not speak TLS; write 'redis://' in place"
+    assert f"the server 127.0.0.1:{server.port} {says}" in " ".join(shown.split())
 
 
 @pytest.mark.usefixtures("drawing_library")

@@ -12,7 +12,7 @@ from tiered_kv._cli.measuring import add_report_argument, start_report, write_re
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv._cli.report.bench_page import BENCH_COLUMNS, BENCH_LIMITS, bench_page, bench_remarks, bench_rows
 from tiered_kv._cli.report.page import Run, quantity
-from tiered_kv._cli.stacks import OWN_MODEL, add_stack_arguments, operated_stack, purge_own, tier_error_text
+from tiered_kv._cli.stacks import OWN_MODEL, add_stack_arguments, held_log, operated_stack, purge_own, tier_error_text
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import PrimaryRegion
@@ -68,7 +68,10 @@ def run(args: argparse.Namespace) -> Status:
 
         for tier in tiers:
             advance(len(results) * settings.rounds, f"measuring {tier.name}")
-            results.append(_bench(config, tier, settings, reported, on_round))
+            with held_log() as drop_log:
+                results.append(_bench(config, tier, settings, reported, on_round))
+                if results[-1].error:
+                    drop_log()
     if args.json:
         print_json({"tiers": [_fields(result) for result in results]})
     else:

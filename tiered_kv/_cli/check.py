@@ -13,14 +13,17 @@ from tiered_kv._cli.stacks import (
     OWN_MODEL,
     OperatedStack,
     add_stack_arguments,
+    held_log,
     operated_stack,
     own_config,
     purge_own,
     tier_error_text,
 )
+from tiered_kv.config.reading import from_source
 from tiered_kv.config.redaction import error_text, scrub
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import format_bytes, rounded_bytes
+from tiered_kv.config.validation import line_of
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.hooks import tier_type_of
@@ -233,19 +236,22 @@ def _check_primary(config: StackConfig, needs: list[Need]) -> tuple[TierCheck, P
 
 def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegion, opened: ExitStack) -> TierCheck:
     secrets, details = settings.secret_texts(), dict[str, object]()
-    try:
-        tier = open_tier(config, settings, region.kv_view)
-        opened.callback(shut_down, [tier], config)
-        details = _described(tier, secrets)
-        left = _store_elsewhere(config, settings, region) if _lists_entries(settings) else None
-        if left is not None:
-            return _with_left(TierCheck(settings.name, settings.type, True, details=details), left)
-        error = _store_one(tier, settings, region)
-        details = _described(tier, secrets)  # with what the store showed
-        error += f"; {details['warning']}" if error and "warning" in details else ""
-        return TierCheck(settings.name, settings.type, not error, error, details)
-    except Exception as error:  # a third-party tier may raise anything
-        return TierCheck(settings.name, settings.type, False, tier_error_text(error, settings), details)
+    with held_log() as drop_log:
+        try:
+            tier = open_tier(config, settings, region.kv_view)
+            opened.callback(shut_down, [tier], config)
+            details = _described(tier, secrets)
+            left = _store_elsewhere(config, settings, region) if _lists_entries(settings) else None
+            if left is not None:
+                return _with_left(TierCheck(settings.name, settings.type, True, details=details), left)
+            error = _store_one(tier, settings, region)
+            details = _described(tier, secrets)  # with what the store showed
+            error += f"; {details['warning']}" if error and "warning" in details else ""
+        except Exception as problem:  # a third-party tier may raise anything
+            error = tier_error_text(problem, settings)
+        if error or "warning" in details:  # which say what the log does
+            drop_log()
+    return TierCheck(settings.name, settings.type, not error, error, details)
 
 
 def _store_elsewhere(config: StackConfig, settings: TierSettings, region: PrimaryRegion) -> str | None:
@@ -293,20 +299,34 @@ def _scrubbed(value: object, secrets: set[str]) -> object:
 def _show(args: argparse.Namespace, stack: OperatedStack, config: StackConfig, found: StackCheck) -> None:
     blocks = f"blocks of {format_bytes(config.block.bytes)}, " if stack.is_whole or not args.offline else ""
     print_text(f"{args.stack}: {blocks}{stack}\n")
-    rows = [[f"{each.name} ({each.type})", each.verdict, _details(each)] for each in found.tiers]
-    rows += [[each.setting, "FAILED" if each.error else "ok", each.error or each.address] for each in found.listens]
+    # Each row, with the setting in question; its line is shown if the row says FAILED.
+    names = ["primary", *(f"secondary.{at}" for at in range(len(config.secondary)))]
+    rows = [
+        (setting, f"{each.name} ({each.type})", each.verdict, _details(each, found.limits))
+        for setting, each in zip(names, found.tiers, strict=True)
+    ]
+    rows += [
+        (each.setting, each.setting, "FAILED" if each.error else "ok", each.error or each.address)
+        for each in found.listens
+    ]
     for need in found.limits:
         wanted, available = need.shown
         verdict = ("FAILED" if need.is_refused else "WARNING") if need.problem else "ok"
-        rows.append([need.what, verdict, need.problem or f"{wanted} of {available}, {need.where}"])
-    print_table(["what", "verdict", "what it is, or what to do"], rows, numbers=False)
+        rows.append((need.setting, need.what, verdict, need.problem or f"{wanted} of {available}, {need.where}"))
+    lines = from_source(args.stack, lambda _: [line_of(setting) for setting, *_ in rows])
+    shown = [
+        [what, verdict, f"line {line}: {text}" if line and verdict == "FAILED" else text]
+        for line, (_, what, verdict, text) in zip(lines, rows, strict=True)
+    ]
+    print_table(["what", "verdict", "what it is, or what to do"], shown, numbers=False)
     if args.offline:
         print_text("nothing was opened, and what this machine has was not looked at")
 
 
-def _details(check: TierCheck) -> str:
+def _details(check: TierCheck, limits: list[Need]) -> str:
     if check.error:
-        return check.error
+        said = next((need for need in limits if need.is_refused and need.problem in check.error), None)
+        return check.error if said is None else f"{said.setting} is too much; see '{said.what}' below"
     warning = [f"{check.details['warning']};"] if "warning" in check.details else []
     details = ", ".join(_detail(name, value) for name, value in check.details.items() if name != "warning")
     return " ".join([*warning, details])

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Final
 
 from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
@@ -17,6 +18,10 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit.administration import TierAdministration
 
 _TIMEOUT_S = 600.0
+_UNKNOWN: Final = (
+    "which processes have this open is not known, since none answers at a 'metrics.listen' of the file; "
+    "they may store again: stop them first"
+)
 
 
 @dataclass(slots=True)
@@ -84,11 +89,12 @@ def run(args: argparse.Namespace) -> Status:
             advance(len(tiers), f"looking into {settings.name}")
             tiers.append(_look(settings, chosen, args.tenant, args.timeout))
     running = _running(stack, tiers)
+    said: set[str] = set()
     if not args.json:
         print_text(f"{args.stack}: {meant}\n")
-        _show(tiers, "stored")
-        if running:
-            print_text(running)
+        _show(tiers, "stored", said)
+        if running or (stack.running is None and any(tier.namespaces for tier in tiers)):
+            print_text(running or _UNKNOWN)
     if not args.dry_run and any(tier.namespaces for tier in tiers):
         if not args.yes:
             _ask(tiers)
@@ -97,7 +103,8 @@ def run(args: argparse.Namespace) -> Status:
                 advance(done, f"removing from {tier.name}")
                 _purge(settings, tier, args.timeout)
         if not args.json:
-            _show(tiers, "removed")
+            print_text("")
+            _show(tiers, "removed", said)
     ok = all(tier.ok for tier in tiers)
     if args.json:
         described = [{**asdict(tier), "ok": tier.ok} for tier in tiers]
@@ -133,13 +140,15 @@ def _look(settings: TierSettings, digest: str | None, tenant: str | None, timeou
 
 def _purge(settings: TierSettings, tier: TierPurge, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
+    stored = [found.blocks for found in tier.namespaces]
     for found in tier.namespaces:  # if the removal fails, the numbers are unknown
         found.blocks = found.size_bytes = None
 
     def purge(administration: TierAdministration) -> None:
-        for found in tier.namespaces:
+        for found, blocks in zip(tier.namespaces, stored, strict=True):
             removed = administration.purge(found.namespace, deadline)
-            found.blocks, found.size_bytes = removed.blocks, removed.size_bytes
+            is_counted = removed.blocks is not None or removed.left  # else all of the stored ones are gone
+            found.blocks, found.size_bytes = removed.blocks if is_counted else blocks, removed.size_bytes
             found.left, found.notes = removed.left, removed.notes
             found.purged = not removed.left
 
@@ -162,12 +171,15 @@ def _ask(tiers: Sequence[TierPurge]) -> None:
         raise ConfigError("nothing was removed")
 
 
-def _show(tiers: Sequence[TierPurge], verb: str) -> None:
+def _show(tiers: Sequence[TierPurge], verb: str, said: set[str]) -> None:
+    """Show the tiers, with the lines about them that were not `said` before."""
     rows = [row for tier in tiers for row in _rows(tier)]
     print_table(["tier", "namespace", "tenant", "blocks", verb], rows, numbers=False)
     for tier in tiers:
-        for line in _remarks(tier):
-            print_text(one_line(f"{tier.name}: {line}"))
+        for line in (one_line(f"{tier.name}: {each}") for each in _remarks(tier)):
+            if line not in said:
+                print_text(line)
+            said.add(line)
 
 
 def _rows(tier: TierPurge) -> Iterator[list[str]]:

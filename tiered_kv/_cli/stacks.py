@@ -7,9 +7,10 @@ several namespaces is its own.
 from __future__ import annotations
 
 import argparse
+import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -113,7 +114,12 @@ def add_stack_arguments(parser: argparse.ArgumentParser, *, namespace: bool = Tr
     engines = parser.add_argument_group("for an engine's stack, whose file has no `block`")
     engines.add_argument("--block-bytes", metavar="SIZE", type=size, help="bytes of a block, if nothing is stored yet")
     if namespace:
-        engines.add_argument("--namespace", metavar="DIGEST", type=digest, help="which of several stored namespaces")
+        add_namespace_argument(engines)
+
+
+def add_namespace_argument(parser: argparse._ActionsContainer) -> None:
+    about = "which of several stored namespaces is that of an engine's stack"
+    parser.add_argument("--namespace", metavar="DIGEST", type=digest, help=about)
 
 
 def digest(text: str) -> str:
@@ -180,15 +186,39 @@ def operated_stack(args: argparse.Namespace, *, looks: bool = True) -> OperatedS
 
 def administer(settings: TierSettings, work: Callable[[TierAdministration], None]) -> str | None:
     """Call `work` with a tier's administration; return an error's text, or None if tiers of the type have none."""
-    try:
-        load = tier_type_of(settings).administration
-        if load is None:
-            return None
-        with closing(load()(settings)) as administration:
-            work(administration)
-    except Exception as error:  # a third-party administration may raise anything
-        return tier_error_text(error, settings)
+    with held_log() as drop:
+        try:
+            load = tier_type_of(settings).administration
+            if load is None:
+                return None
+            with closing(load()(settings)) as administration:
+                work(administration)
+        except Exception as error:  # a third-party administration may raise anything
+            drop()
+            return tier_error_text(error, settings)
     return ""
+
+
+@contextmanager
+def held_log() -> Iterator[Callable[[], None]]:
+    """Hold what is logged back until the end, and yield a function to drop it: the verb shows a tier's error itself."""
+    root, held = logging.getLogger(), _Held()
+    before, root.handlers = root.handlers, [held]
+    try:
+        yield held.records.clear
+    finally:
+        root.handlers = before
+        for record in held.records:
+            root.handle(record)
+
+
+class _Held(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
 
 
 def own_config(config: StackConfig) -> StackConfig:

@@ -13,13 +13,13 @@ from typing import Any, Final
 from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.ask import StatusAddress, address_of, fetch, is_address
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
-from tiered_kv._cli.stacks import administer
+from tiered_kv._cli.stacks import add_namespace_argument, administer, operated_stack
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.reasons import SENTENCES
-from tiered_kv.stack_config import StackConfig, load_config
+from tiered_kv.stack_config import StackConfig
 from tiered_kv.toolkit.administration import StoredNamespace
 
 _TIMEOUT_S: Final = 10.0
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--namespaces", action="store_true", help="look for other namespaces in the storage of the stack's tiers"
     )
+    add_namespace_argument(parser)
     parser.add_argument("--timeout", metavar="TIME", type=seconds, default=_TIMEOUT_S, help="for each answer (10s)")
     describe_use(
         parser,
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> Status:
     query += [("last", "1")] if args.last else []
     if not query and not args.namespaces:
         raise ConfigError("expected keys, --request, --last or --namespaces")
-    config = load_config(args.stack) if args.namespaces else None
+    config = _whole_config(args) if args.namespaces else None
     with progress("asking", None):
         answer = _fetch(address_of(args.stack), query, args.timeout) if query else {}
     tiers = []
@@ -77,6 +78,18 @@ def run(args: argparse.Namespace) -> Status:
         for tier in tiers:
             _show_namespaces(tier)
     return Status.FOUND if args.request is not None and not answer["requests"] else Status.OK
+
+
+def _whole_config(args: argparse.Namespace) -> StackConfig:
+    stack = operated_stack(args)
+    if stack.is_whole:
+        return stack.config
+    if len(stack.stored) > 1:
+        raise stack.ambiguous()
+    raise ConfigError(
+        "the engine sets a part of the namespace, and no tier stores it, so nothing can be compared with it; "
+        "`tiered-kv inspect` shows what is stored"
+    )
 
 
 def _fetch(address: StatusAddress, query: list[tuple[str, str]], timeout_s: float) -> Answer:
