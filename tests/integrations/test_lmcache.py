@@ -20,6 +20,7 @@ from tests.support.engines import (
     run_example,
     running,
 )
+from tests.support.host_server import serving
 from tests.support.lmcache_programs import (
     CHUNKS,
     Entry,
@@ -95,9 +96,24 @@ def test_a_server_that_was_killed_finds_and_verifies_everything(ranks: int, tmp_
     assert first.mismatches + again.mismatches + damaged.mismatches == 0
 
 
-def settle(server: LMCacheServer, blocks: int) -> None:
-    """Wait until the nvme tier has stored `blocks`: LMCache stores in the background."""
-    wait_until(lambda: server.counters("nvme")["stored_blocks_total"] >= blocks, TIMEOUT_S, pause_s=0.05)
+def settle(server: LMCacheServer, blocks: int, tier: str = "nvme") -> None:
+    """Wait until the tier has stored `blocks`: LMCache stores in the background."""
+    wait_until(lambda: server.counters(tier)["stored_blocks_total"] >= blocks, TIMEOUT_S, pause_s=0.05)
+
+
+@pytest.mark.full
+def test_a_server_finds_in_the_cache_of_a_host_what_a_killed_one_has_stored(tmp_path: Path) -> None:
+    with serving(tmp_path, {"primary": {"capacity": "512MiB"}}) as served:
+        tiers = [{"type": "host", "socket": served.address}]
+        with LMCacheServer(tmp_path, tiers) as server:
+            first = bench(server, tmp_path, 0, 4)
+            settle(server, 4 * CHUNKS, "host")
+            server.kill()
+        with LMCacheServer(tmp_path, tiers) as server:
+            again = bench(server, tmp_path, 0, 5)
+    assert again.found == {**dict.fromkeys(range(4), CHUNKS), 4: 0}
+    assert first.digests.items() <= again.digests.items()
+    assert first.mismatches + again.mismatches == 0
 
 
 # A whole engine.

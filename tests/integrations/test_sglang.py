@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engines import SGLANG, Message, damage_segments, interpreter, passed_checks, run_example
+from tests.support.host_server import serving
 from tests.support.sglang_programs import SGLangEngine, extra_config, hicache
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
@@ -34,16 +35,16 @@ def nvme(directory: Path, **more: object) -> Message:
     return {"type": "nvme", "path": str(directory / "kv"), "capacity": "256MiB", **more}
 
 
-def stored_blocks(engine: SGLangEngine) -> int:
-    return count_of(engine.counters()["kv"], "nvme", "stored_blocks_total")
+def stored_blocks(engine: SGLangEngine, tier: str = "nvme") -> int:
+    return count_of(engine.counters()["kv"], tier, "stored_blocks_total")
 
 
-def computed(engine: SGLangEngine, *, parts: int = 2) -> list[list[int]]:
+def computed(engine: SGLangEngine, *, parts: int = 2, tier: str = "nvme") -> list[list[int]]:
     """Return the answers to `PROMPTS`, which no cache has, once all of their pages are stored."""
-    before = stored_blocks(engine) if engine.has_counted() else 0
+    before = stored_blocks(engine, tier) if engine.has_counted() else 0
     result = engine.tell("generate", prompts=PROMPTS)
     assert result["storage"] == [0] * len(PROMPTS)
-    wait_until(lambda: stored_blocks(engine) >= before + parts * len(PROMPTS) * WHOLE // PAGE)
+    wait_until(lambda: stored_blocks(engine, tier) >= before + parts * len(PROMPTS) * WHOLE // PAGE)
     tokens: list[list[int]] = result["tokens"]
     return tokens
 
@@ -153,6 +154,19 @@ def test_two_ranks_have_their_own_tiers(model: Path, tmp_path: Path) -> None:
         expected = computed(engine)
         assert found_again(engine, expected) == [WHOLE] * len(PROMPTS)
     assert [(tmp_path / rank / "kv" / "kv").is_dir() for rank in ("0", "1")] == [True, True]
+
+
+@pytest.mark.full
+def test_ranks_find_their_pages_in_the_cache_of_a_host_after_they_were_killed(model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, {"primary": {"capacity": "64MiB"}}, namespaces=2) as served:
+        options = hicache(extra_config([{"type": "host", "socket": served.address}]), tp_size=2)
+        cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+        with SGLangEngine(model, tmp_path, options, **cores).wait_ready() as engine:
+            expected = computed(engine, tier="host")
+            engine.kill()
+        with SGLangEngine(model, tmp_path, options, **cores).wait_ready() as engine:
+            result = engine.tell("generate", prompts=PROMPTS)
+            assert (result["tokens"], result["storage"]) == (expected, [WHOLE] * len(PROMPTS))
 
 
 @pytest.mark.full
