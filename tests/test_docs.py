@@ -30,12 +30,18 @@ from tiered_kv.workload.request import ChatWorkload
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KIB = 1 << 10
+WORDS_MAX = 51_000
+"""Of all pages together, code and tables included: what one adds, another gives up."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_every_relative_link_leads_to_a_file_and_a_heading(page: Path) -> None:
     broken = [link for link in links_of(page) if not leads_somewhere(page, link)]
     assert broken == []
+
+
+def test_all_pages_together_can_be_read() -> None:
+    assert sum(len(page.read_text().split()) for page in PAGES) <= WORDS_MAX
 
 
 def links_of(page: Path) -> list[str]:
