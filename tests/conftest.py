@@ -27,10 +27,10 @@ from tests.support.stacks import Register, ReplaceModule
 from tiered_kv.testing.control import Footprint, Gate, ManualClock, left_behind
 from tiered_kv.tiering.factory import SecondaryTierFactory
 
-# "repeatable" fails the same way on every machine; HYPOTHESIS_PROFILE=explore looks for what it misses. Neither
-# fails because the machine is slow.
+# "repeatable" fails the same way on every machine, and is quick; HYPOTHESIS_PROFILE=explore looks for what it misses.
+# Neither fails because the machine is slow.
 _PATIENT = hypothesis.settings(deadline=None, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.register_profile("repeatable", _PATIENT, derandomize=True)
+hypothesis.settings.register_profile("repeatable", _PATIENT, derandomize=True, max_examples=40)
 hypothesis.settings.register_profile("explore", _PATIENT, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 

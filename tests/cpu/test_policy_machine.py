@@ -166,7 +166,8 @@ def test_a_policy_keeps_its_promises_in_any_order_of_events(
 ) -> None:
     monkeypatch.setattr(density, "LEARN_EVERY", 12)
     machine = type("Machine", (PolicyMachine,), {"policy_name": policy_name, "has_pins": has_pins})
-    run_state_machine_as_test(machine, settings=hypothesis.settings(max_examples=30, stateful_step_count=30))
+    examples = hypothesis.settings().max_examples // 4
+    run_state_machine_as_test(machine, settings=hypothesis.settings(max_examples=examples, stateful_step_count=30))
 
 
 @pytest.mark.parametrize("num_blocks", [12, 16])

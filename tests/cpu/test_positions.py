@@ -79,7 +79,6 @@ def test_a_head_that_returns_late_goes_after_its_tail(policy: str) -> None:
     groups=st.integers(1, 3),
     seed=st.integers(0, 10**6),
 )
-@hypothesis.settings(max_examples=60)
 def test_no_head_goes_before_its_tail_in_whatever_order_a_request_stores(
     policy: str, prompts: list[tuple[int, ...]], groups: int, seed: int
 ) -> None:

@@ -60,7 +60,6 @@ def serve(manager: CPUOffloadingManager, call: tuple[int, int], name: str) -> li
 
 @pytest.mark.parametrize("policy", BUILT_IN_POLICIES)
 @hypothesis.given(calls=calls, data=st.data())
-@hypothesis.settings(max_examples=60)
 def test_the_order_of_eviction_is_that_of_uses_in_whatever_order_transfers_end(
     policy: str, calls: list[tuple[int, int]], data: st.DataObject
 ) -> None:

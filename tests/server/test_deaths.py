@@ -135,7 +135,7 @@ messages = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings().max_examples // 2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     role=st.sampled_from(["scheduler", "worker", None]),
     sent=st.lists(st.tuples(messages, st.sampled_from([None, 0, 1 << 31])), max_size=8),

@@ -251,4 +251,4 @@ class LeaseRules(RuleBasedStateMachine):
 
 
 TestLeaseRules: Any = LeaseRules.TestCase
-TestLeaseRules.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestLeaseRules.settings = settings(max_examples=settings().max_examples // 4, stateful_step_count=30)

@@ -253,7 +253,7 @@ ACTIONS = ("begin", "store", "end_store", "fail_store", "look_up", "load", "fini
     actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2), st.integers(0, 5)), max_size=40),
     policy=st.sampled_from(list(OffloadPolicy)),
 )
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=2 * hypothesis.settings().max_examples)
 def test_no_job_of_a_request_follows_its_end_and_each_ends_once(
     actions: list[tuple[str, int, int]], policy: OffloadPolicy
 ) -> None:

@@ -299,4 +299,4 @@ class Processes(RuleBasedStateMachine):
 
 
 TestProcesses = Processes.TestCase
-TestProcesses.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestProcesses.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=30)

@@ -90,6 +90,7 @@ def wait_until(
 
 _SHARED_MEMORY = Path("/dev/shm")
 _OTHERS = ("sem.", "vllm_", "sglang_", "psm_")
+"""Semaphores, and files of engines and of `multiprocessing`."""
 _DESCRIPTORS = "/proc/self/fd"
 _OF_A_DRIVER = "/dev/nvidia"
 """NVIDIA's driver opens these when it is used in a new way, and keeps them until the process ends."""
@@ -101,7 +102,7 @@ class Footprint:
     """The resources of this process at one moment; taking it costs about a tenth of a millisecond."""
 
     threads: frozenset[threading.Thread]  # that are alive
-    shared_memory: frozenset[Path]  # files in /dev/shm
+    shared_memory: frozenset[str]  # names in /dev/shm
     others: frozenset[str]  # open file descriptors and temporary files, as lines for a person
 
     @classmethod
@@ -109,13 +110,15 @@ class Footprint:
         """Return the footprint now; `temporary_directory` has the temporary files of this process."""
         temporary = os.listdir(temporary_directory) if temporary_directory.exists() else ()
         others = {f"temporary file {name}" for name in temporary} | _open_descriptors()
-        return cls(frozenset(threading.enumerate()), _shared_memory(), frozenset(others))
+        shared = os.listdir(_SHARED_MEMORY) if _SHARED_MEMORY.exists() else ()
+        return cls(frozenset(threading.enumerate()), frozenset(shared), frozenset(others))
 
     def beyond(self, before: Footprint) -> list[str]:
         """Return the resources that `before` does not have, as lines of text."""
         left = [f"thread {thread.name!r}" for thread in self.threads - before.threads]
-        new = self.shared_memory - before.shared_memory
-        left += [f"shared memory {path}" for path in new if not _used_by_another_process(path)]
+        names = self.shared_memory - before.shared_memory
+        new = [_SHARED_MEMORY / name for name in names if not name.startswith(_OTHERS)]
+        left += [f"shared memory {path}" for path in new if path.is_file() and not _used_by_another_process(path)]
         return sorted(left) + sorted(self.others - before.others)
 
 
@@ -137,15 +140,6 @@ def _open_descriptors() -> set[str]:
             if not target.startswith(_OF_A_DRIVER):
                 found.add(f"file descriptor {fd} of {target}")
     return found
-
-
-def _shared_memory() -> frozenset[Path]:
-    """Return the files, without semaphores and those of engines and `multiprocessing`."""
-    if not _SHARED_MEMORY.exists():
-        return frozenset()
-    with os.scandir(_SHARED_MEMORY) as entries:
-        files = (entry.name for entry in entries if entry.is_file(follow_symlinks=False))
-        return frozenset(_SHARED_MEMORY / name for name in files if not name.startswith(_OTHERS))
 
 
 def _used_by_another_process(path: Path) -> bool:
