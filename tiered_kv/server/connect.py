@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Sequence
 from typing import Any, Final, Self
 
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.buffers import Blocks
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.facade import BlockFacade
@@ -55,6 +57,11 @@ class ProgramManager(AttachedManager):
     def jobs_in_flight(self) -> int:
         """1 if there are rows to write, or the server may still grant some; else 0."""
         return int(self._link is not None and (self._link.is_granting or bool(self._link.free)))
+
+    @property
+    def is_granting(self) -> bool:
+        """Whether the server will say how many rows this program may write now."""
+        return self._link is not None and self._link.is_granting
 
     @property
     def has_tiers_below(self) -> bool:
@@ -157,6 +164,14 @@ class HostStack(BlockFacade[ProgramManager]):
     def _attached(self, link: HostLink) -> None:
         """Use the rows of a new server, under the lock; no copy runs."""
         self.region = _rows_of(link)
+
+    def _store(self, keys: Sequence[OffloadKey], blocks: Blocks, context: ReqContext, reserved: int) -> bool:
+        if super()._store(keys, blocks, context, reserved):
+            return True
+        link = self._manager.link  # it has asked for rows; to store fewer blocks at a time would take longer
+        if link is not None:
+            self._wait(lambda: not self._manager.is_granting, time.monotonic() + link.welcome.answer_s)
+        return super()._store(keys, blocks, context, reserved)
 
     def _flush(self, end_s: float) -> bool:
         with self._call():
