@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
+import queue
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.host_server import BLOCK_BYTES, keys_of, serving, wait_for
+from tests.support.host_server import BLOCK_BYTES, WAIT_S, keys_of, serving, wait_for
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.exporters.server import StatusServer
 from tiered_kv.exporters.status import explain_query
@@ -46,9 +47,11 @@ def ask(pages: StatusServer, path: str) -> tuple[int, str]:
 def attach(namespaces: Namespaces, model: str) -> str:
     """Open a namespace as for an engine, and return its digest."""
     opened: list[Host | TieredKVError] = []
+    calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the server's thread, which is this one
     settings = {"namespace": {"model": model}, "block": {"bytes": BLOCK_BYTES}}
-    namespaces.open(settings, lambda call: call(), opened.append)
-    wait_for(lambda: bool(opened))
+    namespaces.open(settings, calls.put, opened.append)
+    if not opened:
+        calls.get(timeout=WAIT_S)()
     assert isinstance(opened[0], Host)
     return opened[0].config.identity.digest.hex()
 
