@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from vllm.v1.kv_offload.base import Medium
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
@@ -341,7 +342,7 @@ class Checks:
         with engine_on([{"type": "memory", "capacity": "1MiB"}], enable_events=True) as engine:
             engine.store(keys)
             engine.settle()
-            events = [event for event in engine.manager.take_events() if event.ownership == "memory"]
+            events = [event for event in engine.manager.take_events() if event.medium is Medium.STORAGE]
             assert {key for event in events for key in event.keys} == set(keys)
             stats = all_stats(engine.tiers[0].get_stats)
             values = stats.data["data"]

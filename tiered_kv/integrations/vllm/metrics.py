@@ -134,7 +134,7 @@ def new_values(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list
 def vllm_events(
     events: Iterable[OffloadingEvent], reporting: Collection[str], locality: Any = None
 ) -> Iterator[VllmEvent]:
-    """Yield `events` as vLLM's type.
+    """Yield `events` as vLLM's type, without `ownership`: Dynamo's indexer (1.6.1) ignores events of an owner.
 
     Args:
         reporting: Tiers that report each removed block. vLLM keeps the block's tokens until then.
@@ -147,7 +147,7 @@ def vllm_events(
             medium=Medium.CPU if is_primary else Medium.STORAGE,
             removed=event.removed,
             locality=None if is_primary else locality,
-            ownership=None if is_primary else event.medium,
+            ownership=None,
             removal_expected=not event.removed and event.medium in reporting,
         )
 
