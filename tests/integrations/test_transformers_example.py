@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="the extra 'transformers'")
-pytest.importorskip("transformers", reason="the extra 'transformers'")
+MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason="the extra 'transformers'")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_prefix_cache" / "prefix_cache.py"
 ATTEMPTS = 5

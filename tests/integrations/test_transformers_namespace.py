@@ -23,6 +23,8 @@ from tests.support.namespaces import FIRST, all_cases, cases  # noqa: E402 - aft
 from tiered_kv.errors import ConfigError  # noqa: E402 - after what it needs
 from tiered_kv.integrations.transformers import PrefixCache  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "vocab_size": 32,
     "hidden_size": 32,

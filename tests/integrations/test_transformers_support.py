@@ -24,6 +24,8 @@ from tiered_kv.integrations.transformers.prefix_cache import PrefixCache  # noqa
 from tiered_kv.integrations.transformers.saver import Saver  # noqa: E402
 from tiered_kv.integrations.transformers.support import layout_of, states_of, token_count  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 32,
