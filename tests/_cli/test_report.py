@@ -151,8 +151,8 @@ def test_a_replay_writes_a_page_that_says_what_was_measured(tmp_path: Path, caps
     assert found.tags.count("svg") == len(PLOTS)
     assert [title for title in found.texts["h3"] if title in PLOTS] == PLOTS
     assert found.texts["h1"] == ["12 built-in chats of 3 turns, seed 0 through stack.yaml"]
-    assert f"36 requests asked for {result['blocks']:,} blocks of 4KiB" in found.main
-    assert f"{result['verified_blocks']:,} were right, 0 were wrong" in found.main
+    assert f"of {result['blocks']:,} blocks of 4KiB were hits, in 36 requests" in found.main
+    assert f"{result['verified_blocks']:,} loaded blocks compared byte by byte: all are right" in found.main
     for name, hits in {**result["hits"], "misses": result["misses"]}.items():
         row = f"{name}{hits:,}{hits / result['blocks']:.1%}"
         assert [each for each in rows if each.replace("\n", "").startswith(row)], row
@@ -185,7 +185,7 @@ def test_a_bench_writes_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture
     assert failed is not None
     found = parsed(page)
     assert found.tags.count("svg") == 1
-    assert "2 tiers stored, found and loaded 64 new blocks of 4KiB in each of 2 rounds" in found.main
+    assert "Medians (and spreads) of 2 rounds; each tier was given 512KiB of new blocks" in found.main
     assert "tiered-kv bench" in found.main
     assert failed[0] in found.main
     assert "second" in found.texts["svg"][0]

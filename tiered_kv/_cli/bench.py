@@ -10,11 +10,11 @@ from dataclasses import asdict
 from tiered_kv._cli.arguments import describe_use, positive_int
 from tiered_kv._cli.measuring import add_report_argument, start_report, write_report
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
-from tiered_kv._cli.report.bench_page import BENCH_COLUMNS, BENCH_LIMITS, bench_page, bench_remarks, bench_rows
-from tiered_kv._cli.report.page import Run, quantity
+from tiered_kv._cli.report.bench_page import BENCH_COLUMNS, bench_page, bench_remarks, bench_rows, bench_sentences
+from tiered_kv._cli.report.page import Run
 from tiered_kv._cli.stacks import OWN_MODEL, add_stack_arguments, held_log, operated_stack, purge_own, tier_error_text
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.config.units import format_bytes, rounded_bytes
+from tiered_kv.config.units import format_bytes
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_tier, shut_down
@@ -124,15 +124,8 @@ def _fields(result: TierBench) -> dict[str, object]:
 
 
 def _show(stack: str, results: list[TierBench], settings: BenchSettings) -> None:
-    block_bytes = results[0].block_bytes
-    written = rounded_bytes(settings.blocks * settings.rounds * block_bytes)
-    print_table(
-        BENCH_COLUMNS,
-        bench_rows(results),
-        title=f"{stack}: {settings.blocks:,} blocks of {format_bytes(block_bytes)}, {settings.batch} to a job",
-    )
-    rounds = quantity(settings.rounds, "round")
-    if any(each.is_measured for each in results):
-        print_text(f"Medians (and spreads) of {rounds}; each tier was given {written} of new blocks. {BENCH_LIMITS}")
-    for line in bench_remarks(results):
+    size = format_bytes(results[0].block_bytes)
+    title = f"{stack}: {settings.blocks:,} blocks of {size}, {settings.batch} to a job"
+    print_table(BENCH_COLUMNS, bench_rows(results), title=title)
+    for line in [*bench_sentences(results, settings), *bench_remarks(results)]:
         print_text(line)

@@ -18,12 +18,10 @@ from tiered_kv._cli.measuring import (
     write_report,
 )
 from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
-from tiered_kv._cli.report.figures import shown_us
 from tiered_kv._cli.report.page import quantity
 from tiered_kv._cli.report.plots import Sampler
-from tiered_kv._cli.report.replay_page import TIER_COLUMNS, limit_of, replay_page, tier_rows
+from tiered_kv._cli.report.replay_page import TIER_COLUMNS, replay_page, replay_sentences, tier_rows
 from tiered_kv._cli.stacks import stack_with_blocks
-from tiered_kv.config.units import format_bytes
 from tiered_kv.metrics.instruments import flat_counts
 from tiered_kv.reasons import TOO_SLOW_REASONS, reason_of
 from tiered_kv.stack import EngineStack, open_engine_stack
@@ -126,19 +124,7 @@ def _replayed(
 
 def _show(report: ReplayReport, title: str) -> None:
     print_table(TIER_COLUMNS, list(tier_rows(report)), title=title)
-    step = report.step_us
-    p50, p99, longest = map(shown_us, (step.p50, step.p99, step.max))
-    hits = (
-        f"{report.hit_rate:.1%} of {quantity(report.blocks, 'block')} of {format_bytes(report.block_bytes)} were hits"
-    )
-    print_text(f"{hits}, in {quantity(report.requests, 'request')} and {report.seconds:,.1f} s.")
-    wrong = f"{report.corrupt_blocks:,} are CORRUPT" if report.corrupt_blocks else "all are right"
-    print_text(
-        f"{quantity(report.verified_blocks + report.corrupt_blocks, 'loaded block')} compared byte by byte: {wrong}."
-    )
-    print_text(f"A step inside the manager took {p50} (median), {p99} (99 of 100 at most), {longest} (longest).")
-    print_text(limit_of(report))
-    for line in _remarks(report):
+    for line in [*replay_sentences(report), *_remarks(report)]:
         print_text(line)
 
 

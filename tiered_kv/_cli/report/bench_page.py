@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tiered_kv._cli.report import figures, page
 from tiered_kv._cli.report.figures import Html, card, draw, element, shown_us, table
 from tiered_kv._cli.report.page import Run, figure, quantity, section, tile
-from tiered_kv.config.units import format_bytes
+from tiered_kv.config.units import rounded_bytes
 from tiered_kv.workload.bench import BenchSettings, TierBench
 
 if TYPE_CHECKING:
@@ -32,11 +32,14 @@ def bench_page(run: Run, results: Sequence[TierBench], settings: BenchSettings) 
         run,
         kind="Bench report",
         heading=f"The secondary tiers of {run.stack_name}",
-        lede=_measured(results, settings),
+        lede=" ".join(bench_sentences(results, settings)) or "No tier could be measured.",
         notes=bench_remarks(results),
         tiles=_tiles([each for each in results if each.is_measured]),
-        sections=[_speed(results, settings)],
-        settings=[("longest time of a direction of a round", f"{settings.timeout_s:g} s")],
+        sections=[_speed(results)],
+        settings=[
+            ("blocks of a round, and of a job", f"{settings.blocks:,}, {settings.batch:,}"),
+            ("longest time of a direction of a round", f"{settings.timeout_s:g} s"),
+        ],
     )
 
 
@@ -69,17 +72,13 @@ def bench_remarks(results: Sequence[TierBench]) -> Iterator[str]:
             )
 
 
-def _measured(results: Sequence[TierBench], settings: BenchSettings) -> str:
-    measured = sum(each.is_measured for each in results)
-    if not measured:
-        return "No tier could be measured."
-    return (
-        f"{quantity(measured, 'tier')} stored, found and loaded {quantity(settings.blocks, 'new block')} of "
-        f"{format_bytes(results[0].block_bytes)} in each of {quantity(settings.rounds, 'round')}, one tier after the "
-        f"other, each alone and without the manager in front of it. {quantity(settings.batch, 'block')} made a job, "
-        "and all jobs of a direction were submitted at once. Every loaded block was compared with what had been "
-        "stored, byte by byte."
-    )
+def bench_sentences(results: Sequence[TierBench], settings: BenchSettings) -> list[str]:
+    """Return what was measured, for the terminal and the page."""
+    if not any(each.is_measured for each in results):
+        return []
+    written = rounded_bytes(settings.blocks * settings.rounds * results[0].block_bytes)
+    rounds = quantity(settings.rounds, "round")
+    return [f"Medians (and spreads) of {rounds}; each tier was given {written} of new blocks. {BENCH_LIMITS}"]
 
 
 def _tiles(results: Sequence[TierBench]) -> Iterator[Html]:
@@ -97,13 +96,13 @@ def _tiles(results: Sequence[TierBench]) -> Iterator[Html]:
     yield tile(f"{corrupt:,}", "", "blocks loaded and wrong", is_bad=corrupt > 0)
 
 
-def _speed(results: Sequence[TierBench], settings: BenchSettings) -> Html:
+def _speed(results: Sequence[TierBench]) -> Html:
     measured = [each for each in results if each.is_measured]
     spread = "The median of the rounds, and each round as a ring. A wide spread says that something disturbed them."
     plots = [figure("Throughput", spread, _throughput(measured), _DIRECTIONS.items())] if measured else []
     about = (
-        f"The median of {quantity(settings.rounds, 'round')}, and the slowest and the fastest of them. Rates are of "
-        f"the blocks that succeeded, from the first submission to the last report; 1 GB is 1e9 bytes. {BENCH_LIMITS}"
+        "Rates are of the blocks that succeeded, from the first submission to the last report, of one tier after the "
+        "other, without the manager. Every loaded block was compared byte by byte. 1 GB is 1e9 bytes."
     )
     return section(
         "How fast each tier is",

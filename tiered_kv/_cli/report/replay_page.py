@@ -48,7 +48,7 @@ def replay_page(
         run,
         kind="Replay report",
         heading=f"{workload} through {run.stack_name}",
-        lede=_measured(report, settings),
+        lede=" ".join(replay_sentences(report)),
         notes=remarks,
         tiles=_tiles(report),
         sections=[_origin(report), _course(report, sampler), _reasons(run, report)],
@@ -68,7 +68,7 @@ def tier_rows(report: ReplayReport) -> Iterator[list[str]]:
     yield [_MISSED, f"{report.misses:,}", _share(report.misses, report.blocks), "", "", "", ""]
 
 
-def limit_of(report: ReplayReport) -> str:
+def _limit_sentence(report: ReplayReport) -> str:
     """Return a sentence about what the run spent its time with, and so what limits its rates."""
     told = ", ".join(f"{report.spent_s[name] / max(report.seconds, 1e-9):.0%} {what}" for name, what in _SPENT.items())
     return f"GB/s are averages over the run, of which {told}: {_limit(report)[1]}."
@@ -85,17 +85,19 @@ def _share(part: int, whole: int) -> str:
     return "<0.1%" if 0 < part < whole / 1000 else f"{part / whole:.1%}"
 
 
-def _measured(report: ReplayReport, settings: ReplaySettings) -> str:
-    tiers = len(report.tiers)
-    return (
-        f"In {report.seconds:,.1f} s, until the last stores had ended, {quantity(report.requests, 'request')} asked "
-        f"for {quantity(report.blocks, 'block')} of {format_bytes(report.block_bytes)}, in order and as fast as the "
-        f"stack took them, at most {settings.concurrency} at once. {quantity(tiers, 'tier')} gave "
-        f"{report.hit_rate:.1%} of the blocks. Every block that came back was compared with what had been "
-        "stored, byte by byte: "
-        f"{report.verified_blocks:,} were right, {report.corrupt_blocks:,} were wrong. No model was run: the time is "
-        "that of storing, finding and loading blocks."
-    )
+def replay_sentences(report: ReplayReport) -> list[str]:
+    """Return what a replay came to, for the terminal and the page."""
+    p50, p99, longest = map(figures.shown_us, (report.step_us.p50, report.step_us.p99, report.step_us.max))
+    asked = f"{quantity(report.blocks, 'block')} of {format_bytes(report.block_bytes)}"
+    compared = quantity(report.verified_blocks + report.corrupt_blocks, "loaded block")
+    wrong = f"{report.corrupt_blocks:,} are CORRUPT" if report.corrupt_blocks else "all are right"
+    return [
+        f"{report.hit_rate:.1%} of {asked} were hits, in {quantity(report.requests, 'request')} and "
+        f"{report.seconds:,.1f} s.",
+        f"{compared} compared byte by byte: {wrong}.",
+        f"A step inside the manager took {p50} (median), {p99} (99 of 100 at most), {longest} (longest).",
+        _limit_sentence(report),
+    ]
 
 
 def _tiles(report: ReplayReport) -> Iterator[Html]:
@@ -125,7 +127,7 @@ def _origin(report: ReplayReport) -> Html:
     about = (
         "Each block that a request asked for is counted once: for the tier that had it, or as missed. A request's "
         "first absent block and all blocks after it are missed. What a tier below the primary one gave, the primary "
-        f"tier loaded too. 1 GB is 1e9 bytes. {limit_of(report)}"
+        "tier loaded too. 1 GB is 1e9 bytes."
     )
     return section(
         "Where blocks came from", about, card(element("div", *parts, class_="whole"), table(TIER_COLUMNS, rows))
@@ -200,6 +202,7 @@ def _reasons(run: Run, report: ReplayReport) -> Html:
 
 def _settings(report: ReplayReport, settings: ReplaySettings) -> list[tuple[str, str]]:
     return [
+        ("requests at once", f"{settings.concurrency:,}"),
         ("longest wait of a request for its blocks", f"{settings.request_timeout_s:g} s"),
         ("blocks left by an earlier run that the first request hit", f"{report.first_request_hits:,}"),
         ("requests that waited too long", f"{report.timed_out_requests:,}"),
