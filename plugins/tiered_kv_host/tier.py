@@ -119,7 +119,7 @@ class HostTier(BlockingTier):
                     return Outcome(loaded, "timeout")
                 elif waiting:
                     self._await_answer()
-        return Outcome(loaded, "absent")
+        return Outcome(loaded, "absent" if self._manager.is_attached else _AWAY)
 
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         names = names_of(keys)

@@ -28,10 +28,12 @@ WAIT_S = 60.0
 class Process:
     """What a process has that uses the tier over memory of its own."""
 
-    def __init__(self, address: str, namespace: Namespace = NAMESPACE, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(
+        self, address: str, namespace: Namespace = NAMESPACE, block_bytes: int = BLOCK_BYTES, **options: Any
+    ) -> None:
         self.memory = np.zeros((len(KEYS), block_bytes), np.uint8)
         entry = {"type": "host", "socket": address, "lookup_timeout": "20s"}
-        blocks: dict[str, Any] = {"block_bytes": block_bytes, "block_tokens": 16, "namespace": namespace}
+        blocks: dict[str, Any] = {"block_bytes": block_bytes, "block_tokens": 16, "namespace": namespace, **options}
         self.tiers = DirectTiers(self.memory, tiers=[entry], **blocks)
 
     def store(self, keys: Sequence[OffloadKey]) -> int:
@@ -111,6 +113,28 @@ def test_without_a_server_every_block_is_a_miss_and_an_idle_process_attaches_aga
                 assert process.store(KEYS) == process.load(KEYS) == len(KEYS)
             wait_for(lambda: not process.is_attached())
             assert process.load(KEYS) == 0
+
+
+def test_a_block_is_gone_if_the_server_says_so_and_not_while_it_is_away(tmp_path: Path) -> None:
+    gone: list[OffloadKey] = []
+    with process_of(f"unix:{tmp_path}/cache.sock", on_removed=lambda _, keys: gone.extend(keys)) as process:
+        assert process.load(KEYS) == 0
+        assert process.contains(KEYS) == 0  # after what was told of the load
+        assert gone == []
+        with serving(tmp_path):
+            wait_for(process.is_attached)
+            assert process.load(KEYS) == 0
+            wait_for(lambda: gone == KEYS)
+
+
+def test_blocks_come_back_from_the_server_s_disk(tmp_path: Path) -> None:
+    nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
+    with serving(tmp_path, stack_of(rows=64, secondary=[nvme])) as served, process_of(served.address) as process:
+        assert process.store(KEYS[:8]) == 8
+        for first in range(2000, 2200, 8):
+            process.store(keys_of(8, first))
+        assert served.count(lambda host: sum(key in host.manager.primary.blocks for key in KEYS[:8])) == 0
+        assert process.contains(KEYS[:8]) == process.load(KEYS[:8]) == 8
 
 
 def test_a_reset_is_one_for_all_processes(tmp_path: Path) -> None:
