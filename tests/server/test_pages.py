@@ -114,3 +114,10 @@ def test_a_wrong_address_is_an_error_of_the_file() -> None:
 def test_a_file_with_a_namespace_and_without_block_says_to_leave_both_out() -> None:
     with pytest.raises(ConfigError, match="without 'block', engines bring both"):
         Namespaces({"namespace": {"model": "m"}, "primary": {"capacity": "1MiB"}})
+
+
+def test_a_file_that_a_server_cannot_serve_says_what_to_leave_out(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="events: only one stack can publish"):
+        Namespaces({**STACK, "events": {"publish": "tcp://127.0.0.1:5557"}}, 2)
+    with pytest.raises(ConfigError, match=r"secondary\[0\]: a server has the host's cache"):
+        Namespaces({**STACK, "secondary": [{"type": "host", "socket": f"unix:{tmp_path}/cache.sock"}]})

@@ -57,6 +57,15 @@ class Namespaces:
             raise ConfigError(
                 "the file has one namespace; leave it out where engines have several", location="namespace"
             )
+        if "events" in self._raw and count > 1:
+            raise ConfigError(
+                "only one stack can publish at these addresses: start a server for each namespace, or leave it out",
+                location="events",
+            )
+        tiers = self._raw.get("secondary")
+        for number, tier in enumerate(tiers if isinstance(tiers, list) else ()):
+            if isinstance(tier, Mapping) and tier.get("type") == "host":
+                raise ConfigError("a server has the host's cache: leave this tier out", location=f"secondary[{number}]")
         self._hosts: dict[bytes, Host] = {}
         self._opening: dict[bytes, list[Opened]] = {}
 
