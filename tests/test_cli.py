@@ -264,7 +264,7 @@ def test_plugins_lists_tiers_with_their_settings(command: Command) -> None:
     assert "job_timeout" in text
     assert "bucket" not in text, "the settings of one type"
     assert [tier["name"] for tier in command.json("plugins", "nvme")["tiers"]] == ["nvme"]
-    assert "there is no tier type 'nvm'; did you mean 'nvme'?" in command.err("plugins", "nvm")
+    assert "there is no tier type 'nvm' (did you mean 'nvme'?)" in command.err("plugins", "nvm")
 
 
 def test_policies_and_codecs_are_listed_with_what_they_do(command: Command) -> None:

@@ -116,7 +116,9 @@ class _Parser(argparse.ArgumentParser):
             message = f"there is no verb '{word[1]}'{suggestion(word[1], [*_VERBS])}; verbs: {', '.join(_VERBS)}"
         if "--json" in self.given:
             print_json({"error": message})
-        super().error(message)
+        self.print_usage(sys.stderr)
+        print_text(f"{self.prog}: error: {message}", sys.stderr)
+        self.exit(Status.ERROR)
 
 
 def _parser(given: Sequence[str]) -> argparse.ArgumentParser:

@@ -136,7 +136,9 @@ def test_other_namespaces_are_shown_with_the_fields_that_differ(
     assert (found["ab" * 16]["described"], found["ab" * 16]["tenant"]) == ({}, None)
     assert main(["inspect", str(alice.file)]) == 0
     text = capsys.readouterr().out
-    assert f"{alice.digest} *" in text
+    assert f"{alice.digest}*" in text
+    assert "last used" in text
+    assert "written" not in text, "of which fs knows nothing"
     assert "namespace.tenant is 'bob', not 'alice'" in text
     assert f"{'ab' * 16} is another namespace, without a readable form" in text
 

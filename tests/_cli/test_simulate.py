@@ -258,4 +258,4 @@ def test_prices_that_cannot_be_used_are_reported(tmp_path: Path, text: str, prob
 def test_a_price_for_no_tier_is_an_error(simulate: Command, stack: str, tmp_path: Path) -> None:
     (tmp_path / "prices.yaml").write_text("tiers: {nvm: {gib_month: 1}}")
     output = simulate.err(stack, *CHATS, "--prices", str(tmp_path / "prices.yaml"))
-    assert "no tier of this name; did you mean 'nvme'?" in output
+    assert "no tier of this name (did you mean 'nvme'?)" in output

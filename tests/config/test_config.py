@@ -281,8 +281,8 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"blok": 1}, "blok: unknown key, with the value 1; did you mean 'block'?"),
-            ({"block": {"byts": 1, "bytes": 1}}, "block.byts: unknown key, with the value 1; did you mean 'bytes'?"),
+            ({"blok": 1}, "blok: unknown key, with the value 1 (did you mean 'block'?)"),
+            ({"block": {"byts": 1, "bytes": 1}}, "block.byts: unknown key, with the value 1 (did you mean 'bytes'?)"),
             ({"block": {}}, "block.bytes: this key is required: Bytes of a block."),
             ({"block": {"bytes": 1, "tokens": True}}, "block.tokens: expected a whole number, found true"),
             ({"block": {"bytes": 0}}, "block.bytes: expected a value greater than or equal to 1, found 0"),
@@ -305,7 +305,7 @@ class TestMistakes:
             ({"audit_action": "panic"}, "audit_action: expected 'report' or 'stop'"),
             ({"secondary": {}}, "secondary: expected a list of tiers"),
             ({"secondary": ["vault"]}, "secondary.0: expected a mapping with the key 'type'"),
-            ({"secondary": [{"type": "valt"}]}, "secondary.0.type: unknown tier type 'valt'; did you mean 'vault'?"),
+            ({"secondary": [{"type": "valt"}]}, "secondary.0.type: unknown tier type 'valt' (did you mean 'vault'?)"),
             (
                 {"secondary": [{"type": "no module:X"}]},
                 "secondary.0.type: expected a tier type, or 'module:Class', found",
@@ -320,10 +320,10 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"ttll": 1}, "secondary.0.ttll: unknown key, with the value ***; did you mean 'ttl'?; known keys: type"),
+            ({"ttll": 1}, "secondary.0.ttll: unknown key, with the value *** (did you mean 'ttl'?); known keys: type"),
             (
                 {"tls": {"cafile": "x"}},
-                "secondary.0.tls.cafile: unknown key, with the value 'x'; did you mean 'ca_file'?",
+                "secondary.0.tls.cafile: unknown key, with the value 'x' (did you mean 'ca_file'?)",
             ),
             ({"store_budget": "1KiB"}, "secondary.0.store_budget: expected room for at least 1 block of 64KiB"),
             ({"name": "cpu"}, "secondary.0.name: the name 'cpu' is taken by the primary tier"),

@@ -85,8 +85,8 @@ def test_an_error_after_the_file_was_read_names_its_line_too(
             'metrics: {listen: "9464"}',
             "metrics.listen: expected a text such as 127.0.0.1:9464 or [::1]:9464, found '9464'",
         ),
-        ("audit_action: stopp", "expected 'report' or 'stop', found 'stopp'; did you mean 'stop'?"),
-        ("metrcs: {}", "metrcs: unknown key, with the value {}; did you mean 'metrics'?"),
+        ("audit_action: stopp", "expected 'report' or 'stop', found 'stopp' (did you mean 'stop'?)"),
+        ("metrcs: {}", "metrcs: unknown key, with the value {} (did you mean 'metrics'?)"),
         ("events: {publish: 'localhost'}", "expected a text such as tcp://127.0.0.1:5557 or ipc:///run/kv-events"),
     ],
 )
@@ -97,6 +97,6 @@ def test_an_error_says_what_to_write(tmp_path: Path, added: str, problem: str) -
 def test_a_wrong_policy_or_codec_gets_the_nearest_right_one(tmp_path: Path) -> None:
     policy = error_of(tmp_path, STACK.replace("1MiB\n", "1MiB\n  policy: ark\n", 1))
     assert policy.startswith(":6: primary.policy: expected lru, arc, density, or 'module:Class' of a policy")
-    assert policy.endswith("found 'ark'; did you mean 'arc'?")
+    assert policy.endswith("found 'ark' (did you mean 'arc'?)")
     codec = error_of(tmp_path, STACK.replace("type: memory", "type: memory, codec: zstandard"))
-    assert codec.endswith("found 'zstandard'; did you mean 'zstd'?")
+    assert codec.endswith("found 'zstandard' (did you mean 'zstd'?)")

@@ -114,7 +114,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
         ({"tiers": [{**NVME, "path": ""}], "namespace": NAMESPACE}, "adapter_params.tiers.0.path: expected"),
         (
             {"tiers": [NVME | {"capactiy": 1}], "namespace": NAMESPACE},
-            "adapter_params.tiers.0.capactiy: unknown key, with the value 1; did you mean 'capacity'?",
+            "adapter_params.tiers.0.capactiy: unknown key, with the value 1 (did you mean 'capacity'?)",
         ),
         ({"tiers": [NVME, NVME], "namespace": NAMESPACE}, "adapter_params.tiers.1.name: another tier is called 'nvme'"),
         (

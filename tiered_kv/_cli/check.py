@@ -299,7 +299,7 @@ def _scrubbed(value: object, secrets: set[str]) -> object:
 def _show(args: argparse.Namespace, stack: OperatedStack, config: StackConfig, found: StackCheck) -> None:
     blocks = f"blocks of {format_bytes(config.block.bytes)}, " if stack.is_whole or not args.offline else ""
     print_text(f"{args.stack}: {blocks}{stack}\n")
-    # Each row, with the setting in question; its line is shown if the row says FAILED.
+    # Each row, with the setting in question; its line is shown unless the row says ok.
     names = ["primary", *(f"secondary.{at}" for at in range(len(config.secondary)))]
     rows = [
         (setting, f"{each.name} ({each.type})", each.verdict, _details(each, found.limits))
@@ -315,7 +315,7 @@ def _show(args: argparse.Namespace, stack: OperatedStack, config: StackConfig, f
         rows.append((need.setting, need.what, verdict, need.problem or f"{wanted} of {available}, {need.where}"))
     lines = from_source(args.stack, lambda _: [line_of(setting) for setting, *_ in rows])
     shown = [
-        [what, verdict, f"line {line}: {text}" if line and verdict == "FAILED" else text]
+        [what, verdict, f"line {line}: {text}" if line and verdict != "ok" else text]
         for line, (_, what, verdict, text) in zip(lines, rows, strict=True)
     ]
     print_table(["what", "verdict", "what it is, or what to do"], shown, numbers=False)

@@ -209,7 +209,7 @@ def _show(stack: OperatedStack, tiers: Sequence[TierInspection], args: argparse.
     heads = ["tier", "namespace", "model", "tenant", "blocks", "stored", "written", "last used"]
     _print_rows(heads, [row for tier in tiers for row in _rows(tier, stack.digest)])
     print_text("* this stack's own; ages are those of the oldest, the median and the newest block; - is not known")
-    if checks := [_checked(tier.name, *each) for tier in tiers for each in tier.checks.items()]:
+    if checks := [_checked(tier.name, *each, repairs=args.repair) for tier in tiers for each in tier.checks.items()]:
         print_text("")
         heads = ["tier", "namespace", "checked", "read", "by", "repaired", "damaged", "unreadable here"]
         _print_rows(heads, checks)
@@ -219,7 +219,9 @@ def _show(stack: OperatedStack, tiers: Sequence[TierInspection], args: argparse.
 
 
 def _print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    print_table(heads, [[one_line(cell) for cell in row] for row in rows], numbers=False)
+    """Print a table without the columns, behind the first two, of which nothing is known."""
+    known = [at for at in range(len(heads)) if at < 2 or any(row[at] != "-" for row in rows)]
+    print_table([heads[at] for at in known], [[one_line(row[at]) for at in known] for row in rows], numbers=False)
 
 
 def _rows(tier: TierInspection, own: str | None) -> Iterator[list[str]]:
@@ -228,16 +230,17 @@ def _rows(tier: TierInspection, own: str | None) -> Iterator[list[str]]:
         model = str(namespace.get("model", "-")) if isinstance(namespace, dict) else "-"
         blocks = "-" if each.blocks is None else str(each.blocks)
         size = "-" if each.size_bytes is None else rounded_bytes(each.size_bytes)
-        digest = f"{each.digest}{' *' if each.digest == own else ''}"
+        digest = f"{each.digest}{'*' if each.digest == own else ''}"
         yield [tier.name, digest, model, each.tenant or "-", blocks, size, _ages(each.written), _ages(each.used)]
     if not tier.survey.namespaces:
         yield [tier.name, "-" if tier.error or tier.unavailable else "nothing stored", *["-"] * 6]
 
 
-def _checked(tier: str, digest: str, check: Verification) -> list[str]:
+def _checked(tier: str, digest: str, check: Verification, *, repairs: bool) -> list[str]:
     by = "checksum, tag if encrypted" if check.checks_tags else "checksum"
-    counts = [str(check.blocks), rounded_bytes(check.size_bytes), by, str(check.repaired)]
-    return [tier, digest, *counts, _reasons(check.damaged), _reasons(check.unreadable)]
+    counts = [str(check.blocks), rounded_bytes(check.size_bytes), by, str(check.repaired) if repairs else "-"]
+    unreadable = _reasons(check.unreadable) if check.unreadable else "-"
+    return [tier, digest, *counts, _reasons(check.damaged), unreadable]
 
 
 def _reasons(counted: Mapping[str, int]) -> str:

@@ -293,4 +293,4 @@ def _limit(text: str) -> tuple[str, int]:
     try:
         return name, parse_bytes(size)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}, found {text!r}") from None
+        raise argparse.ArgumentTypeError(f"TIER=SIZE: {error}, found {text!r}") from None

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "The stack needs metrics: {listen: ADDRESS}."
     )
     parser.add_argument("stack", metavar="STACK|URL", help="the stack's YAML file, or http://HOST:PORT")
-    parser.add_argument("keys", metavar="KEY", nargs="*", help="keys of blocks, in hexadecimal")
+    parser.add_argument("keys", metavar="KEY", nargs="*", default=[], help="keys of blocks, in hexadecimal")
     parser.add_argument("--request", metavar="ID", help="a request that has ended")
     parser.add_argument("--last", action="store_true", help="the last request that missed a block")
     parser.add_argument(

@@ -134,9 +134,9 @@ def line_of(location: str) -> int | None:
 
 
 def suggestion(word: str, known: Sequence[str]) -> str:
-    """Return "; did you mean 'x'?" for the known word nearest to `word`; empty if none is near."""
+    """Return " (did you mean 'x'?)" for the known word nearest to `word`; empty if none is near."""
     near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean '{near[0]}'?" if near else ""
+    return f" (did you mean '{near[0]}'?)" if near else ""
 
 
 def _message(model: type[BaseModel], detail: ErrorDetails, above: Location) -> str:

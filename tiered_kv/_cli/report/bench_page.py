@@ -139,7 +139,8 @@ def _rounds(result: TierBench, direction: str) -> list[float]:
 
 
 def _rate(rounds: Sequence[float]) -> str:
-    spread = f" ({_gb(min(rounds))}-{_gb(max(rounds))})" if len(rounds) > 1 else ""
+    least, most = (f"{each:.2g}" if each < 10 else f"{each:.0f}" for each in (min(rounds), max(rounds)))
+    spread = f" ({least}-{most})" if len(rounds) > 1 else ""
     return _gb(median(rounds)) + spread
 
 
