@@ -13,6 +13,7 @@ blocks of 16. All blocks are stored. A pause between requests stands for an engi
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -85,6 +86,8 @@ def measure(address: str, count: int) -> dict[str, list[float]]:
     stored = [make_offload_key(hashes[at : at + 32], 0) for at in range(0, len(hashes), 32)]
     for at in range(0, len(stored), 256):
         store(manager, stored[at : at + 256])
+    gc.collect()
+    gc.freeze()  # as vLLM does
     taken: defaultdict[str, list[float]] = defaultdict(list)
     chosen = random.Random(1)
     for number in range(count):

@@ -4,8 +4,8 @@
     python tests/performance/host_rates.py DIRECTORY --tiers nvme redis
 
 Rates: a program puts 256 blocks at a time, waits until the tier has them, and gets all back. The primary tier has room
-for a quarter, so they come from the tier. It uses a stack of its own and `tiered-kv serve` in turn; every block is
-compared.
+for a quarter, so they come from the tier. It uses `tiered-kv serve` and stacks of its own in turn, one of them without
+huge pages, as a server's memory is by default. Every block is compared.
 
 Steps: an attached engine sends the 512 keys of a new request, looks up those of the last one, of which half are stored
 and half nowhere, stores 32 blocks, and ends its step. Between steps it sleeps, as while its model runs. In a busy phase
@@ -59,26 +59,35 @@ def main() -> None:
 def measure(directory: Path, tier: str, rounds: int, steps: int, blocks: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory(dir=directory) as folder, tier_settings(tier, Path(folder)) as entry:
         own, host = stack_of(entry, "own"), stack_of(entry, "host")
+        small = stack_of(entry, "own_small_pages", huge_pages=False)
         with serving(host, Path(folder)) as address:
             rates: defaultdict[str, list[Sample]] = defaultdict(list)
-            with tiered_kv.open_stack(own) as stack, connect(address) as attached_stack:
-                sides: dict[str, Stack | HostStack] = {"host": attached_stack, "own": stack}
+            with (
+                connect(address) as attached_stack,
+                tiered_kv.open_stack(own) as stack,
+                tiered_kv.open_stack(small) as small_pages,
+            ):
+                sides: dict[str, Stack | HostStack] = {
+                    "host": attached_stack,
+                    "own": stack,
+                    "own_small_pages": small_pages,
+                }
                 for number in range(rounds + 1):  # the first round warms both sides up
                     for side in in_turn(number, sides):
                         rates[side].append(moved(sides[side], blocks))
             steps_of = measure_steps(address, rounds, steps)
     counted = {side: taken[1:] for side, taken in rates.items()}
     wall = {side: [_rates_of(each) for each in taken] for side, taken in counted.items()}
-    return {**summary(wall, [("host", "own")]), **steps_of}
+    return {**summary(wall, [("host", "own"), ("host", "own_small_pages")]), **steps_of}
 
 
-def stack_of(entry: dict[str, object], side: str) -> dict[str, object]:
+def stack_of(entry: dict[str, object], side: str, **primary: object) -> dict[str, object]:
     if "path" in entry:
         entry = {**entry, "path": f"{entry['path']}-{side}"}
     return {
         "namespace": {"model": side},
         "block": {"bytes": BLOCK_BYTES},
-        "primary": {"capacity": PRIMARY_BLOCKS * BLOCK_BYTES},
+        "primary": {"capacity": PRIMARY_BLOCKS * BLOCK_BYTES, **primary},
         "secondary": [entry],
     }
 
