@@ -144,6 +144,8 @@ def sentence(url: str, reason: str, words: str, operation: str = "") -> str:
     problem, remedy = _IS_SAID.get(code) or _IS_SAID.get(reason) or ("fails", "")
     if any(each in words for each in _UNKNOWN_HOST):
         remedy = "correct the host in 'endpoint_url', or this machine's DNS"
+    if "WRONG_VERSION_NUMBER" in words:  # OpenSSL's word for an answer that is no TLS
+        problem, remedy = "does not speak TLS", "write 'http://' in place of 'https://' in 'endpoint_url'"
     detail = words if reason in set(Verdict) else ": ".join(filter(None, (reason, words)))
     problem += f" to {operation}" if operation and problem == "refuses the request" else ""
     return f"the bucket {url} {problem}" + (f" ({detail})" if detail else "") + (f"; {remedy}" if remedy else "")

@@ -12,6 +12,7 @@ import pytest
 from tests.support.command import Command
 from tests.support.redis_servers import RedisServer, make_tls_files, redis_server
 from tests.support.stacks import stack_file
+from tests.support.status_server import StatusServer, response
 from tiered_kv.cli import main
 from tiered_kv.testing.rig import FourMethodTier
 
@@ -100,6 +101,15 @@ def test_a_warning_of_a_tier_without_an_error_is_logged(
 ) -> None:
     command.out(verb[0], stack_file(tmp_path, f"type: '{__name__}:WarningTier'"), *verb[1:], status=verb[0] == "purge")
     assert caplog.messages.count("the moon is full") == {"check": 2}.get(verb[0], 0)
+
+
+@pytest.mark.parametrize("verb", [VERBS[0], VERBS[1]], ids=lambda verb: verb[0])
+def test_an_endpoint_without_tls_is_named(verb: list[str], tmp_path: Path, command: Command) -> None:
+    with StatusServer(lambda: response(b"", "HTTP/1.1 400 Bad Request")) as endpoint:
+        tier = f"type: s3, endpoint_url: 'https://127.0.0.1:{endpoint.port}', {S3}"
+        shown = " ".join(command.out(verb[0], stack_file(tmp_path, tier), status=1).split())
+    assert "does not speak TLS" in shown
+    assert "write 'http://' in place of 'https://'" in shown
 
 
 @pytest.mark.parametrize("verb", [VERBS[0], VERBS[1]], ids=lambda verb: verb[0])

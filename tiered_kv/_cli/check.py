@@ -337,4 +337,4 @@ def _detail(name: str, value: object) -> str:
         return f"{name}: {'yes' if value else 'no'}"
     if isinstance(value, int) and name.endswith("_bytes"):
         return f"{name.removesuffix('_bytes')}: {rounded_bytes(value)}"
-    return f"{name}: {value}"
+    return f"{name}: {'none' if value is None else value}"
