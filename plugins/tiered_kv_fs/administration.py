@@ -57,7 +57,7 @@ class FsAdministration(ListedStorage):
                 for directory, _, _ in os.walk(root, topdown=False):
                     with suppress(OSError):  # it is not empty
                         os.rmdir(directory)
-        note = f"{len(users)} stacks use this namespace, or ended a moment ago; one that is open may store in it again"
+        note = f"stacks that use this namespace, or ended a moment ago: {len(users)}; an open one may store in it again"
         return replace(purged, notes=(note,) if users else ())
 
     def entries(self, digest: str | None, deadline: float) -> Iterator[Sequence[Entry]]:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.ask import StatusAddress, address_of, fetch, is_address
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
+from tiered_kv._cli.report.page import quantity
 from tiered_kv._cli.stacks import add_namespace_argument, administer, operated_stack
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
@@ -127,7 +128,7 @@ def _show(answer: Answer, req_id: str | None) -> None:
 
 def _show_request(request: Answer) -> None:
     title = f"request {one_line(request['request'])}, ended {_ago(request['age_seconds'])}"
-    title = f"{title}: {request['missed_blocks']:,} blocks missed"
+    title = f"{title}: {quantity(request['missed_blocks'], 'block')} missed"
     tiers = dict.fromkeys([*request["misses"], *request["hits"]])
     rows = [[tier, f"{request['hits'].get(tier, 0):,}", _reasons(request["misses"].get(tier, {}))] for tier in tiers]
     print_table(["tier", "hits", "misses"], rows, title=title, numbers=False)
