@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -194,9 +195,7 @@ class Session:
             self.questions.append((request, keys))
             return
         if len(request.keys) + len(keys) > protocol.REQUEST_KEYS_MAX or self._keys + len(keys) > KEYS_MAX:
-            raise ProtocolError(
-                f"expected {protocol.REQUEST_KEYS_MAX} keys of a request, and {KEYS_MAX} of all, at most"
-            )
+            raise ProtocolError(f"expected at most {protocol.REQUEST_KEYS_MAX} keys of a request, {KEYS_MAX} of all")
         self._keys += len(keys)
         request.is_ahead = bool(message.flags & protocol.AHEAD)
         request.keys += keys
@@ -361,6 +360,7 @@ class Session:
         if self.channel is not None:
             with suppress(ClosedError, ProtocolError):  # the server notices that, too
                 self.channel.flush()
+                os.sched_yield()  # the kernel may have woken the engine on this processor: it runs before the rest
 
     # Rows.
 
