@@ -102,3 +102,11 @@ def test_every_block_of_a_workload_follows_one_other(workload: str) -> None:
         for block_id in ids:
             assert predecessors.setdefault(block_id, before) == before
             before = block_id
+
+
+def test_a_host_s_cache_beside_a_stack(tmp_path: Path) -> None:
+    arguments = ("--tiers", "nvme", "--rounds", "1", "--steps", "20", "--blocks", "512")
+    printed = run("host_rates.py", str(tmp_path), *arguments)["nvme"]
+    for name in ("host_store_gb_per_s", "own_load_gb_per_s"):
+        assert printed[name] > 0
+    assert printed["busy_over_idle_p99"]["median"] > 0
