@@ -14,12 +14,14 @@ import select
 import socket
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.performance.host_cache import ROW_BYTES, attached, serving, store
 from tiered_kv.base import ReqContext
 from tiered_kv.server.client import AttachedManager
+from tiered_kv.stack_config import load_config
 from tiered_kv.workload.hit_rates import host_rates
 from tiered_kv.workload.request import Request, block_key, read_trace
 from tiered_kv.workload.simulation import Fleet, routes
@@ -41,7 +43,7 @@ def main() -> None:
         hits = replay(address, requests, args.engines)
     rate = sum(hits) / sum(len(request.hash_ids) for request in requests)
     fleet = Fleet(args.engines, "random", concurrency=args.engines)
-    simulated = host_rates("bound", args.capacity, requests, fleet)
+    simulated = host_rates(load_config(stack).primary.policy, args.capacity, requests, fleet)
     figures = {"shared": rate, "one": simulated.one, "private": simulated.private, "of_one": rate / simulated.one}
     print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
 
@@ -82,8 +84,9 @@ def start_engine(address: str, requests: Sequence[Request]) -> socket.socket:
         manager = attached(address)
         while number := theirs.recv(32):
             theirs.send(b"%d" % serve(manager, requests[int(number)], ReqContext(f"request-{number.decode()}")))
-    finally:
-        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(0)
 
 
 def serve(manager: AttachedManager, request: Request, context: ReqContext) -> int:

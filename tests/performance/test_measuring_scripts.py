@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.performance.policy_hits import WORKLOADS
+from tiered_kv.workload.request import ChatWorkload
 
 HERE = Path(__file__).parent
 
@@ -64,6 +66,16 @@ def test_a_script_prints_its_figures(command: str, tmp_path: Path) -> None:
         figure = printed[name]
         (least,) = [figure["median"]] if isinstance(figure, dict) else figure if isinstance(figure, list) else [figure]
         assert least > 0, name
+
+
+def test_engines_of_a_host_hit_what_one_cache_of_their_size_does(tmp_path: Path) -> None:
+    chats, trace = ChatWorkload(chats=120, turns=5, active_chats=20, turn_blocks=8), tmp_path / "trace.jsonl"
+    lines = [{"timestamp": each.timestamp_ms, **dataclasses.asdict(each)} for each in chats.requests()]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    command = [sys.executable, "-m", "tests.performance.host_replay", str(trace), "--capacity", "1024"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, cwd=HERE.parents[1])
+    figures = json.loads(done.stdout)
+    assert figures["of_one"] >= 0.98 > figures["private"] / figures["one"]
 
 
 @pytest.mark.parametrize("tier", ["memory", "nvme", "fs", "redis", "s3"])
