@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.event_subscriber import Subscriber
 from tests.support.host_server import keys_of, serving, stack_of, wait_for
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError, ResourceError
@@ -254,6 +256,16 @@ def test_an_engine_without_requests_keeps_few_rows(tmp_path: Path) -> None:
         engine.step_until(lambda: engine.manager.link is not None and len(engine.manager.link.free) >= 50)
         engine.end(context)
         wait_for(lambda: served.rows_in_use() == 16)
+
+
+def test_a_server_publishes_what_its_engines_store(tmp_path: Path) -> None:
+    with serving(tmp_path, stack_of(events={"publish": "tcp://127.0.0.1:*"})) as served:
+        engine, publisher, firsts = served.engine(), served.host.stack.events, itertools.count(step=4)
+        assert publisher is not None
+        with Subscriber(publisher) as subscriber:
+            message = subscriber.connect(lambda: engine.store(keys_of(4, first=next(firsts))))
+        assert {(event["type"], event["medium"]) for event in message.events} == {("BlockStored", "CPU")}
+        assert list(engine.manager.take_events()) == []
 
 
 def test_what_an_engine_counts_are_metrics(tmp_path: Path) -> None:

@@ -322,6 +322,7 @@ class AttachedManager(OffloadingManager):
             self._flush()
 
     def take_events(self) -> Iterable[Any]:
+        """Return nothing: the server publishes the events of its tiers, for all engines."""
         return ()
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
