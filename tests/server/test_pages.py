@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.host_server import BLOCK_BYTES, WAIT_S, keys_of, serving, wait_for
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.exporters.server import StatusServer
-from tiered_kv.exporters.status import explain_query
+from tiered_kv.exporters.status import explain_query, status
 from tiered_kv.server.host import Host
 from tiered_kv.server.namespaces import Namespaces
 
@@ -84,6 +84,16 @@ def test_a_request_is_found_by_its_id_and_shown_with_its_engine(tmp_path: Path) 
         (request,) = answer["requests"]
         assert request["request"].split("/")[::2] == ["replica-0", "chat-7"]
         assert request["missed_blocks"] == 2
+
+
+def test_a_server_shows_what_its_engines_hold(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        engine.store(keys_of(8))
+        engine.look_up(keys_of(8), engine.begin())
+        held = status(served.host.observed())["tiers"][0]["counters"]
+        assert (held["sessions"], held["leased_blocks"]) == (1, 8)
+        assert held["granted_blocks"] == served.rows_in_use() - 8 > 0
 
 
 def test_several_namespaces_are_told_apart(namespaces: Namespaces, pages: StatusServer) -> None:

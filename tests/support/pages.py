@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tiered_kv.metrics.vocabulary import ACCOUNT, ATTACHED, AUDIT, HISTORY, PRIMARY, SECONDARY, TIER, Metric
+from tiered_kv.metrics.vocabulary import ACCOUNT, ATTACHED, AUDIT, HISTORY, PRIMARY, SECONDARY, SERVER, TIER, Metric
 from tiered_kv.reasons import FAILED, SENTENCES, SKIPPED, TOO_SLOW_REASONS, Fate, RecordStatus
 
 _DOCS = Path(__file__).parents[2] / "docs"
@@ -63,6 +63,7 @@ MANAGER_TABLES = {
     "HISTORY": HISTORY,
     "AUDIT": AUDIT,
     "ATTACHED": ATTACHED,
+    "SERVER": SERVER,
 }
 
 

@@ -153,7 +153,14 @@ ATTACHED: Final = {
 }
 """Of an engine that uses a host's cache, besides blocks stored, loaded and missed. Its tier is `host`."""
 
-MANAGER: Final = {**ACCOUNT, **PRIMARY, **HISTORY, **SECONDARY, **AUDIT, **ATTACHED}
+SERVER: Final = {
+    "sessions": Metric("Engines and programs that are connected, or may still copy."),
+    "leased_blocks": Metric("Blocks that may not be evicted, because of their requests."),
+    "granted_blocks": Metric("Rows that they have for blocks to be stored."),
+}
+"""Of a host's server, in its primary tier."""
+
+MANAGER: Final = {**ACCOUNT, **PRIMARY, **HISTORY, **SECONDARY, **AUDIT, **ATTACHED, **SERVER}
 """The manager's counters, by name."""
 
 TIER: Final = {

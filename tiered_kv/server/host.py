@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tiered_kv.backend import BlockStatus
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.server import protocol
 from tiered_kv.server.memory import Generations, HostRegion
@@ -15,6 +17,9 @@ from tiered_kv.server.protocol import Welcome
 from tiered_kv.stack import EngineStack
 from tiered_kv.stack_config import StackConfig
 from tiered_kv.tiering.pace import EngineCost
+
+if TYPE_CHECKING:
+    from tiered_kv.exporters.status import Observed
 
 GRANT_SHARE: Final = 256
 """A session has one row in so many in advance, `GRANT_ROWS_MIN` at least."""
@@ -114,6 +119,19 @@ class Host:
         """Rows that all sessions together may still lease."""
         leases_max = max(1, int(self.config.primary_blocks * LEASES_MAX_SHARE))
         return max(0, leases_max - sum(each.leases for each in self.sessions.values()))
+
+    def observed(self) -> Observed:
+        """Return what exporters read. Any thread may call."""
+        return dataclasses.replace(self.stack.observed(), counters=self._counters)
+
+    def _counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+        counted, sessions = self.stack.counters(), list(self.sessions.values())
+        counted[PRIMARY_NAME] |= {
+            "sessions": len(sessions),
+            "leased_blocks": sum(each.leases for each in sessions),
+            "granted_blocks": sum(len(each.granted) for each in sessions),
+        }
+        return counted
 
     @property
     def region(self) -> HostRegion:

@@ -89,9 +89,7 @@ class Namespaces:
             return None
         from tiered_kv.exporters.server import StatusServer, routes_of_all
 
-        routes = routes_of_all(
-            lambda: {host.config.identity.digest.hex(): host.stack.observed() for host in self.hosts}
-        )
+        routes = routes_of_all(lambda: {host.config.identity.digest.hex(): host.observed() for host in self.hosts})
         pages = StatusServer(*self._metrics.address)
         pages.start(routes)
         return pages
