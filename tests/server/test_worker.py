@@ -172,6 +172,7 @@ def test_an_engine_lets_the_memory_of_a_killed_server_go_once_no_copy_runs(tmp_p
         scheduler.end(context)
 
 
+@pytest.mark.slow
 def test_an_engine_without_requests_notices_that_its_server_has_gone(tmp_path: Path) -> None:
     with ExitStack() as undo:
         with serving(tmp_path) as served:
