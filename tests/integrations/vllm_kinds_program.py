@@ -63,6 +63,37 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "gdn": (
+        {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "layer_types": ["linear_attention", "full_attention"],
+            "dtype": "bfloat16",
+            "head_dim": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+        {"dtype": "bfloat16", "prefix_match_unit": BLOCK_TOKENS},
+    ),
+    "mtp": (
+        {
+            "architectures": ["Glm4MoeForCausalLM"],
+            "model_type": "glm4_moe",
+            "head_dim": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "num_nextn_predict_layers": 1,
+        },
+        {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+    ),
+    "eagle": ({}, {"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}}),
 }
 """Of each kind what its `config.json` has beside that of a small Llama, and vLLM's options."""
 
@@ -106,6 +137,11 @@ def main() -> None:
     config, options = KINDS[kind]
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps({**TINY_LLAMA, **config}))
+    draft = options.get("speculative_config")
+    if draft and draft["method"] == "eagle":
+        (directory / "draft").mkdir(exist_ok=True)
+        (directory / "draft" / "config.json").write_text(json.dumps({**TINY_LLAMA, "num_hidden_layers": 1}))
+        draft["model"] = str(directory / "draft")
     random_numbers = random.Random(0)
     prompts = [[random_numbers.randrange(512) for _ in range(size)] for size in (300, 700)]
     ours = json.loads(sys.argv[3])

@@ -329,6 +329,9 @@ class Engine:
             **settings,
         )
         self.config = arguments.create_engine_config()
+        modes = {each.mamba_cache_mode for rank in specs for each in rank.values() if isinstance(each, MambaSpec)}
+        for mode in modes:  # vLLM sets it for a hybrid model, which its stand-in is not
+            self.config.cache_config.mamba_cache_mode = mode
         kind = type("Executor", (KnownBytesExecutor,), {"specs": specs, "layout": layout})
         self.core = EngineCore(self.config, kind, log_stats=False)
 

@@ -18,13 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
 from vllm_known_bytes import Engine  # type: ignore[import-not-found]  # found beside this program when it runs
-from vllm_program_parts import DEEPSEEK, OUR_TIER, refusal_of, run_checks, wait_for  # type: ignore[import-not-found]
+from vllm_program_parts import (  # type: ignore[import-not-found]
+    DEEPSEEK,
+    OUR_TIER,
+    config_with,
+    refusal_of,
+    run_checks,
+    wait_for,
+)
 
 from tests.support.tiny_llama import TINY_LLAMA
 from tiered_kv.config.namespace import differences
 from tiered_kv.errors import ConfigError
+from tiered_kv.integrations.vllm.engine import check_groups, configured
 
 PROMPT = [random.Random(0).randrange(512) for _ in range(200)]
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, max_tp_shards=1, head_size=128, dtype=torch.float32)
@@ -37,6 +45,17 @@ def full(ranks: int) -> Any:
     """Return what a layer of `LLAMA` keeps on one of so many ranks."""
     heads = max(1, 4 // ranks)
     return FullAttentionSpec(block_size=32, num_kv_heads=heads, head_size=32, dtype=torch.float32)
+
+
+def states(ranks: int, mode: str = "align", tokens: int = 32) -> Any:
+    """Return what a recurrent layer keeps on one of so many ranks, in pages as large as those of `full`."""
+    return MambaSpec(
+        block_size=tokens,
+        shapes=((4, 64), (4, 128)),
+        dtypes=(torch.float32, torch.float32),
+        page_size_padded=full(ranks).page_size_bytes,
+        mamba_cache_mode=mode,
+    )
 
 
 def layers_of(*specs: Any) -> dict[str, Any]:
@@ -117,6 +136,35 @@ class Checks:
             assert engine.serve(PROMPT).found == 0, "vLLM's direct layout is another"
             differing = differences(engine.manager._stack.config.identity.described, described)
             assert differing["namespace.extra.canonical"] == ("false", "true"), differing
+
+    def states_beside_attention_are_found(self) -> None:
+        model, stack = self._model("llama", LLAMA), self._stack("states")
+        for ranks in (1, 2):
+            layers = [layers_of(full(ranks), states(ranks))] * ranks
+            for found in (0, 192):  # the state of 192 tokens, and the blocks of attention before it
+                with Engine(model, layers, stack, block_size=32) as engine:
+                    first = engine.serve(PROMPT)
+                    engine.drop()
+                    assert (first.found, engine.serve(PROMPT)) == (found, (first.tokens, 192)), ranks
+                    engine.drop()
+                    assert engine.serve([*PROMPT, *first.tokens, 1, 2, 3]).found == 192, "the next turn"
+
+    def a_tail_with_a_key_of_its_own_is_found_after_a_restart(self) -> None:
+        model, stack, prompt = self._model("llama", LLAMA), self._stack("tail"), PROMPT[:184]
+        for found in (0, 176):  # five blocks and a half, of 32 tokens
+            with Engine(model, [layers_of(full(1), states(1))], stack, block_size=32, prefix_match_unit=16) as engine:
+                first = engine.serve(prompt)
+                engine.drop()
+                assert (first.found, engine.serve(prompt)) == (found, (first.tokens, 176))
+
+    def what_no_block_could_be_found_of_is_refused(self) -> None:
+        stack = self._stack("refused")
+        alone = [{"layers.0.mixer": states(1, "none", 512)}]
+        attempt = partial(Engine, self._model("llama", LLAMA), alone, stack, enable_prefix_caching=False)
+        assert "add --enable-prefix-caching" in refusal_of(attempt, ConfigError)
+        group = KVCacheGroupSpec(["layers.0.attn"], LATENT)
+        with configured(None, KVCacheConfig(1, [], [group], hisparse_host_num_blocks=1)):
+            assert "HiSparse" in refusal_of(partial(check_groups, config_with({})), ConfigError)
 
     def what_has_no_canonical_layout_is_refused(self) -> None:
         stack = self._stack("refused")

@@ -79,6 +79,9 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
         answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if ours is not None:
             found = answer[0]
+            if found and self.connector_scheduler.config.supports_partial_tail and ours.is_waited_for(name):
+                # All whole blocks are ready, but not the blocks of a tail with a key of its own: vLLM would compute it.
+                found, answer = None, (None, False)
             left = None if found is None else request.num_tokens - num_computed_tokens - found
             ours.was_looked_up(name, left)
         return answer

@@ -356,13 +356,21 @@ def _describe(group: Any) -> str:  # Any: vLLM's OffloadingGroupConfig
     return f"{group.group_id}: {group.tokens_per_block} tokens, {len(group.layer_names)} layers {names}"
 
 
-def check_chunks(config: Any) -> None:  # Any: vLLM's OffloadingConfig
-    """Raise ConfigError for chunks of several blocks where vLLM may store parts of a chunk.
+def check_groups(config: Any) -> None:  # Any: vLLM's OffloadingConfig
+    """Raise ConfigError for KV cache groups of which vLLM would store no blocks that can be found, or parts of chunks.
 
-    vLLM leaves out the blocks that a sliding window or a state no longer needs, and does not say which places of a
-    chunk the others fill. vLLM 0.33 reports which groups have a window. 0.32 does not, so several groups are refused
-    there. One group of windows is not known at start; the worker refuses its first store that does not fill its rows.
+    With chunks of several blocks, vLLM leaves out the blocks that a sliding window or a state no longer needs, and does
+    not say which places of a chunk the others fill. vLLM 0.33 reports which groups have a window. 0.32 does not, so
+    several groups are refused there. One group of windows is not known at start; the worker refuses its first store
+    that does not fill its rows.
     """
+    if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in _layer_specs()):
+        raise ConfigError(
+            "vLLM keeps recurrent states at the ends of blocks only if it caches prefixes; add --enable-prefix-caching"
+        )
+    found = _current.get()
+    if found is not None and getattr(found[1], "hisparse_host_num_blocks", None) is not None:
+        raise ConfigError("with HiSparse, vLLM stores a part of each block only; start it without one of both")
     if config.cache.blocks_per_chunk == 1:
         return
     windows = [getattr(group, "sliding_window_size_in_chunks", _UNKNOWN) for group in config.groups]

@@ -193,6 +193,10 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._manager.expect(blocks, context, before=before, is_whole=is_whole)
         return True
 
+    def is_waited_for(self, req_id: str) -> bool:
+        """Return whether a block that the last lookup of a request asked for may still come."""
+        return self._lacks_answer or self._manager.promoting(ReqContext(req_id)) > 0
+
     def was_looked_up(self, req_id: str, uncomputed_tokens: int | None) -> None:
         """Note what vLLM will compute of a request whose blocks it has looked up; None if the request waits."""
         if uncomputed_tokens is None:

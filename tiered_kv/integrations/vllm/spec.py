@@ -28,7 +28,7 @@ from tiered_kv.integrations.vllm.engine import (
     ROW_LAYOUT,
     Stage,
     canonical_shards,
-    check_chunks,
+    check_groups,
     check_stages,
     chunk_tokens,
     environment,
@@ -90,7 +90,7 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        check_chunks(config)
+        check_groups(config)
         # vLLM's connector then lets only rank 0 store; the others report a store's end at once.
         self.replicated_layout = config.replicated_layout
         # A worker gets its KV caches after its connector was made; only this shows the engine's configuration then.
@@ -291,7 +291,7 @@ class TieredKVTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM 
 
     def __init__(self, config: Any) -> None:  # Any: vLLM's OffloadingConfig
         check_stages(config)
-        check_chunks(config)
+        check_groups(config)
         super().__init__(config)
 
     def get_worker(self, kv_caches: Any) -> HandlerWorker:

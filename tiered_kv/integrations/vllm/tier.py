@@ -26,7 +26,7 @@ from tiered_kv.hints import BY_REQUEST, HintReader, Hints
 from tiered_kv.hooks import tier_settings
 from tiered_kv.integrations.vllm.engine import (
     VLLM_ROW_LAYOUT,
-    check_chunks,
+    check_groups,
     check_stages,
     chunk_tokens,
     environment,
@@ -117,7 +117,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = offloading_spec.config
         check_stages(config)
-        check_chunks(config)
+        check_groups(config)
         entry = fill_variables({"tier": dict(tier)}, environment(config))["tier"]
         settings = tier_settings(entry)
         self._num_blocks, self._block_bytes = primary_kv_view.shape or (0, 0)
