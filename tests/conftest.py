@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,6 +36,10 @@ hypothesis.settings.register_profile("explore", _PATIENT, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
+_CASES = pytest.StashKey[Counter[str]]()
+"""How many cases of each test that is marked `one_quick` have been collected."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("trust", "the proofs of docs/explanation/guarantees.md, pytest -m trust")
     group.addoption(
@@ -56,6 +61,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = Figures()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the cases of a test that `one_quick` makes slow."""
+    if (marker := item.get_closest_marker("one_quick")) is not None:
+        seen = item.config.stash.setdefault(_CASES, Counter[str]())
+        name = item.nodeid.partition("[")[0]
+        if seen[name] % marker.args[0]:
+            item.add_marker(pytest.mark.slow)
+        seen[name] += 1
 
 
 @pytest.hookimpl(trylast=True)

@@ -31,6 +31,7 @@ from tiered_kv.tiering.base import TierSpec
 MEMORY: dict[str, object] = {"type": "memory", "capacity": "1 MiB", **PATIENT}
 
 
+@pytest.mark.one_quick(3)
 @pytest.mark.parametrize("verb", ["put", "get", "close", "wait-store", "direct-close"])
 def test_an_interrupted_call_leaves_nothing_behind(verb: str) -> None:
     assert INTERRUPTED[verb](MEMORY, verb, 12) >= 10

@@ -143,6 +143,7 @@ def test_other_namespaces_are_shown_with_the_fields_that_differ(
     assert f"{'ab' * 16} is another namespace, without a readable form" in text
 
 
+@pytest.mark.slow
 def test_every_damage_to_a_file_is_found_and_repaired(tmp_path: Path) -> None:
     # A file's name does not tell its key, so another key's record is found when it is loaded.
     damages = [each for each in record_damages(full=False) if not each.name.startswith("sealed key digest")]

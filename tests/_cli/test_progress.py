@@ -41,6 +41,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
     return shown.decode()
 
 
+@pytest.mark.one_quick(5)
 @pytest.mark.parametrize(
     ("verb", "options", "doing"),
     [
@@ -68,6 +69,7 @@ def test_progress_is_shown_on_a_terminal_only(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("drawing_library")
 def test_drawing_a_page_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = ["--report", str(tmp_path / "page.html")]

@@ -250,6 +250,7 @@ def test_a_page_has_no_secret_of_the_stack_or_of_the_command(tmp_path: Path, mon
     assert "***" in page
 
 
+@pytest.mark.slow
 def test_a_replay_that_was_ended_at_once_has_a_page(tmp_path: Path) -> None:
     config = load_config(stack_file(tmp_path, "type: memory, capacity: 1MiB", capacity="256KiB"))
     run = Run("stack.yaml", ["replay", "stack.yaml"], config, datetime.now(UTC))

@@ -219,6 +219,7 @@ class TestFile:
 class TestTextsWithoutQuotes:
     """YAML reads 1.10 as 1.1, 0123 as 83 and `on` as true. No message suggests such another value."""
 
+    @pytest.mark.one_quick(4)
     @pytest.mark.parametrize(
         "text",
         [

@@ -115,6 +115,7 @@ password: {0}\nx: 1\nx: 2¦password: ${{{0}¦password: a${{{0}!}}¦password: ${0
 """.strip()
 
 
+@pytest.mark.one_quick(4)
 @pytest.mark.parametrize("template", [case for line in BROKEN_YAML.splitlines() for case in line.split("¦")])
 def test_no_syntax_error_repeats_the_file(template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planted = new_marker()

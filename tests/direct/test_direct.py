@@ -92,6 +92,7 @@ def content(pool: Any, offset: int, blocks: int = 1) -> bytes:
 # Blocks.
 
 
+@pytest.mark.one_quick(4)
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, 5000], ids=["page", "odd"])
 @pytest.mark.parametrize("shift", [0, 7], ids=["aligned", "unaligned"])
 def test_blocks_come_back_to_any_place_of_the_memory(

@@ -77,6 +77,7 @@ def run(example: str, directory: Path) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.one_quick(9)
 @pytest.mark.parametrize("example", PRINTED)
 def test_an_example_prints_its_lines(example: str, tmp_path: Path) -> None:
     assert run(example, tmp_path)[0].splitlines() == PRINTED[example]

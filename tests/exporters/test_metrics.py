@@ -136,6 +136,7 @@ def test_no_name_of_a_model_and_no_key_is_shown(name: str) -> None:
     assert not any(key.hex() in shown or repr(bytes(key)) in shown for key in KEYS)
 
 
+@pytest.mark.one_quick(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_label_of_an_engine_is_read_as_it_was_whatever_it_is(stack: Stack, name: str) -> None:
     put(stack, KEYS)

@@ -117,6 +117,7 @@ def generate(model: Any, ids: Tensor, cache: Any = None, tokens: int = 12) -> An
 
 
 class TestRoundTrip:
+    @pytest.mark.one_quick(9)
     @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
     @pytest.mark.parametrize("kv_heads", [1, 2, 4])
     def test_another_process_gets_the_same_bits(self, dtype: str, kv_heads: int, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def test_tested_versions_are_taken(engine: str, version: str, tmp_path: Path) ->
     assert import_with(tmp_path, engine, version) == f"imported {version}"
 
 
+@pytest.mark.one_quick(5)
 @pytest.mark.parametrize(
     ("engine", "name", "version"),
     [

@@ -164,6 +164,7 @@ def test_another_file_system_in_place_of_the_directory_gets_no_blocks(
 LEDGER = b'{"total_bytes": %b, "pending_bytes": 0, "surveyed_s": 0, "holders": {}}'
 
 
+@pytest.mark.one_quick(3)
 @pytest.mark.parametrize("text", [b"garbage", b"[]", b"[" * 100_000, LEDGER % b"-9", LEDGER % b'"1"'], ids=range(5))
 def test_a_damaged_ledger_is_replaced_by_a_survey(rig: TierRig, path: Path, text: bytes) -> None:
     keys = make_keys(64)
@@ -195,6 +196,7 @@ def test_the_oldest_use_goes_first(open_rig: OpenRig, path: Path, monkeypatch: p
     assert loaded == set(used) or not left
 
 
+@pytest.mark.one_quick(3)
 @pytest.mark.parametrize("what", ["marker", "ledger", "lock", "sweep", "namespace", "epoch", "name"])
 def test_a_part_of_the_directory_that_somebody_deletes_is_made_again(
     open_rig: OpenRig, path: Path, what: str, monkeypatch: pytest.MonkeyPatch

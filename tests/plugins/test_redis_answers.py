@@ -132,6 +132,7 @@ NO_REPLIES: dict[bytes, list[bytes]] = {
 """What is no reply to a load, a store or a lookup."""
 
 
+@pytest.mark.one_quick(4)
 @pytest.mark.parametrize(
     ("verb", "reply", "position"),
     [

@@ -223,6 +223,7 @@ def test_after_a_reset_others_keep_their_epoch_and_newcomers_take_the_new_one(pl
     assert other.load([*OLD, *LATE, *NEW]) == {*OLD, *LATE}, "nobody reset it"
 
 
+@pytest.mark.one_quick(3)
 @without_presence_cache
 @pytest.mark.parametrize("found", [None, b"", b"nonsense", b"x" * 5000])
 def test_a_mark_that_is_gone_or_damaged_is_drawn_anew_and_brings_no_block_back(

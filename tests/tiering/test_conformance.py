@@ -5,6 +5,7 @@ What the tiers store of blocks that compress is shorter than the blocks are.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -86,6 +87,7 @@ class TestMemoryTierWithCompression(TestMemoryTier):
     compressible = True
 
 
+@pytest.mark.slow
 class TestMemoryTierWithEncryption(TestMemoryTier):
     settings = AES
 
@@ -184,6 +186,8 @@ class TestRedisTierOnASlowWire(TestRedisTier):
 
 
 class TestRedisTierOnFakeredis(TestRedisTier):
+    pytestmark = [pytest.mark.slow] if shutil.which("redis-server") else []  # where there is none, it stands in
+
     @pytest.fixture
     def open_tier(self, fake_redis_url: str, tmp_path: Path) -> OpenTier:
         self.place = Place("memory", tmp_path)  # of whose entry nothing is left

@@ -82,6 +82,7 @@ def state_after(times: int, policy: str, admission: Mapping[str, object]) -> tup
     return loaded, counted
 
 
+@pytest.mark.one_quick(3)
 @pytest.mark.parametrize("policy", sorted(BUILT_IN_POLICIES))
 @pytest.mark.parametrize("admission", ADMISSIONS)
 def test_keys_twice_in_every_call_change_nothing(policy: str, admission: str) -> None:

@@ -192,6 +192,7 @@ def check(engine: Engine, tier: StrangeTier, method: str) -> None:
         wait_until(lambda: engine.is_used_again(old))
 
 
+@pytest.mark.one_quick(8)
 @pytest.mark.parametrize(("method", "make"), CASES)
 def test_a_value_of_a_wrong_type_costs_a_tier_on_its_own_thread_nothing_but_hits(
     open_strange: Callable[..., tuple[Engine, StrangeTier]], method: str, make: Make
@@ -199,6 +200,7 @@ def test_a_value_of_a_wrong_type_costs_a_tier_on_its_own_thread_nothing_but_hits
     check(*open_strange(method, make, nonblocking=False), method)
 
 
+@pytest.mark.one_quick(4)
 @pytest.mark.parametrize(("method", "make"), IN_THREAD)
 def test_no_exception_ends_the_tier_s_thread(
     open_strange: Callable[..., tuple[Engine, StrangeTier]], method: str, make: Make
@@ -206,6 +208,7 @@ def test_no_exception_ends_the_tier_s_thread(
     check(*open_strange(method, make, nonblocking=False), method)
 
 
+@pytest.mark.one_quick(8)
 @pytest.mark.parametrize(("method", "make"), CASES)
 def test_a_value_of_a_wrong_type_costs_a_tier_on_the_scheduler_s_thread_nothing_but_hits(
     open_strange: Callable[..., tuple[Engine, StrangeTier]], method: str, make: Make

@@ -182,6 +182,7 @@ NVME = {**nvme(Path("kv"), "1536KiB"), "threads": 1}
 HALF_MEMORY = {"type": "memory", "capacity": "384KiB"}
 
 
+@pytest.mark.one_quick(2)
 @pytest.mark.parametrize(
     "tiers",
     [
