@@ -65,7 +65,9 @@ def key_file(tmp_path: Path) -> Path:
 
 def test_the_schema_has_them() -> None:
     definitions = stack_schema()["$defs"]
-    for name in tier_plugins().tier_types():
+    for name, tier_type in tier_plugins().tier_types().items():
+        if not issubclass(tier_type.settings, CodecSettings):  # such as `host`, which keeps no records
+            continue
         properties = definitions[f"tier-{name}"]["properties"]
         assert properties["codec"]["enum"] == ["raw", "zstd", "aes-256-gcm", "zstd+aes-256-gcm"]
         assert set(definitions[f"tier-{name}-EncryptionSettings"]["properties"]) == {

@@ -191,7 +191,8 @@ class CPUOffloadingManager(OffloadingManager):
             if req_id in self.outdated:  # the id is used again
                 self.on_request_finished(req_context)
             chain = self.chain_of(req_context)  # from now on a reset finds the request
-            hints = self.hint_reader.read(req_context)
+            may_hint = req_context.kv_transfer_params or getattr(req_context, "kv_hints", None)
+            hints = self.hint_reader.read(req_context) if may_hint else None
             if hints is not None:
                 chain.hints = hints
                 if hints.skips_load:
