@@ -7,6 +7,7 @@ programs that tests start. From a shell, run them in the checkout's root: `pytho
     simulation      the manager over tiers in simulated time, from a seed
     races           threads on a stack with hardly any room, or a scheduler (racing_scheduler); race_cases
     crash_cases     programs that are killed at their system calls (crash_scenario, crash_server)
+    host_crashes    a host's server, its engines and workers, killed at a system call, or at random
     syscalls        system calls of a program: recorded, failed, killed at
     disks           disks of nvme stores that fail, wait, or check the order of flushes
     mounts          file systems that are small, or lose their power
