@@ -22,6 +22,8 @@ from tiered_kv.integrations.transformers import PrefixCache, PrefixCacheStats, p
 from tiered_kv.metrics.instruments import count_of  # noqa: E402
 from tiered_kv.testing.control import Gate, wait_until  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 Tensor = Any
 BLOCK_TOKENS = 8
 VOCABULARY = 101
@@ -117,7 +119,6 @@ def generate(model: Any, ids: Tensor, cache: Any = None, tokens: int = 12) -> An
 
 
 class TestRoundTrip:
-    @pytest.mark.one_quick(9)
     @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
     @pytest.mark.parametrize("kv_heads", [1, 2, 4])
     def test_another_process_gets_the_same_bits(self, dtype: str, kv_heads: int, tmp_path: Path) -> None:

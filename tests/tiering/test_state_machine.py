@@ -183,6 +183,7 @@ EVERY_STACK = {
 }
 
 
+@pytest.mark.one_quick(2)
 @pytest.mark.parametrize("name", EVERY_STACK)
 def test_a_stack_keeps_its_promises_in_any_order_of_events(name: str) -> None:
     run(EVERY_STACK[name], examples=4)

@@ -65,6 +65,7 @@ def test_files_and_directories_are_private_with_any_umask(tier: str, mask: int, 
     assert wrong == []
 
 
+@pytest.mark.one_quick(4)
 @pytest.mark.parametrize("mode", [0o702, 0o707, 0o777, 0o1777])
 def test_a_directory_with_blocks_that_all_can_write_to_is_refused_and_says_what_to_do(
     tenant: Tenant, mode: int
@@ -97,6 +98,7 @@ def test_what_a_platform_gave_to_a_group_is_closed_again(tenant: Tenant) -> None
     assert tenant.store(16) == 16
 
 
+@pytest.mark.one_quick(4)
 @pytest.mark.parametrize("mode", [0o755, 0o750, 0o770, 0o701])
 def test_a_directory_that_not_all_can_write_to_is_closed(tenant: Tenant, mode: int) -> None:
     tenant.store(4)
@@ -181,6 +183,7 @@ PLANTS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
+@pytest.mark.one_quick(4)
 @pytest.mark.parametrize("plant", PLANTS)
 @pytest.mark.parametrize(("tier", "name"), CASES)
 def test_a_file_planted_in_a_file_s_place_is_neither_followed_nor_written_to_nor_waited_for(
