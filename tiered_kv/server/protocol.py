@@ -224,7 +224,7 @@ def split_keys(body: memoryview, count: int) -> list[OffloadKey]:
         ProtocolError: They do not fit, or are too many.
     """
     size, rest = divmod(len(body), count) if count else (0, 1)
-    if rest or not 4 < size <= KEY_BYTES_MAX or count > KEYS_MAX:
+    if rest or not 4 <= size <= KEY_BYTES_MAX or count > KEYS_MAX:
         raise ProtocolError(f"expected at most {KEYS_MAX} keys of one length, at most {KEY_BYTES_MAX} bytes each")
     return list(struct.unpack(f"{size}s" * count, body))  # five times as fast as slices
 
