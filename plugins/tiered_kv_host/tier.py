@@ -29,6 +29,8 @@ _THREADS: Final = 3
 _PART_BYTES: Final = 16 << 20
 _PART_BLOCKS_MAX: Final = 256
 """A part leases, or writes, so many of the server's rows at a time."""
+_LEASE_SHARE: Final = 8
+"""A part leases one row in so many at most: those of three parts stay below what a server lets one session lease."""
 _AWAIT_MS: Final = 2
 _POLL_S: Final = 0.25
 """How often an idle process looks whether the server has gone: until then it keeps that server's memory."""
@@ -106,18 +108,21 @@ class HostTier(BlockingTier):
             while waiting:
                 with self._lock:
                     self._manager.poll()
-                    answers = self._manager.lookup_many([names[place] for place in waiting], context)
-                    ready = [place for place, answer in zip(waiting, answers, strict=True) if answer]
+                    link = self._manager.link
+                    asked = waiting if link is None else waiting[: max(1, link.welcome.rows // _LEASE_SHARE)]
+                    answers = self._manager.lookup_many([names[place] for place in asked], context)
+                    ready = [place for place, answer in zip(asked, answers, strict=True) if answer]
                     found = [names[place] for place in ready]
                     rows = rows_of(self._manager.prepare_load(found, context)) if ready else []
                     self._manager.on_schedule_end()
-                waiting = [place for place, answer in zip(waiting, answers, strict=True) if answer is None]
+                left = [place for place, answer in zip(asked, answers, strict=True) if answer is None]
+                waiting = left + waiting[len(asked) :]
                 if ready:
                     self._copy_from(found, rows, [blocks[place] for place in ready], context)
                     loaded += [keys[place] for place in ready]
-                elif waiting and not self._may_wait:
+                elif left and not self._may_wait:
                     return Outcome(loaded, "timeout")
-                elif waiting:
+                elif left:
                     self._await_answer()
         return Outcome(loaded, "absent" if self._manager.is_attached else _AWAY)
 

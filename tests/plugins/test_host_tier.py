@@ -127,6 +127,17 @@ def test_a_block_is_gone_if_the_server_says_so_and_not_while_it_is_away(tmp_path
             wait_for(lambda: gone == KEYS)
 
 
+def test_a_load_of_more_blocks_than_a_session_may_lease_finds_all(tmp_path: Path) -> None:
+    gone: list[OffloadKey] = []
+    with (
+        serving(tmp_path, stack_of(rows=64)) as served,
+        process_of(served.address, on_removed=lambda _, keys: gone.extend(keys)) as process,
+    ):
+        assert sum(process.store(KEYS[first : first + 10]) for first in range(0, 40, 10)) == 40
+        assert process.load(KEYS) == process.contains(KEYS) == 40
+    assert gone == []
+
+
 def test_blocks_come_back_from_the_server_s_disk(tmp_path: Path) -> None:
     nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
     with serving(tmp_path, stack_of(rows=64, secondary=[nvme])) as served, process_of(served.address) as process:
@@ -167,8 +178,8 @@ def test_the_server_s_namespace_is_that_of_the_blocks(tmp_path: Path) -> None:
             assert served.namespaces.hosts[-1].config.identity.digest == digest
 
 
-def test_blocks_with_long_keys_are_different_blocks(tmp_path: Path) -> None:
-    long = [make_offload_key(b"x" * size, group) for size in (90, 91, 92, 93, 500) for group in (0, 1)]
+def test_blocks_with_long_and_empty_hashes_are_different_blocks(tmp_path: Path) -> None:
+    long = [make_offload_key(b"x" * size, group) for size in (0, 90, 91, 92, 93, 500) for group in (0, 1)]
     with serving(tmp_path) as served, process_of(served.address) as process:
         assert process.store(long) == process.load(long) == len(long)
         assert process.contains([make_offload_key(b"x" * 501, 0)]) == 0
