@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.host_server import Served, keys_of, serving, wait_for
+from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
 
@@ -99,6 +101,25 @@ def test_questions_that_no_tier_answers_are_bounded(tmp_path: Path, monkeypatch:
                 for _ in range(10_000):
                     sock.send(packet(protocol.ACQUIRE, 1, 1, KEYS[0], protocol.ONLY_STORED))
             wait_for(lambda: not served.server._channels)
+
+
+def test_a_question_of_a_request_that_has_ended_asks_no_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        session: Any = next(iter(served.host.sessions.values()))  # has more than its namespace sees
+        requests: list[int] = []
+
+        def never(keys: Sequence[OffloadKey], _: object) -> list[None]:
+            requests.append(len(session.requests))
+            return [None] * len(keys)
+
+        monkeypatch.setattr(served.host.manager, "contains_many", never)
+        context = engine.begin()
+        engine.manager.contains_many(KEYS, context)
+        engine.step_until(lambda: requests)
+        engine.end(context)
+        wait_for(lambda: not session.is_waiting)
+        assert 0 not in requests
 
 
 @pytest.mark.parametrize("body", [b"", b"\0" * 9, protocol.BEGUN.pack(0, 5) + b"r", protocol.BEGUN.pack(0, 1) + b"r{"])

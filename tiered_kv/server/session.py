@@ -268,10 +268,9 @@ class Session:
     def _tell_stored(self, request: SessionRequest, keys: list[OffloadKey]) -> bool:
         """Tell which blocks any tier has, if all tiers have answered; return whether they have."""
         answers = self.host.manager.contains_many(keys, request.context)
-        if None in answers and request.number in self.requests:
-            return False
-        self.send(protocol.STORED, request.number, len(keys), bytes(map(bool, answers)))
-        return True
+        if None not in answers:
+            self.send(protocol.STORED, request.number, len(keys), bytes(map(bool, answers)))
+        return None not in answers
 
     def _look_up(self, request: SessionRequest, keys_max: int = protocol.REQUEST_KEYS_MAX) -> None:
         """Ask all tiers for what has no final code, `keys_max` keys at most, and lease what is ready."""
@@ -369,6 +368,7 @@ class Session:
         for requests in (self.requests, self.waiting, self.changed):
             requests.pop(request.number, None)
         self._keys -= len(request.keys)
+        self.questions = [each for each in self.questions if each[0] is not request]  # tiers would keep their answers
         self.host.manager.on_request_finished(request.context)
 
     def _end_leases(self, request: SessionRequest, rows: Iterable[int]) -> None:
