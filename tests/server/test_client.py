@@ -183,6 +183,22 @@ def test_an_engine_attaches_again_to_a_server_that_was_started_anew(tmp_path: Pa
         engine.close()
 
 
+def test_without_a_thread_to_attach_again_blocks_are_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> threading.Thread:
+        raise ResourceError("no thread")
+
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        served.engines.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr("tiered_kv.server.attach.start_thread", refuse)
+        engine.step_until(lambda: not engine.manager.is_attached)
+        assert engine.load(KEYS) == 0
+    with serving(tmp_path):
+        engine.step_until(lambda: engine.manager.is_attached)
+        engine.close()
+
+
 def test_an_engine_of_another_model_is_refused(tmp_path: Path) -> None:
     settings = {"namespace": {"model": "other"}, "block": {"bytes": 4096, "tokens": 16}}
     with serving(tmp_path) as served, pytest.raises(ConfigError, match="model"):

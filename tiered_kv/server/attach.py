@@ -16,7 +16,7 @@ import numpy as np
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.errors import ConfigError, ResourceError, TieredKVError
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.server import protocol
 from tiered_kv.server.memory import map_generations, map_host_region
@@ -187,7 +187,8 @@ class Attachment:
             self._wanted.set()
         self._show_unused(True)
         if self._thread is None and not self._closed.is_set():
-            self._thread = start_thread(self._run, "tiered-kv-attach")
+            with suppress(ResourceError):  # the next call tries again
+                self._thread = start_thread(self._run, "tiered-kv-attach")
         return None
 
     def _show_unused(self, is_unused: bool) -> None:
