@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,22 @@ def test_an_asyncio_program_awaits_the_calls(tmp_path: Path) -> None:
 
     with serving(tmp_path) as served:
         assert asyncio.run(use(served.address)) == 4 * 24
+
+
+@pytest.mark.parametrize("other", [{"namespace": {"model": "other"}}, {"block": {"bytes": 2 * BLOCK_BYTES}}])
+def test_a_program_uses_no_server_of_another_namespace(
+    tmp_path: Path, other: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(tmp_path) as served:
+        stack = tiered_kv.connect(served.address)
+    with stack:
+        wait_for(lambda: not stack.is_attached or not stack.put(HASHES, BLOCKS))
+        with serving(tmp_path, stack_of(**other)):
+            wait_for(lambda: stack.contains(HASHES) or stack.is_attached or "connect anew" in caplog.text)
+            assert not stack.is_attached
+            assert stack.put(HASHES, BLOCKS) == 0
+        with serving(tmp_path):
+            wait_for(lambda: stack.put(HASHES, BLOCKS) == 24)
 
 
 def test_without_a_server_nothing_is_found_and_nothing_waits(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ class OneLink(Attachment):
 def told() -> Iterator[tuple[AttachedManager, Channel]]:
     """A manager, and the server's end of its connection."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    welcome = Welcome("instance", 64, 4096, 16, 0, 4, 16, ["cpu", "nvme"], 60.0, 60.0)
+    welcome = Welcome("instance", "", 64, 4096, 16, 0, 4, 16, ["cpu", "nvme"], 60.0, 60.0)
     link = HostLink(Channel(ours, 1 << 20), welcome, None, memoryview(bytes(64 * 4)).cast("I"))
     manager, server = AttachedManager(OneLink(link)), Channel(theirs, 1 << 20)
     yield manager, server

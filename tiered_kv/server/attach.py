@@ -157,6 +157,8 @@ class Attachment:
         self._opening: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._told = ""
+        self._namespace = ""
+        """Of the first connection; no later one may have another."""
         self._unused: socket.socket | None = None
 
     def connect(self) -> bool:
@@ -283,6 +285,9 @@ class Attachment:
             welcome = _welcome_of(packet)
             if len(fds) != 2:
                 raise ConfigError("the server has sent no memory")
+            if self._namespace not in ("", welcome.namespace):  # the process said none, and its blocks are another's
+                raise ConfigError("the server has another namespace, or other blocks, than before: connect anew")
+            self._namespace = welcome.namespace
             region = map_host_region(fds[0], welcome.rows, welcome.row_bytes) if self._maps_rows else None
             try:
                 return HostLink(Channel(sock, UNREAD_BYTES_MAX), welcome, region, map_generations(fds[1], welcome.rows))

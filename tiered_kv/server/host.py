@@ -155,6 +155,7 @@ class Host:
         rows = self.config.primary_blocks
         return Welcome(
             instance=self.instance,
+            namespace=self.config.identity.digest.hex(),
             rows=rows,
             row_bytes=self.config.block.bytes,
             block_tokens=self.config.block.tokens,

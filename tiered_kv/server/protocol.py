@@ -135,6 +135,7 @@ class Welcome:
 
     Args:
         instance: Identifies the memory: rows of one instance mean nothing in another.
+        namespace: The digest of the namespace and of its blocks: a client uses no other's.
         rows, row_bytes, block_tokens: Of the namespace's memory.
         epoch: The namespace's epoch.
         grant_rows: Rows that the client should have in advance.
@@ -146,6 +147,7 @@ class Welcome:
     """
 
     instance: str
+    namespace: str
     rows: int
     row_bytes: int
     block_tokens: int
