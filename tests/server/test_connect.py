@@ -61,6 +61,14 @@ def test_a_program_uses_no_server_of_another_namespace(
             wait_for(lambda: stack.put(HASHES, BLOCKS) == 24)
 
 
+def test_a_program_stores_all_it_says_after_a_larger_server_has_gone(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        stack = tiered_kv.connect(served.address)
+    with stack, serving(tmp_path, stack_of(rows=64)):
+        wait_for(lambda: stack.put(HASHES, BLOCKS) == 24)
+        assert stack.contains(HASHES) == 24
+
+
 def test_without_a_server_nothing_is_found_and_nothing_waits(tmp_path: Path) -> None:
     with pytest.raises(tiered_kv.TierUnavailableError, match="tiered-kv serve"):
         tiered_kv.connect(f"unix:{tmp_path}/none.sock")

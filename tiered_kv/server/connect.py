@@ -133,7 +133,7 @@ class HostStack(BlockFacade[ProgramManager]):
         manager.on_attached = self._attached
         link = manager.link
         assert link is not None
-        self._batch_blocks = min(_BATCH_BLOCKS_MAX, link.welcome.grant_max)
+        self._attached(link)
         self._idle_poll = IdlePoll(manager, self._lock)
 
     def __enter__(self) -> Self:
@@ -164,6 +164,7 @@ class HostStack(BlockFacade[ProgramManager]):
     def _attached(self, link: HostLink) -> None:
         """Use the rows of a new server, under the lock; no copy runs."""
         self.region = _rows_of(link)
+        self._batch_blocks = min(_BATCH_BLOCKS_MAX, link.welcome.grant_max)
 
     def _store(self, keys: Sequence[OffloadKey], blocks: Blocks, context: ReqContext, reserved: int) -> bool:
         if super()._store(keys, blocks, context, reserved):
