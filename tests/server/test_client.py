@@ -104,6 +104,26 @@ def test_a_reset_while_the_server_is_away_reaches_the_next_one(tmp_path: Path) -
         engine.close()
 
 
+def test_a_reset_beside_that_of_another_engine_is_not_lost_with_the_connection(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        first, second = served.engine(), served.engine()
+        first.manager.reset_cache()
+        wait_for(lambda: served.host.epoch == 1)
+        is_held, goes_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            is_held.set()
+            goes_on.wait(20)
+
+        served.server.call_soon(hold)
+        assert is_held.wait(20)  # the second has been told of the first's
+        second.manager.reset_cache()
+        second.manager.poll()
+        served.disconnect("scheduler")  # before the server reads on
+        goes_on.set()
+        second.step_until(lambda: served.host.epoch == 2)
+
+
 def test_an_engine_that_has_reset_finds_blocks_of_a_server_that_was_started_anew(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         engine = served.engine()

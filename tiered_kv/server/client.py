@@ -58,8 +58,8 @@ class AttachedManager(OffloadingManager):
         self._instance = ""
         self._epochs_before = 0
         """What `epoch` is more than the server's number, which begins with 0 when a server is started."""
-        self._owes_reset = False
-        """Whether a reset of this engine may not have reached the server."""
+        self._resets_owed = 0
+        """Resets of this engine that may not have reached the server."""
         self._attachment = attachment
         self._clock = clock
         self._link: HostLink | None = None
@@ -313,7 +313,7 @@ class AttachedManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget every block of the namespace, for all engines."""
         self.epoch += 1
-        self._owes_reset = True
+        self._resets_owed += 1
         for request in self._requests.values():
             request.outdate()
         if self._link is not None:
@@ -356,8 +356,8 @@ class AttachedManager(OffloadingManager):
             self._take_stored(message)
         elif code == protocol.EPOCH:
             epoch = message.number + self._epochs_before
-            if epoch >= self.epoch:
-                self._owes_reset = False
+            if count and self._resets_owed:  # others' resets say nothing of this engine's
+                self._resets_owed -= 1
             if epoch > self.epoch:
                 self.epoch = epoch
                 for request in self._requests.values():
@@ -524,13 +524,14 @@ class AttachedManager(OffloadingManager):
             self.on_attached(link)
         if welcome.instance != self._instance:
             self._instance, self._epochs_before = welcome.instance, self.epoch
-        count = welcome.epoch + self._owes_reset
+        self._resets_owed = min(self._resets_owed, 1)
+        count = welcome.epoch + self._resets_owed
         if count + self._epochs_before > self.epoch:  # resets of others while this engine had no connection
             self.epoch = count + self._epochs_before
             for request in self._requests.values():
                 request.outdate()
         self._epochs_before = self.epoch - count
-        if self._owes_reset:
+        if self._resets_owed:
             self._add_message(protocol.RESET)
 
     def _lose(self, why: str) -> None:

@@ -65,7 +65,7 @@ class HostSession(Protocol):
 
     def answer_waiting(self) -> None: ...
 
-    def send(self, code: int, number: int = 0) -> None: ...
+    def send(self, code: int, number: int = 0, count: int = 0) -> None: ...
 
     def close(self) -> None: ...
 
@@ -183,11 +183,11 @@ class Host:
             for name in EngineCost.__slots__:
                 setattr(self.manager.cost, name, getattr(cost, name))
 
-    def reset(self) -> None:
+    def reset(self, by: HostSession) -> None:
         """Forget every block, and tell all engines."""
         self.manager.reset_cache()
         for session in self.sessions.values():
-            session.send(protocol.EPOCH, self.epoch)
+            session.send(protocol.EPOCH, self.epoch, session is by)
 
     def free(self, blocks: Iterable[CPUBlock]) -> None:
         """Free rows that were granted."""

@@ -27,7 +27,8 @@ the client's number of a request, unless the table says otherwise.
     KNOWN     a row or code for each key of an ACQUIRE with `ONLY_KNOWN`, then as many generations: nothing is leased
     STORED    a byte for each key of an ACQUIRE with `ONLY_STORED`: whether a tier has the block
     GRANTED   rows
-    EPOCH     number = the namespace's epoch; requests of earlier epochs store and load nothing
+    EPOCH     number = the namespace's epoch; requests of earlier epochs store and load nothing; count = 1 if the
+              client's own RESET began it
     PONG      the number of the PING
     GOODBYE   the server ends
 

@@ -92,7 +92,7 @@ class Session:
             protocol.END: self._end,
             protocol.GRANT: self._grant,
             protocol.RETURN: self._return,
-            protocol.RESET: lambda _: self.host.reset(),
+            protocol.RESET: lambda _: self.host.reset(self),
             protocol.PING: self._ping,
         }
 
