@@ -124,7 +124,12 @@ class HostTier(BlockingTier):
                     return Outcome(loaded, "timeout")
                 elif left:
                     self._await_answer()
-        return Outcome(loaded, "absent" if self._manager.is_attached else _AWAY)
+        if not self._manager.is_attached:
+            return Outcome(loaded, _AWAY)
+        found_keys = set(loaded)
+        # The server also says of a block that it is missing if it has no room for a lease or for a promotion.
+        is_there = any(self.contains_blocks([key for key in keys if key not in found_keys]))
+        return Outcome(loaded, "no_space" if is_there else "absent")
 
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         names = names_of(keys)

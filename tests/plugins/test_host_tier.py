@@ -138,6 +138,22 @@ def test_a_load_of_more_blocks_than_a_session_may_lease_finds_all(tmp_path: Path
     assert gone == []
 
 
+def test_a_block_that_the_server_has_no_lease_for_is_not_gone(tmp_path: Path) -> None:
+    gone: list[OffloadKey] = []
+    keys = keys_of(200)
+    with (
+        serving(tmp_path) as served,
+        process_of(served.address, on_removed=lambda _, keys: gone.extend(keys)) as process,
+    ):
+        first, second = served.engine(), served.engine()
+        for at in range(0, 200, 40):
+            first.store(keys[at : at + 40])
+        assert first.look_up(keys[:128], first.begin()) == 128
+        assert second.look_up(keys[128:192], second.begin()) == 64
+        assert (process.load(keys[192:]), process.contains(keys[192:])) == (0, 8)
+        assert gone == []
+
+
 def test_blocks_come_back_from_the_server_s_disk(tmp_path: Path) -> None:
     nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
     with serving(tmp_path, stack_of(rows=64, secondary=[nvme])) as served, process_of(served.address) as process:
