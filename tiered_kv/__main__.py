@@ -15,9 +15,11 @@ def main() -> int:
     """Run the command as the whole program, and return its exit status."""
     sys.excepthook, sys.unraisablehook = _on_exception, _on_unraisable
     try:
-        # The import is inside: Ctrl-C may come during it.
+        # Ctrl-C waits for the end of an import: Python and Rust turn it into other errors in the middle of a class.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         from tiered_kv.cli import main as command
 
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         return command()
     finally:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

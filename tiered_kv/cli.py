@@ -8,6 +8,7 @@ import io
 import os
 import re
 import shutil
+import signal
 import sys
 import textwrap
 import traceback
@@ -137,7 +138,11 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         sub.add_argument("--debug", action="store_true", help="show where an error comes from")
         # Only the given verb is imported: a verb must not need the libraries of the others.
         if verb in given:
-            module = importlib.import_module(f"tiered_kv._cli.{_MODULES.get(verb, verb)}")
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # see `__main__`
+            try:
+                module = importlib.import_module(f"tiered_kv._cli.{_MODULES.get(verb, verb)}")
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             module.add_arguments(sub)
             width = shutil.get_terminal_size().columns - 2
             sub.description = "\n\n".join(textwrap.fill(part, width) for part in str(sub.description).split("\n\n"))
