@@ -28,7 +28,7 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.v1.engine.core import EngineCore  # noqa: E402
 from vllm.v1.executor.abstract import Executor  # noqa: E402
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout, KVCacheSpec, MambaSpec  # noqa: E402
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
 
@@ -129,7 +129,8 @@ class Worker:
             wrong += len(bad)
         return wrong
 
-    def write(self, sequence: Sequence_, computed: int, new: int) -> None:
+    def write(self, sequence: Sequence_, computed: int, new: int, rejected: int) -> None:
+        """Write what `new` tokens keep, of which the last are drafts that were rejected."""
         for layer in self.layers:
             size, blocks = layer.spec.block_size, sequence.blocks[layer.group]
             if isinstance(layer.spec, MambaSpec):
@@ -138,7 +139,8 @@ class Worker:
                     self._fill(layer, blocks[(end - 1) // size], 0, sequence.digest(end - 1))
                 continue
             for at in range(computed, computed + new):
-                self._fill(layer, blocks[at // size], at % size, sequence.digest(at))
+                digest = sequence.digest(at) if at < computed + new - rejected else b"rejected"
+                self._fill(layer, blocks[at // size], at % size, digest)
 
     @staticmethod
     def _holds(layer: Layer, block: int, slot: int, digest: bytes) -> bool:
@@ -228,10 +230,14 @@ class KnownBytesExecutor(Executor):  # type: ignore[misc]  # vLLM is not there w
             worker.copy_blocks(getattr(output, "kv_cache_block_copies", None) or ())
             for name, new in counts.items():
                 self.wrong += worker.compare(self.sequences[name], computed[name])
-                worker.write(self.sequences[name], computed[name], new)
+                worker.write(self.sequences[name], computed[name], new, rejected.get(name, 0))
 
         told = []
         sampled = self._sample(output, computed)
+        drafts = output.scheduled_spec_decode_tokens
+        rejected = {
+            name: len(drafts[name]) + 1 - len(new) for name, new in zip(counts, sampled, strict=True) if name in drafts
+        }
         for worker in self.workers:
             told.append(worker.run(output, compute))
         result = ModelRunnerOutput(list(counts), {name: at for at, name in enumerate(counts)}, sampled)
@@ -240,6 +246,13 @@ class KnownBytesExecutor(Executor):  # type: ignore[misc]  # vLLM is not there w
             each.kv_connector_output = connector_output
         assert self.kv_output_aggregator is not None
         return self.kv_output_aggregator.aggregate(outputs, 0)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Return drafts of one token each, every other one wrong."""
+        if self.speculative_config is None:
+            return None
+        tokens = [next_token(each) ^ len(each.tokens) % 2 for each in self.sequences.values()]
+        return DraftTokenIds(list(self.sequences), [[each] for each in tokens])
 
     def _take_requests(self, output: Any) -> dict[str, int]:
         """Return how many tokens of each request have been computed before this step."""
@@ -261,12 +274,16 @@ class KnownBytesExecutor(Executor):  # type: ignore[misc]  # vLLM is not there w
 
     def _sample(self, output: Any, computed: Mapping[str, int]) -> list[list[int]]:
         """Return the next token of each request whose last token is in this step."""
-        sampled = []
+        sampled: list[list[int]] = []
         for name, new in output.num_scheduled_tokens.items():
-            sequence = self.sequences[name]
-            is_last = computed[name] + new == len(sequence.tokens)
-            sampled.append([next_token(sequence)] if is_last else [])
-            sequence.tokens += sampled[-1]
+            sequence, drafts = self.sequences[name], output.scheduled_spec_decode_tokens.get(name, [])
+            sampled.append([])
+            if computed[name] + new - len(drafts) == len(sequence.tokens):
+                for draft in [*drafts, None]:
+                    sampled[-1].append(next_token(sequence))
+                    sequence.tokens += sampled[-1][-1:]
+                    if draft != sampled[-1][-1]:
+                        break
         return sampled
 
 

@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
+from vllm import __version__ as VERSION
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm_known_bytes import Engine  # type: ignore[import-not-found]  # found beside this program when it runs
 from vllm_program_parts import (  # type: ignore[import-not-found]
     DEEPSEEK,
@@ -37,6 +45,14 @@ from tiered_kv.integrations.vllm.engine import check_groups, configured
 PROMPT = [random.Random(0).randrange(512) for _ in range(200)]
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, max_tp_shards=1, head_size=128, dtype=torch.float32)
 LLAMA = {**TINY_LLAMA, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 256}
+GLM = {
+    **LLAMA,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "n_routed_experts": 4,
+    "num_nextn_predict_layers": 1,
+}
+"""A `config.json` of a model that may have an MTP draft."""
 CANONICAL_BYTES = 4 * 32 * 2 * 32 * 4
 """Of a layer: heads, tokens, keys and values, head size, float32."""
 
@@ -56,6 +72,10 @@ def states(ranks: int, mode: str = "align", tokens: int = 32) -> Any:
         page_size_padded=full(ranks).page_size_bytes,
         mamba_cache_mode=mode,
     )
+
+
+def window() -> Any:
+    return SlidingWindowSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32, sliding_window=48)
 
 
 def layers_of(*specs: Any) -> dict[str, Any]:
@@ -136,6 +156,24 @@ class Checks:
             assert engine.serve(PROMPT).found == 0, "vLLM's direct layout is another"
             differing = differences(engine.manager._stack.config.identity.described, described)
             assert differing["namespace.extra.canonical"] == ("false", "true"), differing
+
+    def windows_beside_a_draft_are_found_without_the_block_that_may_change(self) -> None:
+        model, stack = self._model("glm", GLM), self._stack("draft")
+        layers = [layers_of(full(1), window(), full(1))]  # the last is the draft's
+        options = {"block_size": 32, "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+        expected = 0
+        for _ in range(2):
+            with Engine(model, layers, stack, prefix_cache_retention_interval=32, **options) as engine:
+                first = engine.serve(PROMPT, tokens=40)
+                engine.drop()
+                groups = engine.core.scheduler.connector.connector_scheduler.config.kv_group_configs
+                is_marked = any(group.is_eagle_group for group in groups)
+                found = 160 if is_marked else 192  # vLLM may not know which group is the draft's
+                assert (first.found, engine.serve(PROMPT, tokens=40)) == (expected, (first.tokens, found))
+                expected = found
+        if is_marked and VERSION.startswith("0.32"):
+            message = refusal_of(partial(Engine, model, layers, stack, **options), ConfigError)
+            assert "finds no window beside a draft" in message
 
     def states_beside_attention_are_found(self) -> None:
         model, stack = self._model("llama", LLAMA), self._stack("states")

@@ -361,8 +361,7 @@ def check_groups(config: Any) -> None:  # Any: vLLM's OffloadingConfig
 
     With chunks of several blocks, vLLM leaves out the blocks that a sliding window or a state no longer needs, and does
     not say which places of a chunk the others fill. vLLM 0.33 reports which groups have a window. 0.32 does not, so
-    several groups are refused there. One group of windows is not known at start; the worker refuses its first store
-    that does not fill its rows.
+    several groups are refused there. With one group of windows, the worker refuses a store that does not fill its rows.
     """
     if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in _layer_specs()):
         raise ConfigError(
@@ -371,11 +370,12 @@ def check_groups(config: Any) -> None:  # Any: vLLM's OffloadingConfig
     found = _current.get()
     if found is not None and getattr(found[1], "hisparse_host_num_blocks", None) is not None:
         raise ConfigError("with HiSparse, vLLM stores a part of each block only; start it without one of both")
+    windows = [getattr(group, "sliding_window_size_in_chunks", _UNKNOWN) for group in config.groups]
+    if found is not None and _UNKNOWN in windows and _loses_windows(*found):
+        raise ConfigError("vLLM 0.32 finds no window beside a draft; set --prefix-cache-retention-interval to a block")
     if config.cache.blocks_per_chunk == 1:
         return
-    windows = [getattr(group, "sliding_window_size_in_chunks", _UNKNOWN) for group in config.groups]
-    is_refused = len(windows) > 1 if _UNKNOWN in windows else any(window is not None for window in windows)
-    if is_refused:
+    if len(windows) > 1 if _UNKNOWN in windows else any(window is not None for window in windows):
         raise ConfigError(
             f"found chunks of {config.cache.blocks_per_chunk} blocks, and KV cache groups with sliding windows or "
             "states, of which vLLM stores parts of chunks: rows would keep bytes of other blocks; leave out "
@@ -384,12 +384,14 @@ def check_groups(config: Any) -> None:  # Any: vLLM's OffloadingConfig
         )
 
 
-def check_stages(config: Any) -> None:  # Any: vLLM's OffloadingConfig
-    """Raise ConfigError for pipeline stages below vLLM's own tiering.
+def _loses_windows(config: Any, kv_cache: Any) -> bool:
+    is_sparse = config is not None and config.cache_config.prefix_cache_retention_interval == 0
+    has_window = any(getattr(spec, "sliding_window", None) for spec in _layer_specs())
+    return is_sparse and has_window and any(group.is_eagle_group for group in kv_cache.kv_cache_groups)
 
-    There each process computes the size of a row from its own layers, and a tier learns the layers of worker 0 alone.
-    So blocks could be mixed up within the engine, and between engines with other stages.
-    """
+
+def check_stages(config: Any) -> None:  # Any: vLLM's OffloadingConfig
+    """Raise ConfigError for pipeline stages below vLLM's tiering, where a tier learns worker 0's layers alone."""
     if config.parallel.pp_size > 1:
         raise ConfigError(
             f"found {config.parallel.pp_size} pipeline stages: vLLM's tiering does not report the layers of all "
