@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,9 @@ import numpy as np
 import pytest
 
 import tiered_kv
-from tests.support.host_server import BLOCK_BYTES, serving, stack_of, wait_for
+from tests.support.host_server import BLOCK_BYTES, WAIT_S, serving, stack_of, wait_for
+from tiered_kv.errors import ConfigError
+from tiered_kv.server import protocol
 
 HASHES = [number.to_bytes(16, "big") for number in range(24)]
 BLOCKS = np.arange(24 * BLOCK_BYTES, dtype=np.uint32).astype(np.uint8).reshape(24, BLOCK_BYTES)
@@ -88,3 +93,23 @@ def test_a_program_without_calls_lets_the_memory_of_its_server_go(tmp_path: Path
         stack = tiered_kv.connect(served.address)
     with stack:
         wait_for(lambda: not stack.region.array.size)
+
+
+def test_a_server_of_another_release_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.settimeout(WAIT_S)
+        listener.bind(str(tmp_path / "cache.sock"))
+        listener.listen()
+
+        def answer() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(1 << 16)
+                body = json.dumps({"version": protocol.VERSION}).encode()
+                sock.send(protocol.HEADER.pack(protocol.WELCOME, 0, 0, 0, len(body)) + body)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ConfigError, match=r"does not say instance, namespace, .*: upgrade the server"):
+            tiered_kv.connect(f"unix:{tmp_path}/cache.sock")
+        thread.join()

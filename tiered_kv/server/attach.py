@@ -326,4 +326,7 @@ def _welcome_of(packet: bytes) -> Welcome:
             f"the server speaks version {version}, this process {protocol.VERSION_MIN} to {protocol.VERSION}: upgrade "
             "the server"
         )
+    missing = [name for name in Welcome.__slots__ if name not in fields]
+    if missing:
+        raise ConfigError(f"the server does not say {', '.join(missing)}: upgrade the server")
     return Welcome(**{name: fields[name] for name in Welcome.__slots__})
