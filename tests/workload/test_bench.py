@@ -16,6 +16,7 @@ from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.control import Gate
 from tiered_kv.testing.faults import FailingTier, HeldJobsTier, Lie, LyingTier, PartialTier
 from tiered_kv.testing.rig import FourMethodTier
+from tiered_kv.tiering.base import JobResult
 from tiered_kv.workload.bench import BenchSettings, bench_tier
 from tiered_kv.workload.content import BlockContent, Rows
 
@@ -78,6 +79,18 @@ def test_a_tier_that_does_not_answer_ends_the_bench(region: PrimaryRegion, tier:
     held = HeldJobsTier(tier, gate)
     settings = BenchSettings(blocks=70, timeout_s=0.05)
     with pytest.raises(TierUnavailableError, match=r"tier 'below': 3 store jobs did not end in 0\.05 s"):
+        bench_tier(held, "below", region.kv_view, settings)
+
+
+def test_a_bench_that_ends_early_says_why_jobs_had_failed(
+    region: PrimaryRegion, tier: FourMethodTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldJobsTier(tier, Gate(is_open=False))
+    answers = iter([[JobResult(job, False, reason="unavailable") for job in (1, 2)]])
+    monkeypatch.setattr(held, "get_finished", lambda: next(answers, []))
+    settings = BenchSettings(blocks=70, timeout_s=0.05)
+    said = r"1 store job did not end in 0\.05 s; jobs failed before: 2 unavailable"
+    with pytest.raises(TierUnavailableError, match=said):
         bench_tier(held, "below", region.kv_view, settings)
 
 

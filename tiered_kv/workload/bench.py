@@ -196,7 +196,9 @@ class _Bench:
                 succeeded += [int(row) for key, row in zip(job.keys, job.block_ids, strict=True) if key in good]
             if pending:
                 operation = "load" if is_load else "store"
-                self._wait_until(deadline_s, operation, f"{len(pending)} {operation} jobs")
+                self._wait_until(
+                    deadline_s, operation, f"{len(pending)} {operation} {'job' if len(pending) == 1 else 'jobs'}"
+                )
         seconds = time.perf_counter() - started_s
         return succeeded, seconds, round((time.process_time() - started_cpu_s) / seconds, 2)
 
@@ -211,8 +213,11 @@ class _Bench:
 
     def _wait_until(self, deadline_s: float, operation: str, what: str) -> None:
         if time.monotonic() > deadline_s:
+            failed = ", ".join(f"{count} {reason}" for reason, count in self._result.reasons.items())
             raise TierUnavailableError(
-                f"{what} did not end in {self._settings.timeout_s:g} s", tier=self._result.name, operation=operation
+                f"{what} did not end in {self._settings.timeout_s:g} s{failed and f'; jobs failed before: {failed}'}",
+                tier=self._result.name,
+                operation=operation,
             )
         time.sleep(POLL_S)
 
