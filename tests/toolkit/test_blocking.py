@@ -242,6 +242,22 @@ def test_the_system_s_words_are_logged_once_and_those_of_a_library_never(
     assert "password" not in caplog.text
 
 
+def test_a_passed_deadline_is_told_without_a_place_in_the_code(
+    make_stage: MakeStage, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = make_stage(DictTier, threads=1)
+
+    def fail(operation: str, keys: Sequence[OffloadKey]) -> None:
+        raise TimeoutError("a password")
+
+    stage.tier.before = fail
+    assert not stage.rig.store(make_keys(1)).success
+    (told,) = caplog.messages
+    assert "store_blocks did not end before its deadline, counted as 'timeout'" in told
+    assert ".py" not in told
+    assert "password" not in told
+
+
 @pytest.mark.parametrize("refused", [1, 2])
 def test_threads_that_could_not_start_start_in_a_later_step(make_stage: MakeStage, refused: int) -> None:
     stage = make_stage(DictTier, threads=2, part_blocks=1)

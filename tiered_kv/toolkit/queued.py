@@ -311,5 +311,7 @@ class QueuedTier(SecondaryTierManager):
             what = f"{kind} at {frame.filename}:{frame.lineno}"
             if isinstance(error, TierError):
                 what = scrub(error.message, set())
+            elif type(error) is TimeoutError:  # the place where a deadline passed tells an operator nothing
+                what = f"{operation} did not end before its deadline, counted as '{reason}'"
             _log.warning("tier '%s': %s; further ones are only counted", self.name, what)
         return reason
