@@ -35,7 +35,7 @@ class FsAdministration(ListedStorage):
 
     @property
     def where(self) -> str:
-        return self._path if os.path.isdir(self._path) else f"{self._path} (no such directory)"
+        return self._path if os.path.exists(self._path) else f"{self._path} (no such directory)"
 
     def digests(self, deadline: float) -> Iterable[str]:
         return filter(NAMESPACE.fullmatch, os.listdir(self._path))

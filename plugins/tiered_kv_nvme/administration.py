@@ -70,7 +70,7 @@ class NvmeAdministration(TierAdministration):
 
     @property
     def where(self) -> str:
-        return self._path if os.path.isdir(self._path) else f"{self._path} (no such directory)"
+        return self._path if os.path.exists(self._path) else f"{self._path} (no such directory)"
 
     def namespaces(self, deadline: float) -> Sequence[StoredNamespace]:
         with self._claimed.opened("survey") as fd:

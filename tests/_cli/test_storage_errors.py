@@ -77,6 +77,16 @@ def test_a_dead_storage_is_named_with_cause_and_remedy(
     assert time.monotonic() - began_s < 60.0
 
 
+@pytest.mark.parametrize("kind", ["fs", "nvme"])
+def test_a_file_in_place_of_a_directory_is_not_said_to_be_missing(kind: str, tmp_path: Path, command: Command) -> None:
+    (tmp_path / "taken").write_text("")
+    shown = command.out(
+        "inspect", stack_file(tmp_path, f"type: {kind}, capacity: 64MiB, path: {tmp_path / 'taken'}"), status=1
+    )
+    assert "is a file" in shown
+    assert "no such directory" not in shown
+
+
 def test_what_redis_says_about_a_database_that_it_does_not_have_is_shown(
     redis_server: RedisServer, tmp_path: Path, command: Command
 ) -> None:
