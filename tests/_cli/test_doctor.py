@@ -204,6 +204,16 @@ def test_an_engine_s_own_metrics_are_read_over_all_engines(doctor: Command) -> N
     assert "150 of 200 blocks that requests asked for were hits (75%): cpu 150." in result["gains"][1]
 
 
+def test_with_one_miss_the_share_of_hits_is_not_told_as_all(doctor: Command) -> None:
+    text = """
+        tiered_kv_blocks_total{result="hit",tier="cpu"} 900.0
+        tiered_kv_blocks_total{result="miss",tier="cpu"} 1.0
+    """
+    with StatusServer(lambda: of_engine(text)) as server:
+        said = doctor.json(f"http://{server.address}/metrics")["gains"]
+    assert "900 of 901 blocks that requests asked for were hits (99%): cpu 900." in said
+
+
 @pytest.mark.parametrize(
     ("answered", "problem"),
     [

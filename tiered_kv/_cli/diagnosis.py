@@ -293,4 +293,5 @@ def gains(readings: Readings) -> Iterator[str]:
     yield f"The engine did not have to compute {tokens:,.0f} tokens{share}.{spared}"
     if asked:
         parts = ", ".join(f"{tier.name} {tier.hits:,.0f}" for tier in tiers)
-        yield f"{hits:,.0f} of {asked:,.0f} blocks that requests asked for were hits ({hits / asked:.0%}): {parts}."
+        percent = int(100 * hits / asked)  # rounded down: 100% means no miss
+        yield f"{hits:,.0f} of {asked:,.0f} blocks that requests asked for were hits ({percent}%): {parts}."
