@@ -74,7 +74,7 @@ def test_a_program_stores_all_it_says_after_a_larger_server_has_gone(tmp_path: P
         assert stack.contains(HASHES) == 24
 
 
-def test_without_a_server_nothing_is_found_and_nothing_waits(tmp_path: Path) -> None:
+def test_without_a_server_nothing_is_found_and_nothing_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(tiered_kv.TierUnavailableError, match="tiered-kv serve"):
         tiered_kv.connect(f"unix:{tmp_path}/none.sock")
     with serving(tmp_path) as served:
@@ -86,6 +86,9 @@ def test_without_a_server_nothing_is_found_and_nothing_waits(tmp_path: Path) -> 
         with serving(tmp_path):
             wait_for(lambda: stack.put(HASHES, BLOCKS) == 24)
             assert (stack.get(HASHES) == BLOCKS).all()
+    told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert any("every block is a miss" in each for each in told)
+    assert any("attached to the host's cache" in each for each in told)
 
 
 def test_a_program_without_calls_lets_the_memory_of_its_server_go(tmp_path: Path) -> None:

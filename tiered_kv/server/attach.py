@@ -253,8 +253,9 @@ class Attachment:
                 pause_s = min(2 * pause_s, RETRY_MAX_S)
 
     def _attached(self) -> None:
+        # Whoever was warned of the outage sees its end, too.
+        _log.log(logging.WARNING if self._told else logging.INFO, "attached to the host's cache at %s", self._path)
         self._told = ""
-        _log.info("attached to the host's cache at %s", self._path)
 
     def _tell(self, why: str) -> None:
         """Log once that there is no server, and why."""
