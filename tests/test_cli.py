@@ -223,6 +223,11 @@ def test_every_field_is_described(tmp_path: Path, command: Command) -> None:
     assert undescribed(fields, "reference/command.md") == set()
 
 
+def test_the_quickstart_enters_the_environment_before_it_calls_the_command_by_its_name() -> None:
+    text = (ROOT / "docs/tutorial/quickstart.md").read_text()
+    assert -1 < text.find(". .venv/bin/activate\n") < text.find("\ntiered-kv ")
+
+
 def test_the_program_in_the_quickstart_runs(tmp_path: Path) -> None:
     text = (ROOT / "docs/tutorial/quickstart.md").read_text()
     program = text.partition("```python\n")[2].partition("```")[0].replace("examples/", f"{ROOT}/examples/")
