@@ -321,7 +321,8 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"ttll": 1}, "secondary.0.ttll: unknown key, with the value *** (did you mean 'ttl'?); known keys: type"),
+            ({"ttll": 1}, "secondary.0.ttll: unknown key, with the value *** (did you mean 'ttl'?)"),
+            ({"zzzz": 1}, "secondary.0.zzzz: unknown key, with the value ***; known keys: type"),
             (
                 {"tls": {"cafile": "x"}},
                 "secondary.0.tls.cafile: unknown key, with the value 'x' (did you mean 'ca_file'?)",

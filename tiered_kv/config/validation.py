@@ -151,7 +151,8 @@ def _message(model: type[BaseModel], detail: ErrorDetails, above: Location) -> s
         # The key may be a misspelled name of a secret.
         found = HIDDEN if any(map(_is_secret, known.values())) else _as_written(value, name, (*above, *location))
         hint = getattr(owner, "unknown_key_advice", {}).get(name)
-        accepted = f"{suggestion(name, list(known))}; known keys: {', '.join(known)}" if known else ""
+        near = suggestion(name, list(known))
+        accepted = near or (f"; known keys: {', '.join(known)}" if known else "")
         return f"unknown key, with the value {found}{f'; {hint}' if hint else accepted}"
     wanted = _reworded(detail["msg"])
     examples = fields[-1].examples if fields and fields[-1] else None

@@ -89,12 +89,15 @@ def replay_sentences(report: ReplayReport) -> list[str]:
     """Return what a replay came to, for the terminal and the page."""
     p50, p99, longest = map(figures.shown_us, (report.step_us.p50, report.step_us.p99, report.step_us.max))
     asked = f"{quantity(report.blocks, 'block')} of {format_bytes(report.block_bytes)}"
-    compared = quantity(report.verified_blocks + report.corrupt_blocks, "loaded block")
+    loaded = report.verified_blocks + report.corrupt_blocks
     wrong = f"{report.corrupt_blocks:,} are CORRUPT" if report.corrupt_blocks else "all are right"
+    compared = (
+        f"{quantity(loaded, 'loaded block')} compared byte by byte: {wrong}." if loaded else "No block was loaded."
+    )
     return [
         f"{report.hit_rate:.1%} of {asked} were hits, in {quantity(report.requests, 'request')} and "
         f"{report.seconds:,.1f} s.",
-        f"{compared} compared byte by byte: {wrong}.",
+        compared,
         f"A step inside the manager took {p50} (median), {p99} (99 of 100 at most), {longest} (longest).",
         _limit_sentence(report),
     ]
