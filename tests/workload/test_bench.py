@@ -88,10 +88,20 @@ def test_a_bench_that_ends_early_says_why_jobs_had_failed(
     held = HeldJobsTier(tier, Gate(is_open=False))
     answers = iter([[JobResult(job, False, reason="unavailable") for job in (1, 2)]])
     monkeypatch.setattr(held, "get_finished", lambda: next(answers, []))
-    settings = BenchSettings(blocks=70, timeout_s=0.05)
     said = r"1 store job did not end in 0\.05 s; jobs failed before: 2 unavailable"
     with pytest.raises(TierUnavailableError, match=said):
-        bench_tier(held, "below", region.kv_view, settings)
+        bench_tier(held, "below", region.kv_view, BenchSettings(blocks=70, timeout_s=0.05))
+
+
+def test_a_bench_gives_up_a_tier_of_which_the_first_jobs_fail(
+    region: PrimaryRegion, tier: FourMethodTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldJobsTier(tier, Gate(is_open=False))
+    answers = iter([[JobResult(1, False, reason="unavailable")]])
+    monkeypatch.setattr(held, "get_finished", lambda: next(answers, []))
+    monkeypatch.setattr("tiered_kv.workload.bench._GIVE_UP_S", 0.0)
+    with pytest.raises(TierUnavailableError, match="no store job succeeded; jobs failed before: 1 unavailable"):
+        bench_tier(held, "below", region.kv_view, BenchSettings(blocks=70))
 
 
 @pytest.mark.parametrize("name", ["blocks", "batch", "rounds"])

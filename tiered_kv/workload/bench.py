@@ -25,6 +25,8 @@ from tiered_kv.workload.tally import GB, NO_LATENCY, LatencyUs
 
 POLL_S = 0.0002
 """Time between two polls for finished jobs and lookups."""
+_GIVE_UP_S = 10.0
+"""From this time on, stores end at a failed job if none has stored a block: the tier's server may be away."""
 _LOOKUPS_MAX = 2000
 _KEY_HASH_BYTES = 16
 
@@ -194,6 +196,9 @@ class _Bench:
                 self._result.reasons[reason] = self._result.reasons.get(reason, 0) + 1
                 good = set(result.successful_keys or ())
                 succeeded += [int(row) for key, row in zip(job.keys, job.block_ids, strict=True) if key in good]
+            is_away = not is_load and not succeeded and 0 < len(pending) < len(jobs)
+            if is_away and time.perf_counter() - started_s > _GIVE_UP_S:
+                raise self._unavailable("no store job succeeded", "store")
             if pending:
                 operation = "load" if is_load else "store"
                 self._wait_until(
@@ -213,13 +218,13 @@ class _Bench:
 
     def _wait_until(self, deadline_s: float, operation: str, what: str) -> None:
         if time.monotonic() > deadline_s:
-            failed = ", ".join(f"{count} {reason}" for reason, count in self._result.reasons.items())
-            raise TierUnavailableError(
-                f"{what} did not end in {self._settings.timeout_s:g} s{failed and f'; jobs failed before: {failed}'}",
-                tier=self._result.name,
-                operation=operation,
-            )
+            raise self._unavailable(f"{what} did not end in {self._settings.timeout_s:g} s", operation)
         time.sleep(POLL_S)
+
+    def _unavailable(self, problem: str, operation: str) -> TierUnavailableError:
+        failed = ", ".join(f"{count} {reason}" for reason, count in self._result.reasons.items())
+        problem += failed and f"; jobs failed before: {failed}"
+        return TierUnavailableError(problem, tier=self._result.name, operation=operation)
 
     def _rate(self, blocks: Sequence[int], seconds: float) -> float:
         return round(len(blocks) * self._content.block_bytes / GB / seconds, 3)
