@@ -35,6 +35,7 @@ _REFRESH_PAUSE_S = 0.5
 """The time between two requests for the servers' addresses."""
 _REFRESH_WAIT_S = 0.2
 """How long to wait for new addresses if older ones are known."""
+_ASK_S = 1.0
 _CLOSE_WAIT_S = 0.5
 _NAMED_MAX = 4
 """Servers in a message."""
@@ -110,13 +111,13 @@ class Topology:
     def explained(self, reason: str) -> str:
         """Return `reason`, or that TLS is set and the server has none, or the reverse: asks the first server if needed.
 
-        The call waits for `connect_timeout` at most.
+        The call waits for a second at most: a server that does not answer at all does not answer this.
         """
         settings = self._settings
         if reason not in UNLIKE or settings.socket is not None:
             return reason
         host, port = settings.addresses[0]
-        is_other = speaks_other(host, port, tls=settings.tls, timeout_s=settings.connect_timeout)
+        is_other = speaks_other(host, port, tls=settings.tls, timeout_s=min(_ASK_S, settings.connect_timeout))
         return reason if not is_other else WITHOUT_TLS if settings.tls else WITH_TLS
 
     def close(self) -> None:

@@ -183,7 +183,7 @@ def test_the_commands_on_the_pages_work(
     for command in (replayed, measured):
         run(command)
         page = Path(re.findall(r"\S+\.html", command)[0]).read_text()
-        assert page.count("<svg") > 1, command
+        assert "<svg" in page, command
     with open_stack(str(tmp_path / "stack.yaml")) as stack:
         keys = [bytes([number]) for number in range(8)]
         assert stack.put(keys, np.ones((8, 64 << 10), np.uint8)) == 8
