@@ -131,7 +131,8 @@ def _localbucket(program: str, port: int, directory: Path) -> list[str]:
 
 def _swift(program: str, port: int, directory: Path) -> list[str]:
     python = Path(program).read_text().partition("\n")[0].removeprefix("#!").strip()  # the one that has Swift
-    return [python, "-W", "ignore", "-c", _SWIFT_PROGRAM, str(port), str(directory), ACCESS_KEY_ID, SECRET_ACCESS_KEY]
+    arguments = [str(port), str(directory), ACCESS_KEY_ID, SECRET_ACCESS_KEY]
+    return [python, "-E", "-W", "ignore", "-c", _SWIFT_PROGRAM, *arguments]  # without the tests' own packages
 
 
 def _radosgw(program: str, port: int, directory: Path) -> list[str]:
