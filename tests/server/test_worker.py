@@ -17,8 +17,10 @@ from tiered_kv.base import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
+    LoadStoreSpec,
     OffloadingHandler,
     OffloadKey,
+    ReqContext,
 )
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import TieredKVError
@@ -114,6 +116,18 @@ def load(scheduler: Engine, worker: Worker, keys: Sequence[OffloadKey]) -> int:
     return int(worker.cache[0, 0])
 
 
+def loading(served: Served, undo: ExitStack) -> tuple[Engine, Worker, ReqContext, LoadStoreSpec]:
+    """Return an engine that the server's end does not close, its worker, and a load that was prepared."""
+    scheduler, worker = scheduler_of(served), undo.enter_context(worker_of(served))
+    undo.callback(scheduler.close)
+    store(scheduler, worker, KEYS, 7)
+    context = scheduler.begin()
+    assert scheduler.look_up(KEYS, context) == len(KEYS)
+    rows = scheduler.manager.prepare_load(KEYS, context)
+    served.engines.clear()
+    return scheduler, worker, context, rows
+
+
 def test_a_worker_stores_and_loads_what_the_scheduler_tells(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         scheduler = scheduler_of(served)
@@ -128,13 +142,7 @@ def test_a_worker_stores_and_loads_what_the_scheduler_tells(tmp_path: Path) -> N
 def test_the_rows_of_a_killed_server_stay_until_the_scheduler_needs_them_no_more(tmp_path: Path) -> None:
     with ExitStack() as undo:
         with serving(tmp_path) as served:
-            scheduler, worker = scheduler_of(served), undo.enter_context(worker_of(served))
-            undo.callback(scheduler.close)
-            store(scheduler, worker, KEYS, 7)
-            context = scheduler.begin()
-            assert scheduler.look_up(KEYS, context) == len(KEYS)
-            rows = scheduler.manager.prepare_load(KEYS, context)
-            served.engines.clear()
+            scheduler, worker, context, rows = loading(served, undo)
         with serving(tmp_path) as served:
             wait_for(lambda: len(worker.regions) == 2)
             for _ in range(20):
@@ -157,13 +165,7 @@ def test_an_engine_lets_the_memory_of_a_killed_server_go_once_no_copy_runs(tmp_p
     """The next server may need it to start."""
     with ExitStack() as undo:
         with serving(tmp_path) as served:
-            scheduler, worker = scheduler_of(served), undo.enter_context(worker_of(served))
-            undo.callback(scheduler.close)
-            store(scheduler, worker, KEYS, 7)
-            context = scheduler.begin()
-            assert scheduler.look_up(KEYS, context) == len(KEYS)
-            scheduler.manager.prepare_load(KEYS, context)
-            served.engines.clear()
+            scheduler, worker, context, _ = loading(served, undo)
         scheduler.step_until(lambda: scheduler.manager.link is None)
         scheduler.manager.on_schedule_end()
         assert worker.mapped == [True]
