@@ -30,6 +30,14 @@ def test_a_large_job_is_served_in_parts_by_several_threads_and_reported_once(mak
     assert stage.tier.get_finished() == ()
 
 
+def test_a_store_is_served_in_parts_of_the_least_size_for_stores(make_stage: MakeStage) -> None:
+    stage = make_stage(DictTier, threads=4, part_blocks=4, store_part_blocks_min=12)
+    assert stage.rig.store(make_keys(16)).success
+    assert sorted(stage.tier.parts) == [("store", 4), ("store", 12)]
+    assert stage.rig.wait([stage.rig.submit_load(make_keys(16))])[0].success
+    assert stage.tier.parts[2:] == [("load", 4)] * 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gains", [True, False])
 def test_stores_use_more_threads_only_if_that_stores_faster(make_stage: MakeStage, gains: bool) -> None:

@@ -35,6 +35,7 @@ class BlockingTier(QueuedTier):
         threads: Worker threads, at least 1.
         part_bytes: Bytes of one part of a job, at most; but a part has at least `part_blocks_min` blocks.
         part_blocks_min: See `part_bytes`.
+        store_part_blocks_min: The same of a store; `part_blocks_min` if that is more.
         lookup_timeout_s: After how long a lookup without an answer is a miss.
         shutdown_timeout_s: How long `shutdown` waits for the threads.
         lookup_thread: Whether one more thread serves lookups only, so that no lookup waits for a part to end.
@@ -49,17 +50,20 @@ class BlockingTier(QueuedTier):
         threads: int = 4,
         part_bytes: int = 4 << 20,
         part_blocks_min: int = 1,
+        store_part_blocks_min: int = 1,
         lookup_timeout_s: float = 1.0,
         shutdown_timeout_s: float = 2.0,
         lookup_thread: bool = False,
     ) -> None:
         if threads < 1:
             raise ValueError(f"threads must be at least 1, not {threads}")
+        part_blocks = max(part_blocks_min, part_bytes // block_bytes_of(primary_kv_view))
         super().__init__(
             offloading_spec,
             primary_kv_view,
             tier_type,
-            part_blocks=max(part_blocks_min, part_bytes // block_bytes_of(primary_kv_view)),
+            part_blocks=part_blocks,
+            store_part_blocks=max(store_part_blocks_min, part_blocks),
             stores_running_max=max(1, threads - 1),
             lookup_timeout_s=lookup_timeout_s,
             shutdown_timeout_s=shutdown_timeout_s,

@@ -55,6 +55,7 @@ class QueuedTier(SecondaryTierManager):
 
     Args:
         part_blocks: Blocks in one part of a job, at most.
+        store_part_blocks: The same of a store; by default `part_blocks`.
         stores_running_max: Parts of stores that run at once, at most.
         climbs: Whether only as many of these run at once as the storage needs.
         clock: The clock of the jobs' deadlines.
@@ -75,6 +76,7 @@ class QueuedTier(SecondaryTierManager):
         lookup_timeout_s: float,
         shutdown_timeout_s: float,
         climbs: bool = False,
+        store_part_blocks: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
@@ -88,6 +90,7 @@ class QueuedTier(SecondaryTierManager):
         self._last_row = (len(self._primary_flat) - self.block_bytes) // self._row_bytes
         self._clock = clock
         self._part_blocks = part_blocks
+        self._store_part_blocks = store_part_blocks or part_blocks
         self._shutdown_timeout_s = shutdown_timeout_s
         climb = Climb(stores_running_max, clock) if climbs else None
         self._part_queue = PartQueue(self._wake, stores_running_max=stores_running_max, climb=climb)
@@ -186,7 +189,7 @@ class QueuedTier(SecondaryTierManager):
         self._primary_flat.release()
 
     def _submit(self, metadata: JobMetadata) -> None:
-        job = Job(metadata, self.epoch, self._part_blocks)
+        job = Job(metadata, self.epoch, self._part_blocks if metadata.is_promotion else self._store_part_blocks)
         self._jobs_in_flight[metadata.job_id] = job
         if self._is_shut_down or not job.keys:
             job.end_block = 0
