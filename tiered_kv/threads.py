@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -13,6 +14,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 from tiered_kv.errors import ResourceError
+
+_log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 P = ParamSpec("P")
@@ -125,3 +128,50 @@ class DaemonThreads(Executor):
             if future.set_running_or_notify_cancel():
                 _run(future, function)
             del call, future, function  # releases their views of the region
+
+
+class BackgroundTask:
+    """Runs an action soon after a request; one run serves all requests before it. Exceptions are logged only.
+
+    There is at most one thread, called `name`, which ends with the action: an action that hangs blocks nothing else. If
+    no thread can be started, the action is not run, and its owner must have another way to run it.
+    """
+
+    def __init__(self, action: Callable[[], None], name: str) -> None:
+        self._action = action
+        self._name = name
+        self._lock = threading.Lock()  # guards the two below; held for assignments and the start of a thread
+        self._is_asked = False
+        self._thread: threading.Thread | None = None
+
+    def ask(self) -> None:
+        """Run the action once more from its beginning, if a thread can be started. Does not wait. Any thread."""
+        with self._lock:
+            self._is_asked = True
+            if self._thread is not None:
+                return
+            with suppress(ResourceError):
+                self._thread = start_thread(self._run, self._name)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until nothing runs; return whether that is so."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+        return thread is None or not thread.is_alive()
+
+    def _run(self) -> None:
+        while self._take_request():
+            try:
+                self._action()
+            except BaseException:  # SystemExit too: later requests would not run
+                with suppress(Exception):  # of a log handler
+                    _log.exception("%s failed", self._name)
+
+    def _take_request(self) -> bool:
+        with self._lock:
+            is_asked, self._is_asked = self._is_asked, False
+            if not is_asked:
+                self._thread = None
+            return is_asked

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from tiered_kv.config.units import Bytes, Count, FilePath
 from tiered_kv.limits import Take
-from tiered_kv.toolkit.codec_settings import CodecSettings
+from tiered_kv.toolkit.codecs import CodecSettings
 
 
 class FsSettings(CodecSettings):

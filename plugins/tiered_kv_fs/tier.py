@@ -15,9 +15,8 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.limits import disk_need
 from tiered_kv.metrics.instruments import Counters
-from tiered_kv.threads import DaemonThreads
+from tiered_kv.threads import BackgroundTask, DaemonThreads
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
-from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome

@@ -30,12 +30,11 @@ from tiered_kv.toolkit.administration import (
     Verification,
     stored_namespace,
 )
-from tiered_kv.toolkit.census import Census
 from tiered_kv.toolkit.claimed import LOST_AND_FOUND, Identity, walk
 from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
+from tiered_kv.toolkit.listed import Census
 from tiered_kv.toolkit.small_files import read_file
-from tiered_kv_nvme.counters import StoreCounters
 from tiered_kv_nvme.directory import (
     LOCK_NAME,
     MARKER_NAME,
@@ -47,7 +46,7 @@ from tiered_kv_nvme.directory import (
     segment_pattern,
     take_lock,
 )
-from tiered_kv_nvme.disk import OPEN_FLAGS, Disk, Scratch
+from tiered_kv_nvme.disk import OPEN_FLAGS, Disk, Scratch, StoreCounters
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentHeader

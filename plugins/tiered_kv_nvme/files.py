@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tiered_kv.permissions import check_file
-from tiered_kv_nvme.counters import StoreCounters
 from tiered_kv_nvme.directory import SEGMENT_RESERVE_BYTES, SegmentDirectory
-from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, Scratch, has_name, write_fully
+from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, Scratch, StoreCounters, has_name, write_fully
 from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader, Summary, checksum, pages
 from tiered_kv_nvme.segment import Segment
 

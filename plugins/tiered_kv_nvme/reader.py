@@ -13,11 +13,9 @@ from tiered_kv.pauses import give_way
 from tiered_kv.reasons import REFUSED, UNREADABLE, RecordStatus
 from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
-from tiered_kv_nvme.counters import StoreCounters
-from tiered_kv_nvme.disk import Disk, Scratch, is_alignment_error, read_fully
-from tiered_kv_nvme.index import ordinal_of, place_of, slot_of
+from tiered_kv_nvme.disk import Disk, Scratch, StoreCounters, is_alignment_error, read_fully
 from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentEntry, checksum, pages
-from tiered_kv_nvme.pool import SegmentPool
+from tiered_kv_nvme.pool import SegmentPool, ordinal_of, place_of, slot_of
 from tiered_kv_nvme.segment import Segment
 from tiered_kv_nvme.worth import READ
 

@@ -12,10 +12,9 @@ from tiered_kv.errors import TieredKVError
 from tiered_kv.pauses import give_way
 from tiered_kv.threads import start_thread
 from tiered_kv.toolkit.codecs import Draft
-from tiered_kv_nvme.counters import StoreCounters
+from tiered_kv_nvme.disk import StoreCounters
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
-from tiered_kv_nvme.index import CHUNK_KEYS, PAUSE_S, place_of
-from tiered_kv_nvme.pool import SegmentPool
+from tiered_kv_nvme.pool import CHUNK_KEYS, PAUSE_S, SegmentPool, place_of
 from tiered_kv_nvme.reader import BlockReader, neighbours
 from tiered_kv_nvme.segment import Segment, SegmentState
 from tiered_kv_nvme.worth import READ, RELOCATED_SHARE_MAX

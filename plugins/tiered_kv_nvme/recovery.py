@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from tiered_kv.threads import run_all
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
-from tiered_kv_nvme.counters import StoreCounters
-from tiered_kv_nvme.disk import Disk, Scratch, read_fully
+from tiered_kv_nvme.disk import Disk, Scratch, StoreCounters, read_fully
 from tiered_kv_nvme.files import SegmentFiles
-from tiered_kv_nvme.index import place_of
 from tiered_kv_nvme.layout import PAGE_BYTES, BatchHeader, EntryTable, SegmentHeader, Summary, checksum
-from tiered_kv_nvme.pool import SegmentPool
+from tiered_kv_nvme.pool import SegmentPool, place_of
 from tiered_kv_nvme.segment import Segment, SegmentState
 
 

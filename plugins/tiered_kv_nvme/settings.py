@@ -10,7 +10,7 @@ from tiered_kv.config.units import Bytes, Count, FilePath
 from tiered_kv.errors import ConfigError
 from tiered_kv.limits import Take
 from tiered_kv.toolkit.claimed import absolute
-from tiered_kv.toolkit.codec_settings import CodecSettings
+from tiered_kv.toolkit.codecs import CodecSettings
 
 
 class NvmeSettings(CodecSettings):

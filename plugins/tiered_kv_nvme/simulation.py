@@ -8,9 +8,8 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.toolkit.codecs import RAW_ID
 from tiered_kv.toolkit.keys_only import KeyStore
-from tiered_kv_nvme.index import ordinal_of, place_of, slot_of
 from tiered_kv_nvme.layout import CHECKSUM_BYTES, SegmentEntry
-from tiered_kv_nvme.pool import SegmentPool, WriteStream
+from tiered_kv_nvme.pool import SegmentPool, WriteStream, ordinal_of, place_of, slot_of
 from tiered_kv_nvme.reclaimer import survivors
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
 from tiered_kv_nvme.settings import NvmeSettings

@@ -17,7 +17,7 @@ SEGMENTS_MIN = 4
 SEGMENTS_MAX = 512
 """Each is an open file; a process often may have 1024."""
 INDEX_BYTES = 200
-"""Memory of an entry of the index, with its key; see `tiered_kv_nvme.index`."""
+"""Memory of an entry of the index, with its key; see `tiered_kv_nvme.pool`."""
 
 _SEGMENTS_WANTED = 64
 _SEGMENTS_COMFORTABLE = 8

@@ -14,18 +14,16 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.limits import disk_need
-from tiered_kv.toolkit.background import BackgroundTask
+from tiered_kv.threads import BackgroundTask
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.jobs import Outcome
-from tiered_kv_nvme.counters import StoreCounters
 from tiered_kv_nvme.directory import SegmentDirectory
-from tiered_kv_nvme.disk import Disk, probe_direct
+from tiered_kv_nvme.disk import Disk, StoreCounters, probe_direct
 from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.files import SegmentFiles
-from tiered_kv_nvme.index import clear_in_chunks, ordinal_of, slot_of
 from tiered_kv_nvme.layout import PAGE_BYTES
-from tiered_kv_nvme.pool import SegmentPool
+from tiered_kv_nvme.pool import SegmentPool, clear_in_chunks, ordinal_of, slot_of
 from tiered_kv_nvme.reader import BlockReader
 from tiered_kv_nvme.reclaimer import Reclaimer
 from tiered_kv_nvme.recovery import recover

@@ -11,8 +11,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.pauses import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
-from tiered_kv_nvme.counters import StoreCounters
-from tiered_kv_nvme.disk import Disk, Scratch, is_alignment_error, write_fully
+from tiered_kv_nvme.disk import Disk, Scratch, StoreCounters, is_alignment_error, write_fully
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, SegmentEntry, checksum
 from tiered_kv_nvme.pool import Reservation, SegmentPool, WriteStream
 from tiered_kv_nvme.segment import Demand

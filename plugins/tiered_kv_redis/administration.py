@@ -23,7 +23,7 @@ from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, Verification
 from tiered_kv.toolkit.listed import Entry, ListedStorage
 from tiered_kv.toolkit.record import HEADER_BYTES, decode_record, record_bytes_max
 from tiered_kv.toolkit.small_files import fields_of
-from tiered_kv_redis.endpoint import check_tls_files
+from tiered_kv_redis.connection import check_tls_files
 from tiered_kv_redis.epoch import KEY_PREFIX
 from tiered_kv_redis.reasons import (
     MOVED,

@@ -16,7 +16,7 @@ from redis import Redis
 from redis.connection import ConnectionPool
 from redis.exceptions import RedisError, ResponseError
 
-from tiered_kv.toolkit.background import BackgroundTask
+from tiered_kv.threads import BackgroundTask
 from tiered_kv_redis.connection import Link, WireConnection
 from tiered_kv_redis.reasons import NO_FAILURE_OF_SERVER, UNAVAILABLE, UNUSABLE, NodeError, cause_of, reason_of_error
 

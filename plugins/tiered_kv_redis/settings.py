@@ -11,7 +11,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from tiered_kv.config.units import Bytes, Count, FilePath, Seconds
 from tiered_kv.limits import Take
-from tiered_kv.toolkit.codec_settings import CodecSettings
+from tiered_kv.toolkit.codecs import CodecSettings
 from tiered_kv.toolkit.keys_only import KeyStore
 
 _HOST_CHARACTERS = r"[^\s:/@\[\]]+"

@@ -15,7 +15,7 @@ from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv_redis.blocks import Blocks
-from tiered_kv_redis.endpoint import check_tls_files
+from tiered_kv_redis.connection import check_tls_files
 from tiered_kv_redis.epoch import KeySpace
 from tiered_kv_redis.exchange import Batch, Failures
 from tiered_kv_redis.reasons import (

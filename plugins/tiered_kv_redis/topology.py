@@ -13,9 +13,8 @@ from redis import Redis
 from redis.connection import ConnectionPool
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
-from tiered_kv.toolkit.background import BackgroundTask
-from tiered_kv_redis.connection import speaks_other
-from tiered_kv_redis.endpoint import pool_options, sentinel_options
+from tiered_kv.threads import BackgroundTask
+from tiered_kv_redis.connection import pool_options, sentinel_options, speaks_other
 from tiered_kv_redis.node import Node
 from tiered_kv_redis.reasons import (
     CLUSTER_DOWN,

@@ -1,7 +1,7 @@
 """Administration of the bucket without a stack: survey and verify namespaces, and purge one with all its versions.
 
 After a reset a purge leaves the epoch's mark, drawn anew, because a process in an earlier epoch would write its own
-again. Objects whose names are not of the tier's layout (`layout.py`) are foreign: they stay, and are reported.
+again. Objects whose names are not of the tier's layout (`epoch.py`) are foreign: they stay, and are reported.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from tiered_kv.toolkit.listed import Entry, ListedStorage
 from tiered_kv.toolkit.record import DIGEST_BYTES
 from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv_s3.account import Account
-from tiered_kv_s3.bucket import Bucket
+from tiered_kv_s3.bucket import COUNTERS, COUNTERS_BY_LABEL, Bucket
 from tiered_kv_s3.control import DELETED_AT_ONCE, Control, age_s
-from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
-from tiered_kv_s3.epoch import EpochObject
-from tiered_kv_s3.layout import Naming
+from tiered_kv_s3.epoch import EpochObject, Naming
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import ABSENCE, Verdict
 

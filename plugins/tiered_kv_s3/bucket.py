@@ -14,14 +14,15 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from tiered_kv.metrics.instruments import Counters
+from tiered_kv.threads import run_all
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.connection import Answer, BadAnswerError, Connection, Patience
-from tiered_kv_s3.heads import Heads
 from tiered_kv_s3.pool import ConnectionPool
-from tiered_kv_s3.settings import S3Settings
+from tiered_kv_s3.settings import HEADS_IN_FLIGHT_MAX, S3Settings
 from tiered_kv_s3.signer import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Signer
 from tiered_kv_s3.verdict import (
     FAILURES,
@@ -34,13 +35,28 @@ from tiered_kv_s3.verdict import (
     words_of_error,
 )
 
+COUNTERS = (
+    "retried_requests_total",
+    "slow_down_answers_total",
+    "opened_connections_total",
+    "expired_blocks_total",
+    "deleted_blocks_total",
+    "unanswered_blocks_total",
+    "unanswered_lookups_total",
+    "renewed_blocks_total",
+    "failed_renewals_total",
+    "failed_sweeps_total",
+    "present_blocks_total",
+)
+"""The tier's; `metrics/vocabulary.py` explains them."""
+COUNTERS_BY_LABEL = ("requests_total", "corrupt_blocks_total", "unreadable_blocks_total")
+
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 2.0
 MOVE_S = 10.0
 """How long after a move to another region requests to the earlier one are repeated."""
 
 _REFUSALS = frozenset({Verdict.DENIED, Verdict.REFUSED})
-"""Also the verdict on expired credentials where the answer has no body that says so: to HEAD."""
 
 _UNSIGNED_HEADERS = "user-agent: tiered-kv\r\naccept-encoding: identity\r\n"
 """Headers that proxies may change; without them some refuse a request, or compress the answer."""
@@ -107,7 +123,7 @@ class Bucket:
                 self._send(connection, credentials, "PUT", name, headers, payload_hash, pieces)
             return self._settle(connection, credentials, connection.receive_head())
 
-        return self._retry("put", put, deadline)
+        return self._retry("put", put, Patience(deadline, self._stall_s), deadline)
 
     def get(self, name: str, sink: Sink, bytes_max: int, deadline: float, *, expires: bool = True) -> Verdict:
         """Read an object into the memory that `sink` returns; AGED past half its `ttl`, if it `expires`.
@@ -145,7 +161,7 @@ class Bucket:
                 _copy(body, parts)
             return Verdict.AGED if age_s > self._ttl_s / 2 else Verdict.DONE
 
-        return self._retry("get", get, deadline)
+        return self._retry("get", get, Patience(deadline, self._stall_s), deadline)
 
     def read(self, name: str, bytes_max: int, deadline: float) -> tuple[Verdict, bytes]:
         """Return a small object of any age; no bytes unless the verdict is DONE, OVERSIZED beyond `bytes_max`."""
@@ -168,33 +184,38 @@ class Bucket:
             self._send(connection, credentials, "DELETE", name)
             return self._settle(connection, credentials, connection.receive_head())
 
-        verdict = self._retry("delete", delete, deadline)
+        verdict = self._retry("delete", delete, Patience(deadline, self._stall_s), deadline)
         return Verdict.DONE if verdict is Verdict.ABSENT else verdict
 
     def head_all(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         """Return for each object DONE if it exists, ABSENT or EXPIRED if it does not, or why it is unknown.
 
-        The requests run in parallel. Failed ones are tried again in parallel, in the first half of the time,
-        so that the answers for the others are not too late.
+        The requests run in parallel. Failed ones are tried again in the first half of the time, so that the answers
+        for the others are not too late.
         """
-        verdicts = [Verdict.UNASKED] * len(names)
-        waiting = list(range(len(names)))
-        for attempt in self._attempts((time.monotonic() + deadline) / 2):
-            self._counters.add("retried_requests_total", count=len(waiting) if attempt else 0)
-            credentials = self._account.credentials(deadline)
-            self._head_each(names, waiting, verdicts, credentials, deadline)
-            self._counters.add(
-                "slow_down_answers_total", count=sum(verdicts[index] is Verdict.SLOW_DOWN for index in waiting)
-            )
-            again = RETRYABLE
-            if any(verdicts[index] in _REFUSALS for index in waiting):
-                again |= _REFUSALS if self._account.renew(credentials, deadline) else set()
-            waiting = [index for index in waiting if verdicts[index] in again]
-            if not waiting:
-                break
-        for verdict in FAILURES.intersection(verdicts):
-            self._account.note_failure("head", verdict, self._words.get(verdict, ""))
-        return verdicts
+        left_s = max(0.0, deadline - time.monotonic())
+        # A connection that does not open leaves time for another attempt, on one that did.
+        opening = Patience(deadline, min(self._stall_s, left_s / 4))
+        answering = Patience(deadline, min(self._stall_s, left_s / 2))
+
+        def head(name: str) -> Verdict:
+            if time.monotonic() >= deadline:
+                return Verdict.UNASKED
+            return self._retry("head", partial(self._head, name, answering), opening, deadline - left_s / 2)
+
+        return [each.result() for each in run_all(head, names, "tiered-kv-s3-head", HEADS_IN_FLIGHT_MAX)]
+
+    def _head(self, name: str, patience: Patience, connection: Connection, credentials: Credentials) -> Verdict:
+        connection.patience = patience
+        self._send(connection, credentials, "HEAD", name)
+        answer = connection.receive_head(has_body=False)
+        if answer.status == 200:
+            return Verdict.EXPIRED if self._age_s(answer) > self._ttl_s else Verdict.DONE
+        verdict = self._verdict_of(answer, b"")
+        # The answer has no body that could say that the credentials have expired.
+        if verdict in _REFUSALS and self._account.renew(credentials, patience.deadline):
+            return Verdict.CREDENTIALS
+        return verdict
 
     def sentence(self, verdict: Verdict, operation: str) -> str:
         """Return what the verdict says of the bucket, what the server said last, and what to do."""
@@ -260,12 +281,12 @@ class Bucket:
                 return
             yield number
 
-    def _retry(self, method: str, exchange: Exchange, deadline: float) -> Verdict:
-        """Repeat a request until it succeeds or fails for good, or its attempts or its time are over."""
+    def _retry(self, method: str, exchange: Exchange, patience: Patience, until_s: float) -> Verdict:
+        """Repeat a request until it succeeds or fails for good, or its attempts are over, or it is `until_s`."""
         verdict = Verdict.TIMEOUT
-        for attempt in self._attempts(deadline):
+        for attempt in self._attempts(until_s):
             self._counters.add("retried_requests_total", count=min(attempt, 1))
-            verdict = self._try(exchange, Patience(deadline, self._stall_s))
+            verdict = self._try(exchange, patience)
             self._counters.add("slow_down_answers_total", count=verdict is Verdict.SLOW_DOWN)
             if verdict not in RETRYABLE:
                 break
@@ -283,12 +304,9 @@ class Bucket:
             finally:
                 self.pool.give_back(connection)
         except OSError as error:
-            return self._verdict_of_error(error)
-
-    def _verdict_of_error(self, error: OSError) -> Verdict:
-        verdict = verdict_of_error(error)
-        self._words[verdict] = words_of_error(error)
-        return verdict
+            verdict = verdict_of_error(error)
+            self._words[verdict] = words_of_error(error)
+            return verdict
 
     def _age_s(self, answer: Answer) -> float:
         """Return an object's age by the server's clock; 0 if objects do not expire, or the age is unknown."""
@@ -296,34 +314,6 @@ class Bucket:
         if modified is None:
             return 0.0
         return (seconds_of(answer.headers.get("date", "")) or time.time()) - modified
-
-    # Many requests.
-
-    def _head_each(
-        self,
-        names: Sequence[str],
-        wanted: Sequence[int],
-        verdicts: list[Verdict],
-        credentials: Credentials,
-        deadline: float,
-    ) -> None:
-        """Put the verdicts on the names with the indices `wanted` into `verdicts`."""
-        # Two connections in a row may stall before the deadline.
-        patience = Patience(deadline, min(self._stall_s, max(0.0, deadline - time.monotonic()) / 2))
-
-        def send(connection: Connection, index: int) -> None:
-            self._send(connection, credentials, "HEAD", names[index])
-
-        Heads(self.pool, send, self._receive_presence, self._verdict_of_error, patience).run(wanted, verdicts)
-
-    def _receive_presence(self, connection: Connection) -> Verdict:
-        try:
-            answer = connection.receive_head(has_body=False)
-        except OSError as error:
-            return self._verdict_of_error(error)
-        if answer.status == 200:
-            return Verdict.EXPIRED if self._age_s(answer) > self._ttl_s else Verdict.DONE
-        return self._verdict_of(answer, b"")
 
 
 def _put_headers(settings: S3Settings) -> dict[str, str]:

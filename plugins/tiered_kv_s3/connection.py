@@ -147,7 +147,6 @@ class Connection:
         self._is_tls = isinstance(connected, ssl.SSLSocket)
         self._keeps_open = False
         self._buffer = bytearray()  # received, and not yet consumed
-        self.fileno = connected.fileno()
 
     def send(self, pieces: Sequence[bytes | memoryview]) -> None:
         """Send a request: its head, and the pieces of its body."""
@@ -214,11 +213,6 @@ class Connection:
         self._receive_into(memoryview(body))
         self.is_reusable = self._keeps_open and size == len(body) and not self._buffer
         return bytes(body)
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether all received bytes are consumed."""
-        return not self._buffer
 
     def is_usable(self) -> bool:
         """Return whether an idle connection is still open, with no unexpected bytes received."""

@@ -1,10 +1,70 @@
-"""The object that keeps a namespace's epoch mark. The rules are in `tiered_kv.toolkit.epoch`."""
+"""The names of the tier's objects, and the object that keeps a namespace's epoch mark.
+
+    PREFIX/NAMESPACE/namespace.json             the namespace in readable form
+    PREFIX/NAMESPACE/epoch                      the mark of the epoch that later processes join
+    PREFIX/NAMESPACE/blocks/EPOCH/FF/KEY        a block's record; FF is the first byte of KEY
+
+NAMESPACE is the namespace's digest, KEY the digest of the block's key (as in its record), EPOCH the epoch's value; all
+in hex. Other objects under `PREFIX/NAMESPACE/` are foreign, and never deleted.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX
+from tiered_kv.toolkit.record import digest_of
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.verdict import BucketError, Verdict
+
+_BLOCK: Final = re.compile(r"[0-9a-f]{16}/([0-9a-f]{2})/\1[0-9a-f]{30}")
+"""The part of a block's name after `Naming.blocks`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """The names of one namespace's objects."""
+
+    prefix: str
+    namespace_digest: bytes
+
+    @property
+    def root(self) -> str:
+        """The prefix of all names of the namespace."""
+        return f"{self.prefix}/{self.namespace_digest.hex()}/"
+
+    @property
+    def namespace(self) -> str:
+        return f"{self.root}namespace.json"
+
+    @property
+    def epoch(self) -> str:
+        return f"{self.root}epoch"
+
+    @property
+    def blocks(self) -> str:
+        """The prefix of the names of all blocks, of any epoch."""
+        return f"{self.root}blocks/"
+
+    @property
+    def no_block(self) -> str:
+        """A name that could be a block's, and is none: no epoch has this value."""
+        return f"{self.blocks}{'0' * 16}/00/{'0' * 32}"
+
+    def block(self, epoch: str, key: OffloadKey) -> str:
+        digest = digest_of(key).hex()
+        return f"{self.blocks}{epoch}/{digest[:2]}/{digest}"
+
+    def is_block(self, name: str) -> bool:
+        """Return whether a name is a block's of this namespace, of any epoch."""
+        return name.startswith(self.blocks) and _BLOCK.fullmatch(name, len(self.blocks)) is not None
+
+    def owns(self, name: str) -> bool:
+        """Return whether a name is of the layout above; others are foreign."""
+        return name in (self.namespace, self.epoch) or self.is_block(name)
 
 
 class EpochObject:

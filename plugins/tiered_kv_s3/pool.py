@@ -1,107 +1,48 @@
-"""Opening connections to the bucket's server without waiting, and a pool of open ones."""
+"""Opens connections to the bucket's server, and keeps a pool of open ones."""
 
 from __future__ import annotations
 
-import errno
-import os
-import select
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Generator
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.instruments import Counters
-from tiered_kv.toolkit.resolver import addresses_of
-from tiered_kv_s3.connection import BadAnswerError, Connection, Endpoint, Patience, Proxy
+from tiered_kv.toolkit.resolver import connect
+from tiered_kv_s3.connection import Connection, Endpoint, Patience, Proxy
 
 IDLE_S_MAX = 15.0
 """The longest pause after which a connection is used again: S3 closes idle ones after 20 seconds or so."""
 
-Step = tuple[socket.socket, int]
-"""What an opening waits for: a socket, and an event of `select.poll`."""
-
-
-def opening(endpoint: Endpoint, tls: ssl.SSLContext | None, patience: Patience) -> Generator[Step, None, Connection]:
-    """Open a connection without waiting for the server, and return it; the caller waits for each step.
-
-    If a step takes too long, throw `TimeoutError` in: the next address is tried. Only the look-up of a name waits.
-
-    Raises:
-        OSError: No address of the server answers.
-    """
-    peer = endpoint.proxy or endpoint
-    failure = OSError(f"{peer.host} has no address")
-    for family, kind, protocol, _, address in addresses_of(peer.host, peer.port, patience.next_timeout_s()):
-        plain = socket.socket(family, kind, protocol)
-        try:
-            plain.setblocking(False)
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if (code := plain.connect_ex(address)) == errno.EINPROGRESS:
-                yield plain, select.POLLOUT
-                code = plain.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code:
-                raise OSError(code, os.strerror(code))
-            if tls is None:
-                return Connection(endpoint, plain, patience)
-            if endpoint.proxy is not None:
-                yield from _tunnel(endpoint, plain, endpoint.proxy, patience)
-            return Connection(endpoint, (yield from _wrapped(plain, tls, endpoint.host)), patience)
-        except OSError as error:
-            plain.close()
-            failure = error
-        except BaseException:
-            plain.close()
-            raise
-    raise failure
-
 
 def open_connection(endpoint: Endpoint, tls: ssl.SSLContext | None, patience: Patience) -> Connection:
-    """Return a new connection; raises as `opening`, and `TimeoutError`."""
-    steps = opening(endpoint, tls, patience)
+    """Return a new connection.
+
+    Raises:
+        OSError: No address of the server answers in time.
+    """
+    peer = endpoint.proxy or endpoint
+    plain = connect(peer.host, peer.port, patience.next_timeout_s)
     try:
-        waited, event = next(steps)
-        while True:
-            poll = select.poll()
-            poll.register(waited, event)
-            is_ready = poll.poll(patience.next_timeout_s() * 1000)
-            waited, event = next(steps) if is_ready else steps.throw(TimeoutError("the server does not answer"))
-    except StopIteration as end:
-        connection: Connection = end.value
-        return connection
-    finally:
-        steps.close()
+        if tls is None:
+            return Connection(endpoint, plain, patience)
+        if endpoint.proxy is not None:
+            _tunnel(endpoint, plain, endpoint.proxy, patience)
+        plain.settimeout(patience.next_timeout_s())
+        return Connection(endpoint, tls.wrap_socket(plain, server_hostname=endpoint.host), patience)
+    except BaseException:
+        plain.close()
+        raise
 
 
-def _tunnel(endpoint: Endpoint, plain: socket.socket, proxy: Proxy, patience: Patience) -> Generator[Step, None, None]:
+def _tunnel(endpoint: Endpoint, plain: socket.socket, proxy: Proxy, patience: Patience) -> None:
     """Let a proxy connect to the server."""
     to_proxy = Connection(endpoint, plain, patience)
     address = endpoint.address
     to_proxy.send([f"CONNECT {address} HTTP/1.1\r\nHost: {address}\r\n{proxy.authorization}\r\n".encode()])
-    yield plain, select.POLLIN
     if not 200 <= to_proxy.receive_head().status < 300:
         raise ConnectionRefusedError("the proxy does not connect to the server")
-    if not to_proxy.is_drained:  # a TLS server sends nothing before the client does
-        raise BadAnswerError("the proxy sends more than an answer")
-    plain.setblocking(False)
-
-
-def _wrapped(plain: socket.socket, tls: ssl.SSLContext, host: str) -> Generator[Step, None, ssl.SSLSocket]:
-    """Return a connected socket with TLS."""
-    wrapped = tls.wrap_socket(plain, server_hostname=host, do_handshake_on_connect=False)
-    try:
-        while True:
-            try:
-                wrapped.do_handshake()
-                return wrapped
-            except ssl.SSLWantReadError:
-                yield wrapped, select.POLLIN
-            except ssl.SSLWantWriteError:
-                yield wrapped, select.POLLOUT
-    except BaseException:
-        wrapped.close()
-        raise
 
 
 class ConnectionPool:
@@ -132,10 +73,18 @@ class ConnectionPool:
         Raises:
             OSError: No connection could be opened.
         """
-        return self.take_idle(patience) or self.adopt(open_connection(self.endpoint, self._tls, patience))
+        if (connection := self._take_idle(patience)) is not None:
+            return connection
+        connection = open_connection(self.endpoint, self._tls, patience)
+        self._counters.add("opened_connections_total")
+        with self._lock:
+            if not self._is_closed:
+                self._used.add(connection)
+                return connection
+        connection.close()
+        raise ConnectionAbortedError("the tier is being shut down")
 
-    def take_idle(self, patience: Patience) -> Connection | None:
-        """Return an open connection that nothing uses, if there is one."""
+    def _take_idle(self, patience: Patience) -> Connection | None:
         while self._idle:
             with self._lock:
                 if not self._idle:
@@ -145,22 +94,9 @@ class ConnectionPool:
             if time.monotonic() - since < IDLE_S_MAX and connection.is_usable():
                 connection.patience = patience
                 return connection
-            self.give_back(connection, reuse=False)
+            connection.is_reusable = False
+            self.give_back(connection)
         return None
-
-    def opening(self, patience: Patience) -> Generator[Step, None, Connection]:
-        """Return the opening of another connection, for `adopt`."""
-        return opening(self.endpoint, self._tls, patience)
-
-    def adopt(self, connection: Connection) -> Connection:
-        """Return a new connection, which is in use from now on."""
-        self._counters.add("opened_connections_total")
-        with self._lock:
-            if not self._is_closed:
-                self._used.add(connection)
-                return connection
-        connection.close()
-        raise ConnectionAbortedError("the tier is being shut down")
 
     def move(self, endpoint: Endpoint) -> None:
         """Open further connections to another endpoint, with or without TLS as before."""
@@ -170,12 +106,11 @@ class ConnectionPool:
         for _, connection in idle:
             connection.close()
 
-    def give_back(self, connection: Connection, *, reuse: bool = True) -> None:
+    def give_back(self, connection: Connection) -> None:
         """Keep a connection for later requests if it is reusable; else close it."""
         with self._lock:
             self._used.discard(connection)
-            is_kept = reuse and connection.is_reusable and connection.endpoint is self.endpoint
-            if is_kept and not self._is_closed:
+            if connection.is_reusable and connection.endpoint is self.endpoint and not self._is_closed:
                 self._idle.append((time.monotonic(), connection))
                 return
         connection.close()

@@ -20,10 +20,10 @@ from collections.abc import Collection, Sequence
 
 from tiered_kv.errors import TierError
 from tiered_kv.metrics.instruments import Counters
-from tiered_kv.toolkit.background import BackgroundTask
+from tiered_kv.threads import BackgroundTask
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control
-from tiered_kv_s3.layout import Naming
+from tiered_kv_s3.epoch import Naming
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import ABSENCE, Verdict
 

@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from tiered_kv.config.units import Bytes, Count, FilePath, Seconds
 from tiered_kv.limits import Take
-from tiered_kv.toolkit.codec_settings import CodecSettings
+from tiered_kv.toolkit.codecs import CodecSettings
 
 HEADS_IN_FLIGHT_MAX: Final = 16
 """Connections over which one batch of HEAD requests travels, besides those for transfers."""
@@ -118,7 +118,7 @@ class S3Settings(CodecSettings):
 
     def takes(self, block_bytes: int) -> tuple[Take, ...]:
         sockets = self.connections + HEADS_IN_FLIGHT_MAX
-        return (Take("descriptors", sockets, "connections"), Take("threads", self.connections + 2, "connections"))
+        return (Take("descriptors", sockets, "connections"), Take("threads", sockets + 2, "connections"))
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -17,11 +17,10 @@ from collections.abc import Iterator
 
 from tiered_kv.errors import ResourceError, TierError
 from tiered_kv.metrics.instruments import Counters
-from tiered_kv.threads import start_thread
-from tiered_kv.toolkit.background import BackgroundTask
+from tiered_kv.threads import BackgroundTask, start_thread
 from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv_s3.control import DELETED_AT_ONCE, Control, Listed
-from tiered_kv_s3.layout import Naming
+from tiered_kv_s3.epoch import Naming
 from tiered_kv_s3.presence import ASKED_AT_ONCE, Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import Verdict

@@ -14,7 +14,7 @@ from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.reasons import REFUSED, UNREADABLE
-from tiered_kv.toolkit.background import BackgroundTask
+from tiered_kv.threads import BackgroundTask
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.codecs import ThreadBuffer
 from tiered_kv.toolkit.epoch import Epoch
@@ -29,11 +29,9 @@ from tiered_kv.toolkit.record import (
     record_bytes_max,
 )
 from tiered_kv_s3.account import Account
-from tiered_kv_s3.bucket import Bucket
+from tiered_kv_s3.bucket import COUNTERS, COUNTERS_BY_LABEL, Bucket
 from tiered_kv_s3.control import Control
-from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
-from tiered_kv_s3.epoch import EpochObject
-from tiered_kv_s3.layout import Naming
+from tiered_kv_s3.epoch import EpochObject, Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.sweeper import Sweeper

@@ -16,7 +16,7 @@ from tests.support.disks import FaultyDisk, fail, full_after, hold, without_faul
 from tiered_kv.errors import TierBusyError
 from tiered_kv.testing.control import Gate
 from tiered_kv.testing.rig import make_keys
-from tiered_kv_nvme.index import slot_of
+from tiered_kv_nvme.pool import slot_of
 from tiered_kv_nvme.reclaimer import Reclaimer
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from tiered_kv.testing.control import Gate
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.codecs import RAW_ID
 from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES
-from tiered_kv_nvme.index import CHUNK_KEYS, slot_of
 from tiered_kv_nvme.layout import EntryTable, SegmentEntry
-from tiered_kv_nvme.pool import SegmentPool
+from tiered_kv_nvme.pool import CHUNK_KEYS, SegmentPool, slot_of
 from tiered_kv_nvme.reclaimer import survivors
 from tiered_kv_nvme.segment import Segment, segment_bytes_min
 from tiered_kv_nvme.settings import NvmeSettings

@@ -30,8 +30,8 @@ from tiered_kv.toolkit.encryption import Cipher
 from tiered_kv_nvme.directory import SegmentDirectory
 from tiered_kv_nvme.disk import Disk, Scratch
 from tiered_kv_nvme.files import SegmentFiles
-from tiered_kv_nvme.index import Index, place_of
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, EntryTable, SegmentEntry
+from tiered_kv_nvme.pool import Index, place_of
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.tier import NvmeTier

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import select
 import socket
 import sys
 import threading
@@ -35,9 +33,8 @@ from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv.toolkit.resolver import Addresses, addresses_of
 from tiered_kv_s3 import connection as connection_module
-from tiered_kv_s3 import pool as pool_module
 from tiered_kv_s3.connection import Endpoint, Patience, Proxy
-from tiered_kv_s3.layout import Naming
+from tiered_kv_s3.epoch import Naming
 from tiered_kv_s3.pool import open_connection, tls_context
 
 pytest.importorskip("boto3", reason="boto3 is not installed")
@@ -174,25 +171,19 @@ def test_all_addresses_of_a_server_together_get_the_time_of_one_request(
 ) -> None:
     waited_s: list[float] = []
 
-    class UnansweredPoll:
+    class UnansweredSocket(socket.socket):
         """Each attempt to connect takes all of its time, by the test's clock."""
 
-        def register(self, *_: object) -> None:
-            pass
-
-        def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
-            waited_s.append(timeout_ms / 1000)
-            clock.advance(timeout_ms / 1000)
-            return []
-
-    class UnansweredSocket(socket.socket):
-        def connect_ex(self, address: object) -> int:
-            return errno.EINPROGRESS
+        def connect(self, address: object) -> None:
+            timeout_s = self.gettimeout()
+            assert timeout_s is not None
+            waited_s.append(timeout_s)
+            clock.advance(timeout_s)
+            raise TimeoutError
 
     address = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 80))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [address] * 8)
     monkeypatch.setattr(socket, "socket", UnansweredSocket)
-    monkeypatch.setattr(pool_module, "select", SimpleNamespace(poll=UnansweredPoll, POLLOUT=select.POLLOUT))
     monkeypatch.setattr(connection_module, "time", SimpleNamespace(monotonic=clock))
     with pytest.raises(TimeoutError):
         open_connection(Endpoint("server", 80, False, "/b"), None, Patience(clock() + 0.5, 0.4))

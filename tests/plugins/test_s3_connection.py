@@ -11,11 +11,9 @@ import pytest
 
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.testing.control import wait_until
+from tiered_kv_s3.bucket import COUNTERS, COUNTERS_BY_LABEL
 from tiered_kv_s3.connection import HEAD_BYTES_MAX, BadAnswerError, Connection, Endpoint, Patience
-from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
-from tiered_kv_s3.heads import Heads
 from tiered_kv_s3.pool import ConnectionPool, open_connection
-from tiered_kv_s3.verdict import Verdict, verdict_of_error
 
 STALL_S = 120.0
 """How long a connection may go without a byte: longer than any delay of a busy machine."""
@@ -126,20 +124,3 @@ def test_a_reused_connection_has_the_limits_of_its_next_request() -> None:
             assert pool.take(second) is connection
             assert connection.patience is second
             connection.close()
-
-
-@pytest.mark.parametrize("is_idle", [True, False])
-def test_a_lookup_whose_time_is_over_holds_no_connection(is_idle: bool) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        endpoint = Endpoint("127.0.0.1", listening.getsockname()[1], False, "/b")
-        pool = ConnectionPool(endpoint, None, Counters(COUNTERS, COUNTERS_BY_LABEL))
-        if is_idle:
-            connection = pool.take(Patience(time.monotonic() + STALL_S, STALL_S))
-            connection.is_reusable = True
-            pool.give_back(connection)
-        verdicts = [Verdict.UNASKED]
-        over = Patience(time.monotonic(), STALL_S)
-        Heads(pool, lambda *_: None, lambda _: Verdict.DONE, verdict_of_error, over).run([0], verdicts)
-        assert verdicts == [Verdict.UNASKED]
-        assert pool.open_connections == 0
-        pool.close()

@@ -24,10 +24,10 @@ from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.toolkit import resolver
 from tiered_kv.toolkit.administration import Verification
 from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv.toolkit.resolver import Addresses, addresses_of
-from tiered_kv_s3 import pool
 from tiered_kv_s3.administration import S3Administration
 from tiered_kv_s3.settings import S3Settings
 
@@ -219,7 +219,7 @@ def test_the_first_lookup_that_meets_no_server_is_logged_with_the_words_of_the_s
     server.reply = lambda request: Then(b"", "close")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         refusing = closed.getsockname()[1]
-    monkeypatch.setattr(pool, "addresses_of", lambda host, port, timeout_s: addresses_of(host, refusing, timeout_s))
+    monkeypatch.setattr(resolver, "addresses_of", lambda host, port, timeout_s: addresses_of(host, refusing, timeout_s))
     assert not any(rig.lookup_all(make_keys(40, "other")))
     assert [text for text in logged(caplog, "head") if os.strerror(errno.ECONNREFUSED) in text]
 
@@ -267,7 +267,7 @@ def test_connections_that_do_not_open_cost_no_answer_of_the_others(
             opened += 1
             return addresses_of(host, full.getsockname()[1] if opened % 2 else port, timeout_s)
 
-        monkeypatch.setattr(pool, "addresses_of", every_other)
+        monkeypatch.setattr(resolver, "addresses_of", every_other)
         assert rig.lookup_all(keys) == [True] * BLOCKS + [False] * 2
     assert opened > 1
     assert rig.tier.stats()["unanswered_lookups_total"] == 0

@@ -14,11 +14,10 @@ from pydantic import ValidationError
 from tiered_kv.errors import TierError
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.testing.rig import make_keys
-from tiered_kv_s3.bucket import Bucket
+from tiered_kv_s3.bucket import COUNTERS, COUNTERS_BY_LABEL, Bucket
 from tiered_kv_s3.connection import Endpoint
 from tiered_kv_s3.control import Control, Listed
-from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
-from tiered_kv_s3.layout import Naming
+from tiered_kv_s3.epoch import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.signer import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Signer

@@ -18,7 +18,6 @@ from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.hooks import tier_plugins, tier_settings
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.stack_config import load_config, stack_schema
-from tiered_kv.toolkit.codec_settings import CodecSettings
 from tiered_kv.toolkit.codecs import (
     AES_ID,
     PLAIN,
@@ -26,6 +25,7 @@ from tiered_kv.toolkit.codecs import (
     ZSTD_AES_ID,
     ZSTD_ID,
     CodecSet,
+    CodecSettings,
     Zstd,
     binding_of,
     payload_bytes_range,

@@ -14,8 +14,8 @@ from tests.support.threads import no_threads
 from tiered_kv.base import ReqContext, make_offload_key
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.threads import BackgroundTask, _log
 from tiered_kv.tiering.base import JobMetadata
-from tiered_kv.toolkit.background import BackgroundTask, logger
 from tiered_kv.toolkit.event_log import BATCHES_MAX, EventLog
 from tiered_kv.toolkit.jobs import PAUSE_MAX, VERDICT_PARTS, Climb, Job, Outcome, PartQueue
 
@@ -210,9 +210,9 @@ def test_without_a_thread_it_is_left_to_the_next_request() -> None:
 @pytest.fixture
 def log() -> Iterator[Callable[[logging.Handler], None]]:
     """Add handlers to the module's logger until the test ends."""
-    before = list(logger.handlers)
-    yield logger.addHandler
-    logger.handlers[:] = before
+    before = list(_log.handlers)
+    yield _log.addHandler
+    _log.handlers[:] = before
 
 
 @pytest.mark.parametrize("error", [OSError, SystemExit])

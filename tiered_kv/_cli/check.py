@@ -31,7 +31,7 @@ from tiered_kv.limits import Need, refuse, shared_memory_need
 from tiered_kv.stack import needs_of, open_publisher, open_region, open_server, open_tier, shut_down
 from tiered_kv.stack_config import PRIMARY_BLOCKS_MIN, StackConfig
 from tiered_kv.tiering.base import SecondaryTierManager
-from tiered_kv.toolkit.codec_settings import CodecSettings
+from tiered_kv.toolkit.codecs import CodecSettings
 from tiered_kv.toolkit.listed import ListedStorage
 from tiered_kv.workload.bench import BenchSettings, bench_tier
 

@@ -9,7 +9,7 @@ A reset of the cache makes blocks unreachable at once, and leaves their bytes to
 bytes, may take long, and checks afterwards whether any are left.
 
 `tiered_kv.toolkit.listed` does all three for a storage whose entries can be listed and deleted.
-`tiered_kv.toolkit.census` counts stored entries, and `RecordCheck` checks block records.
+`tiered_kv.toolkit.listed` counts stored entries, and `RecordCheck` checks block records.
 """
 
 from __future__ import annotations
