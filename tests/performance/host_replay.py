@@ -2,7 +2,7 @@
 
 It starts `tiered-kv serve` and a process for each engine, and routes the requests of a trace to them at random. An
 engine loads what it finds of a prompt and stores the rest. Beside it are the simulated rates of one cache of the same
-size, and of private caches. `of_one` is the first over the second.
+size, and of private caches. `of_one` is the first over that of one cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def main() -> None:
     rate = sum(hits) / sum(len(request.hash_ids) for request in requests)
     fleet = Fleet(args.engines, "random", concurrency=args.engines)
     simulated = host_rates(load_config(stack).primary.policy, args.capacity, requests, fleet)
-    figures = {"shared": rate, "one": simulated.one, "private": simulated.private, "of_one": rate / simulated.one}
+    one = simulated.shared
+    figures = {"shared": rate, "one": one, "private": simulated.private, "of_one": rate / one}
     print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
 
 

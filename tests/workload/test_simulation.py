@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +25,7 @@ from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate, host_rates
 from tiered_kv.workload.prices import MONTH_S, Prices, costs, times_a_month
 from tiered_kv.workload.replay import replay
-from tiered_kv.workload.request import ChatWorkload, Request, block_key
-from tiered_kv.workload.sampling import draw, hints_from_sessions, sessions
+from tiered_kv.workload.request import ChatWorkload, Request, block_key, hints_from_sessions, sessions
 from tiered_kv.workload.simulation import ROUTERS, Fleet, Simulated, routes, simulate, with_tier
 from tiered_kv_fs.sweeper import FsKeys
 from tiered_kv_memory.settings import MemorySettings
@@ -102,31 +100,6 @@ def test_another_policy_is_run_and_hits_all_where_there_is_room() -> None:
     assert lru != arc == simulate(config, SMALL_REQUESTS, Fleet(concurrency=1)).hit_rate
     assert hit_rate("arc", 10_000, SMALL_REQUESTS, curve).hit_rate == round(curve.rate(10_000), 6)
     assert default_sizes(curve)[-1] == curve.distinct_blocks
-
-
-def test_a_sample_keeps_sessions_whole_and_is_about_as_large_as_wanted() -> None:
-    sample = draw(BUILT_IN, 0.25)
-    assert sample.rate == pytest.approx(0.25, abs=0.1)
-    turns = Counter(sample.roots)
-    assert set(turns.values()) == {ChatWorkload().turns}
-    assert sample.common_blocks == ChatWorkload().system_prompts * ChatWorkload().system_blocks
-    assert len(sessions(BUILT_IN)[0]) == len(BUILT_IN)
-
-
-@pytest.mark.slow
-def test_a_sample_is_off_by_no_more_than_its_error() -> None:
-    requests, blocks = list(ChatWorkload(chats=800, active_chats=300).requests()), 5000
-    curve, sample = hit_curve(requests), draw(requests, 0.25)
-    whole = hit_rate("arc", blocks, requests, curve)
-    sampled = hit_rate("arc", blocks, requests, curve, sample)
-    assert abs(sampled.hit_rate - whole.hit_rate) <= sampled.error < 0.02
-
-
-def test_a_sample_without_a_session_is_an_error_and_one_that_leaves_little_room_is_not_used() -> None:
-    with pytest.raises(ConfigError, match="no session"):
-        draw(SMALL_REQUESTS, 1e-9)
-    sample, curve = draw(SMALL_REQUESTS, 0.5), hit_curve(SMALL_REQUESTS)
-    assert hit_rate("arc", 100, SMALL_REQUESTS, curve, sample) == hit_rate("arc", 100, SMALL_REQUESTS, curve)
 
 
 # Hints.
@@ -279,7 +252,7 @@ def test_a_router_gives_every_request_to_a_server_and_routers_that_know_prefixes
 
 
 def test_sticky_gives_a_session_to_one_server() -> None:
-    servers = dict.fromkeys(zip(sessions(BUILT_IN)[0], routes("sticky", BUILT_IN, 7), strict=True))
+    servers = dict.fromkeys(zip(sessions(BUILT_IN), routes("sticky", BUILT_IN, 7), strict=True))
     assert len(servers) == ChatWorkload().chats
 
 
@@ -299,25 +272,12 @@ def session_requests(sessions: int, turns: int) -> list[Request]:
     ]
 
 
-def test_engines_that_share_a_cache_hit_what_one_engine_hits_but_for_the_rows_that_they_hold() -> None:
+def test_engines_hit_more_in_one_cache_than_in_private_ones() -> None:
     requests = session_requests(sessions=40, turns=10)
     rates = host_rates("lru", 384, requests, Fleet(4, "random"))
     assert rates.private < 0.9 * rates.shared
-    assert rates.shared < rates.one, "granted rows hold no block"
-    assert host_rates("lru", 384, requests, Fleet(4, "random", grant_share=16)).shared < rates.shared
-    roomy = host_rates("lru", 1000, requests, Fleet(4, "random"))
-    assert roomy.shared == roomy.one > roomy.private
-    with pytest.raises(ConfigError, match="leave no room"):
-        host_rates("lru", 4, requests, Fleet(4, "random"))
-
-
-def test_two_engines_compute_a_block_that_neither_has_committed_and_one_engine_does_not() -> None:
-    twins = [Request(0, 0, 0, (1, 2, 3))] * 2
-    rates = [host_rates("lru", 64, twins, Fleet(2, router, concurrency=2)) for router in ("round-robin", "random")]
-    assert [(each.shared, each.one) for each in rates] == [(0.0, 0.5), (0.5, 0.5)], "random chose one engine for both"
-    assert host_rates("lru", 64, twins, Fleet(2, "round-robin", concurrency=1)).shared == 0.5
-    one_session = [replace(request, session="s") for request in twins]
-    assert host_rates("lru", 64, one_session, Fleet(2, "round-robin", concurrency=2)).shared == 0.5
+    with pytest.raises(ConfigError, match="a block for each engine"):
+        host_rates("lru", 3, requests, Fleet(4, "random"))
 
 
 # Tiers that keep only keys.

@@ -15,8 +15,7 @@ from tiered_kv._cli.report.figures import require_matplotlib
 from tiered_kv._cli.report.page import Run
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack_config import StackConfig
-from tiered_kv.workload.request import ChatWorkload, Request, read_trace
-from tiered_kv.workload.sampling import hints_from_sessions
+from tiered_kv.workload.request import ChatWorkload, Request, hints_from_sessions, read_trace
 
 _CHAT_OPTIONS = {
     "seed": "chooses the chats; another seed shares no block with this one",

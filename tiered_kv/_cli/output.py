@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from types import FrameType
-from typing import TYPE_CHECKING, Literal, Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -31,10 +31,8 @@ class Status(IntEnum):
     """Ctrl-C, as shells number it: 128 and the signal."""
 
 
-_PLAIN_WIDTH = 120
-"""Width of a table in a file or a pipe, in columns. A wider table has longer lines there, for `grep`."""
-_FOLDED_WIDTH_MIN = 24
-"""Minimum width of the last column of texts, in columns."""
+_PLAIN_WIDTH = 10_000
+"""Columns of a file or a pipe: each row is a line there, for `grep`."""
 _WORD_WIDTH_MAX = 40
 """Longer words, such as paths, may be folded."""
 _STYLES = {"green": "^ok$", "bold red": r"\b(FAILED|REFUSED|CORRUPT)\b|^error:", "yellow": r"\bWARNING\b"}
@@ -73,76 +71,45 @@ def print_table(
 ) -> None:
     """Print a table for people, with control characters escaped.
 
-    All columns but the first hold `numbers`, aligned to the right, or texts, whose lines are broken between words. A
-    table that is too wide for a terminal is continued below, with its first column again.
+    All columns but the first hold `numbers`, aligned to the right, or texts. On a terminal lines are broken between
+    words, and a table that is too wide is continued below, with its first column again. Elsewhere a row is a line.
     """
     from rich.console import Console
 
+    console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
     rows = [[_shown(cell) for cell in row] for row in rows]
-    is_terminal, last = sys.stdout.isatty(), len(columns) - 1
-    folded = set() if numbers else {*range(1, last + 1)} if is_terminal else {last}
-    widths = [_narrowest(each, at in folded) for at, each in enumerate(zip(columns, *rows, strict=True))]
-    if last in folded:
-        widths[last] = max(widths[last], min(max(len(row[last]) for row in [columns, *rows]), _FOLDED_WIDTH_MIN))
-    console = Console() if is_terminal else Console(width=max(_PLAIN_WIDTH, _table_width(widths)))
+    cells = list(zip(columns, *rows, strict=True))
+    wanted = [max(len(line) for cell in column for line in cell.split("\n")) for column in cells]
+    least = [min(_WORD_WIDTH_MAX, max(len(word) for word in " ".join(column).split())) for column in cells]
     if title:
         print_text(title, style="bold")
-    wanted = [_narrowest(each, False) for each in zip(columns, *rows, strict=True)]
-    for part in _parts(widths, console.width):
-        fitted = _fitted(part, widths, wanted, console.width)
-        _print(console, _table(part, columns, rows, fitted, numbers=numbers), sys.stdout)
+    parts = [[0]]
+    for at in range(1, len(columns)):
+        if len(parts[-1]) > 1 and _table_width(least[each] for each in (*parts[-1], at)) > console.width:
+            parts.append([0])
+        parts[-1].append(at)
+    for part in parts:
+        widths = {at: wanted[at] for at in part}
+        while _table_width(widths.values()) > console.width and any(widths[at] > least[at] for at in part):
+            widths[max(part, key=lambda at: widths[at] - least[at])] -= 1
+        shown = _table([(columns[at], widths[at]) for at in part], ([row[at] for at in part] for row in rows), numbers)
+        _print(console, shown, sys.stdout)
 
 
-def _narrowest(column: Sequence[str], is_folded: bool) -> int:
-    """Return the least width of a column: that of its longest line, or of its longest word if it is folded."""
-    if not is_folded:
-        return max(len(line) for cell in column for line in cell.split("\n"))
-    return min(_WORD_WIDTH_MAX, max((len(word) for cell in column for word in cell.split()), default=0))
+def _table_width(widths: Iterable[int]) -> int:
+    return sum(width + 3 for width in widths) - 1  # with the spaces around and between columns
 
 
-def _table_width(widths: Sequence[int]) -> int:
-    return sum(widths) + 3 * len(widths) - 1  # with the spaces around and between columns
-
-
-def _parts(widths: Sequence[int], width: int) -> Iterator[list[int]]:
-    """Yield the columns of each part of a table: the first one, and as many of the others as there is room for."""
-    part: list[int] = [0]
-    for at in range(1, len(widths)):
-        if len(part) > 1 and _table_width([widths[each] for each in (*part, at)]) > width:
-            yield part
-            part = [0]
-        part.append(at)
-    yield part
-
-
-def _fitted(part: Sequence[int], least: Sequence[int], wanted: Sequence[int], width: int) -> dict[int, int]:
-    """Return the width of each column of a part, which share the room that is left; rich would cut some short."""
-    room = width - _table_width([least[at] for at in part])
-    fitted: dict[int, int] = {}
-    for at in sorted(part, key=lambda each: wanted[each] - least[each]):
-        more = max(0, min(wanted[at] - least[at], room // (len(part) - len(fitted))))
-        fitted[at], room = least[at] + more, room - more
-    return fitted
-
-
-def _table(
-    part: Sequence[int],
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    widths: Mapping[int, int],
-    *,
-    numbers: bool,
-) -> RenderableType:
+def _table(columns: Sequence[tuple[str, int]], rows: Iterable[Sequence[str]], numbers: bool) -> RenderableType:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for at in part:
-        side: Literal["left", "right"] = "right" if numbers and at > 0 else "left"
-        table.add_column(columns[at], justify=side, overflow="fold", width=widths[at])
+    for at, (name, width) in enumerate(columns):
+        table.add_column(name, justify="right" if numbers and at > 0 else "left", overflow="fold", width=width)
     for row in rows:
-        table.add_row(*(_colored(Text(row[at])) for at in part))
+        table.add_row(*(_colored(Text(cell)) for cell in row))
     return table
 
 

@@ -24,18 +24,15 @@ from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.units import parse_bytes, rounded_bytes
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, make_policy
 from tiered_kv.errors import ConfigError
-from tiered_kv.server.host import GRANT_SHARE
 from tiered_kv.stack_config import PRIMARY_BLOCKS_MIN, StackConfig
 from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate, host_rates
 from tiered_kv.workload.prices import Prices, costs, load_prices, times_a_month
 from tiered_kv.workload.request import Request
-from tiered_kv.workload.sampling import draw
 from tiered_kv.workload.simulation import ROUTERS, Fleet, simulate, with_tier
 
 _FACTORS = (0.5, 1, 2)
 """Sizes of the primary tier that are compared, as multiples of the stack's."""
 _STACK_OPTIONS = ("servers", "router", "limit", "prices")
-_HOST_OPTIONS = ("engines", "router_seed", "grant_share")
 _ENGINES = 4
 
 Answer = tuple[dict[str, object], list[tuple[str, pages.Table]], Callable[[Run], str] | None]
@@ -53,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     describe_use(
         parser,
         ("tiered-kv simulate --trace requests.jsonl --capacity 1000,5000 --policy lru,arc", "two policies, two sizes"),
-        ("tiered-kv simulate --trace requests.jsonl --policy arc --sample 0.1", "a tenth of the sessions: faster"),
         (
             "tiered-kv simulate stack.yaml --report sizes.html",
             "half and twice the primary tier with each policy, compared",
@@ -73,9 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         metavar="NAME,...",
         help="eviction policies (default: all, or the stack's with --capacity; without STACK, lru)",
-    )
-    parser.add_argument(
-        "--sample", metavar="SHARE", type=_share, help="run this share of the sessions, such as 0.1; without STACK"
     )
     add_report_argument(parser)
     fleet = parser.add_argument_group("stacks", "with STACK")
@@ -100,25 +93,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another capacity of a tier, such as redis=64GiB",
     )
     fleet.add_argument("--prices", metavar="FILE", type=file_path, help="YAML file of prices; shows what a month costs")
-    _add_host_arguments(parser)
-    add_workload_arguments(parser)
-
-
-def _add_host_arguments(parser: argparse.ArgumentParser) -> None:
     host = parser.add_argument_group("one cache for the engines of a host", "without STACK")
     host.add_argument(
         "--shared-host",
         action="store_true",
-        help="compare private caches, one that the engines share, and that of one engine; --capacity is that of all",
+        help="compare private caches with one that the engines share; --capacity is that of all",
     )
     host.add_argument("--engines", metavar="N", type=positive_int, help="engines of the host (default: 4)")
-    host.add_argument(
-        "--grant-share",
-        metavar="N",
-        type=positive_int,
-        help=f"each engine has one row in so many as free rows, granted in advance (default: {GRANT_SHARE})",
-    )
-    host.add_argument("--router-seed", metavar="N", type=int, help="requests go to random engines (default: 0)")
+    add_workload_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> Status:
@@ -128,14 +110,10 @@ def run(args: argparse.Namespace) -> Status:
         raise ConfigError(f"--{given[0]} needs a STACK")
     if args.concurrency is not None and config is None and not args.shared_host:
         raise ConfigError("--concurrency needs a STACK or --shared-host")
-    if config is not None and args.sample is not None:
-        raise ConfigError("--sample is for policies alone, not with a STACK")
-    if args.shared_host:
-        for name, value in (("STACK", config), ("--sample", args.sample), ("--report", args.report)):
-            if value is not None:
-                raise ConfigError(f"--shared-host is not with {name}")
-    elif given := [name for name in _HOST_OPTIONS if getattr(args, name) is not None]:
-        raise ConfigError(f"--{given[0].replace('_', '-')} needs --shared-host")
+    if args.shared_host and (config is not None or args.report is not None):
+        raise ConfigError("--shared-host is not with STACK or --report")
+    if args.engines is not None and not args.shared_host:
+        raise ConfigError("--engines needs --shared-host")
     for name, capacity in args.limit or ():
         assert config is not None
         if name == PRIMARY_NAME:
@@ -167,15 +145,13 @@ def _simulate_policies(
     args: argparse.Namespace, requests: Sequence[Request], workload: str, policies: list[str], sizes: list[int]
 ) -> Answer:
     curve = hit_curve(requests)
-    sample = None if args.sample is None else draw(requests, args.sample)
     rates = []
     for policy, size in product(policies or ["lru"], sizes or default_sizes(curve)):
         with progress(f"{policy} with {size:,} blocks", len(requests)) as advance:
-            rates.append(hit_rate(policy, size, requests, curve, sample, on_progress=advance))
+            rates.append(hit_rate(policy, size, requests, curve, on_progress=advance))
     fields = {
         "blocks": curve.blocks,
         "distinct_blocks": curve.distinct_blocks,
-        "sample": args.sample,
         "results": [asdict(rate) for rate in rates],
         "lru_curve": pages.points_of(curve),
     }
@@ -189,24 +165,15 @@ def _simulate_policies(
 def _simulate_host(
     args: argparse.Namespace, requests: Sequence[Request], workload: str, policies: list[str], sizes: list[int]
 ) -> Answer:
-    given = {"seed": args.router_seed, "concurrency": args.concurrency, "grant_share": args.grant_share}
-    fleet = Fleet(args.engines or _ENGINES, "random", **{name: each for name, each in given.items() if each})
+    fleet = Fleet(args.engines or _ENGINES, "random", args.concurrency or Fleet().concurrency)
     rates = []
     for policy, size in product(policies or ["lru"], sizes or default_sizes(hit_curve(requests))):
         with progress(f"{policy} with {size:,} blocks", len(requests)) as advance:
             rates.append(host_rates(policy, size, requests, fleet, on_progress=advance))
-    columns = ["blocks", "policy", f"{fleet.servers} private caches", "one shared", "one engine", "shared of one"]
-    rows = []
-    for each in rates:
-        shares = (f"{share:.1%}" for share in (each.private, each.shared, each.one))
-        rows.append([f"{each.capacity_blocks:,}", each.policy, *shares, f"{each.of_one:.3f}"])
-    fields = {
-        "engines": fleet.servers,
-        "router_seed": fleet.seed,
-        "concurrency": fleet.concurrency,
-        "grant_share": fleet.grant_share,
-        "results": [asdict(each) for each in rates],
-    }
+    columns = ["blocks", "policy", f"{fleet.servers} private caches", "one shared"]
+    rows = [[f"{each.capacity_blocks:,}", each.policy, f"{each.private:.1%}", f"{each.shared:.1%}"] for each in rates]
+    results = [asdict(each) for each in rates]
+    fields = {"engines": fleet.servers, "concurrency": fleet.concurrency, "results": results}
     return fields, [(workload, (columns, rows))], None
 
 
@@ -276,16 +243,6 @@ def _sizes(text: str | None, config: StackConfig | None) -> list[int]:
             raise ConfigError(f"expected room for at least {least} blocks, found {part!r}", location="--capacity")
         sizes.append(size)
     return sizes
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"expected a share between 0 and 1, such as 0.1, found {text!r}")
-    return value
 
 
 def _limit(text: str) -> tuple[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -14,23 +14,19 @@ from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack_config import load_config
 from tiered_kv.workload.request import Request
-from tiered_kv.workload.sampling import Sample
-from tiered_kv.workload.simulation import Fleet, run_servers, with_tier
-from tiered_kv.workload.tally import Tally
+from tiered_kv.workload.simulation import Fleet, simulate, with_tier
 
 _ALONE = load_config({"namespace": {"model": "any"}, "block": {"bytes": 1}, "primary": {"capacity": 2}})
 _SIZES = 10
-_ONE_BY_ONE = Fleet(concurrency=1)
 
 
 @dataclass(frozen=True, slots=True)
 class HitRate:
-    """The share of blocks that a policy hits. In 95 of 100 samples it is off by at most `error`, 0 if exact."""
+    """The share of blocks that a policy hits."""
 
     policy: str
     capacity_blocks: int
     hit_rate: float
-    error: float = 0.0
 
 
 def hit_rate(
@@ -38,47 +34,31 @@ def hit_rate(
     capacity_blocks: int,
     requests: Sequence[Request],
     curve: HitCurve,
-    sample: Sample | None = None,
     *,
     on_progress: Callable[[int], None] = lambda requests: None,
 ) -> HitRate:
     """Return the hit rate of a policy, where each request ends before the next one begins.
 
-    `curve` is that of LRU without hints; with room for all blocks every policy hits the same. A `sample` runs in place
-    of all requests, unless its capacity is too small. `on_progress` gets the number of requests so far.
+    `curve` is that of LRU without hints; with room for all blocks every policy hits the same. `on_progress` gets the
+    number of requests so far.
     """
-    blocks = 0 if sample is None else sample.capacity(capacity_blocks)
-    error = 0.0
     is_on_curve = policy == "lru" and capacity_blocks >= curve.longest_blocks
     skips = any(request.hints is not None and "skip" in request.hints for request in requests)
     if (is_on_curve or capacity_blocks >= curve.distinct_blocks) and not skips:
         rate = curve.rate(capacity_blocks)
-    elif sample is None or not blocks:
-        (tally,) = _run(policy, capacity_blocks, requests, on_progress)
-        rate = sum(tally.request_hits) / max(tally.blocks, 1)
     else:
-        # The hit rate of LRU is known exactly, so the sample's error for LRU corrects the policy's rate. The reported
-        # error ignores the correction: it allows for the different behaviour of a smaller cache.
-        (tally,) = _run(policy, blocks, sample.requests, on_progress)
-        rate, error = sample.estimate(tally.request_hits)
-        corrected = rate + curve.rate(capacity_blocks) - hit_curve(sample.requests).rate(blocks)
-        rate = min(max(corrected, 0.0), 1.0)
-    return HitRate(policy, capacity_blocks, round(rate, 6), round(error, 6))
+        rate = _run(policy, capacity_blocks, requests, Fleet(concurrency=1), on_progress)
+    return HitRate(policy, capacity_blocks, round(rate, 6))
 
 
 @dataclass(frozen=True, slots=True)
 class HostRates:
-    """Hit rates of engines with private caches, of one cache that the host's engines share, and of one engine alone.
-
-    The total size is the same in each. `of_one` is the second over the third.
-    """
+    """Hit rates of engines with private caches, and of one cache of the same total size for all of them."""
 
     policy: str
     capacity_blocks: int
     private: float
     shared: float
-    one: float
-    of_one: float
 
 
 def host_rates(
@@ -90,28 +70,18 @@ def host_rates(
     on_progress: Callable[[int], None] = lambda requests: None,
 ) -> HostRates:
     """Return the hit rates of `fleet`, whose servers are the engines of a host; `capacity_blocks` is that of all."""
-
-    def rate(fleet: Fleet, blocks: int) -> float:
-        tallies = _run(policy, blocks, requests, on_progress, fleet)
-        return sum(sum(tally.request_hits) for tally in tallies) / max(sum(tally.blocks for tally in tallies), 1)
-
     if capacity_blocks < fleet.servers:
         raise ConfigError(f"expected a block for each engine, found {capacity_blocks}", location="--capacity")
-    private = rate(fleet, capacity_blocks // fleet.servers)
-    shared = rate(replace(fleet, shares_host=True), capacity_blocks)
-    one = rate(Fleet(concurrency=fleet.concurrency), capacity_blocks)
-    return HostRates(policy, capacity_blocks, *(round(each, 6) for each in (private, shared, one, shared / (one or 1))))
+    private = _run(policy, capacity_blocks // fleet.servers, requests, fleet, on_progress)
+    shared = _run(policy, capacity_blocks, requests, Fleet(concurrency=fleet.concurrency), on_progress)
+    return HostRates(policy, capacity_blocks, round(private, 6), round(shared, 6))
 
 
 def _run(
-    policy: str,
-    blocks: int,
-    requests: Sequence[Request],
-    on_progress: Callable[[int], None],
-    fleet: Fleet = _ONE_BY_ONE,
-) -> list[Tally]:
+    policy: str, blocks: int, requests: Sequence[Request], fleet: Fleet, on_progress: Callable[[int], None]
+) -> float:
     stack = with_tier(_ALONE, PRIMARY_NAME, capacity=blocks, policy=policy)
-    return [server.replay.tally for server in run_servers(stack, requests, fleet, on_progress)]
+    return simulate(stack, requests, fleet, on_progress=on_progress).hit_rate
 
 
 def default_sizes(curve: HitCurve) -> list[int]:

@@ -110,7 +110,6 @@ class Replay:
 
     Args:
         rows: The primary region; None for a simulation, which moves no bytes.
-        name: The ids of its requests begin with it.
         clock: Seconds, for the deadlines of requests.
         sleep: Called after a step in which every request waited.
     """
@@ -120,7 +119,6 @@ class Replay:
         manager: TieringOffloadingManager,
         rows: Rows | None,
         settings: ReplaySettings,
-        name: str = "replay",
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -129,7 +127,6 @@ class Replay:
         self._spent_s = 0.0  # inside the manager, since the step began
         self._rows = rows
         self._settings = settings
-        self._name = name
         self._clock = clock
         self._sleep = sleep
         self._block_bytes = manager.primary.backend.block_size
@@ -198,7 +195,7 @@ class Replay:
 
     def admit(self, request: Request) -> None:
         params = None if request.hints is None else {HINTS_KEY: request.hints}
-        context = ReqContext(f"{self._name}-{self._admitted}", params)
+        context = ReqContext(f"replay-{self._admitted}", params)
         self._timed(self._manager.on_new_request, context)
         deadline_s = self._clock() + self._settings.request_timeout_s
         keys = [block_key(hash_id) for hash_id in request.hash_ids]
@@ -233,7 +230,6 @@ class Replay:
                 self.tally.first_request_hits = prefix_blocks
             self.tally.requests += 1
             self.tally.blocks += len(running.keys)
-            self.tally.request_hits.append(prefix_blocks)
             if prefix_blocks:
                 self._begin_load(running, prefix_blocks)
                 return True

@@ -13,8 +13,9 @@ import json
 import math
 import random
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
@@ -40,6 +41,13 @@ _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _EXACT_MAX = 2**53
 """A larger number that was written as a fraction, such as 1e18, may stand for several whole ones."""
+
+
+_COMMON_REQUESTS_MIN = 50
+_COMMON_SHARE = 0.01
+"""A block that more requests than both of these have belongs to no session."""
+_ROUGH_S = (1, 4, 16, 64, 256, 1024)
+"""The times of `hints_from_sessions`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,3 +249,27 @@ def _parse(line: bytes, where: str) -> Request:
         checked.session,
         checked.hints,
     )
+
+
+def sessions(requests: Sequence[Request]) -> list[int]:
+    """Return the session of each request: the first block that only the session has; if there is none, the last one."""
+    uses = Counter(each for request in requests for each in request.hash_ids)
+    limit = max(_COMMON_REQUESTS_MIN, _COMMON_SHARE * len(requests))
+    common = {each for each, count in uses.items() if count > limit}
+    prompts = (request.hash_ids for request in requests)
+    return [next((each for each in ids if each not in common), ids[-1] if ids else 0) for ids in prompts]
+
+
+def hints_from_sessions(requests: Sequence[Request]) -> list[Request]:
+    """Return the requests with the hints of clients that know roughly when their session returns, and when it ends."""
+    names = [request.session or root for request, root in zip(requests, sessions(requests), strict=True)]
+    returns_ms: dict[str | int, int] = {}
+    hinted = []
+    for request, name in zip(reversed(requests), reversed(names), strict=True):
+        hints: dict[str, object] = {"ttl": 0}
+        if name in returns_ms:
+            wait_s = max(returns_ms[name] - request.timestamp_ms, 1) / 1000
+            hints = {"expect_return": min(_ROUGH_S, key=lambda rough_s: abs(math.log(wait_s / rough_s)))}
+        returns_ms[name] = request.timestamp_ms
+        hinted.append(replace(request, hints=hints))
+    return hinted[::-1]

@@ -7,27 +7,24 @@ tier, and ends each job after a fixed number of steps. So storage is always fast
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.config.validation import suggestion
-from tiered_kv.cpu.backend import CPUBackend, CPUBlock
+from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_type_of
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.server.host import GRANT_ROWS_MIN, GRANT_SHARE
 from tiered_kv.stack import limits_of, located
 from tiered_kv.stack_config import StackConfig
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.keys_only import KeysOnlyTier, KeyStore
 from tiered_kv.workload.replay import Replay, ReplaySettings
-from tiered_kv.workload.request import Request, require_at_least
-from tiered_kv.workload.sampling import hash_share, sessions
+from tiered_kv.workload.request import Request, block_key, require_at_least, sessions
 
 SERVERS_MAX = 1000
 ROUTERS = ("random", "round-robin", "sticky", "prefix")
@@ -40,22 +37,14 @@ _COUNTS = ("written_blocks", "moved_blocks", "read_blocks", "evicted_blocks", "l
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Servers with a stack each, which share the storage of shared tiers. `concurrency` is that of all together.
-
-    `seed` is that of the router "random". With `shares_host` the servers are the engines of a host with one primary
-    tier for all, and no secondary tiers. Each has free rows that were granted in advance: one row of the tier in
-    `grant_share`, and `GRANT_ROWS_MIN` at least.
-    """
+    """Servers with a stack each, which share the storage of shared tiers. `concurrency` is that of all together."""
 
     servers: int = 1
     router: str = "round-robin"
     concurrency: int = 8
-    seed: int = 0
-    shares_host: bool = False
-    grant_share: int = GRANT_SHARE
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "servers", "concurrency", "grant_share")
+        require_at_least(1, self, "servers", "concurrency")
         if self.servers > SERVERS_MAX:
             raise ConfigError(f"expected at most {SERVERS_MAX}, found {self.servers}", location="servers")
 
@@ -105,23 +94,12 @@ def simulate(
 
     `on_progress` gets the number of requests so far.
     """
-    return _simulated(config, requests, run_servers(config, requests, fleet or Fleet(), on_progress))
-
-
-def run_servers(
-    config: StackConfig, requests: Sequence[Request], fleet: Fleet, on_progress: Callable[[int], None]
-) -> list[Server]:
-    """Return the servers after all `requests` have run; see `simulate`."""
+    fleet = fleet or Fleet()
     clock = _Clock(requests[0].timestamp_ms / _MS_PER_S)
     shared = {tier.name: _key_store(config, tier, clock) for tier in config.secondary if tier_type_of(tier).is_shared}
-    if fleet.shares_host:
-        assert not config.secondary
-        host = _host_cache(config, fleet, clock)
-        servers = [Server(config, shared, clock, _HostEngine(host, number)) for number in range(fleet.servers)]
-    else:
-        servers = [Server(config, shared, clock) for _ in range(fleet.servers)]
+    servers = [Server(config, shared, clock) for _ in range(fleet.servers)]
     running: dict[Server, None] = {}
-    chosen = routes(fleet.router, requests, len(servers), fleet.seed)
+    chosen = routes(fleet.router, requests, len(servers))
     for count, (request, number) in enumerate(zip(requests, chosen, strict=False), 1):
         clock.now_s = max(clock.now_s, request.timestamp_ms / _MS_PER_S)
         while any(server.replay.serves(request.session) for server in running):
@@ -131,7 +109,7 @@ def run_servers(
         _step(running, fleet.concurrency)
         on_progress(count)
     _step(running, 1)
-    return servers
+    return _simulated(config, requests, servers)
 
 
 def span_s(requests: Sequence[Request]) -> float:
@@ -151,19 +129,19 @@ def with_tier(config: StackConfig, name: str, **changes: object) -> StackConfig:
     return config.model_copy(update={"primary": tiers.pop(PRIMARY_NAME), "secondary": tuple(tiers.values())})
 
 
-def routes(router: str, requests: Sequence[Request], servers: int, seed: int = 0) -> Iterator[int]:
+def routes(router: str, requests: Sequence[Request], servers: int) -> Iterator[int]:
     """Return an iterator over the number of the server of each request, from 0.
 
     Router "sticky" keeps a session on one server. "prefix" chooses the server that had the longest part of the prompt
     before, if that is half of it, and else the server with the fewest blocks.
     """
     if router == "random":
-        chance = random.Random(seed)
+        chance = random.Random(0)
         return (chance.randrange(servers) for _ in requests)
     if router == "round-robin":
         return cycle(range(servers))
     if router == "sticky":
-        return (int(hash_share(session) * servers) for session in sessions(requests)[0])
+        return (int.from_bytes(block_key(session)[:8], "little") % servers for session in sessions(requests))
     if router == "prefix":
         return _by_prefix(requests, servers)
     raise ConfigError(f"expected one of {', '.join(ROUTERS)}, found {router!r}", location="--router")
@@ -206,13 +184,12 @@ class _NoMemory(PrimaryRegion):
 class Server:
     """A simulated stack, and the replay that drives it. By `clock`, the time of the requests, blocks expire."""
 
-    def __init__(
-        self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _Clock, engine: _HostEngine | None = None
-    ) -> None:
+    def __init__(self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _Clock) -> None:
         blocks, waiting_clock = config.primary_blocks, _Clock()
-        self.primary = _primary(config, blocks, clock) if engine is None else engine.primary
+        backend = CPUBackend(_NoMemory(blocks, config.block.bytes))
+        self.primary = CPUOffloadingManager(backend, config.primary.policy, hints=config.hints, clock=clock)
         self.stores = [shared.get(tier.name) or _key_store(config, tier, clock) for tier in config.secondary]
-        self.manager = engine or TieringOffloadingManager(
+        self.manager = TieringOffloadingManager(
             self.primary,
             [KeysOnlyTier(keys, tier.name) for keys, tier in zip(self.stores, config.secondary, strict=True)],
             settings=config.secondary,
@@ -221,61 +198,7 @@ class Server:
             wear_clock=clock,
         )
         settings = ReplaySettings(store_blocks=min(ReplaySettings().store_blocks, blocks))
-        name = "replay" if engine is None else engine.name
-        self.replay = Replay(self.manager, None, settings, name, clock=waiting_clock, sleep=waiting_clock.sleep)
-
-
-class _HostEngine(TieringOffloadingManager):
-    """One engine of a host whose engines share the cache `host`.
-
-    It does not see a block before the engine that writes it has committed it, so two engines may compute the same. Both
-    then hold a row for it, and the second is handed back. Rows of a load are leased: pinned until it ends.
-    """
-
-    def __init__(self, host: CPUOffloadingManager, number: int) -> None:
-        super().__init__(host)
-        self.name = f"engine-{number}"
-        self._twins: dict[str, list[CPUBlock]] = {}  # by request, rows of blocks that others write too
-
-    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        answers = super().lookup_many(keys, req_context)
-        return [
-            False if answer is None and self._is_others(key) else answer
-            for key, answer in zip(keys, answers, strict=True)
-        ]
-
-    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        others = [key for key in keys if self._is_others(key)]
-        output = super().prepare_store(keys, req_context)
-        if output is None or not others:
-            return output
-        names = [OffloadKey(self.name.encode() + key) for key in others]
-        twins = self.primary.allocate(names, req_context.req_id, self.primary.chain_of(req_context), [])
-        if twins is None:
-            return output
-        self._twins[req_context.req_id] = twins
-        return PrepareStoreOutput([*output.keys_to_store, *others], output.store_spec, output.evicted_keys)
-
-    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        super().complete_store(keys, req_context, success)
-        self.primary.abandon(self._twins.pop(req_context.req_id, ()))
-
-    def _is_others(self, key: OffloadKey) -> bool:
-        block = self.primary.blocks.get(key)
-        return block is not None and block.ref_cnt < 0 and not block.writer.startswith(f"{self.name}-")
-
-
-def _host_cache(config: StackConfig, fleet: Fleet, clock: _Clock) -> CPUOffloadingManager:
-    """Return the cache of a host. Rows that are granted hold no block: each that is used is replaced at once."""
-    granted = fleet.servers * max(config.primary_blocks // fleet.grant_share, GRANT_ROWS_MIN)
-    if granted >= config.primary_blocks:
-        raise ConfigError(f"{granted} granted rows leave no room in {config.primary_blocks}", location="--capacity")
-    return _primary(config, config.primary_blocks - granted, clock)
-
-
-def _primary(config: StackConfig, blocks: int, clock: _Clock) -> CPUOffloadingManager:
-    backend = CPUBackend(_NoMemory(blocks, config.block.bytes))
-    return CPUOffloadingManager(backend, config.primary.policy, hints=config.hints, clock=clock)
+        self.replay = Replay(self.manager, None, settings, clock=waiting_clock, sleep=waiting_clock.sleep)
 
 
 def _key_store(config: StackConfig, settings: TierSettings, clock: Callable[[], float]) -> KeyStore:

@@ -89,13 +89,12 @@ class ReplayReport(Counts):
 
 @dataclass(slots=True, kw_only=True)
 class Tally(Counts):
-    """Counters of a running replay, with the time of each step and the hits of each request.
+    """Counters of a running replay, with the time of each step.
 
     `bytes_s` is the time in which bytes were written and compared, `waiting_s` that in which storage was waited for.
     """
 
     step_s: array[float] = field(default_factory=lambda: array("d"))
-    request_hits: array[int] = field(default_factory=lambda: array("q"))
     bytes_s: float = 0.0
     waiting_s: float = 0.0
 

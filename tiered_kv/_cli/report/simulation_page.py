@@ -42,7 +42,7 @@ def points_of(curve: HitCurve) -> list[tuple[int, float]]:
 def rate_table(rates: Sequence[HitRate]) -> Table:
     """Return hit rates, a row for each size and a column for each policy."""
     policies = list(dict.fromkeys(rate.policy for rate in rates))
-    shown = {(rate.policy, rate.capacity_blocks): _rate(rate) for rate in rates}
+    shown = {(rate.policy, rate.capacity_blocks): f"{rate.hit_rate:.1%}" for rate in rates}
     sizes = sorted({rate.capacity_blocks for rate in rates})
     return ["blocks", *policies], [[f"{size:,}", *(shown[policy, size] for policy in policies)] for size in sizes]
 
@@ -109,7 +109,7 @@ def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: 
     plot = figure(
         "Hit rate by size",
         "The share of blocks that were hits, by the room of the primary tier. LRU is a line from the size of "
-        "the longest prompt on. Points are the sizes at which other policies were run, and bars the error of a sample.",
+        "the longest prompt on. Points are the sizes at which other policies were run.",
         _curves(curve, rates, policies),
         [(policy, tier_color(index)) for index, policy in enumerate(policies)],
     )
@@ -173,18 +173,12 @@ def _tile(hit_rate: float, of: str) -> Html:
 
 def _curves(curve: HitCurve, rates: Sequence[HitRate], policies: Sequence[str]) -> Html:
     def plot(axes: Axes) -> None:
-        sizes, values = zip(*points_of(curve), strict=True)
-        axes.plot(sizes, [100 * value for value in values], color=tier_color(0))
+        points = points_of(curve)
+        axes.plot([size for size, _ in points], [100 * value for _, value in points], color=tier_color(0))
         for index, policy in enumerate(policies[1:], 1):
             own = sorted((rate for rate in rates if rate.policy == policy), key=lambda rate: rate.capacity_blocks)
-            axes.errorbar(
-                [rate.capacity_blocks for rate in own],
-                [100 * rate.hit_rate for rate in own],
-                [100 * rate.error for rate in own],
-                color=tier_color(index),
-                fmt="o",
-                markersize=3,
-            )
+            sizes, values = [rate.capacity_blocks for rate in own], [100 * rate.hit_rate for rate in own]
+            axes.plot(sizes, values, "o", color=tier_color(index), markersize=3)
         axes.set_ylim(bottom=0)
         _finish(axes, "blocks")
 
@@ -210,10 +204,6 @@ def _finish(axes: Axes, unit: str) -> None:
     axes.set_xlabel(f"room of the primary tier ({unit})")
     axes.set_ylabel("blocks asked for (%)")
     figures.plain_log(axes.xaxis)
-
-
-def _rate(rate: HitRate) -> str:
-    return f"{rate.hit_rate:.1%}" + (f" ±{rate.error:.1%}" if rate.error else "")
 
 
 def _per_second(count: float, seconds: float) -> str:
