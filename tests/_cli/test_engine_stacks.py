@@ -77,8 +77,6 @@ def test_every_verb_takes_the_stack_of_an_engine_s_page(page: str, tmp_path: Pat
     file = engine_file(tmp_path, **raw)
     assert command.json("inspect", file)["namespace"] == own
     assert command.json("check", file)["ok"]
-    (listed,) = command.json("why", file, "--namespaces")["namespaces"]
-    assert (listed["has_own"], listed["others"]) == (True, [])
     command.out("bench", file, "--blocks", "4", "--rounds", "1")
     (tier,) = command.json("purge", file, "--yes")["tiers"]
     assert [each["namespace"] for each in tier["namespaces"]] == [own]
@@ -106,7 +104,6 @@ def test_without_a_stored_block_the_size_is_asked_for_and_nothing_is_claimed(tmp
         assert "give --block-bytes" in command.err(*verb)
     for verb in (["check", file], ["bench", file, "--blocks", "8", "--rounds", "1"]):
         command.out(*verb, "--block-bytes", "4KiB")
-    assert "no tier stores it" in command.err("why", file, "--namespaces")
     assert command.json("inspect", file)["namespace"] is None
     assert all(not tier["namespaces"] for tier in command.json("inspect", file)["tiers"])
     assert command.json("purge", file, "--yes")["ok"]
@@ -117,7 +114,7 @@ def test_one_of_several_namespaces_is_chosen_by_the_file_or_by_its_digest(tmp_pa
     tier = tiers_of(tmp_path)[1]
     own, other = run_engine(tier), run_engine(tier, model="another")
     file = engine_file(tmp_path, tier)
-    for verb in (["check", file], ["bench", file], ["purge", file, "--yes"], ["why", file, "--namespaces"]):
+    for verb in (["check", file], ["bench", file], ["purge", file, "--yes"]):
         error = command.err(*verb)
         assert "give --namespace DIGEST" in error
         assert f"{own} (model llama, tenant default, blocks of 4KiB)" in error

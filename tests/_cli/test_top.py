@@ -23,7 +23,7 @@ from tests.support.stacks import stack_of
 from tests.support.status_server import Status, StatusServer, answer, busy, response, status, tier
 from tests.support.terminal import CTRL_C, ESCAPES, Terminal
 from tiered_kv import open_stack
-from tiered_kv._cli.live import Sight, view_of
+from tiered_kv._cli.ask import StackStatus, View, Watcher, view_of
 from tiered_kv._cli.top import number, screen
 from tiered_kv.cli import main
 
@@ -59,23 +59,29 @@ def hostile() -> Status:
     return status(*tiers, version=HOSTILE, notices=notices)
 
 
-def drawn(sight: Sight, width: int, height: int) -> list[str]:
+def unasked() -> StackStatus:
+    raise AssertionError
+
+
+def drawn(view: View | None, width: int, error: str = "", lost_s: float = 0.0) -> list[str]:
     """Return the lines of a screen."""
-    console = Console(file=StringIO(), width=width, height=height, force_terminal=False)
+    console = Console(file=StringIO(), width=width, force_terminal=False)
     with console.capture() as captured:
-        console.print(screen(sight, "http://127.0.0.1:9464", 2.0, console))
+        console.print(
+            screen(Watcher(unasked, view=view, error=error, lost_s=lost_s), "http://127.0.0.1:9464", 2.0, console)
+        )
     return captured.get().splitlines()
 
 
 def test_long_names_keep_both_ends_and_what_was_not_counted_is_shown() -> None:
     names = [f"kv-cache-of-production-{number}" for number in (1, 2)]
     view = view_of(None, answer(status(tier("cpu", {"unexplained_blocks_total": 7}), *map(tier, names))))
-    text = "\n".join(drawn(Sight(view), 80, 24))
+    text = "\n".join(drawn(view, 80))
     assert all(end in text for end in ("duction-1", "duction-2", "not counted", "too fast"))
 
 
 def test_eighty_columns_show_every_column_and_bar() -> None:
-    lines = drawn(Sight(view_of(answer(busy(10.0, 100)), answer(busy(12.0, 104)))), 80, 24)
+    lines = drawn(view_of(answer(busy(10.0, 100)), answer(busy(12.0, 104))), 80)
     text = "\n".join(lines)
     heads = lines[3].split() + lines[4].split()
     assert {"tier", "hits", "hit", "load", "store", "p99", "used", "budget", "breaker"} <= set(heads)
@@ -95,7 +101,7 @@ def test_no_number_of_a_tier_is_cut_off(width: int) -> None:
         "job_seconds": {"load": {"buckets": {"0.025": 50}}},
     }
     fields = {"used_bytes": 98 * 10**9, "capacity_bytes": None, "is_disabled": True}
-    lines = drawn(Sight(view_of(None, answer(status(tier("a" * 30, counters, **fields))))), width, 24)
+    lines = drawn(view_of(None, answer(status(tier("a" * 30, counters, **fields)))), width)
     row = next(line for line in lines if line.startswith("aaa"))
     assert row.count("…") == 1, "in the name"
     assert row.rstrip().endswith("DISABLED 91.3GiB")
@@ -103,10 +109,10 @@ def test_no_number_of_a_tier_is_cut_off(width: int) -> None:
 
 def test_a_process_without_an_answer_is_shown_as_such() -> None:
     view = view_of(None, answer(busy(10.0, 1)))
-    text = "\n".join(drawn(Sight(view, "connection refused", 12.0), 80, 24))
+    text = "\n".join(drawn(view, 80, "connection refused", 12.0))
     assert "NO ANSWER from http://127.0.0.1:9464 for 12s: connection refused; again in 2s" in text
     assert "disk" in text
-    assert "NO ANSWER" in "\n".join(drawn(Sight(None, "connection refused"), 80, 24))
+    assert "NO ANSWER" in "\n".join(drawn(None, 80, "connection refused"))
 
 
 def test_events_that_repeat_are_one_line() -> None:
@@ -114,7 +120,7 @@ def test_events_that_repeat_are_one_line() -> None:
         {"time": 1.0, "tier": "disk", "what": "first exception", "count": 1},
         {"time": 2.0, "tier": "disk", "what": "breaker open", "count": 20},
     ]
-    text = "\n".join(drawn(Sight(view_of(None, answer(busy(100.0, 1, notices=notices)))), 80, 24))
+    text = "\n".join(drawn(view_of(None, answer(busy(100.0, 1, notices=notices))), 80))
     shown = text.partition("last events")[2].splitlines()[1:]
     assert [" ".join(line.split()[3:]) for line in shown] == ["breaker open (20 times)", "first exception"]
 
@@ -128,11 +134,9 @@ def test_events_that_repeat_are_one_line() -> None:
     )
     | st.sampled_from([busy(10.0, 1000), hostile()]),
     st.integers(20, 200),
-    st.integers(8, 60),
 )
-def test_a_screen_fits_whatever_the_process_answers(shown: Status, width: int, height: int) -> None:
-    lines = drawn(Sight(view_of(None, answer(shown))), width, height)
-    assert len(lines) <= height
+def test_a_screen_fits_whatever_the_process_answers(shown: Status, width: int) -> None:
+    lines = drawn(view_of(None, answer(shown)), width)
     assert all(cell_len(line) <= width and line.isprintable() for line in lines)
 
 

@@ -15,7 +15,6 @@ import yaml
 from tests.support.obedient import Engine, obedient, obedient_plugin, put, put_below, stack_of
 from tests.support.stacks import block_hashes, manager_of
 from tests.support.threads import meanwhile
-from tiered_kv._cli.why import tier_namespaces
 from tiered_kv.cli import main
 from tiered_kv.config.namespace import differences
 from tiered_kv.errors import ConfigError
@@ -23,7 +22,6 @@ from tiered_kv.exporters.server import Body, StatusServer, routes_of
 from tiered_kv.exporters.status import KEYS_MAX, explain_query
 from tiered_kv.reasons import SENTENCES, Fate
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.stack_config import load_config
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.pace import FIRST_LOADS
 
@@ -199,8 +197,6 @@ def test_without_a_process_why_says_so_and_opens_nothing(tmp_path: Path, capsys:
     [
         (["file:///etc/passwd", "--last"], "expected a URL"),
         (["http://127.0.0.1:1"], "expected keys"),
-        (["http://127.0.0.1:1", "--namespaces"], "needs the stack's file"),
-        (["127.0.0.1:1", "--namespaces"], "needs the stack's file"),
     ],
 )
 def test_what_why_cannot_do(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,32 +246,6 @@ def test_why_takes_the_address_from_the_stack_s_file_and_needs_no_secret_of_it(
         f"metrics: {{listen: '{url.removeprefix('http://')}'}}\nsecondary: [{{password: '${{NOT_SET_HERE}}'}}]\n"
     )
     assert answer(capsys, str(path), "--last")["requests"]
-
-
-def test_the_fields_in_which_another_namespace_differs_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    entry = {"type": "fs", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
-    with open_stack({**stack_of(entry), "namespace": {"model": "m", "revision": "v2"}}) as stack:
-        put(stack, KEYS)
-    config = load_config(stack_of(entry))
-    with open_stack(stack_of(entry)):  # which stores nothing
-        (found,) = [tier_namespaces(config, settings, 1e12) for settings in config.secondary]
-    assert (found.tier, found.has_own, found.error) == ("fs", False, "")
-    (other,) = found.others
-    assert other.digest == stack.config.identity.digest.hex()
-    assert other.differences == {"namespace.revision": ("main", "v2")}
-    file = tmp_path / "stack.yaml"
-    file.write_text(yaml.safe_dump(stack_of(entry)))
-    assert main(["why", str(file), "--namespaces"]) == 0
-    assert "namespace.revision is 'main' here and 'v2' there" in capsys.readouterr().out
-    (shown,) = answer(capsys, str(file), "--namespaces")["namespaces"]
-    assert shown["others"][0]["differences"] == {"namespace.revision": ["main", "v2"]}
-
-
-def test_a_tier_without_an_administration_says_so() -> None:
-    config = load_config(stack_of(OBEDIENT))
-    assert "cannot list" in tier_namespaces(config, config.secondary[0], 1e12).error
 
 
 def test_fields_that_only_one_of_two_namespaces_has() -> None:

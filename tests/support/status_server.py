@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.support.loopback import LoopbackServer
-from tiered_kv._cli.live import Fields, read_status
+from tiered_kv._cli.ask import StackStatus, read_status
 
 Status = dict[str, Any]  # Any: JSON
 
@@ -62,7 +62,7 @@ def response(body: bytes | Status, line: str = "HTTP/1.1 200 OK") -> bytes:
     return f"{line}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
-def answer(source: object) -> Fields:
+def answer(source: object) -> StackStatus:
     return read_status(json.dumps(source).encode())
 
 

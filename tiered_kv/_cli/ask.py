@@ -1,4 +1,7 @@
-"""Requests over HTTP to a process that has a stack open. It may run another version, or be no stack."""
+"""Requests over HTTP to a process that has a stack open, and what two answers say together.
+
+The process may run another version, or be no stack.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,19 @@ import http.client
 import os
 import re
 import ssl
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
+
+from tiered_kv._cli.output import printable
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.validation import validate
-from tiered_kv.errors import ConfigError, TierUnavailableError
+from tiered_kv.errors import ConfigError, FormatError, TieredKVError, TierUnavailableError
+from tiered_kv.metrics.instruments import quantile
 from tiered_kv.stack_config import MetricsSettings
 
 ANSWER_BYTES_MAX: Final = 8 << 20
@@ -124,3 +132,199 @@ def _address_of_stack(raw: Mapping[str, object]) -> StatusAddress:
 def _check_port(port: int) -> None:
     if port == 0:
         raise ConfigError("no server listens at port 0: give the URL with the port that the process has taken")
+
+
+def _flat(counters: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Yield each counter by its name and labels, and each part of a histogram; a value that is None is not known."""
+    if isinstance(counters, dict):
+        for name, value in counters.items():
+            yield from _flat(value, (*path, printable(str(name))))
+    elif counters is not None:
+        if not isinstance(counters, (int, float)) or not 0 <= counters <= _NUMBER_MAX:
+            raise ValueError("expected a number")
+        yield path, counters
+
+
+_NUMBER_MAX: Final = 10**24
+_Text = Annotated[str, AfterValidator(printable)]
+_Number = Annotated[float, Field(strict=True, ge=0, le=_NUMBER_MAX)]
+_Whole = Annotated[int | None, Field(strict=True, ge=0, le=_NUMBER_MAX)]
+_Counters = Annotated[dict[tuple[str, ...], float], BeforeValidator(lambda counters: dict(_flat(counters)))]
+
+
+class Budget(BaseModel):
+    used_bytes: _Whole = None
+    limit_bytes: _Whole = None
+
+
+class TierStatus(BaseModel):
+    name: _Text
+    type: _Text
+    breaker: Literal["", "closed", "half_open", "open"]
+    is_disabled: bool
+    used_bytes: _Whole
+    capacity_bytes: _Whole
+    budgets: dict[str, Budget] = {}
+    p99_seconds: dict[str, _Number | None] = {}
+    counters: _Counters
+
+
+class Notice(BaseModel):
+    time: _Number
+    tier: _Text
+    what: _Text
+    count: _Whole = 1
+
+
+class StackStatus(BaseModel):
+    """What `docs/how-to/metrics.md` describes; texts are printable."""
+
+    version: _Text
+    namespace: _Text
+    block_bytes: _Whole = None
+    pid: Annotated[int, Field(strict=True, ge=0, le=_NUMBER_MAX)]
+    uptime_seconds: _Number
+    time: _Number
+    tiers: Annotated[list[TierStatus], Field(min_length=1)]
+    notices: list[Notice]
+
+
+def read_status(body: bytes) -> StackStatus:
+    """Return the answer to `/status`; raise `FormatError` if it is not that of a stack."""
+    try:
+        return StackStatus.model_validate_json(body)
+    except (ValidationError, RecursionError):
+        raise FormatError("the answer is not the status of a stack") from None
+
+
+View = dict[str, Any]  # Any: as JSON has it
+"""A stack over an interval, as `--json` prints it; `docs/reference/command.md` describes each field."""
+
+
+def view_of(before: StackStatus | None, now: StackStatus) -> View:
+    """Return the changes from one answer to the next; without the first, or after a restart, since the opening."""
+    if before and (before.pid != now.pid or before.uptime_seconds > now.uptime_seconds):
+        before = None
+    elapsed_s = max(now.uptime_seconds - (before.uptime_seconds if before else 0.0), 1e-3)
+    earlier = {tier.name: tier.counters for tier in before.tiers} if before else {}
+    changes = [_Change(tier, earlier.get(tier.name, {}), elapsed_s) for tier in now.tiers]
+    if any(change.asked_per_s is not None for change in changes):
+        hits = [change.per_s("blocks_total", "hit") for change in changes]
+    else:  # loaded blocks stand for them; the primary tier's include those that other tiers promoted
+        first, *others = (change.per_s("loaded_blocks_total") for change in changes)
+        hits = [max(0.0, first - sum(others)), *others]
+    asked = changes[0].asked_per_s
+    reasons = [reason for change in changes for reason in change.reasons()]
+    notices = [
+        {
+            "age_s": max(0.0, now.time - each.time),
+            "tier": each.tier,
+            "what": each.what + (f" ({each.count} times)" if (each.count or 0) > 1 else ""),
+        }
+        for each in now.notices
+    ]
+    return {
+        "version": now.version,
+        "namespace": now.namespace,
+        "pid": now.pid,
+        "uptime_seconds": now.uptime_seconds,
+        "interval_seconds": elapsed_s,
+        "is_since_start": before is None,
+        "asked_blocks_per_s": asked,
+        "hit_share": min(1.0, sum(hits) / asked) if asked else None,
+        "restored_tokens_per_s": changes[0].per_s("restored_tokens_total"),
+        "step_p99_seconds": now.tiers[0].p99_seconds.get("step"),
+        "tiers": [change.view(per_s) for change, per_s in zip(changes, hits, strict=True)],
+        "reasons": sorted(reasons, key=lambda each: (-each["blocks_per_s"], -each["blocks_total"])),
+        "notices": sorted(notices, key=lambda each: float(str(each["age_s"]))),
+    }
+
+
+class _Change:
+    """The changes of one tier's counters since `earlier`."""
+
+    def __init__(self, now: TierStatus, earlier: Mapping[tuple[str, ...], float], elapsed_s: float) -> None:
+        self._now = now
+        self._grown = {path: max(0.0, count - earlier.get(path, 0)) for path, count in now.counters.items()}
+        self._elapsed_s = elapsed_s
+
+    def per_s(self, *path: str) -> float:
+        return self._grown.get(path, 0.0) / self._elapsed_s
+
+    @property
+    def asked_per_s(self) -> float | None:
+        """The blocks that requests looked up in the tier; None without a history."""
+        has_history = any(path[0] == "blocks_total" for path in self._grown)
+        return self.per_s("blocks_total", "hit") + self.per_s("blocks_total", "miss") if has_history else None
+
+    def view(self, hits_per_s: float) -> View:
+        asked = self.asked_per_s
+        fields = {"name", "type", "breaker", "is_disabled", "used_bytes", "capacity_bytes"}
+        budgets = {name: self._now.budgets.get(name, Budget()) for name in ("store", "load")}
+        return {
+            **self._now.model_dump(include=fields),
+            "hits_per_s": hits_per_s,
+            "hit_share": hits_per_s / asked if asked else None,
+            "load_bytes_per_s": self.per_s("loaded_bytes_total"),
+            "store_bytes_per_s": self.per_s("stored_bytes_total"),
+            "load_p99_seconds": self._load_p99(),
+            **{f"{name}_budget_used_bytes": budget.used_bytes for name, budget in budgets.items()},
+            **{f"{name}_budget_bytes": budget.limit_bytes for name, budget in budgets.items()},
+        }
+
+    def reasons(self) -> Iterator[View]:
+        """Yield the reasons why blocks did not come, or were not stored."""
+        kinds = {"misses_total": "miss", "skipped_blocks_total": "skip", "unexplained_blocks_total": "unexplained"}
+        for path, count in self._now.counters.items():
+            if count and (path[0] in kinds or (path[0] == "failed_blocks_total" and len(path) == 3)):
+                yield {
+                    "what": kinds.get(path[0]) or path[1],
+                    "tier": self._now.name,
+                    "reason": path[-1] if len(path) > 1 else "too fast",
+                    "blocks_per_s": self.per_s(*path),
+                    "blocks_total": int(count),
+                }
+
+    def _load_p99(self) -> float | None:
+        """Return the 99th percentile of the interval's loads."""
+        of_loads = ("job_seconds", "load", "buckets")
+        counts = {path[3]: count for path, count in self._grown.items() if path[:3] == of_loads and len(path) == 4}
+        try:
+            return quantile({"count": sum(counts.values()), "buckets": counts}, 0.99)
+        except ValueError:
+            raise FormatError("the answer is not the status of a stack") from None
+
+
+@dataclass(slots=True)
+class Watcher:
+    """Views of a process from repeated requests. One thread uses it.
+
+    Args:
+        ask: Returns an answer, or raises a `TieredKVError`.
+        clock: Seconds of a monotonic clock.
+
+    Attributes:
+        view: The last one.
+        error: Of the last request; empty after an answer.
+        lost_s: Seconds without an answer.
+    """
+
+    ask: Callable[[], StackStatus]
+    clock: Callable[[], float] = time.monotonic
+    view: View | None = None
+    error: str = ""
+    lost_s: float = 0.0
+    _last: StackStatus | None = field(default=None, init=False)
+    _lost_since_s: float | None = field(default=None, init=False)
+
+    def look(self) -> None:
+        """Ask once."""
+        began_s = self.clock()
+        try:
+            now = self.ask()
+            self.view = view_of(self._last, now)
+        except TieredKVError as error:
+            self._lost_since_s = began_s if self._lost_since_s is None else self._lost_since_s
+            self.error, self.lost_s = str(error), self.clock() - self._lost_since_s
+        else:
+            self.error, self.lost_s, self._last, self._lost_since_s = "", 0.0, now, None

@@ -235,7 +235,7 @@ RULES: Final = (
         "{tier} began with {recovered} blocks of earlier starts, and none of the {out_of} blocks that it was asked for "
         "was among them: the names of blocks change with each start, or all prompts are new.",
         "keep the engine's hashes the same in each start: in vLLM set `PYTHONHASHSEED`. Then compare "
-        "`tiered-kv why STACK --namespaces`.",
+        "the namespaces that `tiered-kv inspect STACK` shows.",
     ),
     Rule(
         "no_common_prefixes",

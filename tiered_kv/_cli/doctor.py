@@ -14,9 +14,8 @@ from functools import partial
 from typing import Final
 
 from tiered_kv._cli.arguments import describe_use, seconds
-from tiered_kv._cli.ask import DEFAULT_ADDRESS, StatusAddress, address_of, fetch, is_address
+from tiered_kv._cli.ask import DEFAULT_ADDRESS, StatusAddress, address_of, fetch, is_address, read_status
 from tiered_kv._cli.diagnosis import Advice, Readings, advice, gains
-from tiered_kv._cli.live import read_status
 from tiered_kv._cli.output import Status, one_line, print_json, print_text, progress
 from tiered_kv._cli.stacks import administer
 from tiered_kv.config.namespace import differences
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> Status:
 def _own_digest(address: StatusAddress) -> str:
     """Return the namespace of the running stack; "" if only an engine answers, which does not show it."""
     try:
-        return read_status(fetch(address, "/status")).text("namespace")
+        return read_status(fetch(address, "/status")).namespace
     except (TieredKVError, OSError):
         return ""
 

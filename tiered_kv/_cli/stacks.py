@@ -17,8 +17,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from tiered_kv._cli.arguments import size
-from tiered_kv._cli.ask import StatusAddress, fetch
-from tiered_kv._cli.live import Fields, read_status
+from tiered_kv._cli.ask import StatusAddress, fetch, read_status
 from tiered_kv._cli.output import progress
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import from_source
@@ -253,10 +252,9 @@ def _running(config: StackConfig) -> Running | None:
         return None
     address = StatusAddress(*config.metrics.address)
     with suppress(TieredKVError):  # nothing listens there, or another program does
-        status: Fields = read_status(fetch(address, "/status", _ASK_S))
-        namespace = status.text("namespace")
-        if DIGEST_HEX.fullmatch(namespace):
-            return Running(int(status.number("pid")), namespace, status.whole("block_bytes"), address)
+        status = read_status(fetch(address, "/status", _ASK_S))
+        if DIGEST_HEX.fullmatch(status.namespace):
+            return Running(status.pid, status.namespace, status.block_bytes, address)
     return None
 
 

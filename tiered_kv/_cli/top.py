@@ -24,8 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiered_kv._cli.arguments import describe_use, interval
-from tiered_kv._cli.ask import DEFAULT_ADDRESS, StatusAddress, address_of, fetch
-from tiered_kv._cli.live import Fields, Sight, View, Watcher, has_problem, read_status
+from tiered_kv._cli.ask import DEFAULT_ADDRESS, View, Watcher, address_of, fetch, read_status
 from tiered_kv._cli.output import Status, print_json, print_text, progress
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.errors import TierUnavailableError
@@ -49,8 +48,8 @@ _WIDTHS_MIN: Final = {"load\nbudget": 79, "store\nbudget": 72, "load\np99": 65, 
 _BARS_WIDTH_MIN: Final = 80
 _TABLE_WIDTH_MAX: Final = 110
 _NAME_MAX: Final = 20
-_REASONS_MIN: Final = 3
-_PRINTED_LINES_MAX: Final = 40
+_REASONS_MAX: Final = 10
+_NOTICES_MAX: Final = 5
 _KEYS_MAX: Final = 1024
 _BUDGET_WARNING: Final = 0.9
 """The used share of a budget from which it is red: blocks are about to be skipped."""
@@ -87,51 +86,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Status:
     address = address_of(args.where)
-    watcher = Watcher(lambda: _ask(address))
+    watcher = Watcher(lambda: read_status(fetch(address, "/status")))
     if args.once or args.json:
-        return _once(watcher, address, args)
+        return _once(watcher, str(address), args)
     _end_by_signals()
     try:
         if sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
-            return _draw(watcher, address, args.interval)
-        else:
-            _print(watcher, str(address), args.interval)
+            return _draw(watcher, str(address), args.interval)
+        _print(watcher, str(address), args.interval)
     except KeyboardInterrupt:  # the usual end
         pass
     return Status.INTERRUPTED
 
 
-def _ask(address: StatusAddress) -> Fields:
-    return read_status(fetch(address, "/status"))
-
-
-def _once(watcher: Watcher, address: StatusAddress, args: argparse.Namespace) -> Status:
+def _once(watcher: Watcher, where: str, args: argparse.Namespace) -> Status:
     """Show one interval; raise TierUnavailableError without an answer."""
     with progress(f"looking twice in {rounded_seconds(args.interval)}", None):
-        first = watcher.look()
-        if not first.error:
+        watcher.look()
+        if not watcher.error:
             time.sleep(args.interval)
-        sight = first if first.error else watcher.look()
-    if sight.view is None or sight.error:
-        raise TierUnavailableError(f"{address}: {sight.error}; is the stack open there, with 'metrics' in its file?")
+            watcher.look()
+    view = watcher.view
+    if view is None or watcher.error:
+        raise TierUnavailableError(f"{where}: {watcher.error}; is the stack open there, with 'metrics' in its file?")
     if args.json:
-        print_json({"url": str(address), **sight.view})
+        print_json({"url": where, **view})
     else:
-        _print_sight(sight, str(address), args.interval, notices_s=float("inf"))
-    return Status.FOUND if has_problem(sight.view) else Status.OK
+        _print_view(watcher, where, args.interval, notices_s=float("inf"))
+    has_problem = any(tier["is_disabled"] or tier["breaker"] not in ("", "closed") for tier in view["tiers"])
+    return Status.FOUND if has_problem else Status.OK
 
 
-def _draw(watcher: Watcher, address: StatusAddress, interval_s: float) -> Status:
+def _draw(watcher: Watcher, where: str, interval_s: float) -> Status:
     """Draw on the terminal's alternate screen until the key q is pressed."""
     console = _console()
     with (
         _keys() as is_ended,
         Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
     ):
-        live.update(Text(f"asking {address}"), refresh=True)
+        live.update(Text(f"asking {where}"), refresh=True)
         while True:
             next_s = time.monotonic() + interval_s
-            live.update(screen(watcher.look(), str(address), interval_s, console), refresh=True)
+            watcher.look()
+            live.update(screen(watcher, where, interval_s, console), refresh=True)
             if is_ended(next_s):
                 return Status.OK
 
@@ -166,19 +163,19 @@ def _print(watcher: Watcher, where: str, interval_s: float) -> None:
     """Print what a screen shows for each interval, with the events since the previous one."""
     printed_s = time.monotonic() - interval_s
     while True:
-        sight, now_s = watcher.look(), time.monotonic()
-        _print_sight(sight, where, interval_s, notices_s=now_s - printed_s)
+        watcher.look()
+        now_s = time.monotonic()
+        _print_view(watcher, where, interval_s, notices_s=now_s - printed_s)
         printed_s = now_s
         sys.stdout.flush()
         time.sleep(max(0.0, now_s + interval_s - time.monotonic()))
 
 
-def _print_sight(sight: Sight, where: str, interval_s: float, *, notices_s: float) -> None:
+def _print_view(watcher: Watcher, where: str, interval_s: float, *, notices_s: float) -> None:
     width = min(_TABLE_WIDTH_MAX, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _TABLE_WIDTH_MAX
-    console = _console(width=width, height=_PRINTED_LINES_MAX, color_system=None, force_terminal=False)
-    view = sight.view and {**sight.view, "notices": [n for n in sight.view["notices"] if n["age_s"] <= notices_s]}
+    console = _console(width=width, color_system=None, force_terminal=False)
     print_text(time.strftime("%Y-%m-%d %H:%M:%S"))
-    console.print(screen(Sight(view, sight.error, sight.lost_s), where, interval_s, console))
+    console.print(screen(watcher, where, interval_s, console, notices_s=notices_s))
 
 
 def _console(**settings: Any) -> Console:  # Any: rich's
@@ -198,52 +195,45 @@ def _end_by_signals() -> None:
             signal.signal(number, end)
 
 
-def screen(sight: Sight, where: str, interval_s: float, console: Console) -> RenderableType:
-    """Return a screen of the console's size, the most important first."""
-    view = sight.view
+def screen(
+    watcher: Watcher, where: str, interval_s: float, console: Console, *, notices_s: float = float("inf")
+) -> RenderableType:
+    """Return what is known, the most important first; events are those of the last `notices_s` seconds."""
+    view = watcher.view
     title = Text("tiered-kv top", style="bold", no_wrap=True, overflow="ellipsis")
     if view is not None:
         title.append(
             f"  {view['version']}  up {rounded_seconds(view['uptime_seconds'])}  pid {view['pid']}", style="not bold"
         )
     title.append(f"  {where}{'  q ends' if console.is_terminal else ''}", style="not bold dim")
-    parts: list[RenderableType] = [title, headline(sight, where, interval_s)]
     if view is None:
-        return Group(*parts, Text("q ends", style="dim"))
-    left = console.height - len(parts) - 4
-    tiers, notices = view["tiers"][: max(1, left)], view["notices"]
-    parts += ["", _tier_table(tiers, console, "dim" if sight.error else "")]
-    left -= len(tiers)
-    reasons_max = max(_REASONS_MIN, left - 4 - min(len(notices), max(3, left // 3)))
-    reasons = view["reasons"][:reasons_max] if left >= _REASONS_MIN + 2 else ()
-    if reasons:
-        parts += ["", _reason_table(reasons, len(view["reasons"]), console)]
-        left -= len(reasons) + 2
-    if notices and left >= 3:
-        parts += ["", Text("last events", style="bold"), *map(_notice, notices[: left - 2])]
+        return Group(title, _lost(watcher, where, interval_s))
+    parts: list[RenderableType] = [title, _lost(watcher, where, interval_s) if watcher.error else _headline(view)]
+    parts += ["", _tier_table(view["tiers"], console, "dim" if watcher.error else "")]
+    if view["reasons"]:
+        parts += ["", _reason_table(view["reasons"][:_REASONS_MAX], len(view["reasons"]), console)]
+    if notices := [each for each in view["notices"] if each["age_s"] <= notices_s][:_NOTICES_MAX]:
+        parts += ["", Text("last events", style="bold"), *map(_notice, notices)]
     return Group(*parts)
 
 
-def headline(sight: Sight, where: str, interval_s: float) -> Text:
-    """Return a line about the whole stack, or that there is no answer."""
-    view = sight.view
-    if view is None or sight.error:
-        since = f" for {rounded_seconds(sight.lost_s)}" if sight.lost_s >= 1 else ""
-        lost = f"NO ANSWER from {where}{since}: {sight.error}; again in {rounded_seconds(interval_s)}"
-        return Text(lost, style="bold white on red", no_wrap=True, overflow="ellipsis")
+def _lost(watcher: Watcher, where: str, interval_s: float) -> Text:
+    since = f" for {rounded_seconds(watcher.lost_s)}" if watcher.lost_s >= 1 else ""
+    lost = f"NO ANSWER from {where}{since}: {watcher.error}; again in {rounded_seconds(interval_s)}"
+    return Text(lost, style="bold white on red", no_wrap=True, overflow="ellipsis")
+
+
+def _headline(view: View) -> Text:
+    """Return a line about the whole stack."""
     hits = number(sum(tier["hits_per_s"] for tier in view["tiers"]))
     share = f"{hits} blocks/s" if view["hit_share"] is None else f"{view['hit_share']:.1%}"
     asked = "" if view["hit_share"] is None else f" of {number(view['asked_blocks_per_s'] or 0.0)} blocks/s"
     step = "" if view["step_p99_seconds"] is None else f"  step p99 {rounded_seconds(view['step_p99_seconds'])}"
-    over = (
-        "since it was opened"
-        if view["is_since_start"]
-        else f"over {rounded_seconds(round(view['interval_seconds'], 1))}"
-    )
+    over = f"over {rounded_seconds(round(view['interval_seconds'], 1))}"
     text = Text("hits ", no_wrap=True, overflow="ellipsis")
     text.append(share, style="bold")
     text.append(f"{asked}  restored {number(view['restored_tokens_per_s'])} tokens/s{step}")
-    return text.append(f"  {over}", style="dim")
+    return text.append(f"  {'since it was opened' if view['is_since_start'] else over}", style="dim")
 
 
 def number(count: float) -> str:
