@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.host_server import keys_of, serving, stack_of, wait_for
+from tests.support.host_server import BLOCK_BYTES, keys_of, serving, stack_of, wait_for
 from tiered_kv.base import ReqContext
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
@@ -109,6 +109,25 @@ def test_an_id_that_is_used_twice_keeps_the_leases_of_its_load(tmp_path: Path) -
         engine.step_until(lambda: not served.count(lambda host: sum(each.leases for each in host.sessions.values())))
 
 
+def test_blocks_that_a_queued_request_gets_are_not_evicted_for_its_next_one(tmp_path: Path) -> None:
+    nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
+    primary = {"capacity": 19 * BLOCK_BYTES, "promotion_hold": "1ms"}
+    with serving(tmp_path, {**stack_of(secondary=[nvme], prefill="off"), "primary": primary}) as served:
+        engine, queued, others = served.engine(), KEYS[:3], keys_of(9, first=100)
+        for keys in (queued, others[:1], others[1:5], others[5:]):
+            assert engine.store(keys) == keys
+        engine.step_until(lambda: not served.count(lambda host: host.manager.jobs_in_flight))
+        leasing, late = engine.begin(), engine.begin()
+        assert engine.look_up(others, leasing) == 9  # all that an engine may lease
+        engine.manager.prefetch(queued, late)
+        wait_for(lambda: served.count(lambda host: host.manager.counters()["cpu"]["released_holds_total"]) == 3)
+        served.engine().store(keys_of(1, first=200))
+        assert served.count(lambda host: [key in host.manager.primary.blocks for key in queued].index(False)) == 2
+        engine.end(leasing)
+        wait_for(lambda: served.count(lambda host: sum(each.leases for each in host.sessions.values())) == 3)
+        assert engine.load(queued, late) == 3
+
+
 class OneLink(Attachment):
     """An attachment whose server is the test."""
 
@@ -159,6 +178,16 @@ def test_a_request_with_too_many_keys_waits_for_none(
 ) -> None:
     monkeypatch.setattr(protocol, "REQUEST_KEYS_MAX", 4)
     assert told[0].lookup_many(KEYS[:6], ReqContext("request")) == [None] * 4 + [False] * 2
+
+
+def test_an_engine_does_not_wait_for_a_server_that_never_reads(told: tuple[AttachedManager, Channel]) -> None:
+    manager, _ = told
+    for number in range(1000):
+        if manager.link is None:  # more than a channel keeps was left unread
+            break
+        manager.prefetch(keys_of(512, number), ReqContext(f"request-{number}"))
+    assert manager.link is None
+    assert manager.lookup_many(KEYS[:3], ReqContext("request-0")) == [False] * 3
 
 
 def test_questions_of_a_request_are_answered_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,6 +313,8 @@ class Session:
         end = first + len(ready)
         request.codes[first:end] = map(_row_of, ready)
         if ends_at_miss and end < len(request.keys) and len(ready) < room:
+            for block in ready:
+                block.step = primary.step  # to promote the next one evicts none of them
             answers = self.host.manager.lookup_many([request.keys[end]], request.context)
             if answers == [False]:
                 self._end_prefix(request, end)
