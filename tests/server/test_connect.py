@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,10 @@ import numpy as np
 import pytest
 
 import tiered_kv
-from tests.support.host_server import BLOCK_BYTES, WAIT_S, serving, stack_of, wait_for
+from tests.support.host_server import BLOCK_BYTES, WAIT_S, keys_of, serving, stack_of, wait_for
 from tiered_kv.errors import ConfigError
 from tiered_kv.server import protocol
+from tiered_kv.server.protocol import Hello, Welcome
 
 HASHES = [number.to_bytes(16, "big") for number in range(24)]
 BLOCKS = np.arange(24 * BLOCK_BYTES, dtype=np.uint32).astype(np.uint8).reshape(24, BLOCK_BYTES)
@@ -98,21 +102,101 @@ def test_a_program_without_calls_lets_the_memory_of_its_server_go(tmp_path: Path
         wait_for(lambda: not stack.region.array.size)
 
 
-def test_a_server_of_another_release_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+@contextmanager
+def older_server(path: Path, welcome: dict[str, object]) -> Iterator[None]:
+    """Answer each HELLO with `welcome`, as a server of another release."""
+    body, over = json.dumps(welcome).encode(), threading.Event()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.settimeout(0.05)
+        listener.bind(str(path))
+        listener.listen()
+
+        def answer() -> None:
+            while not over.is_set():
+                with suppress(TimeoutError), listener.accept()[0] as sock:
+                    sock.recv(1 << 16)
+                    sock.send(protocol.HEADER.pack(protocol.WELCOME, 0, 0, 0, len(body)) + body)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("welcome", "message"),
+    [
+        ({"version": protocol.VERSION}, r"does not say instance, namespace, .*: upgrade the server"),
+        ({"version": protocol.VERSION_MIN - 1}, r"speaks version 0, this process 1 to 1: upgrade the server"),
+    ],
+)
+def test_a_server_of_another_release_is_an_error_that_says_what_to_do(
+    tmp_path: Path, welcome: dict[str, object], message: str
+) -> None:
+    with older_server(tmp_path / "cache.sock", welcome), pytest.raises(ConfigError, match=message):
+        tiered_kv.connect(f"unix:{tmp_path}/cache.sock")
+
+
+def test_a_server_serves_a_newer_client_and_refuses_an_older_one(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        assert served.engine(version=protocol.VERSION + 1).store(keys_of(4)) == keys_of(4)
+        with pytest.raises(ConfigError, match="version 0, the server 1 to 1: upgrade tiered-kv in the engine's"):
+            served.engine(version=protocol.VERSION_MIN - 1)
+
+
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_an_engine_goes_on_with_misses_while_a_server_of_another_release_is_there(
+    tmp_path: Path, is_newer: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cache.sock"
+    with serving(tmp_path) as served:
+        stack = tiered_kv.connect(served.address)
+        assert stack.put(HASHES, BLOCKS) == 24
+    with stack:
+        with ExitStack() as there, monkeypatch.context() as replaced:
+            if is_newer:
+                replaced.setattr(protocol, "VERSION_MIN", protocol.VERSION + 1)  # it has left ours behind
+                there.enter_context(serving(tmp_path))
+            else:
+                path.unlink()
+                there.enter_context(older_server(path, {"version": protocol.VERSION_MIN - 1}))
+            wait_for(lambda: not stack.put(HASHES, BLOCKS) and "upgrade" in caplog.text)
+            assert stack.contains(HASHES) == 0
+        with serving(tmp_path):
+            wait_for(lambda: stack.put(HASHES, BLOCKS) == 24)
+            assert (stack.get(HASHES) == BLOCKS).all()
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_refusal_is_told_also_if_the_server_has_not_read_who_asks(
+    tmp_path: Path, is_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, to_json = threading.Event(), protocol.to_json
+
+    def late(fields: Hello | Welcome) -> bytes:
+        closed.wait(WAIT_S)
+        return to_json(fields)
+
+    if is_early:
+        monkeypatch.setattr(protocol, "to_json", late)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.settimeout(WAIT_S)
         listener.bind(str(tmp_path / "cache.sock"))
         listener.listen()
 
-        def answer() -> None:
-            sock, _ = listener.accept()
-            with sock:
-                sock.recv(1 << 16)
-                body = json.dumps({"version": protocol.VERSION}).encode()
-                sock.send(protocol.HEADER.pack(protocol.WELCOME, 0, 0, 0, len(body)) + body)
+        def refuse() -> None:
+            with listener.accept()[0] as sock:
+                if not is_early:
+                    select.select([sock], [], [], WAIT_S)
+                sock.send(protocol.HEADER.pack(protocol.REFUSED, 0, 0, 0, 3) + b"why")
+            closed.set()
 
-        thread = threading.Thread(target=answer)
+        thread = threading.Thread(target=refuse)
         thread.start()
-        with pytest.raises(ConfigError, match=r"does not say instance, namespace, .*: upgrade the server"):
+        with pytest.raises(ConfigError, match="refuses this process: why"):
             tiered_kv.connect(f"unix:{tmp_path}/cache.sock")
         thread.join()

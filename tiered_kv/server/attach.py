@@ -281,8 +281,9 @@ class Attachment:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SNDBUF_BYTES)
             sock.connect(self._path)
             body = protocol.to_json(self.hello)
-            sock.send(protocol.HEADER.pack(protocol.HELLO, 0, 0, 0, len(body)) + body)
-            packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 2)
+            with suppress(BrokenPipeError):  # it has refused this process already: what it sent comes next
+                sock.send(protocol.HEADER.pack(protocol.HELLO, 0, 0, 0, len(body)) + body)
+            packet, fds = _receive(sock)
             welcome = _welcome_of(packet)
             if len(fds) != 2:
                 raise ConfigError("the server has sent no memory")
@@ -304,6 +305,14 @@ class Attachment:
                 self._opening = None
             for fd in fds:
                 os.close(fd)
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    try:
+        packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 2)
+    except ConnectionResetError:  # it has left our message unread; what it sent comes next (unix(7))
+        packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 2)
+    return packet, fds
 
 
 def _welcome_of(packet: bytes) -> Welcome:
