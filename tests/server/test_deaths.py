@@ -21,9 +21,11 @@ from hypothesis import strategies as st
 
 from tests.support.host_server import Engine, Served, keys_of, serving, stack_of, wait_for
 from tiered_kv.server import protocol
+from tiered_kv.server.host import Host
 
 ROOT = Path(__file__).parents[2]
 KEYS = keys_of(12)
+ROWS = 256
 
 
 @contextmanager
@@ -60,13 +62,53 @@ def server_process(directory: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-def test_rows_of_a_killed_engine_are_free(tmp_path: Path) -> None:
-    with serving(tmp_path) as served:
-        with engine_process(served, "first") as process:
-            wait_for(served.rows_in_use)
+def test_rows_of_a_killed_engine_are_free_while_its_forked_child_lives(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys
+from tests.support.host_server import Engine, keys_of
+engine = Engine(sys.argv[1], "first")
+engine.store(keys_of(12))
+engine.look_up(keys_of(12), engine.begin())
+child = os.fork()
+if child:
+    print(child, flush=True)
+signal.pause()
+"""
+    with serving(tmp_path) as served, child("-c", program, served.address) as process:
+        forked = int(line_of(process))
+        try:
+            assert served.rows_in_use()
             process.kill()
             wait_for(lambda: not served.rows_in_use())
-        assert served.engine().store(KEYS) is not None
+            assert served.engine().load(KEYS) == len(KEYS)
+            os.kill(forked, 0)  # it lives
+        finally:
+            os.kill(forked, signal.SIGKILL)
+
+
+def test_an_engine_whose_worker_was_killed_goes_on_and_uses_the_next_one(tmp_path: Path) -> None:
+    program = """
+import signal, sys
+from tiered_kv.server.attach import Attachment
+from tiered_kv.server.protocol import Hello
+from tiered_kv.server.worker import HostWorker
+from tiered_kv.worker.handlers import WorkerHandlers
+worker = HostWorker(Attachment(sys.argv[1], Hello("engine", "worker")), lambda _: WorkerHandlers(None, None))
+signal.pause()
+"""
+    with serving(tmp_path) as served:
+        engine = served.engine("engine", workers=1)
+        lease = engine.begin()
+        for _ in range(2):
+            with child("-c", program, served.address) as process:
+                engine.step_until(lambda: engine.manager.is_attached)
+                engine.store(KEYS)
+                assert engine.load(KEYS) == len(KEYS)
+                assert engine.look_up(KEYS, lease) == len(KEYS)
+                process.kill()
+                engine.step_until(lambda: not engine.manager.is_attached)
+                assert engine.load(KEYS) == 0
+                assert served.count(lambda host: sum(each.leases for each in host.sessions.values())) == len(KEYS)
 
 
 def test_an_engine_that_is_stopped_keeps_its_rows(tmp_path: Path) -> None:
@@ -81,8 +123,11 @@ def test_an_engine_that_is_stopped_keeps_its_rows(tmp_path: Path) -> None:
         served.engines.remove(other)
         wait_for(lambda: served.count(lambda host: len(host.sessions)) == 1)
         assert served.rows_in_use() == held
+        served.disconnect("scheduler")  # as one that leaves too much unread
+        assert served.rows_in_use() == held
         process.send_signal(signal.SIGCONT)
         assert all(line_of(process) for _ in range(20))  # it would end at a wrong byte
+        wait_for(lambda: served.count(lambda host: len(host.sessions)) == 1 and len(served.server._channels) == 1)
 
 
 def test_an_engine_goes_on_while_the_server_is_stopped(tmp_path: Path) -> None:
@@ -129,16 +174,64 @@ def test_a_forked_child_changes_nothing_for_its_parent(tmp_path: Path) -> None:
         engine.close()
 
 
+def rows_with_two_uses(host: Host) -> int:
+    uses = [row for session in host.sessions.values() for row in session.granted]
+    uses += [block.block_id for block in host.manager.primary.blocks.values()]
+    return len(uses) - len(set(uses)) + max(0, len(uses) + host.manager.primary.backend.get_num_free_blocks() - ROWS)
+
+
 numbers = itertools.count()
-messages = st.tuples(
+garbage = st.tuples(
     st.integers(0, 80), st.integers(0, 15), st.integers(0, 600), st.integers(0, 5), st.binary(max_size=200)
+)
+requests = st.integers(1, 3)
+rows = st.lists(st.integers(0, 40), max_size=4)
+
+
+def of_rows(code: int, *, with_keys: bool = False) -> st.SearchStrategy[Any]:
+    """Return messages of a form that the server takes, with rows that the client may not hold."""
+    return st.builds(
+        lambda number, held, first: (
+            code,
+            0,
+            len(held),
+            number,
+            protocol.pack_keys(keys_of(len(held), first) if with_keys else []) + protocol.pack_rows(held),
+        ),
+        requests,
+        rows,
+        st.integers(100, 120),  # none of `KEYS`: whoever was granted rows may store any bytes
+    )
+
+
+messages = st.one_of(
+    garbage,
+    st.builds(lambda number: (protocol.BEGIN, 0, 0, number, protocol.BEGUN.pack(0, 1) + b"r"), requests),
+    st.builds(
+        lambda number, flags, count, first: (
+            protocol.ACQUIRE,
+            flags,
+            count,
+            number,
+            protocol.pack_keys(keys_of(count, first)),
+        ),
+        requests,
+        st.sampled_from([0, protocol.AHEAD, protocol.ONLY_KNOWN, protocol.ONLY_STORED]),
+        st.integers(1, 12),
+        st.integers(0, 20),
+    ),
+    st.builds(lambda number: (protocol.GRANT, 0, 0, number, b""), st.integers(0, 300)),
+    st.builds(lambda number: (protocol.END, 0, 0, number, b""), requests),
+    of_rows(protocol.RELEASE),
+    of_rows(protocol.RETURN),
+    of_rows(protocol.COMMIT, with_keys=True),
 )
 
 
 @settings(max_examples=settings().max_examples // 2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     role=st.sampled_from(["scheduler", "worker", None]),
-    sent=st.lists(st.tuples(messages, st.sampled_from([None, 0, 1 << 31])), max_size=8),
+    sent=st.lists(st.tuples(messages, st.sampled_from([None, None, None, 0, 1 << 31])), max_size=12),
     last=st.binary(min_size=1, max_size=2000),
 )
 def test_a_client_that_sends_garbage_harms_nobody(
@@ -158,7 +251,16 @@ def test_a_client_that_sends_garbage_harms_nobody(
             for (code, flags, items, number, body), size in sent:
                 sock.send(protocol.HEADER.pack(code, flags, items, number, len(body) if size is None else size) + body)
             sock.send(last)
+
+    def end_the_others(_: Host) -> int:
+        for process in list(served.server._processes):
+            if process.session is None or process.session.name.startswith("garbage"):
+                os.eventfd_write(process.pidfd, 1)
+        return len(served.server._processes)
+
+    assert not served.count(rows_with_two_uses)
     honest.step_until(lambda: honest.manager.is_attached)
+    wait_for(lambda: served.count(end_the_others) == 1)
     assert (
         honest.load(KEYS) == len(KEYS) or honest.manager.epoch > 0
     )  # it may reset the namespace: then no block is left
@@ -168,7 +270,7 @@ def test_a_client_that_sends_garbage_harms_nobody(
 
 @pytest.fixture
 def garbage_server(tmp_path: Path) -> Iterator[tuple[Served, Engine]]:
-    with serving(tmp_path, never_ends=True) as served:
+    with serving(tmp_path, stack_of(ROWS), never_ends=True) as served:
         honest = served.engine()
         honest.store(KEYS)
         yield served, honest

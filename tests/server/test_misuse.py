@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -55,6 +56,66 @@ def test_a_client_that_never_reads_loses_its_connection_only(tmp_path: Path, mon
                 begin(sock, number)
                 sock.send(packet(protocol.ACQUIRE, number, 512, protocol.pack_keys(keys)))
         assert honest.load(KEYS) == len(KEYS)
+
+
+@pytest.mark.parametrize("is_granted", [False, True])
+@pytest.mark.parametrize("code", [protocol.RELEASE, protocol.COMMIT, protocol.RETURN])
+def test_a_client_that_claims_rows_which_it_does_not_hold_loses_its_connection_only(
+    tmp_path: Path, code: int, is_granted: bool
+) -> None:
+    with serving(tmp_path) as served:
+        honest = served.engine()
+        honest.store(KEYS)
+        lease = honest.begin()
+        honest.look_up(KEYS, lease)
+        leased = honest.manager.prepare_load(KEYS, lease).block_ids.tolist()
+        link = honest.manager.link
+        assert link is not None
+        row = link.free[0] if is_granted else leased[0]  # granted to the other, or leased by it
+        before = served.rows_in_use()
+        with raw_client(served, "thief") as sock:
+            begin(sock, 1)
+            sock.send(packet(code, 1, 1, (KEYS[0] if code == protocol.COMMIT else b"") + protocol.pack_rows([row])))
+            wait_for(lambda: len(served.server._channels) == 1)
+        assert served.rows_in_use() == before
+        honest.manager.complete_load(KEYS, lease)
+        assert honest.load(KEYS) == len(KEYS)
+
+
+def test_a_user_who_is_not_allowed_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        allowed = served.server._users.copy()
+        served.server._users.clear()
+        with pytest.raises(TieredKVError, match="may not use this cache; start the server with --allow-user"):
+            served.engine()
+        served.server._users |= allowed
+        assert served.engine().store(KEYS) == KEYS
+
+
+def test_an_engine_is_answered_beside_a_client_that_sends_without_end(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def flood(sock: socket.socket) -> None:
+        number = 0
+        with suppress(OSError):  # until it has too many keys
+            while not over.is_set():
+                number += 1
+                begin(sock, number)
+                for first in range(0, protocol.REQUEST_KEYS_MAX, 512):
+                    sock.send(packet(protocol.ACQUIRE, number, 512, protocol.pack_keys(keys_of(512, first))))
+                sock.send(packet(protocol.END, number))
+
+    with serving(tmp_path) as served, raw_client(served, "flood") as sock:
+        thread = threading.Thread(target=flood, args=(sock,))
+        thread.start()
+        honest = served.engine()
+        honest.store(KEYS)
+        for _ in range(5):
+            assert honest.load(KEYS) == len(KEYS)
+        over.set()
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
 def test_a_worker_that_connects_again_and_again_keeps_one_descriptor(tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ class Kills:
         self._server = self._fork("server", partial(serve, folder, self._board, self.ROWS))
         self.counts = Counter[str]()
         self.back_ms: list[float] = []
-        """From the kill of an engine until its rows are back."""
+        """From the end of an engine's last process until its rows are back."""
         self.attach_ms: list[float] = []
         """From the kill of a server until all engines have attached to the next one, which begins at once."""
 
@@ -320,10 +320,9 @@ class Kills:
         self._begin_engine()
 
     def _end_engine(self, number: int) -> None:
-        processes = self._engines.pop(number)
-        began_s = time.monotonic()
-        for process in processes.values():
+        for process in self._engines.pop(number).values():
             self._kill(process)
+        began_s = time.monotonic()  # they have ended, which takes the kernel a while
         wait_for(lambda: not self._board.has(number))
         self.back_ms.append((time.monotonic() - began_s) * 1e3)
 
