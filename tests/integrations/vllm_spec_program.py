@@ -49,6 +49,7 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
     wait_for,
 )
 
+from tests.support.host_server import serving
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.exporters.metrics import StackCollector
 from tiered_kv.integrations.vllm.connector import TieredKVConnector
@@ -103,13 +104,18 @@ def samples_of(registry: CollectorRegistry) -> dict[tuple[Any, ...], float]:
 class Engine(Scheduler):  # type: ignore[misc]  # found beside this program when it runs
     """A scheduler and two workers, or one for each pipeline stage; each device block holds random bytes."""
 
-    def __init__(self, stack: object, *, enable_events: bool = False, stages: Sequence[int] = ()) -> None:
+    def __init__(
+        self, stack: object, *, enable_events: bool = False, stages: Sequence[int] = (), attach: str = ""
+    ) -> None:
         super().__init__()
         options: dict[str, Any] = {"engine_id": f"test-{uuid.uuid4().hex}", "enable_events": enable_events}
         ranks = [0, *range(len(stages) or WORKERS)]
         configs = [config_of(stack, rank, **options) for rank in ranks]
         if stages:
             configs = [stage_of(config, rank, stages) for config, rank in zip(configs, ranks, strict=True)]
+        if attach:
+            extra = {**OUR_SPEC, "attach": attach}
+            configs = [dataclasses.replace(config, extra_config=extra) for config in configs]
         self.specs = [OffloadingSpecFactory.create_spec(config) for config in configs]
         self.caches = [
             [torch.randint(-128, 128, (DEVICE_BLOCKS, PAGE_BYTES), dtype=torch.int8) for _ in range(layers)]
@@ -227,6 +233,21 @@ class Checks:
             assert row_bytes == len(stages) * max(stages) * PAGE_BYTES, "room for the largest stage, in every process"
             digests.add(digest)
         assert len(digests) == 2, "no other cut of the model has the same namespace"
+
+    def pipeline_stages_find_in_a_host_s_cache_what_they_stored_before_a_restart(self) -> None:
+        keys, stages, expected = keys_of("stages", 4), (3, 1), list[torch.Tensor]()
+        with serving(self.directory, {"primary": {"capacity": 2 << 20}, "prefill": "off"}, namespaces=2) as served:
+            for hits in (0, 4):
+                with engine_with(None, stages=stages, attach=served.address) as engine:
+                    wait_for(lambda: engine.step() or engine.manager.counters()["host"]["connection_state"])
+                    assert engine.load(keys, 20) == hits
+                    if not hits:
+                        engine.store(keys, 0)
+                        expected = engine.blocks(0, 4)
+            assert all(map(torch.equal, engine.blocks(20, 4), expected))
+            with engine_with(None, stages=stages[::-1], attach=served.address) as engine:
+                wait_for(lambda: engine.step() or engine.manager.counters()["host"]["connection_state"])
+                assert engine.load(keys, 20) == 0, "no other cut of the model has the same namespace"
 
     def a_reset_forgets_all_and_keeps_rows_until_the_workers_let_go(self) -> None:
         keys = keys_of("reset", 4)

@@ -116,10 +116,14 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         """Return the scheduler's half, made on the first call; with several stages it waits for the workers."""
         if self._manager is None:
             has_events = self.kv_events_config.enable_kv_cache_events
+            file = self._join(SCHEDULER)
             stack: EngineStack | HostCache | None = self._host
             if stack is None:
-                file = self._join(SCHEDULER)
                 stack = self._shared.open_engine_stack(enable_events=has_events, file=file)
+            elif file is not None:
+                with file.exclusive():
+                    file.complete()
+                file.leave()
             self._manager = TieredKVManager(
                 stack,
                 has_events=has_events,
@@ -134,38 +138,44 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         """
         if self._worker is None:
             rank, caches = self.config.parallel.rank, our_caches(kv_caches, is_canonical=self.config.canonical_layout)
-            if self._host is not None:
-                handlers = self._host.open_handlers(caches, rank)
+            file = self._join(worker_party(rank))
+            if self._host is None:
+                self._worker = HandlerWorker(self._shared.open_handlers(caches, rank, file=file))
             else:
-                file = self._join(worker_party(rank))
-                handlers = self._shared.open_handlers(caches, rank, file=file)
-            self._worker = HandlerWorker(handlers)
+                self._worker = HandlerWorker(self._host.open_handlers(caches, rank), file)
         return self._worker
 
     def _share(self, ranks: Sequence[Rank]) -> SharedStack:
         return SharedStack(
             stack_config(self.config, ranks),
-            name=f"tiered-kv-{self.config.engine_id}",
+            name=self._file_name,
             bytes_per_worker=_part_bytes(self.config, ranks),
             num_workers=len(ranks),
             num_parts=_parts_of(self.config, ranks),
             block_size_factor=self.config.cache.blocks_per_chunk,
         )
 
+    @property
+    def _file_name(self) -> str:
+        return f"tiered-kv-{self.config.engine_id}"
+
     def _join(self, party: str) -> SharedFile | None:
         """With several pipeline stages, wait for all workers and read their ranks from the shared file.
 
-        Return the file, which the caller leaves.
+        Return the file, which the caller leaves: a worker once the scheduler has joined, too.
         """
         if self.config.parallel.pp_size == 1:
             return None
         size, own = self.config.parallel.world_size, rank_of(self.config)
         fields = [own.chunk_bytes, own.stage.layers, own.stage.groups]
         note = b"" if party == SCHEDULER else json.dumps(fields).encode()
-        file = SharedFile(self._shared.name, party, parties_of(size), note)
+        file = SharedFile(self._file_name, party, parties_of(size), note)
         try:
             ranks = [_decode(note) for note in file.notes_of([worker_party(rank) for rank in range(size)])]
-            self._shared = self._context.run(self._share, ranks)
+            if self._host is None:
+                self._shared = self._context.run(self._share, ranks)
+            else:
+                self._host = self._context.run(host_cache, self.config, ranks)
         except BaseException:
             file.leave()
             raise
@@ -191,8 +201,6 @@ def host_cache(config: Any, ranks: Sequence[Rank]) -> HostCache:  # Any: vLLM's 
     """Return the host's cache of a vLLM engine, the same in its scheduler and its workers."""
     extra = config.extra_config
     _check_options(extra)
-    if config.parallel.pp_size > 1:
-        raise ConfigError("pipeline stages cannot attach to a host's cache; use 'stack'", location=f"{_EXTRA}.attach")
     namespace, block = _identity(extra.get("namespace"), config, ranks)
     return HostCache(
         address=str(extra["attach"]),
@@ -358,10 +366,13 @@ class HandlerWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not ther
 
     vLLM has no failed transfers: it asserts success, which `python -O` leaves out. So a failed copy raises, which ends
     the engine. Otherwise the engine would compute upon bytes that did not arrive, or a block be stored without bytes.
+
+    Leaves `file` when it is shut down.
     """
 
-    def __init__(self, handlers: WorkerHandlers) -> None:
+    def __init__(self, handlers: WorkerHandlers, file: SharedFile | None = None) -> None:
         self._handlers = handlers
+        self._file = file
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._handlers.store.transfer_async(job_id, (src_spec, dst_spec))
@@ -388,3 +399,5 @@ class HandlerWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not ther
 
     def shutdown(self) -> None:
         self._handlers.shutdown()
+        if self._file is not None:
+            self._file.leave()
