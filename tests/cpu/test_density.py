@@ -73,6 +73,18 @@ def test_requests_that_use_blocks_in_contradicting_orders_hold_none_of_them_for_
     assert not policy._order._hanging
 
 
+def test_blocks_after_an_evicted_one_go_first() -> None:
+    policy, chain = DensityPolicy(100), RequestChain()
+    older = _stored(policy, RequestChain(), 4)
+    for block in older:
+        block.step = 0  # looked up in this step
+    prompt = _stored(policy, chain, 4, first=10)
+    assert policy.evict(2, step=0) == prompt[:1:-1]
+    policy.end_step()
+    after = _stored(policy, chain, 3, first=20)
+    assert policy.evict(5, step=1) == [*after[::-1], *older[:1:-1]]
+
+
 def test_without_evidence_the_older_is_worth_less() -> None:
     level = np.array(HitDensity(2, 24).level).reshape(-1, BUCKETS)
     assert (np.diff(level, axis=1) <= 0).all()
@@ -172,16 +184,18 @@ def test_announced_returns_are_weighed_by_how_often_they_come() -> None:
     assert level[honest * KIND_GROUPS : (honest + 1) * KIND_GROUPS, 0].max() > level[liars * KIND_GROUPS, 0]
 
 
-@pytest.mark.parametrize("hint", [{"expect_return": 1000}, {"ttl": 0}])
-def test_a_long_prompt_that_returns_late_or_never_does_not_evict_those_that_return_soon(hint: dict[str, int]) -> None:
+@pytest.mark.parametrize("hint", [{"expect_return": 1000}, {"ttl": 0}, None])
+def test_a_long_prompt_that_returns_late_or_never_does_not_evict_those_that_return_soon(
+    hint: dict[str, int] | None,
+) -> None:
     manager, found = open_manager("density", 100), 0
     for turn in range(120):
         for agent in range(6):
-            soon = ReqContext(f"{turn}-{agent}", {"tiered_kv": {"expect_return": 4}})
+            soon = ReqContext(f"{turn}-{agent}", hint and {"tiered_kv": {"expect_return": 4}})
             hits = serve(manager, range(100 * agent, 100 * agent + 10), soon)
             found += hits if turn >= 40 else 0
         late = range(1000 * (turn + 1), 1000 * (turn + 1) + 90)
-        serve(manager, late, ReqContext(f"{turn}", {"tiered_kv": hint}))
+        serve(manager, late, ReqContext(f"{turn}", hint and {"tiered_kv": hint}))
     manager.shutdown()
     assert found > 0.9 * 80 * 6 * 10
 

@@ -73,10 +73,13 @@ def test_blocks_return_to_their_place_when_their_request_uses_them_again(policy_
 @pytest.mark.parametrize("policy_class", POLICIES)
 def test_what_was_refused_leaves_the_order_as_it_was(policy_class: type[CachePolicy]) -> None:
     policy = policy_class(100)
-    *others, spared = [RequestChain() for _ in range(4)]
-    for index, chain in enumerate([*others, spared]):
-        store(policy, make_blocks(2, 2 * index), chain)
-    assert policy.evict(7, step=0, spare=spared) is None
+    prompts = [make_blocks(2, 2 * index) for index in range(4)]
+    for blocks in prompts:
+        store(policy, blocks, RequestChain())
+    for block in prompts[3]:
+        block.step = 1  # looked up in this step
+    assert policy.evict(7, step=1) is None
+    policy.end_step()
     assert evicted_ids(policy, 8) == [1, 0, 3, 2, 5, 4, 7, 6]
 
 

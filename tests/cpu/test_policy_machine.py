@@ -125,9 +125,12 @@ class PolicyMachine(RuleBasedStateMachine):
     def _evict(self, count: int, spare: RequestChain | None) -> bool:
         held = {prefix: block for prefix, block in self.resident.items() if prefix not in self.pinned}
         assert len(self.policy) == len(held)
-        may_go = {p for p, block in held.items() if block.step != self.step and block.chain is not spare}
+        may_go = {prefix for prefix, block in held.items() if block.step != self.step}
+        others = {prefix for prefix in may_go if held[prefix].chain is not spare}
+        if self.policy_name != "density":  # which keeps a request's own blocks only while it has stored none
+            may_go = others
         victims = self.policy.evict(count, self.step, spare)
-        assert (victims is not None) == (count <= len(may_go))
+        assert len(others) < count if victims is None else count <= len(may_go)
         if victims is None:
             assert len(self.policy) == len(held), "a refused eviction changes nothing"
             return False

@@ -323,7 +323,7 @@ class CPUOffloadingManager(OffloadingManager):
         Args:
             keys: The keys.
             writer: The request that will write the blocks, or `PROMOTION`.
-            chain: The request that needs them. Its blocks are evicted only if no others are left.
+            chain: The request that needs them. The policy may spare its blocks while others are left.
             evicted: Evicted keys are appended to it.
 
         Returns:

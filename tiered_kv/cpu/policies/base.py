@@ -69,8 +69,8 @@ class CachePolicy(ABC):
         Args:
             count: Number of blocks.
             step: The current step. Blocks with this `step` are not evicted.
-            spare: The request that needs the room; its own blocks are not evicted, unless its hints say that the
-                others are worth more. The manager has just called `use` for it.
+            spare: The request that needs the room; its own blocks are not evicted, unless it stores and the others are
+                worth more. The manager has just called `use` for it.
 
         Returns:
             The blocks; or None, with nothing changed, if too few can be evicted.

@@ -136,9 +136,8 @@ class DensityPolicy(CachePolicy):
         if count > len(self):
             return None
         own: Tail | None = spare.note if spare is not None else None
-        spared = [tail for tail in (own, own and own.shared) if tail is not None]
-        if own is not None and own.kind:
-            spared.remove(own)  # it may return later than the others: its hints say so
+        # A request that stores has loaded its blocks. Then they leave like others: the last that it stored, not its head.
+        spared = [] if own is None else [tail for tail in (own.shared, not own.is_storing and own) if tail]
         cuts = self._order.pop(count, step, spared)
         if cuts is None:
             return None
@@ -241,10 +240,11 @@ class DensityPolicy(CachePolicy):
         ghosts = self._ghosts
         for tail, cut in cuts:
             if cut:
-                ghosts.pop(tail.ghost, None)
-                tail.ghost, tail.end = cut[-1].key, cut[-1].position
+                if not tail.lost or cut[-1].position < tail.end:
+                    ghosts.pop(tail.ghost, None)
+                    tail.ghost, tail.end = cut[-1].key, cut[-1].position
+                    ghosts[tail.ghost] = tail
                 tail.lost += tail.count(cut)
-                ghosts[tail.ghost] = tail
         while len(ghosts) > GHOSTS_MIN + self.num_blocks // GHOST_BLOCKS:
             _, tail = ghosts.popitem(last=False)
             tail.lost, tail.ghost = 0, NO_KEY

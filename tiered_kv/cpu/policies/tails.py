@@ -1,6 +1,7 @@
 """Tails: blocks grouped by the request that was the last to use them, and the order of their eviction.
 
 A tail loses its deepest block first, and no block that another tail follows. So the resident blocks are whole prefixes.
+A request that goes on after it has lost blocks stores *orphans*: blocks after an absent one. They are evicted first.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Tail:
     blocks: dict[int, CPUBlock] = field(default_factory=dict)  # evictable, by block_id
     is_sorted: bool = True  # whether `blocks` is in the order of positions
     start: int = 0  # first position
-    end: int = 0  # first position that is not resident
+    end: int = 0  # first position that is not resident; later blocks are orphans
     step: int = 1  # from one position to the next
     lost: int = 0  # evicted positions from `end` on
     shared: Tail | None = None  # the shared part of the same prefix
@@ -140,6 +141,7 @@ class TailOrder:
         self._hanging: dict[OffloadKey, int] = {}  # number of attached tails, by the key of their parent
         self._blocked: dict[OffloadKey, Tail] = {}  # tails that wait for those attached to their block, by its key
         self._spared: Sequence[Tail] = ()
+        self._orphaned: dict[Tail, None] = {}  # tails that may have orphans
         self.sort(levels)
 
     def sort(self, levels: Sequence[float]) -> None:
@@ -162,7 +164,10 @@ class TailOrder:
                 before = next(reversed(tail.blocks.values())).position if tail.blocks else -1
                 tail.is_sorted = before <= positions[0] and all(map(le, positions, positions[1:]))
             tail.blocks.update(zip(map(_id_of, run), run, strict=True))
-            tail.end = max(tail.end, max(positions) + 1)
+            if tail.lost:
+                self._orphaned[tail] = None
+            else:
+                tail.end = max(tail.end, max(positions) + 1)
             assert run[0].chain is not None
             tail.step = run[0].chain.step
             if tail.step > 1 and not tail.start:  # positions in tokens need not begin with 0
@@ -225,6 +230,12 @@ class TailOrder:
             self.leave(tail)
         cuts: list[tuple[Tail, list[CPUBlock]]] = []
         missing = count
+        while missing and self._orphaned:
+            tail = next(iter(self._orphaned))
+            cuts.append((tail, self._cut(tail, missing, step, tail.end)))
+            missing -= len(cuts[-1][1])
+            if missing:
+                self._orphaned.pop(tail, None)
         while missing and (self._mask or self._unblock()):
             tail = self._least()
             cuts.append((tail, self._cut(tail, missing, step)))
@@ -266,14 +277,17 @@ class TailOrder:
                 found = tail
         return found
 
-    def _cut(self, tail: Tail, count: int, step: int) -> list[CPUBlock]:
-        """Remove up to `count` blocks from the end of a tail, as far as no other tail is attached to them."""
+    def _cut(self, tail: Tail, count: int, step: int, start: int = 0) -> list[CPUBlock]:
+        """Remove up to `count` blocks from the end of a tail, down to position `start`.
+
+        A block that another tail is attached to stays, and those before it.
+        """
         tail.first()
         blocks, hanging = tail.blocks, self._hanging
         cut: list[CPUBlock] = []
         while blocks and len(cut) < count:
             block_id, block = blocks.popitem()
-            if block.key in hanging and self._block(tail, block.key):
+            if block.position < start or (block.key in hanging and self._block(tail, block.key)):
                 blocks[block_id] = block
                 break
             if block.step == step:
@@ -314,6 +328,7 @@ class TailOrder:
 
     def _emptied(self, tail: Tail) -> None:
         tail.blocks, tail.is_sorted = {}, True  # a new one: a dictionary does not shrink
+        self._orphaned.pop(tail, None)
         self.leave(tail)
         self._detach(tail)
 
