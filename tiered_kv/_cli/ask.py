@@ -152,7 +152,7 @@ _Whole = Annotated[int | None, Field(strict=True, ge=0, le=_NUMBER_MAX)]
 _Counters = Annotated[dict[tuple[str, ...], float], BeforeValidator(lambda counters: dict(_flat(counters)))]
 
 
-class Budget(BaseModel):
+class BudgetState(BaseModel):
     used_bytes: _Whole = None
     limit_bytes: _Whole = None
 
@@ -164,7 +164,7 @@ class TierStatus(BaseModel):
     is_disabled: bool
     used_bytes: _Whole
     capacity_bytes: _Whole
-    budgets: dict[str, Budget] = {}
+    budgets: dict[str, BudgetState] = {}
     p99_seconds: dict[str, _Number | None] = {}
     counters: _Counters
 
@@ -260,7 +260,7 @@ class _Change:
     def view(self, hits_per_s: float) -> View:
         asked = self.asked_per_s
         fields = {"name", "type", "breaker", "is_disabled", "used_bytes", "capacity_bytes"}
-        budgets = {name: self._now.budgets.get(name, Budget()) for name in ("store", "load")}
+        budgets = {name: self._now.budgets.get(name, BudgetState()) for name in ("store", "load")}
         return {
             **self._now.model_dump(include=fields),
             "hits_per_s": hits_per_s,

@@ -136,7 +136,7 @@ class DensityPolicy(CachePolicy):
         if count > len(self):
             return None
         own: Tail | None = spare.note if spare is not None else None
-        # A request that stores has loaded its blocks: they leave like others, the last that it stored first, not its head.
+        # A request that stores has loaded its blocks. They leave like others: those stored last first, not its head.
         spared = [] if own is None else [tail for tail in (own.shared, not own.is_storing and own) if tail]
         cuts = self._order.pop(count, step, spared)
         if cuts is None:

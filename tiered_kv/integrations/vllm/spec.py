@@ -95,8 +95,8 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         self.replicated_layout = config.replicated_layout
         # A worker gets its KV caches after its connector was made; only this shows the engine's configuration then.
         self._context = copy_context()
-        # With one pipeline stage all workers are alike. With several this checks the configuration early, and `_join`
-        # replaces it by that of all workers.
+        self._file_name = f"tiered-kv-{config.engine_id}"
+        # With several pipeline stages this only checks the configuration early: `_join` replaces it by all workers'.
         ranks = [rank_of(config)] * config.parallel.world_size
         self._host = host_cache(config, ranks) if "attach" in config.extra_config else None
         if self._host is None:
@@ -139,10 +139,10 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         if self._worker is None:
             rank, caches = self.config.parallel.rank, our_caches(kv_caches, is_canonical=self.config.canonical_layout)
             file = self._join(worker_party(rank))
-            if self._host is None:
-                self._worker = HandlerWorker(self._shared.open_handlers(caches, rank, file=file))
-            else:
+            if self._host is not None:
                 self._worker = HandlerWorker(self._host.open_handlers(caches, rank), file)
+            else:
+                self._worker = HandlerWorker(self._shared.open_handlers(caches, rank, file=file))
         return self._worker
 
     def _share(self, ranks: Sequence[Rank]) -> SharedStack:
@@ -154,10 +154,6 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
             num_parts=_parts_of(self.config, ranks),
             block_size_factor=self.config.cache.blocks_per_chunk,
         )
-
-    @property
-    def _file_name(self) -> str:
-        return f"tiered-kv-{self.config.engine_id}"
 
     def _join(self, party: str) -> SharedFile | None:
         """With several pipeline stages, wait for all workers and read their ranks from the shared file.
@@ -366,8 +362,7 @@ class HandlerWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not ther
 
     vLLM has no failed transfers: it asserts success, which `python -O` leaves out. So a failed copy raises, which ends
     the engine. Otherwise the engine would compute upon bytes that did not arrive, or a block be stored without bytes.
-
-    Leaves `file` when it is shut down.
+    Its end leaves `file`.
     """
 
     def __init__(self, handlers: WorkerHandlers, file: SharedFile | None = None) -> None:
@@ -398,6 +393,8 @@ class HandlerWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not ther
         self._handlers.load.wait(job_ids)
 
     def shutdown(self) -> None:
-        self._handlers.shutdown()
-        if self._file is not None:
-            self._file.leave()
+        try:
+            self._handlers.shutdown()
+        finally:
+            if self._file is not None:
+                self._file.leave()
