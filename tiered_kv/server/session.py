@@ -286,9 +286,8 @@ class Session:
         ready: list[CPUBlock] = []
         for index, answer in zip(asked, answers, strict=True):
             if answer and len(ready) < room:
-                block = manager.primary.blocks[request.keys[index]]
-                codes[index] = block.block_id
-                ready.append(block)
+                ready.append(manager.primary.blocks[request.keys[index]])
+                codes[index] = ready[-1].block_id
             elif answer is not None:  # a scheduled request does not wait for room
                 codes[index] = protocol.MISSING  # those behind may be of use: an engine asks for a window's end first
         self._answer(request, ready)
@@ -315,8 +314,7 @@ class Session:
         if ends_at_miss and end < len(request.keys) and len(ready) < room:
             for block in ready:
                 block.step = primary.step  # to promote the next one evicts none of them
-            answers = self.host.manager.lookup_many([request.keys[end]], request.context)
-            if answers == [False]:
+            if self.host.manager.lookup_many([request.keys[end]], request.context) == [False]:
                 self._end_prefix(request, end)
         self._answer(request, ready)
 
