@@ -143,7 +143,11 @@ class StackCalls(Generic[M]):
                 self._manager.on_schedule_end()
             if time.monotonic() >= end_s:
                 return False
-            pause_s = pause(pause_s)
+            pause_s = self._pause(pause_s)
+
+    def _pause(self, pause_s: float) -> float:
+        """Wait so long for what a call waits for, and return how long to wait the next time."""
+        return pause(pause_s)
 
     def _run(self, call: Callable[[], T]) -> T:
         self._raise_if_closed()  # before the lock: `close` holds it until the manager is shut down

@@ -86,6 +86,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         enable_events: Whether `EngineStack.manager.take_events` reports stored and removed blocks, if the configuration
             has no publisher of events.
         is_checked: Whether the configuration was compared with the limits of the process (`require`).
+        on_finished: As of `TierSpec`.
 
     Attributes:
         config: The configuration.
@@ -105,6 +106,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         backend: CPUBackend | None = None,
         enable_events: bool = False,
         is_checked: bool = False,
+        on_finished: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
         self.opened_s = time.monotonic()
@@ -129,7 +131,9 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
             self.secondary_tiers: list[SecondaryTierManager] = []
             undo.callback(shut_down, self.secondary_tiers, config)
             for settings in config.secondary:
-                self.secondary_tiers.append(open_tier(config, settings, kv_view, wants_events=reports_events))
+                self.secondary_tiers.append(
+                    open_tier(config, settings, kv_view, wants_events=reports_events, on_finished=on_finished)
+                )
             self.tier_names = [tier.name for tier in config.secondary]
             self.history = _history(config)
             if self.history is not None:
@@ -257,17 +261,18 @@ _KINDS: dict[type[AnyStack], str] = {
 
 
 def open_tier(
-    config: StackConfig, settings: TierSettings, kv_view: memoryview, *, wants_events: bool = False
+    config: StackConfig,
+    settings: TierSettings,
+    kv_view: memoryview,
+    **more: Any,  # Any: of `TierSpec`
 ) -> SecondaryTierManager:
     """Open a secondary tier over `kv_view`, of shape (num_blocks, block_bytes); the caller shuts it down.
-
-    `wants_events` says whether its events are used.
 
     Raises:
         ConfigError, TierError: The tier cannot be opened.
     """
     identity = config.identity
-    spec = TierSpec(settings.name, config.block.bytes, identity.digest, identity.described, wants_events)
+    spec = TierSpec(settings.name, config.block.bytes, identity.digest, identity.described, **more)
     with located(config, settings):
         return SecondaryTierFactory.create(spec, kv_view, settings)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-import select
 import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +19,7 @@ from tiered_kv.calls import PAUSE_MIN_S, pause
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.facade import rows_of
 from tiered_kv.server.attach import Attachment, HostLink
-from tiered_kv.server.connect import ProgramManager
+from tiered_kv.server.connect import AWAIT_S, ProgramManager
 from tiered_kv.server.protocol import KEY_BYTES_MAX, Hello
 from tiered_kv.toolkit import BlockingTier, JobResult, Outcome
 from tiered_kv_host.settings import HostTierSettings
@@ -31,7 +30,6 @@ _PART_BLOCKS_MAX: Final = 256
 """A part leases, or writes, so many of the server's rows at a time."""
 _LEASE_SHARE: Final = 8
 """A part leases one row in so many at most: those of three parts stay below what a server lets one session lease."""
-_AWAIT_MS: Final = 2
 _POLL_S: Final = 0.25
 """How often an idle process looks whether the server has gone: until then it keeps that server's memory."""
 _DIGEST_BYTES: Final = 64
@@ -123,7 +121,7 @@ class HostTier(BlockingTier):
                 elif left and not self._may_wait:
                     return Outcome(loaded, "timeout")
                 elif left:
-                    self._await_answer()
+                    self._manager.await_message(AWAIT_S)
         if not self._manager.is_attached:
             return Outcome(loaded, _AWAY)
         found_keys = set(loaded)
@@ -141,15 +139,7 @@ class HostTier(BlockingTier):
                     self._manager.on_schedule_end()
                 if None not in answers or not self._may_wait:
                     return [bool(answer) for answer in answers]
-                self._await_answer()
-
-    def _await_answer(self) -> None:
-        """Wait for a message of the server; not for long, since another thread may take it."""
-        link, poller = self._manager.link, select.poll()
-        if link is not None:
-            with suppress(ValueError):  # the connection has been closed
-                poller.register(link.channel.sock, select.POLLIN)
-        poller.poll(_AWAIT_MS)
+                self._manager.await_message(AWAIT_S)
 
     def close(self) -> None:
         with self._lock:

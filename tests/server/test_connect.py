@@ -18,7 +18,7 @@ import pytest
 import tiered_kv
 from tests.support.host_server import BLOCK_BYTES, WAIT_S, keys_of, serving, stack_of, wait_for
 from tiered_kv.errors import ConfigError
-from tiered_kv.server import protocol
+from tiered_kv.server import connect, host, protocol, server
 from tiered_kv.server.protocol import Hello, Welcome
 
 HASHES = [number.to_bytes(16, "big") for number in range(24)]
@@ -41,6 +41,19 @@ def test_a_program_gets_what_another_has_put(tmp_path: Path) -> None:
         second.reset_cache()
         wait_for(lambda: first.epoch == 1)
         assert len(first.get(HASHES)) == 0
+
+
+def test_neither_side_polls_for_what_the_other_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_TICK_S", WAIT_S)
+    monkeypatch.setattr(host, "ANSWER_S", 2 * WAIT_S)
+    nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
+    with serving(tmp_path, stack_of(rows=64, secondary=[nvme])) as served, tiered_kv.connect(served.address) as stack:
+        assert stack.put(HASHES, BLOCKS) == 24
+        for number in range(5):  # they evict the first
+            assert stack.put([b"%d %d" % (number, each) for each in range(24)], BLOCKS, timeout=WAIT_S) == 24
+        assert stack.flush(WAIT_S)
+        monkeypatch.setattr(connect, "AWAIT_S", WAIT_S)
+        assert (stack.get(HASHES[:8], timeout=WAIT_S) == BLOCKS[:8]).all()
 
 
 def test_an_asyncio_program_awaits_the_calls(tmp_path: Path) -> None:

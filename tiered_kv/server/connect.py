@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final, Self
 
 from tiered_kv.base import OffloadKey, ReqContext
@@ -20,6 +22,8 @@ from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.idle import IdlePoll
 from tiered_kv.server.protocol import Hello, Message
 
+AWAIT_S: Final = 0.002
+"""How long a thread waits for a message that another thread of the process may take."""
 _BATCH_BLOCKS_MAX: Final = 256
 
 
@@ -52,6 +56,8 @@ class ProgramManager(AttachedManager):
     """An attached manager with what the calls of a program need; `TieringOffloadingManager` explains the methods."""
 
     keys_are_alike = False
+    _has_heard = False
+    """Whether a message came since a thread last waited for one."""
 
     @property
     def jobs_in_flight(self) -> int:
@@ -110,6 +116,21 @@ class ProgramManager(AttachedManager):
         """Return whether the server has answered `ask_idle`, or is away."""
         return self._link is None or self._link.pong >= number
 
+    def await_message(self, timeout_s: float) -> None:
+        """Wait for a message of the server; not for long, since another thread may take it. Any thread may call."""
+        if self._has_heard:
+            self._has_heard = False
+            return
+        link, poller = self._link, select.poll()
+        if link is not None:
+            with suppress(ValueError):  # the connection has been closed
+                poller.register(link.channel.sock, select.POLLIN)
+        poller.poll(timeout_s * 1e3)
+
+    def _handle(self, message: Message, link: HostLink) -> None:
+        self._has_heard = True
+        super()._handle(message, link)
+
     def _take_stored(self, message: Message) -> None:
         request = self._by_number.get(message.number)
         if request is not None and request.stored_asked:
@@ -145,6 +166,10 @@ class HostStack(BlockFacade[ProgramManager]):
     def close(self, timeout: float = 5.0) -> None:
         self._idle_poll.stop()
         super().close(timeout)
+
+    def _pause(self, pause_s: float) -> float:
+        self._manager.await_message(AWAIT_S)
+        return pause_s
 
     @property
     def is_attached(self) -> bool:

@@ -75,12 +75,13 @@ class Host:
 
     Args:
         config: The stack.
+        on_finished: Called on any thread when a job of a tier has ended; returns at once.
 
     Raises:
         ConfigError, TierError, ResourceError: The stack cannot be opened.
     """
 
-    def __init__(self, config: StackConfig) -> None:
+    def __init__(self, config: StackConfig, on_finished: Callable[[], None] = lambda: None) -> None:
         settings = config.primary
         self.config = config
         self.instance = uuid.uuid4().hex
@@ -97,7 +98,7 @@ class Host:
             if settings.prefault:
                 region.prefault()
             self._backend = HostBackend(region, self.generations)
-            self.stack = EngineStack(config, backend=self._backend)
+            self.stack = EngineStack(config, backend=self._backend, on_finished=on_finished)
         except BaseException:
             self.generations.close()
             raise

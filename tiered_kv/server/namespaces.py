@@ -38,6 +38,9 @@ class Namespaces:
         source: The stack's file, or a mapping. Without `namespace` and `block`, engines say these.
         count: How many namespaces there may be at a time. They divide the capacities evenly.
 
+    Attributes:
+        wake: Lets the server's thread see that a job of a tier has ended. The server sets it, any thread calls it.
+
     Raises:
         ConfigError: The file cannot be used.
     """
@@ -68,6 +71,7 @@ class Namespaces:
                 raise ConfigError("a server has the host's cache: leave this tier out", location=f"secondary[{number}]")
         self._hosts: dict[bytes, Host] = {}
         self._opening: dict[bytes, list[Opened]] = {}
+        self.wake: Callable[[], None] = lambda: None
 
     @property
     def hosts(self) -> list[Host]:
@@ -77,7 +81,7 @@ class Namespaces:
     def open_own(self) -> None:
         """Open the stack of the file, if it has a namespace, before any engine needs it."""
         if self._own is not None:
-            self._hosts[self._own.identity.digest] = Host(self._own)
+            self._hosts[self._own.identity.digest] = Host(self._own, lambda: self.wake())
 
     def open_pages(self) -> StatusServer | None:
         """Return the server of metrics and status, which answers now; None without the setting. The caller closes it.
@@ -120,7 +124,7 @@ class Namespaces:
         try:
             if idle is not None:  # first: both may have one directory
                 idle.close(CLOSE_S)
-            opened = Host(config)
+            opened = Host(config, lambda: self.wake())
         except TieredKVError as error:
             _log.error("a stack cannot be opened: %s", error_text(error, config.secret_texts()))
             opened = error

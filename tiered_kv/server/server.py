@@ -30,7 +30,7 @@ HELLO_S: Final = 5.0
 """How long a connection may take to say who it is."""
 _PACKETS_A_TURN: Final = 16
 _TICK_S: Final = 0.001
-"""Between two steps while a tier works or a request waits."""
+"""Between two steps while a tier works or a request waits, unless a job ends."""
 _IDLE_S: Final = 0.5
 _SO_PEERPIDFD: Final = 77
 """Linux 6.5; not in Python's socket module."""
@@ -95,6 +95,7 @@ class CacheServer:
         self._processes: set[_Process] = set()
         self._channels: dict[Channel, _Process] = {}
         self._is_stopping = False
+        namespaces.wake = self._wake
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._run_calls)
 
