@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.support.children import Child
-from tests.support.host_server import BLOCK_BYTES, content_of, keys_of, serving, stack_of, wait_for
+from tests.support.host_server import BLOCK_BYTES, content_of, keys_of, serving, stack_of, unmapping_hangs, wait_for
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers
@@ -170,6 +170,17 @@ def test_a_reset_is_one_for_all_processes(tmp_path: Path) -> None:
         second.tiers.reset()
         assert second.contains(KEYS) == first.contains(KEYS) == 0
         assert first.store(KEYS) == second.load(KEYS) == len(KEYS)
+
+
+def test_no_reset_waits_while_the_memory_of_a_dead_server_is_unmapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as served:
+        process = Process(served.address)
+    with unmapping_hangs(monkeypatch):
+        process.tiers.reset()
+        assert process.contains(KEYS) == 0
+    assert process.tiers.close()
 
 
 def test_another_namespace_or_size_is_refused_with_what_differs(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import tiered_kv
-from tests.support.host_server import BLOCK_BYTES, WAIT_S, keys_of, serving, stack_of, wait_for
+from tests.support.host_server import BLOCK_BYTES, WAIT_S, keys_of, serving, stack_of, unmapping_hangs, wait_for
 from tiered_kv.errors import ConfigError
 from tiered_kv.server import connect, host, protocol, server
 from tiered_kv.server.protocol import Hello, Welcome
@@ -54,6 +54,15 @@ def test_neither_side_polls_for_what_the_other_tells(tmp_path: Path, monkeypatch
         assert stack.flush(WAIT_S)
         monkeypatch.setattr(connect, "AWAIT_S", WAIT_S)
         assert (stack.get(HASHES[:8], timeout=WAIT_S) == BLOCKS[:8]).all()
+
+
+def test_no_call_waits_while_the_memory_of_a_dead_server_is_unmapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as served:
+        stack = tiered_kv.connect(served.address)
+    with stack, unmapping_hangs(monkeypatch):
+        assert len(stack.get(HASHES)) == 0
 
 
 def test_an_asyncio_program_awaits_the_calls(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from contextlib import closing
 import pytest
 
 from tests.support.stacks import stack_of
+from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, ResourceError
 from tiered_kv.limits import Limit, Limits
 from tiered_kv.server import memory
@@ -83,6 +84,27 @@ def test_an_engine_refuses_memory_that_could_be_truncated_under_it() -> None:
 def test_an_engine_refuses_rows_of_another_size(region: HostRegion, rows: int, row_bytes: int) -> None:
     with pytest.raises(ConfigError, match="found one of 32KiB"):
         map_host_region(region.fd, rows, row_bytes)
+
+
+def test_python_has_no_page_to_free_when_it_unmaps_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = HostRegion(4, 1 << 20)
+    mapped = map_host_region(region.fd, 4, 1 << 20)
+    mapped.array[:] = 1
+    region.close()
+    resident: list[int] = []
+    close = PrimaryRegion.close
+
+    def close_and_look(region: PrimaryRegion) -> bool:
+        with open("/proc/self/smaps") as smaps:
+            rows = smaps.read().partition("tiered-kv-rows")[2]
+        resident.append(int(rows.partition("Rss:")[2].split()[0]))
+        is_closed = close(region)
+        resident.append(allocated_bytes(mapped.fd) - (4 << 20))
+        return is_closed
+
+    monkeypatch.setattr(PrimaryRegion, "close", close_and_look)
+    assert mapped.close()
+    assert resident == [0, 0], "the pages were not unmapped before, or freed before other threads could run"
 
 
 def test_prefault_allocates_all_pages_and_changes_no_byte() -> None:

@@ -12,10 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.server import idle
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.connect import ProgramManager
 from tiered_kv.server.host import Host
+from tiered_kv.server.memory import SealedRegion
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.server import CacheServer, listen
@@ -69,6 +73,27 @@ def serving(
             engine.close()
         server.stop()
         thread.join()
+
+
+@contextmanager
+def unmapping_hangs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Wait until the rows of a dead server are being unmapped, and let that hang meanwhile."""
+    begun, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
+    close = SealedRegion.close
+
+    def close_slowly(region: SealedRegion) -> bool:
+        begun.set()
+        if not may_end.wait(WAIT_S):
+            has_ended.set()
+        return close(region)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(idle, "_PAUSE_S", 0.01)
+        patch.setattr(SealedRegion, "close", close_slowly)
+        assert begun.wait(WAIT_S)
+        yield
+        assert not has_ended.is_set(), "a call has waited"
+        may_end.set()
 
 
 @dataclass

@@ -172,6 +172,14 @@ class PrimaryRegion:
             self.is_pinned = True
         return self.is_pinned
 
+    def unpin(self) -> None:
+        """Undo `pin`; no copy runs. A second call does nothing."""
+        if self.is_pinned:
+            cudart = _cuda_runtime()
+            assert cudart is not None
+            cudart.cudaHostUnregister(self.array.ctypes.data)
+            self.is_pinned = False
+
     def unlink(self) -> None:
         """Remove the region's file name, if it has one; mappings stay. A second call does nothing."""
         return
@@ -186,11 +194,7 @@ class PrimaryRegion:
         self.unlink()
         if self._mapping is None:
             return True
-        if self.is_pinned:
-            cudart = _cuda_runtime()
-            assert cudart is not None
-            cudart.cudaHostUnregister(self.array.ctypes.data)
-            self.is_pinned = False
+        self.unpin()
         self.array = np.empty((0, self.block_bytes), dtype=np.uint8)
         try:
             self.kv_view.release()

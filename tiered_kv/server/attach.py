@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -160,6 +161,7 @@ class Attachment:
         self._namespace = ""
         """Of the first connection; no later one may have another."""
         self._unused: socket.socket | None = None
+        self._discarded: deque[HostLink] = deque()
 
     def connect(self) -> bool:
         """Connect now, and return whether a server listens.
@@ -193,6 +195,18 @@ class Attachment:
                 self._thread = start_thread(self._run, "tiered-kv-attach")
         return None
 
+    def discard(self, link: HostLink) -> None:
+        """Let the thread that connects close a lost connection: to unmap its rows may take a second. Never waits.
+
+        `take_link` follows.
+        """
+        self._discarded.append(link)
+
+    def _close_discarded(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._discarded.popleft().close()
+
     def _show_unused(self, is_unused: bool) -> None:
         """Listen at `unused_address` while this scheduler uses no row, or end that."""
         if not is_unused and self._unused is not None:
@@ -222,6 +236,7 @@ class Attachment:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(RETRY_MAX_S)
+        self._close_discarded()
         self._show_unused(False)
         link, self._ready = self._ready, None
         if link is not None:
@@ -232,6 +247,7 @@ class Attachment:
         pause_s = RETRY_MIN_S
         while not self._closed.is_set():
             self._wanted.wait()
+            self._close_discarded()
             with self._lock:  # a connection that nobody wants would end the leases of the one in use
                 if self._ready is not None or not self._wanted.is_set():
                     self._wanted.clear()

@@ -290,7 +290,7 @@ class AttachedManager(OffloadingManager):
         if link is None:
             if not self._transfers:  # before that, workers copy to and from the rows of the last connection
                 if self._lost is not None:
-                    self._lost.close()
+                    self._attachment.discard(self._lost)
                     self._lost = None
                 self._link = self._attachment.take_link()
                 if self._link is not None:

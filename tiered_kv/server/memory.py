@@ -53,7 +53,30 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class HostRegion(PrimaryRegion):
+class SealedRegion(PrimaryRegion):
+    """Rows of a sealed file without a name. Other threads run while it is unmapped, which takes a second for some GiB.
+
+    Attributes:
+        fd: The file; the region closes it.
+    """
+
+    fd = -1
+
+    def close(self) -> bool:
+        """Unmap the region as `PrimaryRegion` does. Other processes keep what they have mapped."""
+        is_closed = True
+        if getattr(self, "_mapping", None) is not None:  # there is none if it could not be mapped
+            self.unpin()
+            # Python keeps the interpreter's lock while it unmaps. So it must find no pages, nor end the file.
+            _libc.madvise(self.array.ctypes.data, self.array.nbytes, mmap.MADV_DONTNEED)
+            is_closed = super().close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        return is_closed
+
+
+class HostRegion(SealedRegion):
     """The server's rows of one namespace, in a sealed file without a name that its engines map (`map_host_region`).
 
     One thread creates and closes it and starts `prefault`; any thread may wait for it.
@@ -65,9 +88,6 @@ class HostRegion(PrimaryRegion):
         reserved: Take the huge pages that are reserved for such use (vm.nr_hugepages) instead.
         numa_node: Bind the memory to this node, for all processes that map it.
         wait_s: How long to wait until enough memory is free: engines may still have mapped that of a killed server.
-
-    Attributes:
-        fd: The file, to hand over a socket; the region closes it.
 
     Raises:
         ConfigError: Less memory is free, or fewer huge pages are reserved, than the rows need, or it cannot be bound.
@@ -144,16 +164,13 @@ class HostRegion(PrimaryRegion):
         return self._allocated_bytes == self._size_bytes
 
     def close(self) -> bool:
-        """Stop `prefault`, close the file and unmap it as `PrimaryRegion` does. Engines keep what they have mapped."""
+        """Stop `prefault`, and unmap the region."""
         self._chunks.clear()
         for thread in self._threads:
             thread.join()  # of one chunk at most
         self._threads.clear()
         self._ended.set()
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-        return not hasattr(self, "_mapping") or super().close()  # it has none if it could not be mapped
+        return super().close()
 
     def _populate(self, address: int, on_progress: Progress | None) -> None:
         with suppress(OSError):
@@ -217,7 +234,7 @@ class Generations:
             self.values.release()
 
 
-def map_host_region(fd: int, num_blocks: int, block_bytes: int) -> PrimaryRegion:
+def map_host_region(fd: int, num_blocks: int, block_bytes: int) -> SealedRegion:
     """Map the rows of a server, which may run as another user: the socket has shown who it is.
 
     A forked child does not inherit the rows, since the server gives them to others when this process has ended. In the
@@ -234,10 +251,11 @@ def map_host_region(fd: int, num_blocks: int, block_bytes: int) -> PrimaryRegion
     wanted = Geometry(num_blocks, block_bytes).size_bytes
     size_bytes = _rounded_to_pages(fd, wanted)
     _check_sealed(fd, size_bytes, f"{num_blocks} rows of {format_bytes(block_bytes)}")
-    region = PrimaryRegion.__new__(PrimaryRegion)
+    region = SealedRegion.__new__(SealedRegion)
     with needing_resources("the rows of the host's cache cannot be mapped"):
         mapping = mmap.mmap(fd, size_bytes)
         mapping.madvise(mmap.MADV_DONTFORK)
+        region.fd = os.dup(fd)
     region._adopt(mapping, num_blocks, block_bytes)
     _not_inherited[mapping] = (region.array.ctypes.data, size_bytes, _identity(fd))
     region._place(True, None)
