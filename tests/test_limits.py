@@ -103,6 +103,19 @@ def of_memory(size_bytes: int) -> list[Take]:
     return [Take("memory", size_bytes, "primary.capacity")]
 
 
+def test_huge_pages_are_those_of_the_machine_and_of_the_least_cgroup(tmp_path: Path) -> None:
+    files = {"pod/hugetlb.2MB.max": f"{8 * MIB}", "pod/hugetlb.2MB.current": f"{2 * MIB}", "hugetlb.2MB.max": "max"}
+    limits = limits_of(tmp_path, V2.format(root="/"), "0::/pod\n", files)
+    assert limits.huge_pages().free_bytes == limits.huge_pages().total_bytes == 0
+    (tmp_path / "proc/meminfo").write_text(
+        "HugePages_Total: 20\nHugePages_Free: 9\nHugePages_Rsvd: 5\nHugepagesize:    2048 kB\n"
+    )
+    found = limits.huge_pages()
+    assert (found.total_bytes, found.free_bytes, found.page_bytes) == (40 * MIB, 6 * MIB, 2 * MIB)
+    (tmp_path / "sys/fs/cgroup/pod/hugetlb.2MB.max").write_text("max\n")
+    assert limits.huge_pages().free_bytes == 8 * MIB
+
+
 @pytest.mark.parametrize("case", TREES)
 def test_the_memory_is_that_of_the_least_cgroup_above_the_process(case: str, tmp_path: Path) -> None:
     *tree, wanted = TREES[case]

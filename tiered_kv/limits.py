@@ -52,6 +52,20 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
+class HugePages:
+    """Reserved huge pages of the default size (vm.nr_hugepages), and how much of them this process may still take."""
+
+    page_bytes: int
+    total_bytes: int
+    free_bytes: int
+    where: str  # what sets the limit
+
+    def pages_of(self, size_bytes: int) -> int:
+        """Return how many pages so many bytes take."""
+        return -(-size_bytes // self.page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Need:
     """What a stack takes of one resource, beside its limit."""
 
@@ -109,6 +123,22 @@ class Limits:
                 free = limit.amount - int(used or 0) + sum(int(each) for each in kept[-2:])
                 found.append(Limit(max(0, free), f"{limit.where}, less what it uses"))
         return found
+
+    def huge_pages(self) -> HugePages:
+        """Return the huge pages that are reserved on this machine, and free below the limits of the cgroups."""
+        found = dict(re.findall(r"^(Huge\w+): *(\d+)", self._read("/proc/meminfo"), re.M))
+        total, free, promised, page_kib = (
+            int(found.get(name, 0)) for name in ("HugePages_Total", "HugePages_Free", "HugePages_Rsvd", "Hugepagesize")
+        )
+        page_bytes = page_kib << 10 or 2 << 20
+        limits = [Limit((free - promised) * page_bytes, "/proc/meminfo")]
+        name = f"hugetlb.{rounded_bytes(page_bytes).replace('i', '')}"
+        for folder in self._cgroups("hugetlb"):
+            for limit in self._limits(folder, (f"{name}.max", f"{name}.limit_in_bytes")):
+                used = self._read(f"{folder}/{name}.current") or self._read(f"{folder}/{name}.usage_in_bytes")
+                limits.append(Limit(max(0, limit.amount - int(used or 0)), limit.where))
+        least = min(limits, key=lambda each: each.amount)
+        return HugePages(page_bytes, total * page_bytes, least.amount, least.where)
 
     def own_memory(self) -> int:
         """Return the bytes of private memory that this process has now."""

@@ -63,8 +63,9 @@ class PrimarySettings(StrictModel):
         description="Name of the file in /dev/shm that the processes of an engine map, where the engine gives none.",
     )
     huge_pages: bool = Field(default=True, description="Ask the kernel for transparent huge pages; it may decline.")
-    reserved_huge_pages: bool = Field(
-        default=False, description="Of `tiered-kv serve`: use huge pages that are reserved (vm.nr_hugepages)."
+    reserved_huge_pages: bool | None = Field(
+        default=None,
+        description="Of `tiered-kv serve`: use reserved huge pages (vm.nr_hugepages); by default if they suffice.",
     )
     prefault: bool = Field(default=False, description="Touch every page when the stack is opened.")
     numa_node: Count | None = Field(default=None, ge=0, description="Bind the memory to this NUMA node.")

@@ -11,13 +11,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from tests.support.stacks import stack_of
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, ResourceError
-from tiered_kv.limits import Limit, Limits
+from tiered_kv.limits import HugePages, Limit, Limits
 from tiered_kv.server import memory
 from tiered_kv.server.memory import PREFAULT_BYTES, Generations, HostRegion, map_generations, map_host_region
 from tiered_kv.stack import open_stack
@@ -162,7 +163,7 @@ def test_a_server_waits_for_memory_that_engines_still_map(monkeypatch: pytest.Mo
 
 def test_huge_pages_that_are_not_reserved_are_an_error_that_says_how_to_reserve_them() -> None:
     rows = 1 << 20  # 2 TiB in all
-    with pytest.raises(ConfigError, match=rf"expected {rows} reserved .* of 2MiB.*vm\.nr_hugepages=\d+\)"):
+    with pytest.raises(ConfigError, match=rf"expected {rows} reserved .* of 2MiB.*vm\.nr_hugepages=\d+, or"):
         HostRegion(rows, 2 << 20, reserved=True)
 
 
@@ -172,11 +173,31 @@ def test_only_a_server_uses_reserved_huge_pages() -> None:
         open_stack(stack)
 
 
-def test_reserved_huge_pages_are_used() -> None:
-    try:
-        region = HostRegion(3, 1 << 20, reserved=True)
-    except ConfigError:
+@pytest.mark.parametrize("free_bytes", [0, 1 << 30])
+def test_a_server_starts_without_the_huge_pages_that_it_cannot_have(
+    free_bytes: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(address: int, length: int) -> None:
+        raise OSError(14, "Bad address")
+
+    found = HugePages(2 << 20, 7 << 30, free_bytes, "a fake")
+    monkeypatch.setattr(Limits, "huge_pages", lambda _: found)
+    monkeypatch.setattr(memory, "_SHMEM_ENABLED", Path("/none"))
+    monkeypatch.setattr(memory, "_allocate", refuse)  # as if a limit that cannot be seen were lower
+    caplog.set_level("INFO")
+    with closing(HostRegion(3, 1 << 20, reserved=None)) as region:
+        assert not region.has_huge_pages
+        region.array[:] = 1
+    assert f"sysctl vm.nr_hugepages={3584 if free_bytes else 3586}" in caplog.text
+    with pytest.raises(ConfigError, match=r"expected 2 reserved huge pages of 2MiB, found \d+ .*a fake"):
+        HostRegion(3, 1 << 20, reserved=True)
+
+
+@pytest.mark.parametrize("reserved", [True, None])
+def test_reserved_huge_pages_are_used(reserved: bool | None) -> None:
+    if Limits().huge_pages().free_bytes < 4 << 20:
         pytest.skip("no huge pages are reserved")
+    region = HostRegion(3, 1 << 20, reserved=reserved)
     with closing(region), closing(map_host_region(region.fd, 3, 1 << 20)) as mapped:
         region.prefault()
         assert region.wait_prefaulted()

@@ -157,6 +157,7 @@ SERVER: Final = {
     "sessions": Metric("Engines and programs that are connected, or may still copy."),
     "leased_blocks": Metric("Blocks that may not be evicted, because of their requests."),
     "granted_blocks": Metric("Rows that they have for blocks to be stored."),
+    "lacks_huge_pages": Metric("1 if the rows have no huge pages."),
 }
 """Of a host's server, in its primary tier."""
 

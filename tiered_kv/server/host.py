@@ -131,6 +131,7 @@ class Host:
             "sessions": len(sessions),
             "leased_blocks": sum(each.leases for each in sessions),
             "granted_blocks": sum(len(each.granted) for each in sessions),
+            "lacks_huge_pages": int(not self.region.has_huge_pages),
         }
         return counted
 

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import Geometry, PrimaryRegion
 from tiered_kv.errors import ConfigError, ResourceError, needing_resources
-from tiered_kv.limits import Limit, Limits
+from tiered_kv.limits import HugePages, Limit, Limits
 from tiered_kv.threads import start_thread
 
 Progress = Callable[[int, int], object]
@@ -44,7 +44,6 @@ _F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1; not in Python 3.11's fcntl
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not in the mmap module
 _MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
 _SHMEM_ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-_HUGE_PAGES: Final = Path("/sys/kernel/mm/hugepages")
 
 _log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -85,7 +84,8 @@ class HostRegion(SealedRegion):
         num_blocks, block_bytes: As of `PrimaryRegion`.
         huge_pages: Ask for transparent huge pages. The kernel gives them only where its setting `shmem_enabled`, in
             /sys/kernel/mm/transparent_hugepage, is not `never`, as it is by default.
-        reserved: Take the huge pages that are reserved for such use (vm.nr_hugepages) instead.
+        reserved: Take the huge pages that are reserved for such use (vm.nr_hugepages) instead. With None, only if
+            `huge_pages` are asked for, enough are free, and on any node.
         numa_node: Bind the memory to this node, for all processes that map it.
         wait_s: How long to wait until enough memory is free: engines may still have mapped that of a killed server.
 
@@ -100,33 +100,31 @@ class HostRegion(SealedRegion):
         block_bytes: int,
         *,
         huge_pages: bool = True,
-        reserved: bool = False,
+        reserved: bool | None = False,
         numa_node: int | None = None,
         wait_s: float = 0.0,
     ) -> None:
         wanted = Geometry(num_blocks, block_bytes).size_bytes
-        if not reserved:
-            _wait_for_free(wanted, wait_s)
         self._threads: list[threading.Thread] = []
         self._chunks: deque[int] = deque()  # offsets that no thread has begun with
         self._lock = threading.Lock()  # guards the number below, and makes the calls of `on_progress` one after another
         self._allocated_bytes = 0
         self._ended = threading.Event()
         self._failure: ResourceError | None = None
-        self.fd = _create("tiered-kv-rows", os.MFD_HUGETLB if reserved else 0)
         try:
-            self._size_bytes = _rounded_to_pages(self.fd, wanted)
-            with needing_resources(f"{rounded_bytes(wanted)} of memory cannot be mapped"):
-                os.ftruncate(self.fd, self._size_bytes)
-                try:
-                    mapping = mmap.mmap(self.fd, self._size_bytes)
-                except OSError as error:
-                    if reserved and error.errno == errno.ENOMEM:
-                        raise _too_few_reserved(self._size_bytes, os.fstatvfs(self.fd).f_bsize) from error
-                    raise
+            mapping = self._map_reserved(wanted, wait_s) if reserved else None
+            if reserved is None and huge_pages and numa_node is None:
+                with suppress(ConfigError):
+                    mapping = self._map_reserved(wanted, wait_s)
+            is_reserved = mapping is not None
+            if mapping is None:
+                _wait_for_free(wanted, wait_s)
+                mapping = self._map(wanted)
             self._adopt(mapping, num_blocks, block_bytes)
-            self._place(huge_pages and not reserved and _gives_huge_pages(), numa_node)
-            self.has_huge_pages |= reserved
+            self._place(huge_pages and not is_reserved and _gives_huge_pages(), numa_node)
+            self.has_huge_pages |= is_reserved
+            if huge_pages and not self.has_huge_pages:
+                _log.info("the rows have no huge pages, with which disks are faster; %s", _how_to_reserve(wanted))
             with needing_resources("the rows' memory cannot be sealed"):
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
         except BaseException:
@@ -171,6 +169,30 @@ class HostRegion(SealedRegion):
         self._threads.clear()
         self._ended.set()
         return super().close()
+
+    def _map_reserved(self, wanted: int, wait_s: float) -> mmap.mmap:
+        found = _wait_for_reserved(wanted, wait_s)
+        if found.free_bytes >= wanted:
+            try:
+                mapping = self._map(wanted, os.MFD_HUGETLB)
+                # A limit that cannot be seen here would kill the process with its first use of a page.
+                _allocate(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), found.page_bytes)
+                return mapping
+            except (OSError, ResourceError):
+                super().close()
+        raise ConfigError(
+            f"expected {found.pages_of(wanted)} reserved huge pages of {format_bytes(found.page_bytes)}, found "
+            f"{found.pages_of(found.free_bytes)} that are free ({found.where}); {_how_to_reserve(wanted)}, or set this "
+            "to false",
+            location="primary.reserved_huge_pages",
+        )
+
+    def _map(self, wanted: int, flags: int = 0) -> mmap.mmap:
+        self.fd = _create("tiered-kv-rows", flags)
+        self._size_bytes = _rounded_to_pages(self.fd, wanted)
+        with needing_resources(f"{rounded_bytes(wanted)} of memory cannot be mapped"):
+            os.ftruncate(self.fd, self._size_bytes)
+            return mmap.mmap(self.fd, self._size_bytes)
 
     def _populate(self, address: int, on_progress: Progress | None) -> None:
         with suppress(OSError):
@@ -302,19 +324,19 @@ def _wait_for_free(wanted: int, wait_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _too_few_reserved(wanted: int, page_bytes: int) -> ConfigError:
-    def read(name: str) -> int:
-        with suppress(OSError, ValueError):
-            return int((_HUGE_PAGES / f"hugepages-{page_bytes >> 10}kB" / name).read_text())
-        return 0
+def _wait_for_reserved(wanted: int, wait_s: float) -> HugePages:
+    end_s = time.monotonic() + wait_s
+    while True:
+        found = Limits().huge_pages()
+        if found.free_bytes >= wanted or found.total_bytes < wanted or time.monotonic() >= end_s:
+            return found
+        time.sleep(_POLL_S)
 
-    pages, free = wanted // page_bytes, read("free_hugepages") - read("resv_hugepages")
-    total = read("nr_hugepages") + pages - free
-    return ConfigError(
-        f"expected {pages} reserved huge pages of {format_bytes(page_bytes)}, found {free} that are free; reserve them "
-        f"at best when the machine starts (sysctl vm.nr_hugepages={total}), or set this to false",
-        location="primary.reserved_huge_pages",
-    )
+
+def _how_to_reserve(wanted: int) -> str:
+    found = Limits().huge_pages()
+    pages = found.pages_of(found.total_bytes) + found.pages_of(max(0, wanted - found.free_bytes))
+    return f"reserve them, at best when the machine starts: sysctl vm.nr_hugepages={pages}"
 
 
 def _gives_huge_pages() -> bool:
