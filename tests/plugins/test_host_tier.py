@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
+from tiered_kv_host import tier
 
 KEYS = keys_of(40)
 NAMESPACE = Namespace(model="test")
@@ -162,6 +163,28 @@ def test_blocks_come_back_from_the_server_s_disk(tmp_path: Path) -> None:
             process.store(keys_of(8, first))
         assert served.count(lambda host: sum(key in host.manager.primary.blocks for key in KEYS[:8])) == 0
         assert process.contains(KEYS[:8]) == process.load(KEYS[:8]) == 8
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_blocks_are_copied_by_one_call_or_one_by_one_where_that_is_forbidden(
+    tmp_path: Path, is_allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = dict.fromkeys(("process_vm_readv", "process_vm_writev"), 0)
+
+    class Libc:
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            def call(*arguments: int) -> int:
+                copied[name] += arguments[2]
+                return int(getattr(libc, name)(*arguments)) if is_allowed else -1
+
+            return call
+
+    libc = tier._libc
+    monkeypatch.setattr(tier, "_libc", Libc())
+    monkeypatch.setattr(tier, "_VECTORS_MAX", 24)
+    with serving(tmp_path) as served, process_of(served.address) as process:
+        assert process.store(KEYS) == process.load(KEYS) == len(KEYS)
+    assert set(copied.values()) == {len(KEYS)}
 
 
 def test_a_reset_is_one_for_all_processes(tmp_path: Path) -> None:
