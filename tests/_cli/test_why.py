@@ -117,6 +117,18 @@ def test_an_answer_has_keys_and_requests(stack: Stack) -> None:
     json.dumps(answer)
 
 
+def test_blocks_are_told_by_kv_cache_group(stack: Stack, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    states = make_keys(3, "state", group_idx=1)
+    engine = Engine(manager_of(stack))
+    context = engine.begin("hybrid")
+    for key in (*make_keys(1, "new"), *states, states[0]):
+        assert engine.look_up([key], context) == 0
+    engine.end(context)
+    assert answer(capsys, url, "--request", "hybrid")["requests"][0]["missed_groups"] == {"0": 1, "1": 3}
+    assert main(["why", url, "--request", "hybrid"]) == 0
+    assert "4 blocks missed (1 of KV cache group 0, 3 of KV cache group 1)" in capsys.readouterr().out
+
+
 def test_the_last_requests_are_those_that_missed_something(stack: Stack) -> None:
     put(stack, KEYS)
     assert Engine(manager_of(stack)).request(KEYS, "hit") == 4

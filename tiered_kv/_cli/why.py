@@ -93,6 +93,9 @@ def _show(answer: Answer, req_id: str | None) -> None:
 def _show_request(request: Answer) -> None:
     title = f"request {one_line(request['request'])}, ended {_ago(request['age_seconds'])}"
     title = f"{title}: {quantity(request['missed_blocks'], 'block')} missed"
+    groups = request["missed_groups"]
+    if groups.keys() - {"0"}:
+        title += f" ({', '.join(f'{count:,} of KV cache group {group}' for group, count in groups.items())})"
     tiers = dict.fromkeys([*request["misses"], *request["hits"]])
     rows = [[tier, f"{request['hits'].get(tier, 0):,}", _reasons(request["misses"].get(tier, {}))] for tier in tiers]
     print_table(["tier", "hits", "misses"], rows, title=title, numbers=False)

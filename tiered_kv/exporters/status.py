@@ -229,6 +229,7 @@ def _described_request(stack: Observed, history: BlockHistory, request: EndedReq
         "hits": dict(request.hits),
         "misses": {tier: dict(reasons) for tier, reasons in request.misses.items()},
         "missed_blocks": request.missed_blocks,
+        "missed_groups": dict(request.missed_groups),
         "first_missed": _described(found[0]) if found else None,
         "first_missed_because": dict(request.first_because),
     }

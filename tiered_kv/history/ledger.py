@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.base import OffloadKey
+from tiered_kv.base import OffloadKey, group_of
 from tiered_kv.history.tables import TICKS_PER_S, Fates, FateTable, Ghosts, Hashes, Mask, hashes
 from tiered_kv.reasons import TOO_SLOW, Fate, reason_of
 
@@ -94,6 +94,7 @@ class EndedRequest:
         hits: Loaded blocks, by the tier that had them.
         misses: Blocks that did not come, by tier and reason.
         missed_blocks: Blocks that no tier brought.
+        missed_groups: The same, by KV cache group.
         first_missed: The first of these.
         first_because: Why each tier did not have that block.
     """
@@ -103,6 +104,7 @@ class EndedRequest:
     hits: Mapping[str, int]
     misses: Mapping[str, Mapping[str, int]]
     missed_blocks: int
+    missed_groups: Mapping[int, int]
     first_missed: OffloadKey | None
     first_because: Mapping[str, str]
 
@@ -143,7 +145,9 @@ class Ledger:
         self._timeout_ticks = [_LONG_AGO] * len(names)
         self._hits = np.zeros(len(names), np.int64)
         self._misses: Matrix = np.zeros((len(names), len(Fate)), np.int64)
-        self._no_rows: Rows = np.empty(0, [("digest", np.uint64), ("fates", np.uint8, (len(names),))])
+        self._no_rows: Rows = np.empty(
+            0, [("digest", np.uint64), ("group", np.uint32), ("fates", np.uint8, (len(names),))]
+        )
         self._unfinished: dict[RequestLog, _Asked] = {}  # in the order of their first batches
         self._unfinished_bytes = 0
 
@@ -270,6 +274,7 @@ class Ledger:
             {name: count for name, count in zip(self._numbers, hits, strict=True) if count},
             {name: labelled for name, labelled in reasons.items() if labelled},
             len(missed),
+            dict(zip(*(column.tolist() for column in np.unique(missed["group"], return_counts=True)), strict=True)),
             first,
             {name: Fate(fate).label for name, fate in zip(self._numbers, because, strict=False) if fate},
         )
@@ -313,6 +318,7 @@ class Ledger:
         tick, began_tick = self._tick(now_s), int((log.began_s - self._start_s) * TICKS_PER_S)
         rows = np.empty(len(keys), self._no_rows.dtype)
         rows["digest"] = digests = hashes(keys)
+        rows["group"] = np.frombuffer(b"".join(map(group_of, keys)), ">u4")
         for tier in self._numbers.values():
             rows["fates"][:, tier] = (because and because[tier]) or self._why_not_in(
                 tier, digests, tick, began_tick, asked
