@@ -16,8 +16,9 @@ import tiered_kv
 from tests.support.shortages import Resource, outage
 from tests.support.stacks import manager_of, stack_of
 from tiered_kv.audit.audit import is_chosen
-from tiered_kv.audit.spare_rows import BLOCKS_MAX
-from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.audit.manager import AuditedManager
+from tiered_kv.audit.spare_rows import BLOCKS_MAX, AuditedGroup
+from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack
@@ -130,6 +131,29 @@ def test_an_engine_that_computes_the_same_is_quiet(engine: Engine, caplog: pytes
     }
     check_nothing_is_held(engine.stack)
     assert not caplog.records
+
+
+def test_of_several_groups_the_whole_blocks_of_one_are_compared_where_they_lie(engine: Engine) -> None:
+    manager, noise = manager_of(engine.stack), np.random.default_rng(0)
+    assert isinstance(manager, AuditedManager)
+    manager.audit_only(AuditedGroup(number=1, tokens=16, used_bytes=1024, parts=2))
+    names = [*keys(5, group_idx=1), *keys(4, group_idx=0)]
+    for _ in range(2):
+        context, found = engine.begin(names)
+        assert found == 0
+        for number, name in enumerate(names):
+            context.set_offload_key_position(name, 72 if number == 4 else 16 * (number % 5 + 1))  # a tail of 8 tokens
+        output = manager.prepare_store(names, context)
+        assert isinstance(output, PrepareStoreOutput)
+        assert isinstance(output.store_spec, CPULoadStoreSpec)
+        rows = engine.compute(output.keys_to_store).reshape(-1, 2, BLOCK_BYTES // 2)
+        rows[:, :, 1024:] = noise.integers(256, size=rows[:, :, 1024:].shape)  # what was there before
+        engine.stack.region.array[output.store_spec.block_ids] = rows.reshape(-1, BLOCK_BYTES)
+        manager.complete_store(output.keys_to_store, context)
+        manager.on_request_finished(context)
+        engine.settle()
+    assert counted(engine.stack, "cpu") == {"audited_requests_total": 1, "audited_blocks_total": {"identical": 4}}
+    check_nothing_is_held(engine.stack)
 
 
 def test_a_prefetch_is_not_audited(engine: Engine) -> None:

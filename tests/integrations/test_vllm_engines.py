@@ -60,7 +60,7 @@ def test_vllm_s_own_manager_is_served_by_our_tiers(
     assert len(passed_checks(version, "vllm_manager_program.py", tmp_path / "manager", json.dumps(remote))) >= 14
 
 
-@pytest.mark.parametrize(("name", "checks"), [("spec", 10), ("queue", 10), ("events", 5), ("models", 9)])
+@pytest.mark.parametrize(("name", "checks"), [("spec", 10), ("queue", 10), ("events", 5), ("models", 15)])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_our_connector_serves_vllm(version: str, name: str, checks: int, tmp_path: Path) -> None:
     """Scheduler and workers, requests that wait, readers of events by vLLM's own classes, and kinds of models."""
@@ -78,7 +78,7 @@ def test_dynamo_s_indexer_credits_a_worker_with_our_tiers(version: str, tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["full", "fp8", "windows", "sinks", "gdn", "mtp", "eagle"])
+@pytest.mark.parametrize("kind", ["full", "fp8", "windows", "windows alone", "sinks", "gdn", "mtp", "eagle"])
 def test_a_whole_engine_of_each_kind_of_model_finds_its_blocks_after_a_restart(kind: str, tmp_path: Path) -> None:
     ours = json.dumps(our_spec(16 * MIB, [{"type": "fs", "path": str(tmp_path / "kv"), "capacity": "256MiB"}]))
     alone, first, second = printed_by("0.32.0", "vllm_kinds_program.py", str(tmp_path / "model"), kind, ours)

@@ -51,6 +51,10 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "windows alone": (
+        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 2 * BLOCK_TOKENS},
+        {},
+    ),
     "sinks": (
         {
             **WINDOW,

@@ -134,7 +134,8 @@ class Worker:
         for layer in self.layers:
             size, blocks = layer.spec.block_size, sequence.blocks[layer.group]
             if isinstance(layer.spec, MambaSpec):
-                ends = {*range(computed // size * size + size, computed + new, size), computed + new}
+                last = computed + new - rejected
+                ends = {*range(computed // size * size + size, last, size), last}
                 for end in ends:
                     self._fill(layer, blocks[(end - 1) // size], 0, sequence.digest(end - 1))
                 continue

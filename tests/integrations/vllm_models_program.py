@@ -8,7 +8,9 @@ is compared. Prints one line of JSON for each check: its name, and an error or n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import random
 import sys
@@ -38,9 +40,11 @@ from vllm_program_parts import (  # type: ignore[import-not-found]
 )
 
 from tests.support.tiny_llama import TINY_LLAMA
+from tiered_kv import cli
 from tiered_kv.config.namespace import differences
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.vllm.engine import check_groups, configured
+from tiered_kv.integrations.vllm.engine import configured
+from tiered_kv.integrations.vllm.groups import check_groups
 
 PROMPT = [random.Random(0).randrange(512) for _ in range(200)]
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, max_tp_shards=1, head_size=128, dtype=torch.float32)
@@ -53,6 +57,7 @@ GLM = {
     "num_nextn_predict_layers": 1,
 }
 """A `config.json` of a model that may have an MTP draft."""
+MTP: Mapping[str, Any] = {"block_size": 32, "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 CANONICAL_BYTES = 4 * 32 * 2 * 32 * 4
 """Of a layer: heads, tokens, keys and values, head size, float32."""
 
@@ -72,6 +77,12 @@ def states(ranks: int, mode: str = "align", tokens: int = 32) -> Any:
         page_size_padded=full(ranks).page_size_bytes,
         mamba_cache_mode=mode,
     )
+
+
+def draft() -> Any:
+    """Return what a draft's layer keeps. From 0.33 on vLLM's runner marks it; 0.32 takes the last for the draft's."""
+    is_marked = any(field.name == "is_draft" for field in dataclasses.fields(FullAttentionSpec))
+    return dataclasses.replace(full(1), **({"is_draft": True} if is_marked else {}))
 
 
 def window() -> Any:
@@ -159,33 +170,49 @@ class Checks:
 
     def windows_beside_a_draft_are_found_without_the_block_that_may_change(self) -> None:
         model, stack = self._model("glm", GLM), self._stack("draft")
-        layers = [layers_of(full(1), window(), full(1))]  # the last is the draft's
-        options = {"block_size": 32, "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
-        expected = 0
-        for _ in range(2):
-            with Engine(model, layers, stack, prefix_cache_retention_interval=32, **options) as engine:
+        layers = [layers_of(full(1), window(), draft())]
+        retention = {"prefix_cache_retention_interval": 32}
+        for found in (0, 160):
+            with Engine(model, layers, stack, **MTP, **retention) as engine:
                 first = engine.serve(PROMPT, tokens=40)
                 engine.drop()
-                groups = engine.core.scheduler.connector.connector_scheduler.config.kv_group_configs
-                is_marked = any(group.is_eagle_group for group in groups)
-                found = 160 if is_marked else 192  # vLLM may not know which group is the draft's
-                assert (first.found, engine.serve(PROMPT, tokens=40)) == (expected, (first.tokens, found))
-                expected = found
-        if is_marked and VERSION.startswith("0.32"):
-            message = refusal_of(partial(Engine, model, layers, stack, **options), ConfigError)
+                assert (first.found, engine.serve(PROMPT, tokens=40)) == (found, (first.tokens, 160))
+        if VERSION.startswith("0.32"):
+            message = refusal_of(partial(Engine, model, layers, stack, **MTP), ConfigError)
             assert "finds no window beside a draft" in message
 
+    def windows_are_found_alone_and_beside_full_attention(self) -> None:
+        stack = self._stack("windows")
+        kinds = {"llama": (window(), window()), "gpt-oss": (full(1), window(), window())}
+        for name, layers in kinds.items():
+            for found in (0, 192):
+                with Engine(self._model(name, LLAMA), [layers_of(*layers)], stack, block_size=32) as engine:
+                    first = engine.serve(PROMPT)
+                    engine.drop()
+                    assert (first.found, engine.serve(PROMPT)) == (found, (first.tokens, 192)), name
+
     def states_beside_attention_are_found(self) -> None:
-        model, stack = self._model("llama", LLAMA), self._stack("states")
-        for ranks in (1, 2):
-            layers = [layers_of(full(ranks), states(ranks))] * ranks
+        # Mamba2 also leaves the state at the end of a prompt's last whole block, within a step.
+        mamba2 = dataclasses.replace(states(1), num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
+        for name, ranks, state in (("one", 1, states(1)), ("two", 2, states(2)), ("mamba2", 1, mamba2)):
+            model, stack = self._model("llama", LLAMA), self._stack(f"states-{name}")
+            layers = [layers_of(full(ranks), state)] * ranks
             for found in (0, 192):  # the state of 192 tokens, and the blocks of attention before it
                 with Engine(model, layers, stack, block_size=32) as engine:
                     first = engine.serve(PROMPT)
                     engine.drop()
-                    assert (first.found, engine.serve(PROMPT)) == (found, (first.tokens, 192)), ranks
+                    assert (first.found, engine.serve(PROMPT)) == (found, (first.tokens, 192)), name
                     engine.drop()
                     assert engine.serve([*PROMPT, *first.tokens, 1, 2, 3]).found == 192, "the next turn"
+
+    def states_beside_a_draft_are_found(self) -> None:
+        model, stack = self._model("glm", GLM), self._stack("states-draft")
+        layers = [layers_of(full(1), dataclasses.replace(states(1), num_speculative_blocks=1), draft())]
+        for found in (0, 160):
+            with Engine(model, layers, stack, **MTP) as engine:
+                first = engine.serve(PROMPT, tokens=40)
+                engine.drop()
+                assert (first.found, engine.serve(PROMPT, tokens=40)) == (found, (first.tokens, 160))
 
     def a_tail_with_a_key_of_its_own_is_found_after_a_restart(self) -> None:
         model, stack, prompt = self._model("llama", LLAMA), self._stack("tail"), PROMPT[:184]
@@ -195,6 +222,47 @@ class Checks:
                 engine.drop()
                 assert (first.found, engine.serve(prompt)) == (found, (first.tokens, 176))
 
+    def the_audit_compares_full_attention_of_several_groups(self) -> None:
+        model = self._model("llama", LLAMA)
+        small = dataclasses.replace(full(2), page_size_padded=full(1).page_size_bytes)
+        cases = {
+            "window": ([layers_of(small, window())], {}),
+            "states": ([layers_of(full(1), states(1))], {"prefix_match_unit": 16}),
+            "ranks": ([layers_of(full(2), states(2))] * 2, {}),
+        }
+        for name, (layers, options) in cases.items():
+            stack = self._stack(f"audit-{name}", audit=1.0, audit_action="stop")
+            for tier in ("cpu", "fs"):
+                with Engine(model, layers, stack, block_size=32, **options) as engine:
+                    primary = engine.manager._stack.primary
+                    for rest in (1, 2):  # what other groups leave in the rows
+                        used = {block.block_id for block in primary.blocks.values()}
+                        rows = primary.backend.region.array
+                        rows[[row for row in range(len(rows)) if row not in used]] = rest
+                        assert engine.serve(PROMPT[:184]).found == 0, name
+                        engine.drop()
+                    del rows  # it keeps the memory mapped
+                    audited = engine.counters()[tier].get("audited_blocks_total")
+                    assert audited == {"identical": 5}, (name, tier, engine.counters())
+
+    def the_audit_of_a_draft_that_reads_ahead_is_refused(self) -> None:
+        model, stack = self._model("glm", GLM), self._stack("audit-draft", audit=1.0)
+        attempt = partial(Engine, model, [layers_of(full(1), full(1))], stack, **MTP)
+        assert "depends on the next one" in refusal_of(attempt, ConfigError)
+
+    def why_tells_of_the_state_that_no_step_left(self) -> None:
+        stack = self._stack("why", metrics={"listen": "127.0.0.1:0"})
+        with Engine(self._model("llama", LLAMA), [layers_of(full(1), states(1))], stack, block_size=32) as engine:
+            engine.serve(PROMPT)
+            engine.drop()
+            # Steps left states at 128 and 192 tokens, and the prompts differ before.
+            assert engine.serve([*PROMPT[:100], *range(100)]).found == 0
+            server, said = engine.manager._stack.server, io.StringIO()
+            with contextlib.redirect_stdout(said):
+                cli.main(["why", f"http://127.0.0.1:{server.port}", "--last"])
+            # The blocks of full attention were found up to the fourth, where the prompts differ.
+            assert "(1 of KV cache group 0, 3 of KV cache group 1)" in said.getvalue(), said.getvalue()
+
     def what_no_block_could_be_found_of_is_refused(self) -> None:
         stack = self._stack("refused")
         alone = [{"layers.0.mixer": states(1, "none", 512)}]
@@ -203,6 +271,15 @@ class Checks:
         group = KVCacheGroupSpec(["layers.0.attn"], LATENT)
         with configured(None, KVCacheConfig(1, [], [group], hisparse_host_num_blocks=1)):
             assert "HiSparse" in refusal_of(partial(check_groups, config_with({})), ConfigError)
+
+    def chunks_that_vllm_may_store_in_part_are_refused(self) -> None:
+        model, ours = self._model("llama", LLAMA), {"stack": self._stack("chunks")}
+        tiering = {"spec_name": "TieredKVTieringSpec", "cpu_bytes_to_use": 4 << 20}
+        for layers in (layers_of(window()), layers_of(full(1), window()), layers_of(full(1), states(1))):
+            for extra in (ours, tiering):
+                chunks = {**extra, "blocks_per_chunk": 2}
+                attempt = partial(Engine, model, [layers], None, extra=chunks, block_size=32)
+                assert "stores parts of chunks" in refusal_of(attempt, ConfigError)
 
     def what_has_no_canonical_layout_is_refused(self) -> None:
         stack = self._stack("refused")

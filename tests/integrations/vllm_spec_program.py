@@ -355,26 +355,6 @@ class Checks:
         replica = dataclasses.replace(config, parallel=dataclasses.replace(parallel, data_parallel_index=1))
         assert stack_config(replica).identity.digest == digests[0], "replicas share their blocks"
 
-    def chunks_that_vllm_may_store_in_part_are_refused(self) -> None:
-        config = config_of(self._stack("chunks"), engine_id="e")
-        (group,) = config.groups
-        two = dataclasses.replace(config.cache, blocks_per_chunk=2)
-        state = dataclasses.replace(group, group_id=1, layer_names=("layer.2",))
-        if hasattr(group, "sliding_window_size_in_chunks"):
-            state = dataclasses.replace(state, sliding_window_size_in_chunks=1)
-            accepted = dataclasses.replace(config, cache=two, groups=(group, dataclasses.replace(group, group_id=1)))
-        else:
-            accepted = dataclasses.replace(config, cache=two)
-        hybrid = dataclasses.replace(config, groups=(group, state))
-        for each in (hybrid, accepted):
-            OffloadingSpecFactory.create_spec(each)
-        extra = {**config.extra_config, "spec_name": "TieredKVTieringSpec", "cpu_bytes_to_use": 1 << 20}
-        tiering = dataclasses.replace(hybrid, extra_config=extra)
-        OffloadingSpecFactory.create_spec(tiering)
-        for each in (hybrid, tiering):
-            attempt = functools.partial(OffloadingSpecFactory.create_spec, dataclasses.replace(each, cache=two))
-            assert "rows would keep bytes of other blocks" in refusal_of(attempt, ConfigError)
-
     def a_store_that_does_not_fill_its_rows_is_refused(self) -> None:
         config = config_of(self._stack("partial"), engine_id=f"test-{uuid.uuid4().hex}")
         parallel = dataclasses.replace(config.parallel, world_size=1, tp_size=1)

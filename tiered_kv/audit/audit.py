@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tiered_kv.audit.comparison import is_known
-from tiered_kv.audit.spare_rows import BLOCKS_MAX, Audited, Pair, SpareRows
+from tiered_kv.audit.spare_rows import BLOCKS_MAX, Audited, AuditedGroup, Pair, SpareRows
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.backend import CPUBlock
@@ -108,6 +108,10 @@ class Audit:
 
     # The engine's calls.
 
+    def audit_only(self, group: AuditedGroup) -> None:
+        """Compare the blocks of one KV cache group of several."""
+        self._spare_rows.group = group
+
     def begin(self, req_context: ReqContext) -> None:
         """Audit a new request, if it is chosen and no other request is being audited."""
         req_id, current = req_context.req_id, self._current
@@ -135,7 +139,8 @@ class Audit:
             return True
         if audited is None or audited.req_id != req_context.req_id:
             return False
-        if audited.first_key is None:
+        group = self._spare_rows.group
+        if audited.first_key is None and (group is None or group.has(key)):
             audited.first_key = key
             audited.until_s = self._clock() + DURATION_MAX_S
         return True
@@ -147,9 +152,11 @@ class Audit:
         audited = self._current
         if audited is None:
             return output
-        fresh = set(output.keys_to_store)
+        fresh, group = set(output.keys_to_store), self._spare_rows.group
         present: list[CPUBlock] = []
         for key in audited.computed(req_context.req_id, keys):
+            if group is not None and not group.is_whole(key, req_context):
+                continue
             block = self._primary.blocks.get(key)
             if block is None or (key not in fresh and (block.ref_cnt < 0 or key in self._written)):
                 continue

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from tiered_kv.audit.audit import Audit, AuditRules
+from tiered_kv.audit.spare_rows import AuditedGroup
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext, RequestOffloadingContext
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.metrics.instruments import timed
@@ -30,6 +31,10 @@ class AuditedManager(TieringOffloadingManager):
     ) -> None:
         super().__init__(primary, secondary_tiers, **settings)
         self._audit = Audit(rules, primary, self._tiers, self._clock)
+
+    def audit_only(self, group: AuditedGroup) -> None:
+        """Compare the blocks of one KV cache group of several; to be called before the first request."""
+        self._audit.audit_only(group)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if self._audit.is_active and self._audit.withholds(key, req_context):

@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Final
 
-from tiered_kv.audit.comparison import difference_of
+from tiered_kv.audit.comparison import Bytes, difference_of
 from tiered_kv.base import OffloadKey, ReqContext, get_offload_group_idx
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
@@ -25,6 +25,36 @@ ROWS_SHARE: Final = 8
 """At most one row of the primary tier in so many is a spare row."""
 
 _SPARE_KEY: Final = b"\0tiered-kv audit "
+
+
+@dataclass(frozen=True, slots=True)
+class AuditedGroup:
+    """The KV cache group that is audited, if an engine has several.
+
+    Args:
+        number: Its index in keys.
+        tokens: Of a whole block. Shorter ones, with keys of their own, leave the rest of a row as it was.
+        used_bytes: Those that a block fills at the beginning of each part of a row. The others are left as they were.
+        parts: Equal parts of a row.
+    """
+
+    number: int
+    tokens: int
+    used_bytes: int
+    parts: int
+
+    def has(self, key: OffloadKey) -> bool:
+        return get_offload_group_idx(key) == self.number
+
+    def is_whole(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Return whether a block ends where a whole one of its request does."""
+        position = req_context.get_offload_key_position(key)
+        return position is not None and position % self.tokens == 0
+
+    def used(self, row: Bytes) -> Bytes:
+        """Return the bytes that a block fills, one after the other."""
+        part_bytes = len(row) // self.parts
+        return row[: self.parts * part_bytes].reshape(self.parts, part_bytes)[:, : self.used_bytes].reshape(-1)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +116,7 @@ class SpareRows:
     def __init__(self, primary: CPUOffloadingManager, dtype: str) -> None:
         self._primary = primary
         self._dtype = dtype
+        self.group: AuditedGroup | None = None
         self._thread = DaemonThreads("tiered-kv-audit", 1)  # begins with the first comparison
         self._comparing: deque[tuple[Pair, Future[float]]] = deque()
         self._rows_max = max(min(BLOCKS_MAX, primary.backend.num_blocks // ROWS_SHARE), 1)
@@ -184,4 +215,5 @@ class SpareRows:
 
     def _difference(self, stored_row: int, computed_row: int) -> float:
         region = self._primary.backend.region  # no variable for an array: it would keep the memory mapped
-        return difference_of(region.array[stored_row], region.array[computed_row], self._dtype)
+        used = (lambda row: row) if self.group is None else self.group.used
+        return difference_of(used(region.array[stored_row]), used(region.array[computed_row]), self._dtype)

@@ -146,6 +146,9 @@ class Namespaces:
             return self._own
         wanted = {name: settings.get(name) for name in ("namespace", "block")}
         config = validate(StackConfig, {**self._raw, **wanted})  # no variable of the server's is filled in for a client
+        if config.audit and (len(config.namespace.groups) > 1 or "draft" in config.namespace.extra):
+            message = "the server audits models with one KV cache group and no draft; leave it out of the server's file"
+            raise ConfigError(message, location="audit")
         if self._own is not None:
             differing = differences(self._own.identity.described, config.identity.described)
             if differing:

@@ -112,7 +112,7 @@ def lay_out(
     groups = []
     for index, refs in enumerate(kv_caches.group_data_refs):
         group = _lay_out_group(rows, refs, index, block_size_factor)
-        needed_bytes = block_size_factor * sum(map(_offloaded_bytes, refs))
+        needed_bytes = block_size_factor * sum(map(offloaded_bytes, refs))
         if needed_bytes > part_bytes:
             raise ValueError(
                 f"an offloaded block of group {index} has {format_bytes(needed_bytes)} ({len(refs)} refs, "
@@ -189,7 +189,7 @@ def _lay_out_group(
     pieces: list[tuple[int, int, int, int, int, bool]] = []
     row_offset = 0
     for ref in refs:
-        row_stride = _offloaded_bytes(ref)
+        row_stride = offloaded_bytes(ref)
         for page_offset, offset, size in _pieces_of(ref):
             at = rows[ref.tensor_idx]
             is_stored = ref.mapping is None or ref.mapping.writer_index == 0
@@ -207,7 +207,8 @@ def _lay_out_group(
     )
 
 
-def _offloaded_bytes(ref: CanonicalKVCacheRef) -> int:
+def offloaded_bytes(ref: CanonicalKVCacheRef) -> int:
+    """Return the bytes that a ref has of a device block in a row."""
     return ref.page_size_bytes if ref.mapping is None else ref.mapping.canonical_page_size_bytes
 
 

@@ -65,7 +65,8 @@ _VARIABLES = re.compile(
 )
 """Variables that count, of vLLM and of the libraries that it computes with, unless `irrelevant` names them."""
 
-_current: ContextVar[tuple[Any, Any] | None] = ContextVar("tiered_kv_engine", default=None)
+current_engine: ContextVar[tuple[Any, Any] | None] = ContextVar("tiered_kv_engine", default=None)
+"""vLLM's whole configuration, and that of its KV caches, while `configured`."""
 ROW_LAYOUT = "tiered-kv-1"
 """How our worker lays out a chunk in a row of the primary tier."""
 VLLM_ROW_LAYOUT = "vllm-direct"
@@ -75,17 +76,16 @@ REPLICA_VARIABLE = "TIERED_KV_REPLICA"
 _OF_ONE_RANK = {"num_kv_heads", "num_head_slots", "page_size_padded"}
 """Fields of a layer's cache that depend on the number of ranks. The model's configuration has all heads."""
 _CAN_BE_SET = "model, revision, quantization, tenant, hash_algorithm, extra"
-_UNKNOWN = object()
 
 
 @contextmanager
 def configured(vllm_config: Any, kv_cache_config: Any) -> Iterator[None]:
     """Let `engine_facts` see an engine's configuration, in this thread and for as long as the context lasts."""
-    token = _current.set((vllm_config, kv_cache_config))
+    token = current_engine.set((vllm_config, kv_cache_config))
     try:
         yield
     finally:
-        _current.reset(token)
+        current_engine.reset(token)
 
 
 def run_name(config: Any) -> str:  # Any: vLLM's OffloadingConfig
@@ -93,7 +93,7 @@ def run_name(config: Any) -> str:  # Any: vLLM's OffloadingConfig
 
     Users may give each run the same `engine_id`. The instance's is made anew, and reaches every process.
     """
-    found = _current.get()
+    found = current_engine.get()
     instance = "" if found is None else str(getattr(found[0], "instance_id", ""))
     return f"{config.engine_id}-{instance}"
 
@@ -103,7 +103,7 @@ def engine_facts(user: UserModelNamespace, *, is_canonical: bool = False) -> dic
 
     With a canonical layout it has nothing that only tells how the model is split.
     """
-    found = _current.get()
+    found = current_engine.get()
     if found is None:
         raise ConfigError(
             "vLLM's OffloadingConnector does not report what shapes a block; write "
@@ -313,7 +313,7 @@ def has_one_part(config: Any) -> bool:  # Any: vLLM's OffloadingConfig
     """
     if config.canonical_layout or config.replicated_layout:
         return True
-    specs = _layer_specs()
+    specs = layer_specs()
     return config.parallel.world_size == 1 and bool(specs) and all(map(_is_latent, specs))
 
 
@@ -323,8 +323,8 @@ def canonical_shards(config: Any) -> int:  # Any: vLLM's OffloadingConfig
     Raises:
         ConfigError: vLLM has no canonical layout for the model or its split.
     """
-    parallel, specs = config.parallel, _layer_specs()
-    found = _current.get()
+    parallel, specs = config.parallel, layer_specs()
+    found = current_engine.get()
     heads = 0 if found is None else found[0].model_config.get_total_num_kv_heads()
     shards = {1 if _is_latent(each) else min(parallel.tp_size, heads) for each in specs}
     if not parallel.is_parallelism_agnostic or parallel.world_size != parallel.tp_size or len(shards) != 1:
@@ -336,8 +336,8 @@ def canonical_shards(config: Any) -> int:  # Any: vLLM's OffloadingConfig
     return shards.pop()
 
 
-def _layer_specs() -> list[Any]:  # Any: vLLM's KVCacheSpec
-    found = _current.get()
+def layer_specs() -> list[Any]:  # Any: vLLM's KVCacheSpec
+    found = current_engine.get()
     groups = [] if found is None else found[1].kv_cache_groups
     return [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
 
@@ -354,40 +354,6 @@ def chunk_tokens(config: Any) -> int:  # Any: vLLM's OffloadingConfig
 def _describe(group: Any) -> str:  # Any: vLLM's OffloadingGroupConfig
     names = hashlib.blake2b("\n".join(group.layer_names).encode(), digest_size=8).hexdigest()
     return f"{group.group_id}: {group.tokens_per_block} tokens, {len(group.layer_names)} layers {names}"
-
-
-def check_groups(config: Any) -> None:  # Any: vLLM's OffloadingConfig
-    """Raise ConfigError for KV cache groups of which vLLM would store no blocks that can be found, or parts of chunks.
-
-    With chunks of several blocks, vLLM leaves out the blocks that a sliding window or a state no longer needs, and does
-    not say which places of a chunk the others fill. vLLM 0.33 reports which groups have a window. 0.32 does not, so
-    several groups are refused there. With one group of windows, the worker refuses a store that does not fill its rows.
-    """
-    if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in _layer_specs()):
-        raise ConfigError(
-            "vLLM keeps recurrent states at the ends of blocks only if it caches prefixes; add --enable-prefix-caching"
-        )
-    found = _current.get()
-    if found is not None and getattr(found[1], "hisparse_host_num_blocks", None) is not None:
-        raise ConfigError("with HiSparse, vLLM stores a part of each block only; start it without one of both")
-    windows = [getattr(group, "sliding_window_size_in_chunks", _UNKNOWN) for group in config.groups]
-    if found is not None and _UNKNOWN in windows and _loses_windows(*found):
-        raise ConfigError("vLLM 0.32 finds no window beside a draft; set --prefix-cache-retention-interval to a block")
-    if config.cache.blocks_per_chunk == 1:
-        return
-    if len(windows) > 1 if _UNKNOWN in windows else any(window is not None for window in windows):
-        raise ConfigError(
-            f"found chunks of {config.cache.blocks_per_chunk} blocks, and KV cache groups with sliding windows or "
-            "states, of which vLLM stores parts of chunks: rows would keep bytes of other blocks; leave out "
-            "blocks_per_chunk and block_size",
-            location="kv_connector_extra_config",
-        )
-
-
-def _loses_windows(config: Any, kv_cache: Any) -> bool:
-    is_sparse = config is not None and config.cache_config.prefix_cache_retention_interval == 0
-    has_window = any(getattr(spec, "sliding_window", None) for spec in _layer_specs())
-    return is_sparse and has_window and any(group.is_eagle_group for group in kv_cache.kv_cache_groups)
 
 
 def check_stages(config: Any) -> None:  # Any: vLLM's OffloadingConfig

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, Offloadin
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from tiered_kv.audit.spare_rows import AuditedGroup
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.validation import suggestion
@@ -28,7 +28,6 @@ from tiered_kv.integrations.vllm.engine import (
     ROW_LAYOUT,
     Stage,
     canonical_shards,
-    check_groups,
     check_stages,
     chunk_tokens,
     environment,
@@ -37,6 +36,7 @@ from tiered_kv.integrations.vllm.engine import (
     run_name,
     stage_of,
 )
+from tiered_kv.integrations.vllm.groups import audit_only, audited_group, check_audited, check_groups, our_caches
 from tiered_kv.integrations.vllm.manager import INFO_KEYS, TieredKVManager
 from tiered_kv.integrations.vllm.metrics import metric_definitions
 from tiered_kv.stack import EngineStack
@@ -120,6 +120,8 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
             stack: EngineStack | HostCache | None = self._host
             if stack is None:
                 stack = self._shared.open_engine_stack(enable_events=has_events, file=file)
+                if (group := self._audited_group()) is not None:
+                    audit_only(stack.manager, group, self.config)
             elif file is not None:
                 with file.exclusive():
                     file.complete()
@@ -142,8 +144,15 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
             if self._host is not None:
                 self._worker = HandlerWorker(self._host.open_handlers(caches, rank), file)
             else:
+                if (group := self._audited_group()) is not None:
+                    check_audited(self.config, group, caches)
                 self._worker = HandlerWorker(self._shared.open_handlers(caches, rank, file=file))
         return self._worker
+
+    def _audited_group(self) -> AuditedGroup | None:
+        """Return the group that is audited, if there is an audit and several groups."""
+        is_audited = self._shared.config.audit > 0
+        return self._context.run(audited_group, self.config, self._shared.geometry.parts) if is_audited else None
 
     def _share(self, ranks: Sequence[Rank]) -> SharedStack:
         return SharedStack(
@@ -231,9 +240,8 @@ def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) ->
     if raw.get("events") is not None:
         message = "vLLM publishes the events of all tiers with its own (--kv-events-config); leave this out"
         raise ConfigError(message, location="events")
-    if raw.get("audit") and len(config.groups) > 1:
-        # A group whose blocks are smaller leaves the rest of a row as it was, and rows would seem to differ.
-        raise ConfigError("a model with several KV cache groups cannot be audited; leave this out", location="audit")
+    if raw.get("audit"):
+        audited_group(config, _parts_of(config, ranks))  # which may refuse it
     namespace, block = _identity(raw.get("namespace"), config, ranks)
     return load_config({**raw, "namespace": namespace, "block": block}, environ=environment(config))
 
@@ -331,30 +339,6 @@ class TieredKVTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM 
             on_error.pop_all()
         self._worker = HandlerWorker(handlers)
         return self._worker
-
-
-def our_caches(kv_caches: Any, *, is_canonical: bool = False) -> CanonicalKVCaches:  # Any: vLLM's CanonicalKVCaches
-    """Return vLLM's caches as our type, with vLLM's mapping to a canonical layout if it is wanted.
-
-    Raises:
-        ConfigError: vLLM has no such mapping for a layer.
-    """
-    refs = [ref for group in kv_caches.group_data_refs for ref in group]
-    if is_canonical and not all(ref.mapping and ref.mapping.parallelism_agnostic for ref in refs):
-        raise ConfigError(
-            "vLLM has no canonical layout for the KV cache of this attention backend; leave canonical_layout out",
-            location=f"{_EXTRA}.canonical_layout",
-        )
-    return CanonicalKVCaches(
-        tensors=[CanonicalKVCacheTensor(each.tensor, each.page_size_bytes) for each in kv_caches.tensors],
-        group_data_refs=[
-            [
-                CanonicalKVCacheRef(ref.tensor_idx, ref.page_size_bytes, ref.mapping if is_canonical else None)
-                for ref in group
-            ]
-            for group in kv_caches.group_data_refs
-        ],
-    )
 
 
 class HandlerWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not there when types are checked

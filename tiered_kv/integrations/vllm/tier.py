@@ -26,12 +26,12 @@ from tiered_kv.hints import BY_REQUEST, HintReader, Hints
 from tiered_kv.hooks import tier_settings
 from tiered_kv.integrations.vllm.engine import (
     VLLM_ROW_LAYOUT,
-    check_groups,
     check_stages,
     chunk_tokens,
     environment,
     namespace_of,
 )
+from tiered_kv.integrations.vllm.groups import check_groups
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, metric_definitions, vllm_events
 from tiered_kv.limits import compare, require
 from tiered_kv.tiering.answers import checked_answer, tier_exceptions
