@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import __version__ as VERSION
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -79,14 +78,14 @@ def states(ranks: int, mode: str = "align", tokens: int = 32) -> Any:
     )
 
 
-def draft() -> Any:
-    """Return what a draft's layer keeps. From 0.33 on vLLM's runner marks it; 0.32 takes the last for the draft's."""
-    is_marked = any(field.name == "is_draft" for field in dataclasses.fields(FullAttentionSpec))
-    return dataclasses.replace(full(1), **({"is_draft": True} if is_marked else {}))
-
-
 def window() -> Any:
     return SlidingWindowSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32, sliding_window=48)
+
+
+def draft(spec: Any = None) -> Any:
+    """Return what a draft's layer keeps. From 0.33 on vLLM's runner marks it; 0.32 takes the last for the draft's."""
+    is_marked = any(field.name == "is_draft" for field in dataclasses.fields(FullAttentionSpec))
+    return dataclasses.replace(spec or full(1), **({"is_draft": True} if is_marked else {}))
 
 
 def layers_of(*specs: Any) -> dict[str, Any]:
@@ -177,16 +176,21 @@ class Checks:
                 first = engine.serve(PROMPT, tokens=40)
                 engine.drop()
                 assert (first.found, engine.serve(PROMPT, tokens=40)) == (found, (first.tokens, 160))
-        if VERSION.startswith("0.32"):
-            message = refusal_of(partial(Engine, model, layers, stack, **MTP), ConfigError)
+        for kinds in ((full(1), window(), draft()), (full(1), draft(window()))):
+            message = refusal_of(partial(Engine, model, [layers_of(*kinds)], stack, **MTP), ConfigError)
             assert "finds no window beside a draft" in message
 
-    def windows_are_found_alone_and_beside_full_attention(self) -> None:
+    def windows_and_small_types_are_found(self) -> None:
         stack = self._stack("windows")
-        kinds = {"llama": (window(), window()), "gpt-oss": (full(1), window(), window())}
-        for name, layers in kinds.items():
+        fp8 = dataclasses.replace(full(1), dtype=torch.float8_e5m2)
+        kinds: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+            "alone": ((window(), window()), {}),
+            "beside": ((full(1), window(), window()), {}),
+            "fp8": ((fp8, fp8), {"kv_cache_dtype": "fp8_e5m2"}),
+        }
+        for name, (layers, options) in kinds.items():
             for found in (0, 192):
-                with Engine(self._model(name, LLAMA), [layers_of(*layers)], stack, block_size=32) as engine:
+                with Engine(self._model(name, LLAMA), [layers_of(*layers)], stack, block_size=32, **options) as engine:
                     first = engine.serve(PROMPT)
                     engine.drop()
                     assert (first.found, engine.serve(PROMPT)) == (found, (first.tokens, 192)), name

@@ -34,9 +34,8 @@ def check_groups(config: Any) -> None:  # Any: vLLM's OffloadingConfig
     found = current_engine.get()
     if found is not None and getattr(found[1], "hisparse_host_num_blocks", None) is not None:
         raise ConfigError("with HiSparse, vLLM stores a part of each block only; start it without one of both")
-    reports_windows = hasattr(config.groups[0], "sliding_window_size_in_chunks")  # from 0.33 on
-    if found is not None and not reports_windows and _loses_windows(*found):
-        raise ConfigError("vLLM 0.32 finds no window beside a draft; set --prefix-cache-retention-interval to a block")
+    if found is not None and _loses_windows(*found):
+        raise ConfigError("vLLM finds no window beside a draft; set --prefix-cache-retention-interval to a block")
     is_full = all(isinstance(spec, FullAttentionSpec) for spec in layer_specs())
     if config.cache.blocks_per_chunk > 1 and not is_full:
         raise ConfigError(
@@ -48,6 +47,10 @@ def check_groups(config: Any) -> None:  # Any: vLLM's OffloadingConfig
 
 
 def _loses_windows(config: Any, kv_cache: Any) -> bool:
+    """Return whether vLLM looks for windows one block before those that it stores.
+
+    By default it stores the window before a prompt's end alone; beside a draft it leaves out the last block found.
+    """
     is_sparse = config is not None and config.cache_config.prefix_cache_retention_interval == 0
     has_window = any(getattr(spec, "sliding_window", None) for spec in layer_specs())
     return is_sparse and has_window and any(group.is_eagle_group for group in kv_cache.kv_cache_groups)
