@@ -24,9 +24,31 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 from tests.support.figures import FIGURES, Figures, Profile
+from tests.support.patient_nvme import patient_nvme
+from tests.support.places import place_of
+from tests.support.redis_groups import redis_cluster, redis_sentinel, tls_redis_cluster, tls_redis_sentinel
+from tests.support.redis_servers import redis_server, tls_redis_server
+from tests.support.s3_servers import installed_server, moto_bucket, moto_server
 from tests.support.stacks import Register, ReplaceModule
 from tiered_kv.testing.control import Footprint, Gate, ManualClock, left_behind
+from tiered_kv.testing.servers import fake_redis_url
 from tiered_kv.tiering.factory import SecondaryTierFactory
+
+# Fixtures of all tests. One that lasts for the session is made once, which an import into each module would not do.
+__all__ = [
+    "fake_redis_url",
+    "installed_server",
+    "moto_bucket",
+    "moto_server",
+    "patient_nvme",
+    "place_of",
+    "redis_cluster",
+    "redis_sentinel",
+    "redis_server",
+    "tls_redis_cluster",
+    "tls_redis_sentinel",
+    "tls_redis_server",
+]
 
 # "repeatable" fails the same way on every machine, and is quick; HYPOTHESIS_PROFILE=explore looks for what it misses.
 # Neither fails because the machine is slow.
@@ -192,6 +214,14 @@ def _nothing_left_behind(temporary_directory: Path) -> Iterator[None]:
     left = left_behind(before, temporary_directory)
     if left:
         pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _disks_that_need_no_flush(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare the quick tests the waits for the machine's disk. What a crash of the machine leaves is for slow tests."""
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr(os, "fsync", lambda fd: None)
+        monkeypatch.setattr(os, "fdatasync", lambda fd: None)
 
 
 @pytest.fixture

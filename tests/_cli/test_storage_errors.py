@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import Command
-from tests.support.redis_servers import RedisServer, make_tls_files, redis_server
+from tests.support.redis_servers import RedisServer, make_tls_files
 from tests.support.stacks import stack_file
 from tests.support.status_server import StatusServer, response
 from tiered_kv.cli import main
 from tiered_kv.testing.rig import FourMethodTier
-
-__all__ = ["redis_server"]
 
 S3 = "bucket: blocks, access_key_id: an-id, secret_access_key: a-secret, attempts: 1, region: us-east-1"
 VERBS = [["check"], ["inspect"], ["purge", "--yes"], ["bench", "--blocks", "2", "--rounds", "1"]]
@@ -122,8 +120,10 @@ def test_an_endpoint_without_tls_is_named(verb: list[str], tmp_path: Path, comma
     assert "write 'http://' in place of 'https://'" in shown
 
 
-@pytest.mark.parametrize("verb", [VERBS[0], VERBS[1]], ids=lambda verb: verb[0])
-@pytest.mark.parametrize("has_tls", [False, True])
+@pytest.mark.parametrize(
+    ("has_tls", "verb"),
+    [(True, VERBS[0]), (True, VERBS[1]), (False, VERBS[0]), pytest.param(False, VERBS[1], marks=pytest.mark.slow)],
+)
 def test_a_server_with_tls_and_a_client_without_it_or_the_reverse_is_named(
     has_tls: bool, verb: list[str], tmp_path: Path, command: Command
 ) -> None:

@@ -18,8 +18,6 @@ import pytest
 from tests.direct.conftest import BLOCK_BYTES, MEMORY, WAIT_S, Register, offsets, open_direct
 from tests.support.entries import s3_entry
 from tests.support.pages import write_shown
-from tests.support.redis_servers import redis_server
-from tests.support.s3_servers import moto_server
 from tests.support.stacks import PATIENT
 from tests.tiering.test_wedged_tiers import DETECTABLE
 from tiered_kv.base import OffloadKey
@@ -32,8 +30,6 @@ from tiered_kv.testing.faults import FailingTier, HangingTier, HeldJobsTier, Lie
 from tiered_kv.testing.rig import FourMethodTier, make_keys
 from tiered_kv.toolkit import Outcome
 from tiered_kv_memory.tier import MemoryTier
-
-__all__ = ["moto_server", "redis_server"]
 
 OpenHeld = Callable[..., DirectTiers]
 TARGET = 1 << 16

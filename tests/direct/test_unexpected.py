@@ -12,8 +12,6 @@ import pytest
 
 from tests.direct.conftest import BLOCK_BYTES, MEMORY, WAIT_S, Register, offsets, open_direct
 from tests.support.entries import s3_entry
-from tests.support.redis_servers import redis_server
-from tests.support.s3_servers import moto_server
 from tests.support.stacks import PATIENT
 from tiered_kv.direct import tasks, thread
 from tiered_kv.errors import ShutdownError
@@ -93,8 +91,6 @@ def test_a_task_that_is_posted_while_the_tiers_close_is_answered(pool: Any) -> N
     for _ in range(50 - refused):
         assert answers.get(timeout=WAIT_S) == [False]
 
-
-__all__ = ["moto_server", "redis_server"]
 
 COUNT = 64
 START, SIZE = 1 << 19, COUNT * BLOCK_BYTES

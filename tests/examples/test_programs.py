@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from tests.support.pages import commands
-from tests.support.redis_servers import PATIENT, RedisServer, redis_server
-from tests.support.s3_servers import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server, moto_bucket, moto_server
+from tests.support.redis_servers import PATIENT, RedisServer
+from tests.support.s3_servers import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server
 from tiered_kv._cli.output import Status
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
@@ -118,9 +118,6 @@ class TestKeyedNames(TierConformance):
 
 
 # The stacks over tiers that machines share: what one stores, another that is opened later loads.
-
-
-__all__ = ["moto_bucket", "moto_server", "redis_server"]
 
 
 def check(name: str, **changes: object) -> None:

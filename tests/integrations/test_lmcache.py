@@ -29,11 +29,9 @@ from tests.support.lmcache_programs import (
     bench,
     run,
 )
-from tests.support.redis_servers import RedisServer, redis_server
+from tests.support.redis_servers import RedisServer
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
-
-__all__ = ["redis_server"]  # a fixture
 
 pytestmark = pytest.mark.slow
 

@@ -32,12 +32,10 @@ from tests.support.engines import (
     running,
 )
 from tests.support.entries import s3_entry
-from tests.support.redis_servers import RedisServer, redis_server
-from tests.support.s3_servers import S3Server, moto_bucket, moto_server
+from tests.support.redis_servers import RedisServer
+from tests.support.s3_servers import S3Server
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.proxy import Faults
-
-__all__ = ["moto_bucket", "moto_server", "redis_server"]  # fixtures
 
 pytestmark = pytest.mark.slow
 

@@ -13,10 +13,7 @@ import pytest
 
 from tests.support.disk_use import fs_ledger, occupied_bytes
 from tests.support.entries import rig_of
-from tests.support.places import Place, PlaceOf, place_of
-from tests.support.redis_groups import redis_cluster, redis_sentinel
-from tests.support.redis_servers import redis_server
-from tests.support.s3_servers import moto_server
+from tests.support.places import Place, PlaceOf
 from tiered_kv.testing.administration import BLOCKS, TierAdministrationConformance
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
@@ -24,8 +21,6 @@ from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.toolkit.administration import TierAdministration
 from tiered_kv_fs.administration import FsAdministration
 from tiered_kv_fs.settings import FsSettings
-
-__all__ = ["moto_server", "place_of", "redis_cluster", "redis_sentinel", "redis_server"]
 
 BLOCK_BYTES = 65_536
 CAPACITY_BYTES = 16 << 20

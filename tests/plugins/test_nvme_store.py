@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from tests.support.disks import FaultyDisk, Interfere, fail, full_after, without_faults
-from tests.support.patient_nvme import patient_nvme
 from tests.support.segment_map import SegmentMap
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError
@@ -288,8 +287,6 @@ def test_temporary_files_of_a_crash_while_opening_are_removed(bench: StoreBench)
     bench.open()
     assert not any(path.exists() for path in leftovers)
 
-
-__all__ = ["patient_nvme"]
 
 pytestmark = pytest.mark.usefixtures("patient_nvme")
 

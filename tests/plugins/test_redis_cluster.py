@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.conftest import OpenRedis
-from tests.support.redis_groups import SERVICE, RedisClusterServers, RedisSentinelServers, redis_cluster, redis_sentinel
-from tests.support.redis_servers import RedisServer, redis_server
+from tests.support.redis_groups import SERVICE, RedisClusterServers, RedisSentinelServers
+from tests.support.redis_servers import RedisServer
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
@@ -21,7 +21,6 @@ from tiered_kv.testing.rig import make_keys
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
-__all__ = ["redis_cluster", "redis_sentinel", "redis_server"]
 
 until = partial(wait_until, timeout_s=120.0, pause_s=0.1)
 

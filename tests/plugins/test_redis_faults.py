@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from tests.plugins.conftest import DIGEST, OpenRedis, block_names, calls
-from tests.support.redis_servers import RedisServer, redis_server
+from tests.support.redis_servers import RedisServer
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
@@ -23,8 +23,6 @@ from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.tier import RedisTier
 
 pytest.importorskip("redis", reason="redis-py is not installed")
-
-__all__ = ["redis_server"]
 
 
 def test_a_full_server_refuses_blocks_and_gives_those_it_has(redis_server: RedisServer, open_redis: OpenRedis) -> None:

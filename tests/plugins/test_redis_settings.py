@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from tests.plugins.conftest import OpenRedis
-from tests.support.redis_servers import PASSWORD, RedisServer, redis_server, tls_redis_server
+from tests.support.redis_servers import PASSWORD, RedisServer
 from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.rig import make_keys
@@ -25,8 +25,6 @@ from tiered_kv.toolkit import resolver
 pytest.importorskip("redis", reason="redis-py is not installed")
 
 from tiered_kv_redis.settings import Address, RedisSettings
-
-__all__ = ["redis_server", "tls_redis_server"]
 
 SECRET = "pl4nted-s3cret"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.entries import rig_of, s3_entry
-from tests.support.s3_servers import S3Server, moto_bucket, moto_server
+from tests.support.s3_servers import S3Server
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
@@ -23,7 +23,6 @@ from tiered_kv_s3.settings import S3Settings
 
 pytest.importorskip("boto3", reason="boto3 is not installed")
 
-__all__ = ["moto_bucket", "moto_server"]
 
 pytestmark = pytest.mark.slow
 

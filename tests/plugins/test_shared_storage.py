@@ -15,16 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.disk_use import occupied_bytes
-from tests.support.places import SPEC, Place, PlaceOf, place_of
-from tests.support.redis_servers import redis_server
+from tests.support.places import SPEC, Place, PlaceOf
 from tests.support.stacks import ReplaceModule
 from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, compressible_content, make_keys
 from tiered_kv.toolkit.epoch import EpochMark, forget_retired
-
-__all__ = ["place_of", "redis_server"]
 
 KEY_1, KEY_2 = "11" * 32, "22" * 32
 OLD, NEW, LATE = make_keys(4, "old"), make_keys(4, "new"), make_keys(4, "late")

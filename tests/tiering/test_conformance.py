@@ -19,11 +19,10 @@ from tests.support.doors import codec_id_of
 from tests.support.entries import s3_entry
 from tests.support.figures import Profile
 from tests.support.host_server import serving
-from tests.support.patient_nvme import PATIENCE_S, opening_nvme, patient_nvme
-from tests.support.places import Place, PlaceOf, place_of
-from tests.support.redis_groups import redis_cluster
-from tests.support.redis_servers import PASSWORD, RedisServer, redis_server, tls_redis_server
-from tests.support.s3_servers import S3Server, installed_server, moto_bucket, moto_server
+from tests.support.patient_nvme import PATIENCE_S, opening_nvme
+from tests.support.places import Place, PlaceOf
+from tests.support.redis_servers import PASSWORD, RedisServer
+from tests.support.s3_servers import S3Server
 from tests.support.segment_map import SegmentMap
 from tests.support.stacks import stack_of
 from tiered_kv.metrics.instruments import count_of
@@ -32,24 +31,11 @@ from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.proxy import FaultProxy, Faults
 from tiered_kv.testing.rig import OpenTier, compressible_content, make_keys
-from tiered_kv.testing.servers import fake_redis_url
 from tiered_kv.testing.wire_faults import ByteFault, TierUnderWireFaults
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.toolkit.codecs import ZSTD_ID
 from tiered_kv.toolkit.record import HEADER_BYTES
-
-__all__ = [
-    "fake_redis_url",
-    "installed_server",
-    "moto_bucket",
-    "moto_server",
-    "patient_nvme",
-    "place_of",
-    "redis_cluster",
-    "redis_server",
-    "tls_redis_server",
-]
 
 ZSTD: dict[str, object] = {"codec": "zstd"}
 AES: dict[str, object] = {"codec": "aes-256-gcm", "encryption": {"keys": {1: "11" * 32}}}
@@ -82,6 +68,7 @@ class TestMemoryTier(OfPlace):
     kind = "memory"
 
 
+@pytest.mark.slow
 class TestMemoryTierWithCompression(TestMemoryTier):
     settings = ZSTD
     compressible = True
@@ -125,6 +112,7 @@ class TestNvmeTier(OfPlace):
         return opening_nvme({**self.place.entry, **self.settings})
 
 
+@pytest.mark.slow
 class TestNvmeTierThroughThePageCache(TestNvmeTier):
     settings: ClassVar[dict[str, object]] = {"direct": False}
     block_bytes = 1000
@@ -207,7 +195,6 @@ class TestRedisTierOnACluster(TestRedisTier):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("moto_server")
 class TestS3Tier(OfPlace):
     kind = "s3"
     survives_reopen = True
@@ -274,7 +261,6 @@ KEYS = make_keys(8)
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("redis", "s3")]
 
 
-@pytest.mark.usefixtures("moto_server")
 @pytest.mark.parametrize("kind", ["memory", "fs", *SLOW])
 def test_records_are_shorter_than_their_blocks(kind: str, place_of: PlaceOf) -> None:
     place = place_of(kind)

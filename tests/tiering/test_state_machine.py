@@ -15,8 +15,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.support.disk_use import damage_files
 from tests.support.entries import damage_objects, s3_entry
-from tests.support.redis_servers import RedisServer, redis_server
-from tests.support.s3_servers import S3Server, moto_bucket, moto_server
+from tests.support.redis_servers import RedisServer
+from tests.support.s3_servers import S3Server
 from tiered_kv.audit.audit import AuditRules
 from tiered_kv.audit.manager import AuditedManager
 from tiered_kv.config.settings import TierSettings
@@ -38,8 +38,6 @@ from tiered_kv_memory.settings import MemorySettings
 from tiered_kv_memory.tier import MemoryTier
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.tier import NvmeTier
-
-__all__ = ["moto_bucket", "moto_server", "redis_server"]
 
 NUM_BLOCKS = 16
 BLOCK_BYTES = 512

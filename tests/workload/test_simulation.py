@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.support import stacks
 from tests.support.entries import s3_entry
-from tests.support.redis_servers import PATIENT, RedisServer, redis_server
-from tests.support.s3_servers import S3Server, moto_bucket, moto_server
+from tests.support.redis_servers import PATIENT, RedisServer
+from tests.support.s3_servers import S3Server
 from tests.support.stacks import manager_of
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
@@ -35,7 +35,6 @@ from tiered_kv_redis.settings import RedisKeys
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.sweeper import S3Keys
 
-__all__ = ["moto_bucket", "moto_server", "redis_server"]
 KIB = 1 << 10
 BLOCK_BYTES = 4 * KIB
 SMALL = ChatWorkload(chats=30, turns=5, active_chats=15, turn_blocks=3)
