@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from tests.support.command import Command
 from tests.support.redis_servers import RedisServer
 from tests.support.stacks import ReplaceModule, stack_file
+from tests.support.status_server import StatusServer, response
 from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import JobMetadata, JobResult
 
@@ -59,8 +59,8 @@ def test_what_is_too_large_is_said_once_with_its_line_and_a_size_that_a_setting_
 def test_an_address_that_is_taken_is_found(tmp_path: Path, check: Command) -> None:
     pytest.importorskip("prometheus_client")
     pytest.importorskip("zmq")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with StatusServer(lambda: response(b"", "HTTP/1.1 404 Not Found")) as taken:
+        address = f"127.0.0.1:{taken.port}"
         file = Path(stack_file(tmp_path, "type: memory, capacity: 1MiB"))
         extra = f'metrics: {{listen: "{address}"}}\nevents: {{publish: "tcp://{address}"}}\n'
         file.write_text(file.read_text() + extra)

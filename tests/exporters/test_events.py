@@ -41,6 +41,12 @@ SETTINGS = EventSettings(publish=ANY_PORT, replay=ANY_PORT)
 OpenStack = Callable[..., Stack]
 
 
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publish without waiting for the scheduler's steps: there are none, or few."""
+    monkeypatch.setattr("tiered_kv.exporters.events.STEP_WAITS_MAX", 0)
+
+
 @pytest.fixture
 def open_with_events(closing: ExitStack) -> OpenStack:
     def open_it(*secondary: dict[str, object], blocks: int = 8) -> Stack:
@@ -131,10 +137,10 @@ def test_what_happened_before_the_stack_closes_is_published(open_with_events: Op
         subscriber.connect(lambda: publisher_of(stack).publish([stored(*make_keys(1, "probe"))]))
         stack.put(block_hashes(make_keys(2)), np.zeros((2, BLOCK_BYTES), np.uint8))
         stack.close()
-        received: list[Message] = []
-        while message := subscriber.receive(0.2):
-            received.append(message)
-        assert index_of(received)["memory"] == hashes(make_keys(2))
+        received: list[Message | None] = []
+        while index_of(filter(None, received)).get("memory") != hashes(make_keys(2)):
+            received.append(subscriber.receive(20.0))
+            assert received[-1] is not None, "no message came"
 
 
 def test_a_stack_without_events_has_no_publisher() -> None:

@@ -136,6 +136,7 @@ def test_the_one_who_makes_the_directory_again_owns_it(bench: StoreBench, monkey
 
 def test_a_lock_file_that_is_deleted_lets_nobody_else_in(bench: StoreBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiered_kv_nvme.reclaimer._WATCH_S", 3600.0)
+    monkeypatch.setattr("tiered_kv_nvme.directory._CLEANER_S", 0.0)
     bench.open_ready()
     (bench.path / "lock").unlink()
     with pytest.raises(TierBusyError, match="is in use by another tier of this process"):

@@ -268,5 +268,5 @@ def test_bytes_under_way_are_bounded(open_rig: OpenRedis, liar: Liar, pipeline: 
     liar.hold = blocks  # so many are requested before the first reply
     assert rig.load(keys) == set(keys)
     liar.hold = blocks + 1  # and never more
-    (result,) = rig.wait([rig.submit_load(keys, deadline=time.monotonic() + 0.3)])
+    (result,) = rig.wait([rig.submit_load(keys, deadline=time.monotonic() + 0.05)])
     assert not result.successful_keys

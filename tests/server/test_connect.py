@@ -117,7 +117,10 @@ def test_without_a_server_nothing_is_found_and_nothing_waits(tmp_path: Path, cap
     assert any("attached to the host's cache" in each for each in told)
 
 
-def test_a_program_without_calls_lets_the_memory_of_its_server_go(tmp_path: Path) -> None:
+def test_a_program_without_calls_lets_the_memory_of_its_server_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv.server.idle._PAUSE_S", 0.01)
     with serving(tmp_path) as served:
         stack = tiered_kv.connect(served.address)
     with stack:

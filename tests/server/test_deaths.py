@@ -130,6 +130,7 @@ def test_an_engine_that_is_stopped_keeps_its_rows(tmp_path: Path) -> None:
         wait_for(lambda: served.count(lambda host: len(host.sessions)) == 1 and len(served.server._channels) == 1)
 
 
+@pytest.mark.slow
 def test_an_engine_goes_on_while_the_server_is_stopped(tmp_path: Path) -> None:
     with server_process(tmp_path) as process:
         engine = Engine(f"unix:{tmp_path}/cache.sock", "first")
@@ -150,6 +151,7 @@ def test_an_engine_goes_on_while_the_server_is_stopped(tmp_path: Path) -> None:
         engine.close()
 
 
+@pytest.mark.slow
 def test_an_engine_attaches_again_after_the_server_was_killed(tmp_path: Path) -> None:
     with server_process(tmp_path):
         engine = Engine(f"unix:{tmp_path}/cache.sock", "first")
