@@ -108,6 +108,7 @@ def parsed(page: Path) -> Parsed:
     return found
 
 
+@pytest.mark.slow
 def test_a_simulation_of_policies_writes_a_page_with_their_curves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -212,10 +212,10 @@ def test_a_request_that_asks_for_the_same_blocks_for_ever_takes_no_more_memory(h
 
 
 def test_only_the_last_requests_are_kept(history: BlockHistory) -> None:
-    for number in range(1500):
+    for number in range(1050):
         ask(history, make_keys(1), f"r-{number}")
     requests = history.requests()
-    assert [request.req_id for request in requests] == [f"r-{number}" for number in range(1500 - 1024, 1500)]
+    assert [request.req_id for request in requests] == [f"r-{number}" for number in range(1050 - 1024, 1050)]
     assert requests[-1].misses == {"cpu": {"absent": 1}, "disk": {"absent": 1}}
     assert requests[-1].first_missed == make_keys(1)[0]
 

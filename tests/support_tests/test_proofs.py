@@ -152,6 +152,7 @@ def wait_for_no_tracer() -> None:
     time.sleep(600.0)
 
 
+@pytest.mark.slow
 def test_a_child_that_waits_for_a_tracer_ends_with_its_parent(tmp_path: Path) -> None:
     with Child(wait_for_no_tracer, str(tmp_path / "log")) as parent:
         process_id = int(parent.line())

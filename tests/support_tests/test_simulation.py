@@ -71,6 +71,7 @@ def test_no_seed_breaks_a_promise(figures: Figures, profile: Profile) -> None:
     assert failure is None, str(failure and failure.shortest())
 
 
+@pytest.mark.slow
 def test_a_seed_replays_its_run_exactly() -> None:
     assert history_of(3) == history_of(3)
     assert history_of(3) != history_of(4)

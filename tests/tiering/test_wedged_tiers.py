@@ -106,7 +106,7 @@ OpenEngine = Callable[[Wrap], Engine]
 def open_engine(gate: Gate, clock: ManualClock, closing: ExitStack) -> OpenEngine:
     def open_one(wrap: Wrap) -> Engine:
         engine = Engine(wrap, gate, clock)
-        closing.callback(engine.manager.shutdown, timeout_s=0.5)
+        closing.callback(engine.manager.shutdown, timeout_s=0.1)
         closing.callback(gate.open)
         return engine
 

@@ -173,7 +173,7 @@ class TierConformance:
     def test_a_block_that_is_answered_true_during_its_store_can_be_loaded(self, rig: TierRig) -> None:
         keys = make_keys(256)
         store = rig.submit_store(keys)
-        for key in keys:
+        for key in keys[::4]:
             if rig.lookup(key):
                 assert rig.load([key]) == {key}
         rig.wait([store])
