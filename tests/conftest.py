@@ -127,16 +127,15 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def _keep_what_boto3_parses() -> None:
-    """Let botocore, if a test uses it, parse each description of a service once, and not for each client: 0.1 s."""
+    """Let botocore, if a test uses it, look for descriptions of services once, and not for each session: 0.1 s."""
     if (loaders := sys.modules.get("botocore.loaders")) is not None:
-        load, kept = loaders.JSONFileLoader.load_file, dict[str, object]()
+        begin, kept = loaders.Loader.__init__, dict[object, object]()
 
-        def load_once(loader: object, path: str) -> object:
-            if path not in kept:
-                kept[path] = load(loader, path)
-            return kept[path]
+        def begin_with_kept(loader: Any, *arguments: object, **options: object) -> None:  # Any: botocore's
+            begin(loader, *arguments, **options)
+            loader._cache = kept
 
-        loaders.JSONFileLoader.load_file = load_once
+        loaders.Loader.__init__ = begin_with_kept
 
 
 @pytest.hookimpl(wrapper=True)
@@ -217,11 +216,16 @@ def _nothing_left_behind(temporary_directory: Path) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _disks_that_need_no_flush(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spare the quick tests the waits for the machine's disk. What a crash of the machine leaves is for slow tests."""
+def _no_waits_for_disks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare the quick tests flushes, and the pause before fs asks again for room, which it does for its first block.
+
+    What a crash of the machine leaves is for slow tests.
+    """
     if request.node.get_closest_marker("slow") is None:
         monkeypatch.setattr(os, "fsync", lambda fd: None)
         monkeypatch.setattr(os, "fdatasync", lambda fd: None)
+        if (keeper := sys.modules.get("tiered_kv_fs.keeper")) is not None:
+            monkeypatch.setattr(keeper, "_BUSY_PAUSE_S", 0.005)
 
 
 @pytest.fixture
