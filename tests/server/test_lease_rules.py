@@ -6,26 +6,84 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.host_server import content_of, keys_of, stack_of
+from tests.support.host_server import BLOCK_BYTES, content_of, keys_of, stack_of
+from tests.support.stacks import plugged
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.hooks import TierType
 from tiered_kv.server.attach import Attachment, HostLink
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.server import CacheServer, listen
+from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 ROWS = 24
 KEYS = keys_of(30)
 ENGINES = 3
+
+
+class TierBelow(SecondaryTierManager):
+    """A tier that copies a turn after it was asked to, so that each run of an example is the same."""
+
+    is_nonblocking = True
+
+    def __init__(self, spec: object, view: memoryview, tier_type: str) -> None:
+        super().__init__(spec, view, tier_type)
+        self._rows = np.asarray(view)
+        self._blocks: dict[OffloadKey, bytes] = {}
+        self._new: list[tuple[JobMetadata, bool]] = []
+        self._begun: list[tuple[JobMetadata, bool]] = []
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        return key in self._blocks
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._new.append((job_metadata, True))
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._new.append((job_metadata, False))
+
+    def get_finished(self) -> list[JobResult]:
+        ended, self._begun, self._new = self._begun, self._new, []
+        for job, is_store in ended:
+            for key, row in zip(job.keys, job.block_ids, strict=True):
+                if is_store:
+                    self._blocks[key] = self._rows[row].tobytes()
+                    assert self._blocks[key] == content_of(key), "wrong bytes are stored"
+                else:
+                    self._rows[row] = np.frombuffer(self._blocks.get(key, bytes(BLOCK_BYTES)), np.uint8)
+        return [JobResult(job.job_id, True) for job, _ in ended]
+
+    def reset_cache(self) -> bool:
+        self._blocks.clear()
+        return True
+
+    def shutdown(self) -> None:
+        self._rows, self._primary_kv_view = np.empty(0, np.uint8), memoryview(b"")
+
+
+@pytest.fixture(autouse=True)
+def _below() -> Iterator[None]:
+    with plugged(TierType("below", TierSettings, lambda: TierBelow)):
+        yield
+
+
+STACK = {
+    **stack_of(rows=ROWS, secondary=[{"type": "below"}], prefill="off"),
+    "primary": {"capacity": ROWS * BLOCK_BYTES, "promotion_hold": 1e-9},
+}
 
 
 @dataclass(eq=False)
@@ -53,7 +111,7 @@ class LeaseRules(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        self.namespaces = Namespaces(stack_of(rows=ROWS))
+        self.namespaces = Namespaces(STACK)
         self.namespaces.open_own()
         self.server = CacheServer(listen(self.path), self.namespaces, pidfd_of=self.pidfd_of)
 
