@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,17 +131,46 @@ def test_engines_share_a_cache_that_outlives_them(tmp_path: Path, closing: ExitS
         assert served(again, prompt) == (tokens, [FOUND])
 
 
+@contextmanager
+def loaded(engine: Talk, expected: list[list[list[int]]]) -> Iterator[None]:
+    """Serve prompts meanwhile, and check the tokens."""
+    over, answers = threading.Event(), list[tuple[int, Message]]()
+
+    def serve() -> None:
+        for number in itertools.cycle(range(len(PROMPTS))):
+            if over.is_set():
+                return
+            answers.append((number, engine.ask(prompts=[PROMPTS[number]])))
+
+    with ThreadPoolExecutor(1) as thread:
+        serving = thread.submit(serve)
+        try:
+            yield
+        finally:
+            over.set()
+    serving.result()
+    assert answers
+    assert all(answer["tokens"] == expected[number] for number, answer in answers)
+
+
 @pytest.mark.full
-def test_an_engine_of_two_workers_finds_what_it_stored_before_it_was_killed(tmp_path: Path, closing: ExitStack) -> None:
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_two_replicas_are_restarted_in_turns_under_load(
+    tensor_parallel_size: int, tmp_path: Path, closing: ExitStack
+) -> None:
     interpreter("0.32.0")
-    host = Host(closing, tmp_path, tensor_parallel_size=2)
+    host = Host(closing, tmp_path, tensor_parallel_size)
     expected = tokens_of_the_engine_alone(host)
     host.start_server()
-    for _ in range(2):
-        engine = host.start_engine()
-        for prompt, tokens in zip(PROMPTS, expected, strict=True):
-            restore(engine, prompt, tokens)
-        engine.program.kill()
+    engines = [host.start_engine(), host.start_engine()]
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        restore(engines[0], prompt, tokens)
+    for number in range(2):
+        with loaded(engines[1 - number], expected):
+            engines[number].program.kill()
+            engines[number] = host.start_engine()
+            for prompt, tokens in zip(PROMPTS, expected, strict=True):
+                restore(engines[number], prompt, tokens)
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, pytest.param(2, marks=pytest.mark.full)])
