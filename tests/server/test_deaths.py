@@ -187,7 +187,7 @@ garbage = st.tuples(
     st.integers(0, 80), st.integers(0, 15), st.integers(0, 600), st.integers(0, 5), st.binary(max_size=200)
 )
 requests = st.integers(1, 3)
-rows = st.lists(st.integers(0, 40), max_size=4)
+rows = st.lists(st.integers(0, 60), max_size=4)
 
 
 def of_rows(code: int, *, with_keys: bool = False) -> st.SearchStrategy[Any]:
@@ -207,7 +207,6 @@ def of_rows(code: int, *, with_keys: bool = False) -> st.SearchStrategy[Any]:
 
 
 messages = st.one_of(
-    garbage,
     st.builds(lambda number: (protocol.BEGIN, 0, 0, number, protocol.BEGUN.pack(0, 1) + b"r"), requests),
     st.builds(
         lambda number, flags, count, first: (
@@ -230,14 +229,22 @@ messages = st.one_of(
 )
 
 
+OPENING = [(protocol.BEGIN, 0, 0, 1, protocol.BEGUN.pack(0, 1) + b"r"), (protocol.GRANT, 0, 0, 32, b"")]
+
+
 @settings(max_examples=settings().max_examples // 2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     role=st.sampled_from(["scheduler", "worker", None]),
-    sent=st.lists(st.tuples(messages, st.sampled_from([None, None, None, 0, 1 << 31])), max_size=12),
+    sent=st.lists(messages, max_size=12),
+    then=st.lists(st.tuples(st.one_of(garbage, messages), st.sampled_from([None, 0, 1 << 31])), max_size=4),
     last=st.binary(min_size=1, max_size=2000),
 )
 def test_a_client_that_sends_garbage_harms_nobody(
-    garbage_server: tuple[Served, Engine], role: str | None, sent: list[tuple[Any, int | None]], last: bytes
+    garbage_server: tuple[Served, Engine],
+    role: str | None,
+    sent: list[Any],
+    then: list[tuple[Any, int | None]],
+    last: bytes,
 ) -> None:
     served, honest = garbage_server
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
@@ -250,7 +257,7 @@ def test_a_client_that_sends_garbage_harms_nobody(
             for fd in fds:
                 os.close(fd)
         with suppress(BrokenPipeError, ConnectionResetError):  # the server has closed the connection
-            for (code, flags, items, number, body), size in sent:
+            for (code, flags, items, number, body), size in [*((each, None) for each in [*OPENING, *sent]), *then]:
                 sock.send(protocol.HEADER.pack(code, flags, items, number, len(body) if size is None else size) + body)
             sock.send(last)
 
