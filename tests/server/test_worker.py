@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -186,6 +187,20 @@ def test_an_engine_without_requests_notices_that_its_server_has_gone(tmp_path: P
         with serving(tmp_path):
             wait_for(lambda: manager.is_attached)
             assert worker.mapped == [False, True]
+
+
+def test_a_worker_starts_though_its_connection_is_lost_while_it_maps_the_rows(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+
+        def lose(_: PrimaryRegion) -> WorkerHandlers:
+            served.disconnect("worker")
+            served.count(lambda _: 0)  # it is lost
+            return WorkerHandlers(mock.Mock(), mock.Mock())
+
+        worker = HostWorker(Attachment(served.address, Hello(NAME, "worker")), lose)
+        scheduler = scheduler_of(served)
+        scheduler.step_until(lambda: scheduler.manager.is_attached)
+        worker.handlers.shutdown()
 
 
 def test_a_worker_starts_without_a_server_and_maps_its_rows_later(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +17,7 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import RETRY_MAX_S, RETRY_MIN_S, Attachment, HostLink, HostRows, unused_address
+from tiered_kv.server.protocol import ClosedError
 from tiered_kv.threads import start_thread
 from tiered_kv.worker.handlers import WorkerHandlers
 
@@ -74,7 +76,8 @@ class HostWorker:
         self._closed = threading.Event()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            self._connect()
+            with suppress(ClosedError):  # the server ended meanwhile: the thread connects to the next one
+                self._connect()
             self._thread = start_thread(self._run, "tiered-kv-host-rows")
         except BaseException:
             self._unlink()
