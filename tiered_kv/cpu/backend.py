@@ -79,8 +79,9 @@ class RequestChain:
         """
         if self._place(blocks):
             return
-        positions = [self._positions.get(block.key, -1) for block in blocks]
-        if all(before < after for before, after in zip([-1, *positions], positions, strict=False)):
+        known = self._positions
+        positions = [known.get(block.key, -1) for block in blocks] if known else []
+        if positions and all(before < after for before, after in zip([-1, *positions], positions, strict=False)):
             for block, position in zip(blocks, positions, strict=True):
                 block.chain = self
                 block.position = position
@@ -174,21 +175,22 @@ class CPUBackend(Backend):
         super().__init__(block_size=region.block_bytes, medium=CPULoadStoreSpec.medium())
         self.region = region
         self.num_blocks = region.num_blocks
+        self.made: list[CPUBlock] = []
+        """The blocks by row; those that were never allocated are not made."""
         self._free: list[CPUBlock] = []
-        self._num_made = 0
 
     def get_num_free_blocks(self) -> int:
-        return len(self._free) + self.num_blocks - self._num_made
+        return len(self._free) + self.num_blocks - len(self.made)
 
     def allocate_blocks(self, block_hashes: Sequence[OffloadKey]) -> list[CPUBlock]:
         count = len(block_hashes)
         missing = count - len(self._free)
         if missing > 0:
-            first = self._num_made
+            first = len(self.made)
             assert first + missing <= self.num_blocks, "allocate_blocks without room"
-            self._num_made += missing
             # In rising order, so that neighbours in a prefix become neighbours in memory.
-            self._free[:0] = [CPUBlock(block_id) for block_id in range(first, first + missing)]
+            self.made += [CPUBlock(block_id) for block_id in range(first, first + missing)]
+            self._free[:0] = self.made[first:]
         if not count:
             return []
         if count == 1:  # a promoted block: its hot path

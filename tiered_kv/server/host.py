@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tiered_kv.backend import BlockStatus
-from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.server import protocol
 from tiered_kv.server.memory import Generations, HostRegion
 from tiered_kv.server.protocol import Welcome
+from tiered_kv.server.session_request import RowIndex
 from tiered_kv.stack import EngineStack
 from tiered_kv.stack_config import StackConfig
 from tiered_kv.tiering.pace import EngineCost
@@ -103,6 +104,7 @@ class Host:
             self.generations.close()
             raise
         self.manager = self.stack.manager
+        self.index = RowIndex(self.manager.primary.blocks, self.generations.values)
         self.sessions: dict[str, HostSession] = {}
         self.leases_max = max(1, config.primary_blocks // LEASE_SHARE)
         self.grant_max = max(1, config.primary_blocks // GRANT_MAX_SHARE)
@@ -188,6 +190,7 @@ class Host:
     def reset(self, by: HostSession) -> None:
         """Forget every block, and tell all engines."""
         self.manager.reset_cache()
+        self.index.clear()
         for session in self.sessions.values():
             session.send(protocol.EPOCH, self.epoch, session is by)
 
@@ -205,11 +208,12 @@ class Host:
         current = self.generations.values
         return [current[row] if row <= protocol.ROW_MAX else 0 for row in rows]
 
-    def tiers_of(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> bytes:
+    def blocks_of(self, rows: Iterable[int]) -> list[CPUBlock]:
+        """Return the block of each row."""
+        return list(map(self._backend.made.__getitem__, rows))
+
+    def tiers_of(self, keys: Iterable[OffloadKey], sources: Mapping[OffloadKey, str]) -> bytes:
         """Return for each block the number of the tier that it was promoted from for a request; 0 for none."""
-        sources = self.manager.sources_of(req_context)
-        if not sources:
-            return bytes(len(keys))
         return bytes(self._tiers.get(sources.get(key, ""), 0) for key in keys)
 
     def close(self, timeout: float) -> None:

@@ -220,8 +220,17 @@ def pack_keys(keys: Sequence[OffloadKey]) -> bytes:
     return b"".join(keys)
 
 
-def split_keys(body: memoryview, count: int) -> list[OffloadKey]:
+def split_keys(body: memoryview | bytes, count: int) -> list[OffloadKey]:
     """Return the keys of a body that has nothing else.
+
+    Raises:
+        ProtocolError: They do not fit, or are too many.
+    """
+    return list(struct.unpack(f"{key_bytes_of(body, count)}s" * count, body))  # five times as fast as slices
+
+
+def key_bytes_of(body: memoryview | bytes, count: int) -> int:
+    """Return the length of each key of a body that has nothing else.
 
     Raises:
         ProtocolError: They do not fit, or are too many.
@@ -229,7 +238,7 @@ def split_keys(body: memoryview, count: int) -> list[OffloadKey]:
     size, rest = divmod(len(body), count) if count else (0, 1)
     if rest or not 4 <= size <= KEY_BYTES_MAX or count > KEYS_MAX:
         raise ProtocolError(f"expected at most {KEYS_MAX} keys of one length, at most {KEY_BYTES_MAX} bytes each")
-    return list(struct.unpack(f"{size}s" * count, body))  # five times as fast as slices
+    return size
 
 
 def pack_rows(rows: Sequence[int]) -> bytes:
@@ -267,7 +276,6 @@ class Channel:
         self._packet = bytearray()
         self._packets: deque[bytes] = deque()
         self._waiting_bytes = 0
-        self._is_overrun = False
         self._buffer = bytearray(PACKET_BYTES_MAX + 1)
         self._view = memoryview(self._buffer)
 
@@ -287,14 +295,9 @@ class Channel:
         Raises:
             ProtocolError: Too much waits. From now on `flush` raises, too.
         """
-        self._raise_if_overrun()
-        packet = self._packet
-        if packet and len(packet) + HEADER.size + len(body) > PACKET_BYTES_MAX:
+        if len(self._packet) + HEADER.size + len(body) > PACKET_BYTES_MAX:
             self._close_packet()
-            packet = self._packet
-        packet += HEADER.pack(code, flags, count, number, len(body))
-        packet += body
-        self._is_overrun = len(packet) + self._waiting_bytes > self._limit_bytes
+        self._packet += HEADER.pack(code, flags, count, number, len(body)) + body
         self._raise_if_overrun()
 
     def flush(self) -> None:
@@ -308,8 +311,7 @@ class Channel:
         if self._packet and not self._packets and self._send(self._packet):
             self._packet = bytearray()
             return
-        if self._packet:
-            self._close_packet()
+        self._close_packet()
         while self._packets and self._send(self._packets[0]):
             self._waiting_bytes -= len(self._packets.popleft())
 
@@ -346,13 +348,14 @@ class Channel:
         return True
 
     def _raise_if_overrun(self) -> None:
-        if self._is_overrun:
+        if len(self._packet) + self._waiting_bytes > self._limit_bytes:
             raise ProtocolError(f"the other side has left more than {self._limit_bytes} bytes unread")
 
     def _close_packet(self) -> None:
-        self._packets.append(bytes(self._packet))
-        self._waiting_bytes += len(self._packet)
-        self._packet = bytearray()
+        if self._packet:
+            self._packets.append(bytes(self._packet))
+            self._waiting_bytes += len(self._packet)
+            self._packet = bytearray()
 
 
 def messages_of(packet: memoryview) -> Iterator[Message]:

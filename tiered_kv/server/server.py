@@ -175,12 +175,9 @@ class CacheServer:
         process = _Process(channel, pid, pidfd, time.monotonic())
         self._processes.add(process)
         self._channels[channel] = process
-        self._selector.register(sock, selectors.EVENT_READ, lambda mask: self._read(process, mask))
+        receive = functools.partial(self._receive, process)
+        self._selector.register(sock, selectors.EVENT_READ, lambda _: self._guarded(process, receive))
         self._selector.register(pidfd, selectors.EVENT_READ, lambda _: self._has_ended(process))
-
-    def _read(self, process: _Process, mask: int) -> None:
-        if mask & selectors.EVENT_READ:
-            self._guarded(process, lambda: self._receive(process))
 
     def _receive(self, process: _Process) -> None:
         for message in process.channel.receive(_PACKETS_A_TURN):

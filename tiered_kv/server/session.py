@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import takewhile
 from operator import attrgetter, truth
 
 from tiered_kv.base import OffloadKey, ReqContext
@@ -17,6 +16,7 @@ from tiered_kv.hints import HINTS_KEY
 from tiered_kv.server import protocol
 from tiered_kv.server.host import Host
 from tiered_kv.server.protocol import Channel, ClosedError, Message, ProtocolError
+from tiered_kv.server.session_request import SessionRequest
 from tiered_kv.tiering.pace import EngineCost
 
 REQUESTS_MAX = 100_000
@@ -26,32 +26,6 @@ ASKED_AGAIN_MAX = 512
 """Keys that a session looks up again at the end of a step, since a tier may have answered by then."""
 _QUESTIONS_MAX = 4096
 _row_of, _pins_of = attrgetter("block_id"), attrgetter("ref_cnt")
-
-
-@dataclass(slots=True, eq=False)
-class SessionRequest:
-    """A request of an engine."""
-
-    number: int
-    context: ReqContext
-    keys: list[OffloadKey] = field(default_factory=list)
-    codes: list[int] = field(default_factory=list)
-    """For each key its row, or a code of the protocol."""
-    answered: int = 0
-    """Keys before this one have their final codes."""
-    leased: dict[int, CPUBlock] = field(default_factory=dict)
-    is_ahead: bool = False
-    """Whether it waits in the engine's queue."""
-    prefetched: int = 0
-    """Keys before this one are ready, or were given to the manager's prefetch."""
-    told: list[int] = field(default_factory=list)
-    """The codes that were last sent, from `answered` on, if they were not all final."""
-    promoting: int = 0
-    """How many of its blocks were being promoted when it was last looked up."""
-    unanswered: int = 0
-    """How many of its keys had no final code then."""
-    asked_to: int = 0
-    """Where looking its keys up again goes on."""
 
 
 class Session:
@@ -137,10 +111,9 @@ class Session:
         for request in changed.values():
             if request.is_ahead:
                 self._lease_ready(request)
-                rest = request.keys[max(request.answered, request.prefetched) :]
-                request.prefetched = len(request.keys)
-                if rest:
-                    self.host.manager.prefetch(rest, request.context)
+                known, request.prefetched = max(request.answered, request.prefetched), len(request.codes)
+                if known < len(request.codes):
+                    self.host.manager.prefetch(request.keys[known:], request.context)
             else:
                 self._look_up(request)
 
@@ -178,28 +151,34 @@ class Session:
             raise ProtocolError(f"request {message.number} has begun already, or there are too many")
         params = None if hints is None else {HINTS_KEY: hints}
         context = ReqContext(f"{self.name}/{message.number}/{name}", params)
-        self.requests[message.number] = SessionRequest(message.number, context)
-        self.host.manager.on_new_request(context)
-        if epoch != self.host.epoch:
-            self.host.manager.outdate(context)
+        self.requests[message.number] = SessionRequest(message.number, context, epoch)
+
+    def _introduce(self, request: SessionRequest) -> None:
+        """Let the manager know a request before it does anything for it, or after the first answer."""
+        if not request.is_known:
+            request.is_known = True
+            self.host.manager.on_new_request(request.context)
+            if request.epoch != self.host.epoch:
+                self.host.manager.outdate(request.context)
 
     def _acquire(self, message: Message) -> None:
-        request = self._request(message)
-        keys = protocol.split_keys(message.body, message.items)
+        request = self._request(message, introduce=message.flags != protocol.AHEAD)
+        count = message.items
         if message.flags & protocol.ONLY_KNOWN:
-            self._tell_known(request, keys)
+            self._tell_known(request, protocol.split_keys(message.body, count))
             return
         if message.flags & protocol.ONLY_STORED:
             if len(self.questions) >= _QUESTIONS_MAX:
                 raise ProtocolError(f"more than {_QUESTIONS_MAX} questions wait for an answer")
-            self.questions.append((request, keys))
+            self.questions.append((request, protocol.split_keys(message.body, count)))
             return
-        if len(request.keys) + len(keys) > protocol.REQUEST_KEYS_MAX or self._keys + len(keys) > KEYS_MAX:
+        protocol.key_bytes_of(message.body, count)
+        if len(request.codes) + count > protocol.REQUEST_KEYS_MAX or self._keys + count > KEYS_MAX:
             raise ProtocolError(f"expected at most {protocol.REQUEST_KEYS_MAX} keys of a request, {KEYS_MAX} of all")
-        self._keys += len(keys)
+        self._keys += count
         request.is_ahead = bool(message.flags & protocol.AHEAD)
-        request.keys += keys
-        request.codes += [protocol.WAITING] * len(keys)
+        request.unsplit.append((bytes(message.body), count))
+        request.codes += [protocol.WAITING] * count
         self.changed[request.number] = request
 
     def _expect(self, message: Message) -> None:
@@ -230,7 +209,9 @@ class Session:
         rows = protocol.split_rows(message.body[keys_bytes:], message.items)
         blocks = self._take_granted(rows)
         unused = self.host.manager.store_granted(keys, blocks, request.context)
-        if unused:
+        if not unused:
+            self.host.index.note(keys, rows)
+        else:
             self.host.outdate_rows(unused)
             self._give(unused)
 
@@ -283,11 +264,11 @@ class Session:
         self.host.take_cost(self.cost)
         answers = manager.lookup_many([request.keys[index] for index in asked], request.context)
         room = self._lease_room
-        ready: list[CPUBlock] = []
+        ready: list[int] = []
         for index, answer in zip(asked, answers, strict=True):
             if answer and len(ready) < room:
-                ready.append(manager.primary.blocks[request.keys[index]])
-                codes[index] = ready[-1].block_id
+                codes[index] = manager.primary.blocks[request.keys[index]].block_id
+                ready.append(codes[index])
             elif answer is not None:  # a scheduled request does not wait for room
                 codes[index] = protocol.MISSING  # those behind may be of use: an engine asks for a window's end first
         self._answer(request, ready)
@@ -297,26 +278,39 @@ class Session:
 
         `ends_at_miss` says that no tier promotes the blocks behind them. Then a miss ends the prefix.
         """
-        primary, first = self.host.manager.primary, request.answered
-        if request.context.req_id in primary.load_skippers:
+        codes, first, index = request.codes, request.answered, self.host.index
+        if request.epoch != self.host.epoch or request.context.kv_transfer_params:  # it may skip loads
+            self._introduce(request)
+        if request.context.req_id in self.host.manager.primary.load_skippers:
             self._end_prefix(request, first)
             self._answer(request, [])
             return
-        room, get = self._lease_room, primary.blocks.get
-        # Hot path: passes over the keys of a prompt, all in C, while its engine's step waits for the answer.
-        found = map(get, islice(request.keys, first, first + room))
+        # Hot path: few passes over the keys of a prompt, while its engine's step waits for the answer.
+        last = min(len(codes), first + self._lease_room)
+        rows = index.find_all(request.unsplit_from(first))[: last - first]
+        indexed = first + len(rows)
+        if indexed < last:
+            rows += self._ready_rows(request.keys[indexed:last])
+        end = first + len(rows)
+        codes[first:end] = rows
+        if ends_at_miss and end < last:
+            for block in self.host.blocks_of(rows):
+                block.step = self.host.manager.primary.step  # to promote the next one evicts none of them
+            if self.host.manager.lookup_many([request.keys[end]], request.context) == [False]:
+                self._end_prefix(request, end)
+        self._answer(request, rows)
+        if indexed < end:
+            before = max(indexed - 1, first)
+            index.note(request.keys[before:end], rows[before - first :])
+
+    def _ready_rows(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Return the rows of the ready blocks at the head of a prefix."""
+        found = map(self.host.manager.primary.blocks.get, keys)
         ready: list[CPUBlock] = list(takewhile(truth, found))  # type: ignore[arg-type]  # None ends it
         pins = list(map(_pins_of, ready))
         if pins and min(pins) < 0:  # that block is being written
             del ready[next(at for at, count in enumerate(pins) if count < 0) :]
-        end = first + len(ready)
-        request.codes[first:end] = map(_row_of, ready)
-        if ends_at_miss and end < len(request.keys) and len(ready) < room:
-            for block in ready:
-                block.step = primary.step  # to promote the next one evicts none of them
-            if self.host.manager.lookup_many([request.keys[end]], request.context) == [False]:
-                self._end_prefix(request, end)
-        self._answer(request, ready)
+        return list(map(_row_of, ready))
 
     def _end_prefix(self, request: SessionRequest, index: int) -> None:
         """Note that a block is missing, and with it those behind it."""
@@ -326,12 +320,12 @@ class Session:
     def _lease_room(self) -> int:
         return min(self.host.leases_max - self.leases, self.host.lease_room)
 
-    def _answer(self, request: SessionRequest, ready: list[CPUBlock]) -> None:
-        """Tell the engine what has changed, then pin what is `ready`: that takes longer, and evicts nothing."""
+    def _answer(self, request: SessionRequest, ready: list[int]) -> None:
+        """Tell the engine what has changed, then pin the `ready` rows: that takes longer, and evicts nothing."""
         codes, first = request.codes, request.answered
-        request.promoting = self.host.manager.promoting(request.context)
-        request.unanswered = codes.count(protocol.WAITING)
+        request.unanswered = codes.count(protocol.WAITING) if first + len(ready) < len(codes) else 0
         if request.unanswered:
+            request.promoting = self.host.manager.promoting(request.context)
             while codes[request.answered] != protocol.WAITING:
                 request.answered += 1
             self.waiting[request.number] = request
@@ -342,19 +336,20 @@ class Session:
             request.answered = len(codes)
             self.waiting.pop(request.number, None)
             self._tell(request, first)
+        self._introduce(request)
         if ready:
-            distinct = dict(zip(map(_row_of, ready), ready, strict=True))
-            if request.leased:
-                distinct = {row: block for row, block in distinct.items() if row not in request.leased}
-            request.leased.update(distinct)
-            self.leases += len(distinct)
-            self.host.manager.lease(list(distinct.values()), request.context)
+            rows = [row for row in dict.fromkeys(ready) if row not in request.leased]
+            request.leased.update(dict.fromkeys(rows))
+            self.leases += len(rows)
+            self.host.manager.lease(self.host.blocks_of(rows), request.context)
 
     def _tell(self, request: SessionRequest, first: int) -> None:
-        tiers = self.host.tiers_of(request.keys, request.context)
+        sources = self.host.manager.sources_of(request.context)
         for start in range(first, len(request.codes), protocol.ROWS_MAX):
             part = request.codes[start : start + protocol.ROWS_MAX]
-            body = protocol.START.pack(start) + protocol.pack_rows(part) + tiers[start : start + protocol.ROWS_MAX]
+            keys = request.keys[start : start + protocol.ROWS_MAX] if sources else []
+            tiers = self.host.tiers_of(keys, sources) if sources else bytes(len(part))
+            body = protocol.START.pack(start) + protocol.pack_rows(part) + tiers
             self.send(protocol.ANSWER, request.number, len(part), body)
         if self.channel is not None:
             with suppress(ClosedError, ProtocolError):  # the server notices that, too
@@ -364,23 +359,21 @@ class Session:
     # Rows.
 
     def _finish(self, request: SessionRequest) -> None:
-        self._end_leases(request, list(request.leased))
+        self._end_leases(request, [*request.leased])
         for requests in (self.requests, self.waiting, self.changed):
             requests.pop(request.number, None)
-        self._keys -= len(request.keys)
+        self._keys -= len(request.codes)
         self.questions = [each for each in self.questions if each[0] is not request]  # tiers would keep their answers
         self.host.manager.on_request_finished(request.context)
 
-    def _end_leases(self, request: SessionRequest, rows: Iterable[int]) -> None:
-        blocks = []
-        for row in rows:
-            block = request.leased.pop(row, None)
-            if block is None:
-                raise ProtocolError(f"request {request.number} has no lease of row {row}")
-            blocks.append(block)
-        self.leases -= len(blocks)
-        if blocks:
-            self.host.manager.end_leases(blocks, request.context)
+    def _end_leases(self, request: SessionRequest, rows: Sequence[int]) -> None:
+        if len(set(rows)) < len(rows) or not request.leased.keys() >= set(rows):
+            raise ProtocolError(f"request {request.number} has no lease of a row")
+        if rows:
+            for row in rows:
+                del request.leased[row]
+            self.leases -= len(rows)
+            self.host.manager.end_leases(self.host.blocks_of(rows), request.context)
 
     def _take_granted(self, rows: Sequence[int]) -> list[CPUBlock]:
         if len(set(rows)) < len(rows) or not all(row in self.granted for row in rows):
@@ -393,8 +386,10 @@ class Session:
         rows = [block.block_id for block in blocks]
         self.send(protocol.GRANTED, 0, len(rows), protocol.pack_rows(rows))
 
-    def _request(self, message: Message) -> SessionRequest:
+    def _request(self, message: Message, *, introduce: bool = True) -> SessionRequest:
         request = self.requests.get(message.number)
         if request is None:
             raise ProtocolError(f"there is no request {message.number}")
+        if introduce:
+            self._introduce(request)
         return request
