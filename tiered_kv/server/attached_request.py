@@ -67,16 +67,16 @@ class AttachedRequest:
 
     def ask(self, keys: Iterable[OffloadKey]) -> bool:
         """Note keys to be asked for, `REQUEST_KEYS_MAX` at most; return whether there are new ones."""
-        new = list(islice(keys, protocol.REQUEST_KEYS_MAX - len(self.keys)))
-        if self.keys:
+        before, room = len(self.keys), protocol.REQUEST_KEYS_MAX - len(self.keys)
+        if before:
             rows = self.rows
-            new = [key for key in dict.fromkeys(new) if key not in rows]
-            rows.update(dict.fromkeys(new, protocol.WAITING))
-            self._codes += [protocol.WAITING] * len(new)
+            self.keys += [key for key in dict.fromkeys(islice(keys, room)) if key not in rows]
+            rows.update(dict.fromkeys(self.keys[before:], protocol.WAITING))
+            self._codes += [protocol.WAITING] * (len(self.keys) - before)
         else:  # hot path: a request that arrives makes no dictionary; a key that is there twice has one lease
-            self.is_unread = bool(new)
-        self.keys += new
-        return bool(new)
+            self.keys += islice(keys, room)
+            self.is_unread = bool(self.keys)
+        return len(self.keys) > before
 
     def take_answer(self, message: Message) -> int:
         """Note an ANSWER; return how many blocks are missing. A lookup sorts it, unless it has codes.
@@ -144,14 +144,15 @@ class AttachedRequest:
         self.stored, self.stored_asked = {}, []
 
 
-def parts_of(keys: Sequence[OffloadKey], *, are_alike: bool = False) -> Iterable[tuple[Sequence[OffloadKey], bytes]]:
-    """Yield the keys in order, and their bytes, for one message each: at most `KEYS_MAX`, of one length.
+def parts_of(
+    keys: Sequence[OffloadKey], first: int = 0, *, are_alike: bool = False
+) -> Iterable[tuple[Sequence[OffloadKey], bytes]]:
+    """Yield the keys from `first` on, and their bytes, for one message each: at most `KEYS_MAX`, of one length.
 
     `are_alike` says that all have one length, as an engine's hashes: to measure each is a third of a request's cost.
     """
-    first = 0
     while first < len(keys):
-        part = keys[first : first + protocol.KEYS_MAX]
+        part = keys[first : first + protocol.KEYS_MAX] if first or len(keys) > protocol.KEYS_MAX else keys
         size, packed = len(part[0]), protocol.pack_keys(part)
         if len(packed) != size * len(part) or not (are_alike or set(map(len, part)) == {size}):
             part = part[: next(at for at, key in enumerate(part) if len(key) != size)]

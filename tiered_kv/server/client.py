@@ -24,6 +24,8 @@ from tiered_kv.server.protocol import ROW_MAX, Message, ProtocolError
 from tiered_kv.tiering.pace import EngineCost
 
 PACKETS_A_TURN = 64
+_ANSWERED = frozenset((protocol.ACQUIRE, protocol.GRANT))
+"""Messages that the server owes an answer."""
 _NO_HINTS = Hints()
 
 
@@ -155,8 +157,8 @@ class AttachedManager(OffloadingManager):
             for part, packed in parts_of(keys, are_alike=self.keys_are_alike):
                 if self._link is None:
                     break
-                request.known_asked.append(part)
-                self._add(request, protocol.ACQUIRE, len(part), packed, flags=protocol.ONLY_KNOWN)
+                request.known_asked.append(list(part))
+                self._send(protocol.ACQUIRE, request.number, len(part), packed, protocol.ONLY_KNOWN)
 
     def end_prefetch(self, req_context: ReqContext) -> None:
         """The request is scheduled; `expect` says so to the server."""
@@ -170,7 +172,7 @@ class AttachedManager(OffloadingManager):
             cost = self.cost
             seconds = (cost.block_s, cost.growth_s, cost.backlog_s, cost.notice_s)
             body = protocol.EXPECTED.pack(blocks, before, is_whole, cost.stalled, *seconds)
-            self._send(protocol.EXPECT, request, body=body)
+            self._send(protocol.EXPECT, request.number, body=body)
             request.asked_s, request.waits_for_answer = self._clock(), True
 
     def promoting(self, req_context: ReqContext) -> int:
@@ -240,7 +242,7 @@ class AttachedManager(OffloadingManager):
                 at = 0
                 for part, packed in parts_of([key for key, _ in written], are_alike=self.keys_are_alike):
                     packed += protocol.pack_rows(rows[at : at + len(part)])
-                    self._add(request, protocol.COMMIT, len(part), packed)
+                    self._send(protocol.COMMIT, request.number, len(part), packed)
                     at += len(part)
                 if self._link is link:
                     link.know([key for key, _ in written], rows)
@@ -318,7 +320,7 @@ class AttachedManager(OffloadingManager):
             request.outdate()
         if self._link is not None:
             self._link.forget_known()
-            self._add_message(protocol.RESET)
+            self._send(protocol.RESET)
             self._flush()
 
     def take_events(self) -> Iterable[Any]:
@@ -415,9 +417,9 @@ class AttachedManager(OffloadingManager):
             request.link = self._link
             epoch = -1 if request.is_outdated else request.epoch - self._epochs_before
             # The hints as they were understood: what users of the engine have written may be large, or no JSON.
-            name, hints = request.req_context.req_id[:100].encode(errors="replace"), request.hints.given()
-            body = protocol.BEGUN.pack(epoch, len(name)) + name + (json.dumps(hints).encode() if hints else b"")
-            self._send(protocol.BEGIN, request, body=body)
+            name = request.req_context.req_id[:100].encode(errors="replace")
+            hints = b"" if request.hints is _NO_HINTS else json.dumps(request.hints.given() or {}).encode()
+            self._send(protocol.BEGIN, request.number, body=protocol.BEGUN.pack(epoch, len(name)) + name + hints)
 
     def _ask(self, request: AttachedRequest, keys: Iterable[OffloadKey]) -> None:
         """Note keys to be asked for, once each."""
@@ -432,8 +434,8 @@ class AttachedManager(OffloadingManager):
             return
         self._tell(request)
         flags = protocol.AHEAD if request.is_ahead else 0
-        for part, packed in parts_of(request.keys[first:], are_alike=self.keys_are_alike):
-            self._add(request, protocol.ACQUIRE, len(part), packed, flags=flags)
+        for part, packed in parts_of(request.keys, first, are_alike=self.keys_are_alike):
+            self._send(protocol.ACQUIRE, request.number, len(part), packed, flags)
         request.asked_s, request.waits_for_answer = self._clock(), True
 
     def _ask_rows(self, wanted: int) -> None:
@@ -442,8 +444,7 @@ class AttachedManager(OffloadingManager):
         if link is not None and len(link.free) < wanted and not link.is_granting:
             link.is_granting = True
             wanted = min(max(wanted, link.welcome.grant_rows), link.welcome.grant_max)
-            self._add_message(protocol.GRANT, wanted - len(link.free))
-            self._owed()
+            self._send(protocol.GRANT, wanted - len(link.free))
 
     def _return_rows(self) -> None:
         """Return the rows that were granted for stores which have not come: an idle engine keeps few."""
@@ -451,23 +452,17 @@ class AttachedManager(OffloadingManager):
         if link is not None and len(link.free) > link.welcome.grant_rows:
             excess = link.free[link.welcome.grant_rows :][: protocol.ROWS_MAX]
             del link.free[link.welcome.grant_rows : link.welcome.grant_rows + len(excess)]
-            self._add_message(protocol.RETURN, count=len(excess), body=protocol.pack_rows(excess))
+            self._send(protocol.RETURN, count=len(excess), body=protocol.pack_rows(excess))
 
     def _release(self, request: AttachedRequest, rows: Sequence[int]) -> None:
         for at in range(0, len(rows), protocol.ROWS_MAX):
             part = rows[at : at + protocol.ROWS_MAX]
-            self._send(protocol.RELEASE, request, len(part), protocol.pack_rows(part))
+            self._send(protocol.RELEASE, request.number, len(part), protocol.pack_rows(part))
 
-    def _add(self, request: AttachedRequest, code: int, count: int, body: bytes, *, flags: int = 0) -> None:
-        self._send(code, request, count, body, flags)
-        if code == protocol.ACQUIRE:
-            self._owed()
-
-    def _send(self, code: int, request: AttachedRequest, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
-        self._add_message(code, request.number, count, body, flags)
-
-    def _add_message(self, code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
+    def _send(self, code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
         if self._link is not None:
+            if self._heard_s is None and code in _ANSWERED:
+                self._heard_s = self._clock()
             try:
                 self._link.channel.add(code, number, count, body, flags)
             except ProtocolError as error:
@@ -479,10 +474,6 @@ class AttachedManager(OffloadingManager):
                 self._link.channel.flush()
             except TieredKVError as error:
                 self._lose(str(error))
-
-    def _owed(self) -> None:
-        if self._heard_s is None:
-            self._heard_s = self._clock()
 
     # The state of requests and of the connection.
 
@@ -506,7 +497,7 @@ class AttachedManager(OffloadingManager):
     def _end_if_over(self, request: AttachedRequest) -> None:
         if request.is_finished and request.transfers <= 0:
             if request.link is not None and request.link is self._link:
-                self._send(protocol.END, request)
+                self._send(protocol.END, request.number)
             self._forget(request)
             if not self._requests:
                 self._return_rows()
@@ -532,7 +523,7 @@ class AttachedManager(OffloadingManager):
                 request.outdate()
         self._epochs_before = self.epoch - count
         if self._resets_owed:
-            self._add_message(protocol.RESET)
+            self._send(protocol.RESET)
 
     def _lose(self, why: str) -> None:
         """The server has gone: what it has answered is not valid any more, but for copies that run."""

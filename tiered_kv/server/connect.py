@@ -84,7 +84,7 @@ class ProgramManager(AttachedManager):
             self._tell(request)
             for part, packed in parts_of(asked):
                 request.stored_asked.append(part)
-                self._add(request, protocol.ACQUIRE, len(part), packed, flags=protocol.ONLY_STORED)
+                self._send(protocol.ACQUIRE, request.number, len(part), packed, protocol.ONLY_STORED)
             request.asked_s, request.waits_for_answer = self._clock(), False
         if self._link is None:  # it was lost meanwhile
             return [False] * len(keys)
@@ -108,7 +108,7 @@ class ProgramManager(AttachedManager):
     def ask_idle(self) -> int:
         """Ask the server to tell when no job of a tier is in flight; `is_idle` has the answer."""
         self._number = self._number % 0xFFFFFFFF + 1
-        self._add_message(protocol.PING, self._number, flags=protocol.WHEN_IDLE)
+        self._send(protocol.PING, self._number, flags=protocol.WHEN_IDLE)
         self._flush()
         return self._number
 
