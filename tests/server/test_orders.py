@@ -34,6 +34,20 @@ def test_an_engine_that_has_reset_uses_the_next_server(tmp_path: Path) -> None:
         engine.close()
 
 
+def test_engines_are_told_of_a_reset_by_the_server_itself_as_by_its_audit(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        engine.store(KEYS)
+        assert engine.load(KEYS) == len(KEYS)
+        reading = engine.begin()
+        assert engine.look_up(KEYS[1:], reading) == len(KEYS) - 1  # these rows stay in use
+        served.server.call_soon(served.host.manager.reset_cache)
+        engine.step_until(lambda: engine.manager.epoch == 1)
+        engine.store(KEYS[:1])
+        assert engine.load(KEYS) == 1  # and none of the others, whose rows nobody has freed
+        engine.end(reading)
+
+
 def test_a_reset_without_a_server_is_one_of_the_next(tmp_path: Path) -> None:
     nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
     with serving(tmp_path, stack_of(secondary=[nvme])) as served:

@@ -104,7 +104,8 @@ class Host:
             self.generations.close()
             raise
         self.manager = self.stack.manager
-        self.index = RowIndex(self.manager.primary.blocks, self.generations.values)
+        self.index = RowIndex(self.manager.primary, self.generations.values)
+        self._told_epoch = self.epoch
         self.sessions: dict[str, HostSession] = {}
         self.leases_max = max(1, config.primary_blocks // LEASE_SHARE)
         self.grant_max = max(1, config.primary_blocks // GRANT_MAX_SHARE)
@@ -177,6 +178,7 @@ class Host:
         for session in sessions:
             _try(session, session.answer_changed, on_error)
         self.manager.on_schedule_end()
+        self._tell_reset(None)  # the audit may have emptied the primary tier
         for session in sessions:
             if session.is_waiting:
                 _try(session, session.answer_waiting, on_error)
@@ -190,9 +192,13 @@ class Host:
     def reset(self, by: HostSession) -> None:
         """Forget every block, and tell all engines."""
         self.manager.reset_cache()
-        self.index.clear()
-        for session in self.sessions.values():
-            session.send(protocol.EPOCH, self.epoch, session is by)
+        self._tell_reset(by)
+
+    def _tell_reset(self, by: HostSession | None) -> None:
+        if self._told_epoch != self.epoch:
+            self._told_epoch = self.epoch
+            for session in self.sessions.values():
+                session.send(protocol.EPOCH, self.epoch, session is by)
 
     def free(self, blocks: Iterable[CPUBlock]) -> None:
         """Free rows that were granted."""

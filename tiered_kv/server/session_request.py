@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -66,6 +66,13 @@ class SessionRequest:
         return []
 
 
+class ReadyBlocks(Protocol):
+    """What `RowIndex` reads of a `CPUOffloadingManager`."""
+
+    blocks: dict[OffloadKey, CPUBlock]
+    epoch: int
+
+
 class RowIndex:
     """Remembers the key of each row, and the row that followed it in the last prefix. Owned by the server's thread.
 
@@ -74,23 +81,21 @@ class RowIndex:
     still the generation of the note: a row gets another when it is freed.
 
     Args:
-        blocks: The blocks of the primary tier by key.
+        primary: The primary tier. After a reset, which rows in use outlast with their generation, nothing is noted.
         generations: The generation of each row.
     """
 
-    def __init__(self, blocks: Mapping[OffloadKey, CPUBlock], generations: memoryview) -> None:
-        self._blocks = blocks
+    def __init__(self, primary: ReadyBlocks, generations: memoryview) -> None:
+        self._primary = primary
         self._generations = generations
         self._following = array("I", bytes(generations.nbytes))
         self._keys: np.ndarray[Any, np.dtype[np.void]] = np.zeros(0, np.void(0).dtype)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all rows: after a reset, rows in use keep their generation."""
-        self._noted = self._current() - np.uint32(1)
+        self._epoch = -1
+        self._clear_after_reset()
 
     def note(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
         """Note that ready blocks are in these rows."""
+        self._clear_after_reset()
         if not len(self._keys):
             self._keys = np.zeros(len(self._generations), f"V{len(keys[0])}")
         if set(map(len, keys)) == {self._keys.itemsize}:  # engines of a namespace have keys of one length
@@ -106,6 +111,7 @@ class RowIndex:
         Args:
             parts: Keys of one length, one behind the other, and how many they are.
         """
+        self._clear_after_reset()
         rows: list[int] = []
         for packed, count in parts:
             found = self._find(packed, count)
@@ -118,7 +124,7 @@ class RowIndex:
         rows: list[int] = []
         size = self._keys.itemsize
         while len(packed) == count * size > 0:
-            block = self._blocks.get(OffloadKey(packed[:size]))
+            block = self._primary.blocks.get(OffloadKey(packed[:size]))
             if block is None or block.ref_cnt < 0:
                 break
             row, following = block.block_id, self._following
@@ -137,6 +143,11 @@ class RowIndex:
             if found < RUN_MIN:
                 break
         return rows
+
+    def _clear_after_reset(self) -> None:
+        if self._epoch != self._primary.epoch:
+            self._epoch = self._primary.epoch
+            self._noted = self._current() - np.uint32(1)
 
     def _current(self) -> np.ndarray[Any, np.dtype[np.uint32]]:
         return np.frombuffer(self._generations, np.uint32)  # not kept: it would keep the memory
