@@ -15,9 +15,8 @@ from tiered_kv.config.redaction import foreign_text
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.threads import BackgroundTask
-from tiered_kv_s3.connection import Endpoint
+from tiered_kv_s3.connection import Credentials, Endpoint
 from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.signer import Credentials
 from tiered_kv_s3.verdict import sentence
 
 DEFAULT_REGION = "us-east-1"

@@ -21,11 +21,11 @@ from tiered_kv.toolkit.listed import Entry, ListedStorage
 from tiered_kv.toolkit.record import DIGEST_BYTES
 from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv_s3.account import Account
-from tiered_kv_s3.bucket import COUNTERS, COUNTERS_BY_LABEL, Bucket
+from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import DELETED_AT_ONCE, Control, age_s
 from tiered_kv_s3.epoch import EpochObject, Naming
 from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.verdict import ABSENCE, Verdict
+from tiered_kv_s3.verdict import ABSENCE, COUNTERS, COUNTERS_BY_LABEL, Verdict
 
 _PARALLEL_READS: Final = 8
 

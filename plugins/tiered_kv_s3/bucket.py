@@ -3,53 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-import email.utils
 import hashlib
 import math
 import random
 import re
+import select
 import threading
 import time
 from base64 import b64encode
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from tiered_kv.metrics.instruments import Counters
-from tiered_kv.threads import run_all
+from tiered_kv.toolkit.resolver import words_of
 from tiered_kv_s3.account import Account
-from tiered_kv_s3.connection import Answer, BadAnswerError, Connection, Patience
+from tiered_kv_s3.connection import (
+    EMPTY_PAYLOAD,
+    UNSIGNED_PAYLOAD,
+    Answer,
+    BadAnswerError,
+    Connection,
+    Credentials,
+    Patience,
+    Signer,
+)
 from tiered_kv_s3.pool import ConnectionPool
 from tiered_kv_s3.settings import HEADS_IN_FLIGHT_MAX, S3Settings
-from tiered_kv_s3.signer import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Signer
 from tiered_kv_s3.verdict import (
     FAILURES,
     RETRYABLE,
     Verdict,
     region_in,
+    seconds_of,
     verdict_of,
     verdict_of_error,
-    words_of,
-    words_of_error,
+    words_in,
 )
-
-COUNTERS = (
-    "retried_requests_total",
-    "slow_down_answers_total",
-    "opened_connections_total",
-    "expired_blocks_total",
-    "deleted_blocks_total",
-    "unanswered_blocks_total",
-    "unanswered_lookups_total",
-    "renewed_blocks_total",
-    "failed_renewals_total",
-    "failed_sweeps_total",
-    "present_blocks_total",
-)
-"""The tier's; `metrics/vocabulary.py` explains them."""
-COUNTERS_BY_LABEL = ("requests_total", "corrupt_blocks_total", "unreadable_blocks_total")
 
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 2.0
@@ -123,7 +114,7 @@ class Bucket:
                 self._send(connection, credentials, "PUT", name, headers, payload_hash, pieces)
             return self._settle(connection, credentials, connection.receive_head())
 
-        return self._retry("put", put, Patience(deadline, self._stall_s), deadline)
+        return self._retry("put", put, deadline)
 
     def get(self, name: str, sink: Sink, bytes_max: int, deadline: float, *, expires: bool = True) -> Verdict:
         """Read an object into the memory that `sink` returns; AGED past half its `ttl`, if it `expires`.
@@ -161,7 +152,7 @@ class Bucket:
                 _copy(body, parts)
             return Verdict.AGED if age_s > self._ttl_s / 2 else Verdict.DONE
 
-        return self._retry("get", get, Patience(deadline, self._stall_s), deadline)
+        return self._retry("get", get, deadline)
 
     def read(self, name: str, bytes_max: int, deadline: float) -> tuple[Verdict, bytes]:
         """Return a small object of any age; no bytes unless the verdict is DONE, OVERSIZED beyond `bytes_max`."""
@@ -184,7 +175,7 @@ class Bucket:
             self._send(connection, credentials, "DELETE", name)
             return self._settle(connection, credentials, connection.receive_head())
 
-        verdict = self._retry("delete", delete, Patience(deadline, self._stall_s), deadline)
+        verdict = self._retry("delete", delete, deadline)
         return Verdict.DONE if verdict is Verdict.ABSENT else verdict
 
     def head_all(self, names: Sequence[str], deadline: float) -> list[Verdict]:
@@ -193,27 +184,85 @@ class Bucket:
         The requests run in parallel. Failed ones are tried again in the first half of the time, so that the answers
         for the others are not too late.
         """
-        left_s = max(0.0, deadline - time.monotonic())
-        # A connection that does not open leaves time for another attempt, on one that did.
-        opening = Patience(deadline, min(self._stall_s, left_s / 4))
-        answering = Patience(deadline, min(self._stall_s, left_s / 2))
+        now_s = time.monotonic()
+        # Two connections in a row may stall before the deadline.
+        patience = Patience(deadline, min(self._stall_s, max(0.0, deadline - now_s) / 2))
+        verdicts = [Verdict.UNASKED] * len(names)
+        waiting = deque(range(len(names)))
+        for attempt in self._attempts((now_s + deadline) / 2):
+            self._counters.add("retried_requests_total", count=len(waiting) if attempt else 0)
+            self._head_each(names, waiting, verdicts, patience)
+            self._counters.add("slow_down_answers_total", count=verdicts.count(Verdict.SLOW_DOWN))
+            waiting = deque(at for at, verdict in enumerate(verdicts) if verdict in RETRYABLE)
+            if not waiting:
+                break
+        for verdict in FAILURES.intersection(verdicts):
+            self._account.note_failure("head", verdict, self._words.get(verdict, ""))
+        return verdicts
 
-        def head(name: str) -> Verdict:
-            if time.monotonic() >= deadline:
-                return Verdict.UNASKED
-            return self._retry("head", partial(self._head, name, answering), opening, deadline - left_s / 2)
+    def _head_each(
+        self, names: Sequence[str], waiting: deque[int], verdicts: list[Verdict], patience: Patience
+    ) -> None:
+        """Put the verdicts on the `waiting` names into their places, as far as there is time.
 
-        return [each.result() for each in run_all(head, names, "tiered-kv-s3-head", HEADS_IN_FLIGHT_MAX)]
+        Requests travel on several connections at once: all are sent before the first answer is awaited.
+        """
+        credentials = self._account.credentials(patience.deadline)
+        may_open = True
+        while waiting and time.monotonic() < patience.deadline:
+            wanted = min(len(waiting), HEADS_IN_FLIGHT_MAX)
+            try:
+                connections = self.pool.take_many(wanted, patience, may_open=may_open)
+            except OSError as error:
+                verdict = self._verdict_of_error(error)
+                for at in waiting if time.monotonic() < patience.deadline else ():
+                    verdicts[at] = verdict
+                return
+            may_open = len(connections) == wanted  # those that could not be opened are not tried again
+            try:
+                self._head_on(connections, names, waiting, verdicts, credentials)
+            finally:
+                for connection in connections:
+                    self.pool.give_back(connection)
 
-    def _head(self, name: str, patience: Patience, connection: Connection, credentials: Credentials) -> Verdict:
-        connection.patience = patience
-        self._send(connection, credentials, "HEAD", name)
+    def _head_on(
+        self,
+        connections: Sequence[Connection],
+        names: Sequence[str],
+        waiting: deque[int],
+        verdicts: list[Verdict],
+        credentials: Credentials,
+    ) -> None:
+        """Send one request on each connection, and receive the answers as they come."""
+        poll, patience = select.poll(), connections[0].patience
+        unanswered: dict[int, tuple[int, Connection]] = {}
+        for connection in connections:
+            at = waiting.popleft()
+            verdicts[at] = Verdict.TIMEOUT  # until it is answered
+            try:
+                self._send(connection, credentials, "HEAD", names[at])
+            except OSError as error:
+                verdicts[at] = self._verdict_of_error(error)
+            else:
+                poll.register(connection.fileno, select.POLLIN)
+                unanswered[connection.fileno] = at, connection
+        until_s = min(time.monotonic() + patience.stall_s, patience.deadline)
+        while unanswered and (ready := poll.poll(max(0.0, until_s - time.monotonic()) * 1000)):
+            for descriptor, _ in ready:
+                poll.unregister(descriptor)
+                at, connection = unanswered.pop(descriptor)
+                try:
+                    verdicts[at] = self._receive_presence(connection, credentials)
+                except OSError as error:
+                    verdicts[at] = self._verdict_of_error(error)
+
+    def _receive_presence(self, connection: Connection, credentials: Credentials) -> Verdict:
         answer = connection.receive_head(has_body=False)
         if answer.status == 200:
             return Verdict.EXPIRED if self._age_s(answer) > self._ttl_s else Verdict.DONE
         verdict = self._verdict_of(answer, b"")
         # The answer has no body that could say that the credentials have expired.
-        if verdict in _REFUSALS and self._account.renew(credentials, patience.deadline):
+        if verdict in _REFUSALS and self._account.renew(credentials, connection.patience.deadline):
             return Verdict.CREDENTIALS
         return verdict
 
@@ -264,7 +313,7 @@ class Bucket:
     def _verdict_of(self, answer: Answer, body: bytes) -> Verdict:
         """Return the verdict on a failure; go to another region if the server names it."""
         verdict = verdict_of(answer, body)
-        self._words[verdict] = words_of(answer, body)
+        self._words[verdict] = words_in(answer, body)
         region = region_in(answer, body) if verdict is Verdict.MOVED else ""
         if region and region != self._signer.region:
             self._account.region, self._moved_s = region, time.monotonic()
@@ -281,12 +330,12 @@ class Bucket:
                 return
             yield number
 
-    def _retry(self, method: str, exchange: Exchange, patience: Patience, until_s: float) -> Verdict:
-        """Repeat a request until it succeeds or fails for good, or its attempts are over, or it is `until_s`."""
+    def _retry(self, method: str, exchange: Exchange, deadline: float) -> Verdict:
+        """Repeat a request until it succeeds or fails for good, or its attempts or its time are over."""
         verdict = Verdict.TIMEOUT
-        for attempt in self._attempts(until_s):
+        for attempt in self._attempts(deadline):
             self._counters.add("retried_requests_total", count=min(attempt, 1))
-            verdict = self._try(exchange, patience)
+            verdict = self._try(exchange, Patience(deadline, self._stall_s))
             self._counters.add("slow_down_answers_total", count=verdict is Verdict.SLOW_DOWN)
             if verdict not in RETRYABLE:
                 break
@@ -304,9 +353,12 @@ class Bucket:
             finally:
                 self.pool.give_back(connection)
         except OSError as error:
-            verdict = verdict_of_error(error)
-            self._words[verdict] = words_of_error(error)
-            return verdict
+            return self._verdict_of_error(error)
+
+    def _verdict_of_error(self, error: OSError) -> Verdict:
+        verdict = verdict_of_error(error)
+        self._words[verdict] = words_of(error)
+        return verdict
 
     def _age_s(self, answer: Answer) -> float:
         """Return an object's age by the server's clock; 0 if objects do not expire, or the age is unknown."""
@@ -339,14 +391,3 @@ def _copy(data: bytearray, parts: Sequence[memoryview]) -> None:
     for part in parts:
         part[:] = data[start : start + len(part)]
         start += len(part)
-
-
-def seconds_of(date: str) -> float | None:
-    """Return a date of HTTP or ISO 8601, in UTC if it has no zone, as seconds since 1970; None if it is invalid."""
-    for read in (email.utils.parsedate_to_datetime, datetime.fromisoformat):
-        try:
-            found = read(date)
-            return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
-        except (ValueError, OverflowError):  # the latter of years beyond all calendars
-            pass
-    return None

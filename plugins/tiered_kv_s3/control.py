@@ -22,11 +22,11 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from tiered_kv.threads import run_all
+from tiered_kv.toolkit.resolver import causes_of, words_of
 from tiered_kv_s3.account import Account, library_errors
-from tiered_kv_s3.bucket import seconds_of
+from tiered_kv_s3.connection import Credentials
 from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.signer import Credentials
-from tiered_kv_s3.verdict import BucketError, Verdict, verdict_of_error, words_of_error
+from tiered_kv_s3.verdict import BucketError, Verdict, seconds_of, verdict_of_error
 
 PAGE_OBJECTS: Final = 1000
 """Objects in one page of a listing; S3's limit."""
@@ -365,8 +365,9 @@ def _code_words_and_status(error: Exception) -> tuple[str, str, int]:
     """
     response = getattr(error, "response", None)
     if not isinstance(response, dict):
-        cause = _cause_of(error)
-        words = "" if cause is None else words_of_error(cause)
+        of_system = (each for each in causes_of(error) if isinstance(each, OSError))
+        cause = next((each for each in of_system if each.strerror or isinstance(each, ssl.SSLError)), None)
+        words = "" if cause is None else words_of(cause)
         if any(each in str(error) for each in ("CERTIFICATE_VERIFY_FAILED", "doesn't match")):  # the latter: urllib3's
             return Verdict.UNTRUSTED, words, 0
         name = type(error).__name__
@@ -374,17 +375,6 @@ def _code_words_and_status(error: Exception) -> tuple[str, str, int]:
     found = response.get("Error", {})
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return _valid_code(found.get("Code"), type(error).__name__), str(found.get("Message", "")), status
-
-
-def _cause_of(error: BaseException | None) -> OSError | None:
-    """Return the system's or TLS's exception among the causes of a library's."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        if isinstance(error, OSError) and (error.strerror or isinstance(error, ssl.SSLError)):
-            return error
-        seen.append(error)
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def _valid_code(code: object, otherwise: str = "unknown") -> str:

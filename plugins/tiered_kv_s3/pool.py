@@ -9,6 +9,7 @@ import time
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.instruments import Counters
+from tiered_kv.threads import run_all
 from tiered_kv.toolkit.resolver import connect
 from tiered_kv_s3.connection import Connection, Endpoint, Patience, Proxy
 
@@ -73,8 +74,21 @@ class ConnectionPool:
         Raises:
             OSError: No connection could be opened.
         """
-        if (connection := self._take_idle(patience)) is not None:
-            return connection
+        return self._take_idle(patience) or self._open(patience)
+
+    def take_many(self, count: int, patience: Patience, *, may_open: bool) -> list[Connection]:
+        """Return as many connections as there are, up to `count`; missing ones are opened at the same time.
+
+        Raises:
+            OSError: There is none, and none could be opened.
+        """
+        taken = [connection for _ in range(count) if (connection := self._take_idle(patience)) is not None]
+        missing = count - len(taken) if may_open or not taken else 0
+        opened = run_all(lambda _: self._open(patience), range(missing), "tiered-kv-s3-opening", missing)
+        taken += [each.result() for each in opened if each.exception() is None]
+        return taken or [opened[0].result()]  # raises
+
+    def _open(self, patience: Patience) -> Connection:
         connection = open_connection(self.endpoint, self._tls, patience)
         self._counters.add("opened_connections_total")
         with self._lock:

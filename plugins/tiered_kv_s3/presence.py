@@ -6,8 +6,7 @@ exists and the first that does not. A prefix of 1,000 blocks takes three such ro
 The load of a hole (a missing block before existing ones) finds it, as a miss. If answers show that the blocks are not
 in the order of a prefix, the search asks for each.
 
-Answers are kept for `presence_ttl`, for all requests. A tier that sweeps also lists a small namespace in the
-background. If one page holds all blocks, the listing answers lookups: a replay over four tiers takes 13 s, not 100 s.
+Answers are kept for `presence_ttl`, for all requests.
 """
 
 from __future__ import annotations
@@ -16,15 +15,10 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from tiered_kv.errors import TierError
 from tiered_kv.metrics.instruments import Counters
-from tiered_kv.threads import BackgroundTask
 from tiered_kv_s3.bucket import Bucket
-from tiered_kv_s3.control import Control
-from tiered_kv_s3.epoch import Naming
-from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import ABSENCE, Verdict
 
 ANSWERS_MAX = 65_536
@@ -33,30 +27,18 @@ ASKED_AT_ONCE = 16
 """Parallel requests for one prefix."""
 MISS_S = 30.0
 """How long a block is a miss after the bucket did not answer for it while it answered for others."""
-LISTING_PAUSE_S = 600.0
-"""The pause after a listing that failed, or had more than a page."""
 
 
 class Presence:
     """Looks blocks up, and keeps the answers. Any thread may call."""
 
-    def __init__(
-        self, bucket: Bucket, control: Control, counters: Counters, naming: Naming, settings: S3Settings
-    ) -> None:
+    def __init__(self, bucket: Bucket, counters: Counters, answer_ttl_s: float) -> None:
         self._bucket = bucket
-        self._control = control
         self._counters = counters
-        self._naming = naming
-        self._answer_ttl_s = settings.presence_ttl
-        self._object_ttl_s = settings.ttl or math.inf
-        self._listing = BackgroundTask(self._list, "tiered-kv-s3-listing")
+        self._answer_ttl_s = answer_ttl_s
         self._lock = threading.Lock()  # guards the rest; never held across I/O
         self._answers: OrderedDict[str, tuple[float, Verdict]] = OrderedDict()  # by name: time and answer; by age
         self._answered_s = -math.inf  # the last answer of the bucket to a lookup
-        self._listed: Collection[str] = ()
-        self._listed_s = -math.inf
-        # boto3 reads a listing without a limit of bytes, so only a tier that sweeps, and lists anyway, lists here too.
-        self._list_at_s = -math.inf if self._answer_ttl_s and (settings.ttl or settings.capacity) else math.inf
 
     def note(self, name: str, verdict: Verdict, asked_s: float) -> None:
         """Keep an answer for a block from the time `asked_s` of `time.monotonic()`, unless there is a newer one.
@@ -80,7 +62,6 @@ class Presence:
         """Remove all answers."""
         with self._lock:
             self._answers.clear()
-            self._listed_s = -math.inf
 
     def ask(self, prefixes: Sequence[Sequence[str]], deadline: float) -> set[str]:
         """Return the blocks that exist, without those that the bucket did not answer for by the deadline.
@@ -90,43 +71,17 @@ class Presence:
         with self._lock:
             now_s = time.monotonic()
             searches = [_Search(names, [self._known(name, now_s) for name in names]) for names in prefixes]
-            is_listing_due = now_s >= self._list_at_s
-            if is_listing_due:
-                self._list_at_s = now_s + LISTING_PAUSE_S
-        if is_listing_due:
-            self._listing.ask()
         while wanted := [(search, at) for search in searches for at in search.next_positions()]:
             verdicts = self._ask_each([search.names[at] for search, at in wanted], deadline)
             for (search, at), verdict in zip(wanted, verdicts, strict=True):
                 search.answers[at] = verdict
         return {name for search in searches for name in search.found()}
 
-    def join(self, timeout_s: float) -> None:
-        """Wait for the end of a listing in progress."""
-        self._listing.join(timeout_s)
-
     def _known(self, name: str, now_s: float) -> Verdict | None:
         asked_s, verdict = self._answers.get(name, (-math.inf, Verdict.ABSENT))
         if verdict is Verdict.UNANSWERED:
             return verdict if now_s - asked_s < MISS_S else None
-        if self._listed_s > asked_s:
-            asked_s, verdict = self._listed_s, Verdict.DONE if name in self._listed else Verdict.ABSENT
         return verdict if now_s - asked_s < self._answer_ttl_s else None
-
-    def _list(self) -> None:
-        """List the namespace's blocks, and keep the listing if it has one page."""
-        asked_s = time.monotonic()
-        try:
-            pages = self._control.listed(self._naming.blocks)
-            page = next(pages)
-            if next(pages, None) is not None:
-                return
-        except TierError:  # the bucket may not allow listings; single requests work without
-            return
-        with self._lock:
-            self._listed = frozenset(entry.name for entry in page if entry.age_s <= self._object_ttl_s)
-            self._listed_s = asked_s
-            self._list_at_s = asked_s + self._answer_ttl_s / 2
 
     def _ask_each(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         asked_s = time.monotonic()

@@ -29,13 +29,13 @@ from tiered_kv.toolkit.record import (
     record_bytes_max,
 )
 from tiered_kv_s3.account import Account
-from tiered_kv_s3.bucket import COUNTERS, COUNTERS_BY_LABEL, Bucket
+from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control
 from tiered_kv_s3.epoch import EpochObject, Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.sweeper import Sweeper
-from tiered_kv_s3.verdict import ABSENCE, BucketError, Verdict
+from tiered_kv_s3.verdict import ABSENCE, COUNTERS, COUNTERS_BY_LABEL, BucketError, Verdict
 
 _PART_BYTES = 1
 """One block a part: a job takes mostly the server's time to answer, so its blocks travel in parallel."""
@@ -96,7 +96,7 @@ class S3Tier(BlockingTier):
             shutdown_timeout_s=_SHUTDOWN_S,
         )
         self._epoch = Epoch(EpochObject(self._bucket, self._naming.epoch, name))
-        self._presence = Presence(self._bucket, self._control, self._counters, self._naming, settings)
+        self._presence = Presence(self._bucket, self._counters, settings.presence_ttl)
         self._loaded_s = -math.inf  # the last answer of the bucket to a load
         self._unreadable: Unreadable[str] = Unreadable()  # by object names
         self._namespace: Mapping[str, object] = getattr(offloading_spec, "namespace", {})
@@ -189,7 +189,6 @@ class S3Tier(BlockingTier):
         self._bucket.close()  # makes the requests in flight fail, so that the threads end
         super().shutdown()
         self._saving.join(_SHUTDOWN_S)
-        self._presence.join(_SHUTDOWN_S)
         self._sweeper.join(_SHUTDOWN_S)
         self._control.close()
 

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import email.utils
 import html
 import re
 import ssl
+from datetime import UTC, datetime
 from enum import StrEnum
 
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.toolkit.resolver import note_refused
 from tiered_kv_s3.connection import Answer, BadAnswerError
+
+COUNTERS = (
+    "retried_requests_total",
+    "slow_down_answers_total",
+    "opened_connections_total",
+    "expired_blocks_total",
+    "deleted_blocks_total",
+    "unanswered_blocks_total",
+    "unanswered_lookups_total",
+    "renewed_blocks_total",
+    "failed_renewals_total",
+    "failed_sweeps_total",
+    "present_blocks_total",
+)
+"""The tier's; `metrics/vocabulary.py` explains them."""
+COUNTERS_BY_LABEL = ("requests_total", "corrupt_blocks_total", "unreadable_blocks_total")
 
 _CODE = re.compile(rb"<(?:\w+:)?Code>\s*([A-Za-z0-9.]{1,100})\s*</")
 _MESSAGE = re.compile(rb"<(?:\w+:)?Message>([^<]{1,1000})</")
@@ -172,7 +190,7 @@ def verdict_of(answer: Answer, body: bytes) -> Verdict:
     return Verdict.DENIED if status in (401, 403) else Verdict.REFUSED
 
 
-def words_of(answer: Answer, body: bytes) -> str:
+def words_in(answer: Answer, body: bytes) -> str:
     """Return what a server says about a failure: its error code and message, or only the status."""
     code, message = _CODE.search(body), _MESSAGE.search(body)
     said = [found[1].decode("utf-8", "replace") for found in (code, message) if found]
@@ -198,8 +216,12 @@ def verdict_of_error(error: OSError) -> Verdict:
     return Verdict.UNAVAILABLE
 
 
-def words_of_error(error: OSError) -> str:
-    """Return what the operating system or TLS says about a connection's failure."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return error.verify_message.rstrip(".")
-    return error.strerror or str(error)
+def seconds_of(date: str) -> float | None:
+    """Return a date of HTTP or ISO 8601, in UTC if it has no zone, as seconds since 1970; None if it is invalid."""
+    for read in (email.utils.parsedate_to_datetime, datetime.fromisoformat):
+        try:
+            found = read(date)
+            return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+        except (ValueError, OverflowError):  # the latter of years beyond all calendars
+            pass
+    return None

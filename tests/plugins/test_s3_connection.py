@@ -11,9 +11,9 @@ import pytest
 
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.testing.control import wait_until
-from tiered_kv_s3.bucket import COUNTERS, COUNTERS_BY_LABEL
 from tiered_kv_s3.connection import HEAD_BYTES_MAX, BadAnswerError, Connection, Endpoint, Patience
 from tiered_kv_s3.pool import ConnectionPool, open_connection
+from tiered_kv_s3.verdict import COUNTERS, COUNTERS_BY_LABEL
 
 STALL_S = 120.0
 """How long a connection may go without a byte: longer than any delay of a busy machine."""

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 from pydantic import ValidationError
 
-from tiered_kv.errors import TierError
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.testing.rig import make_keys
-from tiered_kv_s3.bucket import COUNTERS, COUNTERS_BY_LABEL, Bucket
-from tiered_kv_s3.connection import Endpoint
-from tiered_kv_s3.control import Control, Listed
+from tiered_kv_s3.bucket import Bucket
+from tiered_kv_s3.connection import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Endpoint, Signer
 from tiered_kv_s3.epoch import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.signer import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Signer
-from tiered_kv_s3.verdict import Verdict
+from tiered_kv_s3.verdict import COUNTERS, COUNTERS_BY_LABEL, Verdict
 
 NAMING = Naming("kv", bytes(range(16)))
 FIRST_EPOCH = "0123456789abcdef"
@@ -77,8 +74,6 @@ class FakeBucket:
         self.asked: list[str] = []
         self.answers: dict[str, Verdict] = {}
         self.meanwhile: Callable[[], None] = lambda: None
-        self.pages = 0
-        """Pages of a listing; 0 if it fails."""
 
     def head_all(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         self.rounds += 1
@@ -88,59 +83,26 @@ class FakeBucket:
         self.meanwhile()
         return answers
 
-    def listed(self, prefix: str) -> Iterator[list[Listed]]:
-        if not self.pages:
-            raise TierError("this server does not list")
-        for _ in range(self.pages):
-            yield [Listed(1.0, name, 10) for name in sorted(self.objects)]
-
 
 def presence_of(bucket: FakeBucket, answer_ttl_s: float = 60.0) -> tuple[Presence, Counters]:
     counters = Counters(COUNTERS, COUNTERS_BY_LABEL)
-    settings = S3Settings.model_validate({"bucket": "bucket", "presence_ttl": answer_ttl_s, "capacity": "1GiB"})
-    presence = Presence(cast(Bucket, bucket), cast(Control, bucket), counters, NAMING, settings)
-    return presence, counters
+    return Presence(cast(Bucket, bucket), counters, answer_ttl_s), counters
 
 
 def names_of(label: str, count: int) -> list[str]:
     return [NAMING.block(FIRST_EPOCH, key) for key in make_keys(count, label)]
 
 
-@pytest.mark.parametrize("pages", [0, 2], ids=["unlisted", "large"])
 @pytest.mark.parametrize("existing", [0, 1, 15, 16, 17, 64, 499, 500, 983, 984, 998, 999, 1000])
-def test_a_prompt_of_a_thousand_blocks_is_located_with_48_requests_and_three_round_trips(
-    existing: int, pages: int
-) -> None:
+def test_a_prompt_of_a_thousand_blocks_is_located_with_48_requests_and_three_round_trips(existing: int) -> None:
     bucket = FakeBucket()
-    bucket.pages = pages
     names = names_of("prompt", 1000)
     bucket.objects = set(names[:existing])
     presence, _ = presence_of(bucket)
     assert presence.ask([names], soon()) == set(names[:existing])
-    presence.join(10.0)
-    assert len(bucket.asked) <= 48 - pages
+    assert len(bucket.asked) <= 48
     assert bucket.rounds <= 3
     assert bucket.asked[0] == names[0], "the first block is always asked for"
-
-
-def test_a_small_namespace_is_listed_once_and_answers_come_from_that() -> None:
-    bucket = FakeBucket()
-    bucket.pages = 1
-    bucket.objects = set(names_of("listed", 300))
-    presence, _ = presence_of(bucket)
-    presence.ask([names_of("first", 1)], soon())
-    presence.join(10.0)
-    late, new = names_of("stored later", 2)
-    presence.note(late, Verdict.DONE, time.monotonic())
-    for number in range(10):
-        assert presence.ask([[*names_of("listed", 300), late, *names_of(f"other {number}", 40)]], soon()) == {
-            *bucket.objects,
-            late,
-        }
-    assert len(bucket.asked) == 1
-    presence.forget()
-    bucket.objects.add(new)
-    assert presence.ask([[new]], soon()) == {new}, "the listing was of before a reset"
 
 
 def test_prompts_are_located_side_by_side() -> None:

@@ -12,13 +12,13 @@ from tiered_kv.errors import TierError, TierUnavailableError
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv_s3.bucket import COUNTERS, COUNTERS_BY_LABEL, Bucket
+from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control, Listed
 from tiered_kv_s3.epoch import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.sweeper import Sweeper
-from tiered_kv_s3.verdict import Verdict
+from tiered_kv_s3.verdict import COUNTERS, COUNTERS_BY_LABEL, Verdict
 
 NAMING = Naming("kv", bytes(16))
 EPOCH = "0123456789abcdef"
@@ -68,7 +68,7 @@ def sweeper_of(
     control = cast(Control, bucket)
     limits = {"capacity": capacity_bytes, "ttl": ttl_s, "sweep_interval": interval_s, "presence_ttl": 60}
     settings = S3Settings.model_validate({"bucket": "bucket", **limits})
-    presence = Presence(cast(Bucket, None), control, counters, NAMING, settings)
+    presence = Presence(cast(Bucket, None), counters, settings.presence_ttl)
     sweeper = Sweeper(control, NAMING, presence, counters, settings, "sweeper")
     return sweeper, presence, counters
 
