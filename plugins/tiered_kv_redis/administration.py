@@ -22,6 +22,7 @@ from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, Verification
 from tiered_kv.toolkit.listed import Entry, ListedStorage
 from tiered_kv.toolkit.record import HEADER_BYTES, decode_record, record_bytes_max
+from tiered_kv.toolkit.resolver import words_of
 from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv_redis.connection import check_tls_files
 from tiered_kv_redis.epoch import KEY_PREFIX
@@ -30,7 +31,6 @@ from tiered_kv_redis.reasons import (
     PERMISSION,
     WRONG_TYPE,
     NodeError,
-    cause_of,
     reason_of_error,
 )
 from tiered_kv_redis.settings import RedisSettings
@@ -155,7 +155,7 @@ class RedisAdministration(ListedStorage):
         except (NodeError, RedisError, OSError) as error:
             found = reason_of_error(error)
             reason = self._topology.explained(found)
-            text = None if isinstance(error, NodeError) or reason != found else cause_of(error)
+            text = None if isinstance(error, NodeError) or reason != found else words_of(error)
             message = self._topology.sentence(reason, text, wants=_RIGHTS if reason == PERMISSION else "")
             raise TierUnavailableError(message, tier=self._settings.name, operation=operation) from error
 

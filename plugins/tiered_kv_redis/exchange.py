@@ -13,9 +13,10 @@ from functools import partial
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.record import encode_record
+from tiered_kv.toolkit.resolver import words_of
 from tiered_kv_redis.connection import Link, WireConnection
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import PROTOCOL, READ_ONLY, TIMEOUT, NodeError, cause_of, reason_of_error
+from tiered_kv_redis.reasons import PROTOCOL, READ_ONLY, TIMEOUT, NodeError, reason_of_error
 from tiered_kv_redis.replies import Buffer, Refusal, Reply
 
 Failures = dict[int, str]
@@ -155,7 +156,7 @@ def _guarded(exchange: Exchange, link: Link, step: Callable[[Link, float], None]
     except (OSError, NodeError) as error:
         reason = reason_of_error(error)
         if isinstance(error, OSError):
-            exchange.node.said[reason] = cause_of(error)
+            exchange.node.said[reason] = words_of(error)
         exchange.fail(reason)
 
 

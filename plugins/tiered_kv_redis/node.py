@@ -17,8 +17,9 @@ from redis.connection import ConnectionPool
 from redis.exceptions import RedisError, ResponseError
 
 from tiered_kv.threads import BackgroundTask
+from tiered_kv.toolkit.resolver import words_of
 from tiered_kv_redis.connection import Link, WireConnection
-from tiered_kv_redis.reasons import NO_FAILURE_OF_SERVER, UNAVAILABLE, UNUSABLE, NodeError, cause_of, reason_of_error
+from tiered_kv_redis.reasons import NO_FAILURE_OF_SERVER, UNAVAILABLE, UNUSABLE, NodeError, reason_of_error
 
 _log = logging.getLogger(__name__)
 
@@ -222,5 +223,5 @@ class Node:
 
     def _reason_of(self, error: Exception) -> str:
         reason = reason_of_error(error)
-        self.said[reason] = cause_of(error)
+        self.said[reason] = words_of(error)
         return reason

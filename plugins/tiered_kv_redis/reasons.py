@@ -20,7 +20,7 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from tiered_kv.config.redaction import foreign_text
-from tiered_kv.toolkit.resolver import note_refused
+from tiered_kv.toolkit.resolver import causes_of, note_refused
 
 ABSENT: Final = "absent"
 READ_ONLY: Final = "readonly"
@@ -163,21 +163,11 @@ def sentence(endpoints: str, reason: str, text: str, secrets: Set[str], *, wants
     return f"{message}; {wants or remedy}" if wants or remedy else message
 
 
-def cause_of(error: BaseException) -> str:
-    """Return what the operating system, TLS or the server says in an exception, or the exception's own text."""
-    for each in _chain(error):
-        if isinstance(each, ssl.SSLCertVerificationError):
-            return each.verify_message.rstrip(".")
-        if isinstance(each, OSError) and each.strerror:
-            return each.strerror
-    return str(error)
-
-
 def reason_of_error(error: BaseException) -> str:
     """Return the reason for an exception of a socket or redis-py, by it and its causes."""
     if isinstance(error, NodeError):
         return error.reason
-    chain = _chain(error)
+    chain = causes_of(error)
     for each in chain:
         if isinstance(each, ssl.SSLCertVerificationError):
             note_refused(each)
@@ -189,13 +179,3 @@ def reason_of_error(error: BaseException) -> str:
         if any(isinstance(each, kind) for each in chain):
             return reason
     return UNAVAILABLE if isinstance(error, (OSError, RedisError)) else "error"
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and its causes."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:  # an exception that was raised again may be among its own causes
-        chain.append(link)
-        link = link.__cause__ or link.__context__
-    return chain

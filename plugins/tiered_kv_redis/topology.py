@@ -14,6 +14,7 @@ from redis.connection import ConnectionPool
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from tiered_kv.threads import BackgroundTask
+from tiered_kv.toolkit.resolver import words_of
 from tiered_kv_redis.connection import pool_options, sentinel_options, speaks_other
 from tiered_kv_redis.node import Node
 from tiered_kv_redis.reasons import (
@@ -24,7 +25,6 @@ from tiered_kv_redis.reasons import (
     WITH_TLS,
     WITHOUT_TLS,
     NodeError,
-    cause_of,
     reason_of_error,
     sentence,
 )
@@ -149,7 +149,7 @@ class Topology:
         except Exception as error:  # an invalid reply may raise any exception
             self._is_stale = True
             self._reason = reason_of_error(error)
-            self.said[self._reason] = cause_of(error)
+            self.said[self._reason] = words_of(error)
         else:
             self._on_change()
         self._asked_s = time.monotonic()

@@ -34,9 +34,8 @@ from tests.integrations.sglang_program_parts import (
 from tests.support.namespaces import Case, all_cases
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.sglang import engine as engine_module
-from tiered_kv.integrations.sglang.engine import namespace_of
+from tiered_kv.integrations.sglang.engine import namespace_of, read_settings
 from tiered_kv.integrations.sglang.pools import PagePool
-from tiered_kv.integrations.sglang.settings import read_settings
 
 DIRECTORY = Path(sys.argv[1])
 MODEL = DIRECTORY / "model"

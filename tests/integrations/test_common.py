@@ -13,7 +13,7 @@ from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.validation import validate
 from tiered_kv.integrations.environment import computing_packages, counting_variables, names
 from tiered_kv.integrations.prefill_meter import PREFILL_SHARE_MIN, STEPS_MAX, PrefillMeter, TokenCost
-from tiered_kv.integrations.user_namespace import UserModelNamespace
+from tiered_kv.integrations.settings import UserModelNamespace
 from tiered_kv.testing.control import ManualClock
 
 COUNTS = re.compile("^(ENGINE|TRITON)_")

@@ -77,7 +77,7 @@ READ = """
 import json, sys
 import tiered_kv.integrations.lmcache as integration
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.lmcache.settings import read_settings
+from tiered_kv.integrations.lmcache.tier_set import read_settings
 
 def outcome_of(params):
     try:

@@ -16,8 +16,8 @@ from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.threads import BackgroundTask, _log
 from tiered_kv.tiering.base import JobMetadata
-from tiered_kv.toolkit.event_log import BATCHES_MAX, EventLog
 from tiered_kv.toolkit.jobs import PAUSE_MAX, VERDICT_PARTS, Climb, Job, Outcome, PartQueue
+from tiered_kv.toolkit.queued import BATCHES_MAX, EventLog
 
 
 def job_of(blocks: int, is_load: bool = True, part_blocks: int = 3, job_id: int = 1) -> Job:

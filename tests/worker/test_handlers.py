@@ -25,8 +25,7 @@ from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.testing.control import Gate, wait_until
 from tiered_kv.worker import open_handlers
 from tiered_kv.worker.handlers import CopyHandler, HostCopier, HostCopy, WorkerHandlers, copy_runs
-from tiered_kv.worker.layout import lay_out
-from tiered_kv.worker.plan import LOAD, STORE, CopyPlan
+from tiered_kv.worker.plan import LOAD, STORE, CopyPlan, lay_out
 
 torch = pytest.importorskip("torch")
 

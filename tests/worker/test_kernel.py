@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.worker.layout import lay_out
-from tiered_kv.worker.plan import LOAD, STORE, CopyPlan
+from tiered_kv.worker.plan import LOAD, STORE, CopyPlan, lay_out
 from tiered_kv.worker.short_runs import KernelCopies, choose_kernels, even_out
 
 torch = pytest.importorskip("torch")

@@ -10,8 +10,7 @@ import pytest
 
 from tests.worker.test_copiers import Reversal
 from tiered_kv.worker.cuda import SHORT_RUN_BYTES, Kernel
-from tiered_kv.worker.layout import BlockLayout, GroupLayout
-from tiered_kv.worker.plan import LOAD, STORE, CopyPlan
+from tiered_kv.worker.plan import LOAD, STORE, BlockLayout, CopyPlan, GroupLayout
 from tiered_kv.worker.short_runs import KernelCopies, Seconds, choose_kernels, word_bytes_of
 
 DEVICE = cast("Any", "cuda:0")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -29,6 +30,9 @@ from tiered_kv.limits import compare, require
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.guarded import GuardedTier
+
+OWN_STORAGE = ("nvme", "memory")
+"""Tier types whose storage belongs to one process and one namespace. Storage of other types is shared."""
 
 BUDGET_BYTES_MAX: Final = 256 << 20
 """Limit of the default budgets. `job_timeout` runs from the submission, so no job should wait long in a tier."""
@@ -295,3 +299,18 @@ def _bytes_of(memory: Any, block_bytes: int) -> memoryview:  # Any: as in `Direc
     if not 0 < block_bytes <= len(flat):
         raise ValueError(f"a block of {block_bytes} bytes does not fit into memory of {len(flat)} bytes")
     return flat
+
+
+def part_of(tier: TierSettings, directory: str, share: Fraction) -> TierSettings:
+    """Return a tier's settings for one of several kinds of blocks: in `OWN_STORAGE`, a directory below its path.
+
+    Args:
+        share: The part of the capacity that this kind gets; more than 0 and at most 1.
+    """
+    if tier.type not in OWN_STORAGE:
+        return tier
+    own: Any = tier  # Any: only the plugin knows the type
+    update: dict[str, object] = {"capacity": int(own.capacity * share)}
+    if hasattr(own, "path"):
+        update["path"] = f"{own.path}/{directory}"
+    return tier.model_copy(update=update)

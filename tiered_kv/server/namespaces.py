@@ -12,7 +12,7 @@ from tiered_kv.config.namespace import differences
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.redaction import error_text
 from tiered_kv.config.validation import validate
-from tiered_kv.direct.settings import part_of
+from tiered_kv.direct.tiers import part_of
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.server.host import Host
 from tiered_kv.stack_config import MetricsSettings, StackConfig, load_config

@@ -1,4 +1,4 @@
-"""The scheduler's side of a tier with workers. No call waits."""
+"""The scheduler's side of a tier with workers, and the events that they note for it. No call waits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import traceback
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.config.redaction import scrub
 from tiered_kv.errors import TierError
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
@@ -318,3 +319,47 @@ class QueuedTier(SecondaryTierManager):
                 what = f"{operation} did not end before its deadline, counted as '{reason}'"
             _log.warning("tier '%s': %s; further ones are only counted", self.name, what)
         return reason
+
+
+BATCHES_MAX: Final = 1 << 16
+"""Calls of `stored` and `removed` that are kept until they are taken; beyond it the oldest are lost."""
+
+
+class EventLog:
+    """Stored and removed blocks, in the order of the calls.
+
+    Any thread may call `stored`, `removed` and `clear`, under the lock of the tier's index: only so the events have the
+    order in which the index changed. `take` needs no lock.
+
+    Args:
+        is_wanted: Whether events are taken; if not, none are kept.
+    """
+
+    def __init__(self, is_wanted: bool) -> None:
+        self._is_wanted = is_wanted
+        self._events: deque[tuple[bool, list[OffloadKey]]] = deque(maxlen=BATCHES_MAX)
+
+    def stored(self, keys: Iterable[OffloadKey]) -> None:
+        self._note(False, keys)
+
+    def removed(self, keys: Iterable[OffloadKey]) -> None:
+        self._note(True, keys)
+
+    def clear(self) -> None:
+        self._events.clear()
+
+    def take(self, block_bytes: int, medium: str) -> list[OffloadingEvent]:
+        """Return the events since the last call; successive events of one kind are one. The scheduler's thread."""
+        events: list[OffloadingEvent] = []
+        with suppress(IndexError):  # a worker has just cleared it
+            for _ in range(len(self._events)):
+                is_removed, keys = self._events.popleft()
+                if events and events[-1].removed is is_removed:
+                    events[-1].keys += keys
+                else:
+                    events.append(OffloadingEvent(keys, block_bytes, medium, is_removed))
+        return events
+
+    def _note(self, is_removed: bool, keys: Iterable[OffloadKey]) -> None:
+        if self._is_wanted and (batch := list(keys)):
+            self._events.append((is_removed, batch))

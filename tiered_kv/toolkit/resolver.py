@@ -1,4 +1,4 @@
-"""Connections to servers: a deadline that includes the look-up of the name, and the log of refused certificates."""
+"""Connections to servers: a deadline that includes the look-up of the name, and what exceptions say of a failure."""
 
 from __future__ import annotations
 
@@ -73,6 +73,26 @@ def note_refused(error: ssl.SSLCertVerificationError) -> None:
     """
     wrong = error.verify_message.split(",")[0].rstrip(".")  # a host's name may follow a comma
     _warn_once("a server's certificate was refused: %s; see 'A certificate that is refused' in redis.md", wrong)
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """Return an exception and its causes."""
+    causes: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in causes:  # an exception that was raised again may be among its own causes
+        causes.append(link)
+        link = link.__cause__ or link.__context__
+    return causes
+
+
+def words_of(error: BaseException) -> str:
+    """Return what the operating system or TLS says in an exception and its causes, or the exception's own text."""
+    for each in causes_of(error):
+        if isinstance(each, ssl.SSLCertVerificationError):
+            return each.verify_message.rstrip(".")
+        if isinstance(each, OSError) and each.strerror:
+            return each.strerror
+    return str(error)
 
 
 def _look_up(host: str, port: int, lookup: Future[Addresses]) -> None:

@@ -27,8 +27,7 @@ from tiered_kv.errors import ResourceError, ShutdownError
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.threads import DaemonThreads
 from tiered_kv.worker.cuda import CudaCopier, Kernel
-from tiered_kv.worker.layout import BlockLayout, device_of, lay_out
-from tiered_kv.worker.plan import LOAD, STORE, Copier, Copy, CopyPlan, plan_transfer
+from tiered_kv.worker.plan import LOAD, STORE, BlockLayout, Copier, Copy, CopyPlan, device_of, lay_out, plan_transfer
 from tiered_kv.worker.short_runs import choose_kernels
 
 

@@ -16,8 +16,7 @@ import numpy as np
 from tiered_kv.base import TransferType
 from tiered_kv.config.units import format_bytes
 from tiered_kv.worker.cuda import SHORT_RUN_BYTES, CudaCopier, Kernel, load_driver
-from tiered_kv.worker.layout import BlockLayout
-from tiered_kv.worker.plan import LOAD, STORE, CopyPlan
+from tiered_kv.worker.plan import LOAD, STORE, BlockLayout, CopyPlan
 
 if TYPE_CHECKING:
     import torch

@@ -24,8 +24,7 @@ from tiered_kv.base import OffloadKey, get_offload_block_hash, get_offload_group
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_type_of
-from tiered_kv.integrations.lmcache.settings import read_settings
-from tiered_kv.integrations.lmcache.tier_set import Places, TierSet
+from tiered_kv.integrations.lmcache.tier_set import Places, TierSet, read_settings
 
 _log = logging.getLogger(__name__)
 _RANK_BYTES = 8

@@ -30,11 +30,16 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from tiered_kv.direct import DirectTiers
-from tiered_kv.direct.settings import part_of
+from tiered_kv.direct.tiers import part_of
 from tiered_kv.errors import ConfigError, ShutdownError
-from tiered_kv.integrations.sglang.engine import check_sharing, engine_facts, namespace_of, process_variables
+from tiered_kv.integrations.sglang.engine import (
+    check_sharing,
+    engine_facts,
+    namespace_of,
+    process_variables,
+    read_settings,
+)
 from tiered_kv.integrations.sglang.pools import PagePool, Parts
-from tiered_kv.integrations.sglang.settings import read_settings
 
 _log = logging.getLogger(__name__)
 

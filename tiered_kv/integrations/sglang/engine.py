@@ -1,4 +1,4 @@
-"""What shapes the bytes of an engine's pages, from SGLang's whole configuration; and the namespace of each host pool.
+"""HiCache's extra config; what shapes the bytes of an engine's pages; and the namespace of each host pool.
 
 Everything counts that is not known to be irrelevant, so what a later SGLang adds counts by default: settings, variables
 of the environment, packages. `irrelevant` names the rest. The page docs/reference/namespaces.md lists all.
@@ -10,10 +10,11 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import sglang
 import torch
+from pydantic import Field
 from sglang.srt.arg_groups.arg_utils import namespace_of as sections_of
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
@@ -22,14 +23,74 @@ from sglang.srt.runtime_context import get_context, get_device, get_parallel, ge
 from sglang.srt.server_args import ServerArgs
 
 from tiered_kv.config.namespace import Namespace, Parallel
-from tiered_kv.direct.settings import OWN_STORAGE
+from tiered_kv.config.reading import fill_variables
+from tiered_kv.config.validation import validate
+from tiered_kv.direct.tiers import OWN_STORAGE
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.environment import computing_packages, counting_variables, instruction_sets
 from tiered_kv.integrations.model_files import content_of, depends_on_length, weights_in_files, without_origin
+from tiered_kv.integrations.settings import HostSettings, UserModelNamespace
 from tiered_kv.integrations.sglang.irrelevant import SETTINGS, VARIABLES
 from tiered_kv.integrations.sglang.pools import PagePool
-from tiered_kv.integrations.sglang.settings import LOCATION, RANK_VARIABLE, REPLICA_VARIABLE, HiCacheSettings
-from tiered_kv.integrations.user_namespace import UserModelNamespace
+
+LOCATION = "hicache_storage_backend_extra_config"
+"""Path of the extra config, for messages."""
+
+RANK_VARIABLE = "TIERED_KV_RANK"
+"""In an entry's texts, the number of the process among all those that hold a part of one copy of the model."""
+REPLICA_VARIABLE = "TIERED_KV_REPLICA"
+"""The number of that copy, with data parallelism."""
+
+
+class HiCacheNamespace(UserModelNamespace):
+    """What the extra config may say of the namespace."""
+
+    unknown_key_advice: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("dtype", "layout", "hash_algorithm", "hash_seed", "layers", "groups", "parallel"),
+        "SGLang sets it; known keys: model, revision, quantization, tenant, extra",
+    )
+
+
+class HiCacheSettings(HostSettings):
+    """The extra config, without the settings that SGLang takes out of it."""
+
+    location = LOCATION
+
+    backend_name: str = Field(description="a name for messages, such as tiered_kv")
+    module_path: str = Field(description="tiered_kv.integrations.sglang")
+    class_name: str = Field(description="TieredKVHiCache")
+    interface_v1: Literal[1] = Field(description="write 1: then SGLang hands over places in its memory, not copies")
+    namespace: HiCacheNamespace = Field(
+        default=HiCacheNamespace(), description="what SGLang does not report of the bytes"
+    )
+    allocator: Literal["shm"] | None = Field(default=None, description="SGLang's own: where its host pools are")
+    file_storage_path: str | None = Field(default=None, description="SGLang's own, not used here")
+
+
+def read_settings(
+    extra_config: Mapping[str, object], environ: Mapping[str, str], processes: Mapping[str, int]
+) -> HiCacheSettings:
+    """Return the extra config, checked, with its variables filled in.
+
+    Args:
+        environ: The variables that its texts may name.
+        processes: For each variable that identifies an engine's process, the number of processes. If there are
+            several, the path of a tier with its own storage has to name the variable.
+    """
+    settings = validate(HiCacheSettings, fill_variables(extra_config, environ), (LOCATION,))
+    raw = extra_config["tiers"]
+    assert isinstance(raw, (list, tuple))
+    for number, (tier, entry) in enumerate(zip(settings.tiers, raw, strict=True)):
+        path = entry.get("path") if tier.type in OWN_STORAGE else None
+        for name, count in processes.items():
+            if path is not None and count > 1 and f"${{{name}" not in path:
+                raise ConfigError(
+                    f"{count} processes would have one directory, which belongs to one; write ${{{name}}} into it, "
+                    f"such as {path}-${{{name}}}; the capacity is that of each",
+                    location=f"{LOCATION}.tiers.{number}.path",
+                )
+    return settings
+
 
 _NAMESPACE = f"{LOCATION}.namespace"
 

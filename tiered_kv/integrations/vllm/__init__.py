@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiered_kv.integrations.versions import checked_version, imported_on_use
+from tiered_kv.integrations import checked_version, imported_on_use
 
 if TYPE_CHECKING:
     from tiered_kv.integrations.vllm.connector import TieredKVConnector

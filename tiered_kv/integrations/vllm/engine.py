@@ -32,7 +32,7 @@ from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.environment import computing_packages, counting_variables, instruction_sets
 from tiered_kv.integrations.model_files import content_of, depends_on_length, weights_in_files, without_origin
-from tiered_kv.integrations.user_namespace import UserModelNamespace
+from tiered_kv.integrations.settings import UserModelNamespace
 from tiered_kv.integrations.vllm.irrelevant import FIELDS, SECTIONS, VARIABLES
 
 LOCATION = "namespace"

@@ -16,7 +16,7 @@ from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCa
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.vllm.engine import canonical_shards, current_engine, layer_specs
 from tiered_kv.tiering.manager import TieringOffloadingManager
-from tiered_kv.worker.layout import offloaded_bytes
+from tiered_kv.worker.plan import offloaded_bytes
 
 _log = logging.getLogger(__name__)
 
