@@ -33,13 +33,18 @@ class RecordStatus(Enum):
     UNENCRYPTED = "unencrypted"
     """The record is sound and plain, but only encrypted records are accepted."""
 
+    @property
+    def reason(self) -> str:
+        """The reason of a failed load: what only encryption has by its own word, all other damage as `checksum`."""
+        return str(self.value) if self in REFUSED | UNREADABLE else "checksum"
+
 
 UNREADABLE = frozenset({RecordStatus.UNKNOWN_CODEC, RecordStatus.UNKNOWN_KEY})
 """Sound records that this process cannot read. Another process may be able to, so they are not deleted: see
 `toolkit.record.Unreadable`."""
 
 REFUSED = frozenset({RecordStatus.UNKNOWN_KEY, RecordStatus.BAD_TAG, RecordStatus.UNENCRYPTED})
-"""Statuses that only encryption has. The counters name each; all other damage counts as `checksum`."""
+"""Statuses that only encryption has."""
 
 
 class Fate(IntEnum):

@@ -13,7 +13,7 @@ from typing import Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.instruments import Counters
-from tiered_kv.reasons import REFUSED, UNREADABLE
+from tiered_kv.reasons import UNREADABLE
 from tiered_kv.toolkit.codecs import CodecSet, ThreadBuffer
 from tiered_kv.toolkit.record import (
     HEADER_BYTES,
@@ -183,14 +183,14 @@ class BlockFiles:
         if verdict in UNREADABLE:
             self.counters.add("unreadable_blocks_total", verdict.value)
             self._unreadable.note((path,))
-            return str(verdict.value)
+            return verdict.reason
         self.counters.add("corrupt_blocks_total", verdict.value)
         try:
             unlink_same(path, status)
         except OSError as error:  # do not offer it any more
             self._failures.note("deleting a damaged block", error)
             self._unreadable.note((path,))
-        return str(verdict.value) if verdict in REFUSED else "checksum"
+        return verdict.reason
 
     def _read(self, fd: int, size_bytes: int, key: OffloadKey, block: memoryview) -> RecordStatus:
         """Read and verify a record. A record of a raw record's size is read straight into its block."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.pauses import give_way
-from tiered_kv.reasons import REFUSED, UNREADABLE, RecordStatus
+from tiered_kv.reasons import UNREADABLE, RecordStatus
 from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv_nvme.disk import Disk, Scratch, StoreCounters, is_alignment_error, read_fully
@@ -110,7 +110,7 @@ class BlockReader:
             still_valid = self._unpin(slots, lost, epoch)
         if lost:
             status = lost[-1][1]
-            reason = str(status.value) if status in REFUSED else "checksum"
+            reason = status.reason
         if not still_valid:
             return Outcome((), "reset")
         loaded -= failed

@@ -49,23 +49,12 @@ def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
 
 
 def _newest(files: SegmentFiles, slots: Sequence[int]) -> list[int]:
-    """Delete the oldest files that are more than may be open; open one at a time."""
-    generations: dict[int, int] = {}
-    page = Scratch().take(PAGE_BYTES)
-    for slot in slots:
-        try:
-            fd = files.open(slot)
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-            generations[slot] = -1  # a symbolic link
-            continue
-        try:
-            header = SegmentHeader.decode(page) if read_fully(files.disk, fd, [page], 0) == PAGE_BYTES else None
-            generations[slot] = -1 if header is None else header.generation
-        finally:
-            os.close(fd)
-    by_age = sorted(slots, key=generations.__getitem__)
+    """Delete the files that are more than may be open, those first that were written least recently."""
+    folder = files.directory
+    written_ns = {
+        slot: os.stat(folder.segment_name(slot), dir_fd=folder.fd, follow_symlinks=False).st_mtime_ns for slot in slots
+    }
+    by_age = sorted(slots, key=written_ns.__getitem__)
     for slot in by_age[: -files.descriptors_max]:
         files.discard(slot)
     return by_age[-files.descriptors_max :]

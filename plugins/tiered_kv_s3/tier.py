@@ -13,7 +13,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.metrics.instruments import Counters
-from tiered_kv.reasons import REFUSED, UNREADABLE
+from tiered_kv.reasons import UNREADABLE
 from tiered_kv.threads import BackgroundTask
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.codecs import ThreadBuffer
@@ -260,7 +260,7 @@ class S3Tier(BlockingTier):
             self._unreadable.note((name,))
         else:
             self._remove_damaged(name, status, deadline)
-        return str(status.value) if status in REFUSED | UNREADABLE else "checksum"
+        return status.reason
 
     def _note_failed_get(self, name: str, verdict: Verdict, asked_s: float, deadline: float) -> str:
         if verdict is Verdict.OVERSIZED:

@@ -19,10 +19,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
 torch = pytest.importorskip("torch", reason="the extra 'transformers'")
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers'")
 
-from tiered_kv.integrations.transformers.layout import CacheLayout  # noqa: E402 - after what it needs
+from tiered_kv.integrations.transformers.layout import (  # noqa: E402
+    CacheLayout,
+    layout_of,
+    states_of,
+    token_count,
+)
 from tiered_kv.integrations.transformers.prefix_cache import PrefixCache  # noqa: E402
 from tiered_kv.integrations.transformers.saver import Saver  # noqa: E402
-from tiered_kv.integrations.transformers.support import layout_of, states_of, token_count  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -41,14 +41,13 @@ class KernelCopies:
     Args:
         device: The CUDA device.
         word_bytes: 1, 2, 4, 8 or 16; divides all addresses and lengths. The kernel is compiled once for each.
-        sizes: Those of `kernel.launch`.
 
     Raises:
         ImportError: Triton is not there.
         ValueError: Triton interprets kernels, and does not compile them.
     """
 
-    def __init__(self, device: torch.device, word_bytes: int, **sizes: int) -> None:
+    def __init__(self, device: torch.device, word_bytes: int) -> None:
         from tiered_kv.worker import kernel
 
         if not kernel.is_compiled():  # it would read the device's addresses as the CPU's
@@ -56,7 +55,6 @@ class KernelCopies:
         self._launch = kernel.launch
         self._device = device
         self._word_bytes = word_bytes
-        self._sizes = sizes
 
     def copy(self, plan: CopyPlan, stream: Any) -> None:  # Any: torch.cuda.Stream
         import torch
@@ -70,7 +68,7 @@ class KernelCopies:
         np.stack([even.sources, even.destinations, even.lengths], out=runs.numpy())
         with torch.cuda.stream(stream):
             on_device = runs.to(self._device, non_blocking=True)
-            self._launch(on_device, int(even.lengths.max()), self._word_bytes, **self._sizes)
+            self._launch(on_device, int(even.lengths.max()), self._word_bytes)
 
 
 def even_out(plan: CopyPlan) -> CopyPlan:

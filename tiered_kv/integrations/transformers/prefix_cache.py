@@ -18,9 +18,15 @@ from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import from_source
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.integrations.transformers.identity import Weights, namespace_fields
-from tiered_kv.integrations.transformers.layout import CacheLayout, States, block_keys
+from tiered_kv.integrations.transformers.layout import (
+    CacheLayout,
+    States,
+    block_keys,
+    layout_of,
+    states_of,
+    token_count,
+)
 from tiered_kv.integrations.transformers.saver import Saver
-from tiered_kv.integrations.transformers.support import layout_of, states_of, token_count
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.stack_config import StackConfig, load_config
 

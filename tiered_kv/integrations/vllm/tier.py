@@ -199,9 +199,6 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             self._guarded.account.skipped(BY_REQUEST, job_metadata.keys)
             self._end(job_metadata.job_id, is_success=True)
             return
-        if not self._has_rows(job_metadata):
-            self._end(job_metadata.job_id, is_success=False)
-            return
         offered = {block.key: block for block in _in_prefix_order(job_metadata)}  # each block once
         taken = self._guarded.select(list(offered.values()), job_metadata.req_context)
         if taken:
@@ -213,24 +210,10 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     def submit_load(self, job_metadata: TransferJob) -> None:
         guarded = self._guarded
         guarded.loads.reserved_blocks = max(guarded.loads.reserved_blocks - len(job_metadata.keys), 0)
-        if guarded.refusal() or not self._has_rows(job_metadata):  # the breaker may have opened since the lookup
+        if guarded.refusal():  # the breaker may have opened since the lookup
             self._fail(job_metadata)
         else:
             self._submit(job_metadata, _in_prefix_order(job_metadata))
-
-    def _has_rows(self, job_metadata: TransferJob) -> bool:
-        """Return whether vLLM's chunks are in its memory; a tier could read or write beside it."""
-        rows = np.asarray(job_metadata.chunk_ids).tolist()
-        if not rows or 0 <= min(rows) <= max(rows) < self._num_blocks:
-            return True
-        _log.error(
-            "tier '%s': refused a job of vLLM with chunks %d to %d; its memory has chunks 0 to %d",
-            self._guarded.name,
-            min(rows),
-            max(rows),
-            self._num_blocks - 1,
-        )
-        return False
 
     def _submit(self, job_metadata: TransferJob, blocks: list[CPUBlock]) -> None:
         job = self._guarded.submit(
