@@ -11,13 +11,13 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from tiered_kv.errors import TierBusyError, TierUnavailableError
+from tiered_kv.errors import TierBusyError
 from tiered_kv.permissions import check_file
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit.administration import (
@@ -30,7 +30,7 @@ from tiered_kv.toolkit.administration import (
     Verification,
     stored_namespace,
 )
-from tiered_kv.toolkit.claimed import LOST_AND_FOUND, Identity, walk
+from tiered_kv.toolkit.claimed import LOST_AND_FOUND, ClaimedDirectory, Identity, walk
 from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv.toolkit.listed import Census
@@ -96,9 +96,7 @@ class NvmeAdministration(TierAdministration):
             if fd is not None and digest and only in (None, digest):
                 described = fields.get("namespace")
                 identity = self._identity(digest, fields)
-                segments = Inspection(
-                    fd, self._path, self._claimed.tier, self._claimed.private, identity, deadline
-                ).count(census)
+                segments = Inspection(fd, self._claimed, identity, partial(self.check_time, deadline)).count(census)
         return census.survey(lambda _: described, segments)
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
@@ -109,7 +107,7 @@ class NvmeAdministration(TierAdministration):
             verification.checks_tags = True
             identity = self._identity(digest, fields)
             with closing(self._owned(identity)) if verification.repairs else nullcontext() as owned:
-                inspection = Inspection(fd, self._path, self._claimed.tier, self._claimed.private, identity, deadline)
+                inspection = Inspection(fd, self._claimed, identity, partial(self.check_time, deadline))
                 inspection.verify(self._settings.open_codecs(), verification, owned)
 
     def _owned(self, identity: Identity) -> SegmentDirectory:
@@ -191,13 +189,12 @@ class Inspection:
     """
 
     fd: int  # of the directory
-    path: str
-    tier: str
-    private: bool
+    claimed: ClaimedDirectory
     identity: Identity
-    deadline: float
+    check_time: Callable[[str], None]  # called with the operation; raises after the deadline
 
     def __post_init__(self) -> None:
+        self.path = self.claimed.path
         self._digest = self.identity.digest.hex()
         self._pattern = segment_pattern(self.identity.digest)
         self._counters = StoreCounters(self.path)  # not reported
@@ -264,7 +261,7 @@ class Inspection:
                 name = f"{path}, at byte {table.offsets[ordinal]}"
                 if verification.note(status, table.stored_bytes[ordinal], name, table.keys[ordinal]):
                     yield ordinal
-            self._check_time("verify")
+            self.check_time("verify")
 
     def _read(self, segment: Segment, run: Sequence[int]) -> list[RecordStatus | str]:
         """Read and verify some neighbouring entries; return a status for each."""
@@ -290,7 +287,7 @@ class Inspection:
             match = self._pattern.fullmatch(name)
             if match is None:
                 continue
-            self._check_time(operation)
+            self.check_time(operation)
             try:
                 fd = os.open(name, flags | os.O_NONBLOCK, dir_fd=self.fd)
             except OSError as error:
@@ -299,14 +296,10 @@ class Inspection:
                 raise
             try:
                 if stat.S_ISREG(os.fstat(fd).st_mode):
-                    check_file(fd, f"{self.path}/{name}", any_owner=not self.private)
+                    check_file(fd, f"{self.path}/{name}", any_owner=not self.claimed.private)
                     yield int(match[1]), fd, scan.read(fd, int(match[1]))
             finally:
                 os.close(fd)
-
-    def _check_time(self, operation: str) -> None:
-        if time.monotonic() >= self.deadline:
-            raise TierUnavailableError("the time was over", tier=self.tier, operation=operation)
 
 
 def _without(table: EntryTable, ordinals: set[int]) -> EntryTable:
