@@ -75,7 +75,7 @@ class ManualClock:
 
 
 def wait_until(
-    condition: Callable[[], object], timeout_s: float = 60.0, *, pause_s: float = 0.005, what: str = "the condition"
+    condition: Callable[[], object], timeout_s: float = 60.0, *, pause_s: float = 0.001, what: str = "the condition"
 ) -> None:
     """Call `condition` every `pause_s` until it returns a true value.
 
@@ -94,7 +94,7 @@ _OTHERS = ("sem.", "vllm_", "sglang_", "psm_")
 _DESCRIPTORS = "/proc/self/fd"
 _OF_A_DRIVER = "/dev/nvidia"
 """NVIDIA's driver opens these when it is used in a new way, and keeps them until the process ends."""
-_POLL_S = 0.005
+_POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)

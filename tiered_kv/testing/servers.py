@@ -23,7 +23,7 @@ BUS_OFFSET: Final = 10_000
 
 _PORTS: Final = range(10_000, 32_768 - BUS_OFFSET)
 """Below Linux's ephemeral ports, with the buses: a server that starts again finds its port free."""
-_POLL_S: Final = 0.005
+_POLL_S: Final = 0.001
 
 
 class ServerProcess(ABC):
