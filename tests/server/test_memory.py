@@ -161,6 +161,14 @@ def test_a_server_waits_for_memory_that_engines_still_map(monkeypatch: pytest.Mo
     assert next(free, None) is None
 
 
+def test_a_server_waits_for_huge_pages_that_engines_still_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([0, 0, 2 << 20])
+    monkeypatch.setattr(Limits, "huge_pages", lambda _: HugePages(2 << 20, 2 << 20, next(free), "a fake"))
+    monkeypatch.setattr(memory, "_how_to_reserve", lambda _: "")
+    HostRegion(1, 1 << 20, reserved=None, wait_s=60.0).close()
+    assert next(free, None) is None
+
+
 def test_huge_pages_that_are_not_reserved_are_an_error_that_says_how_to_reserve_them() -> None:
     rows = 1 << 20  # 2 TiB in all
     with pytest.raises(ConfigError, match=rf"expected {rows} reserved .* of 2MiB.*vm\.nr_hugepages=\d+, or"):
