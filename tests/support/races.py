@@ -218,7 +218,7 @@ class GuardedBackend(CPUBackend):
 
     def check(self) -> None:
         """Check every block that is free now, or was when the stack was closed."""
-        self._check([*(block.block_id for block in self._free), *range(self._num_made, self.num_blocks)])
+        self._check([*(block.block_id for block in self._free), *range(len(self.made), self.num_blocks)])
 
     def _check(self, rows: Sequence[int]) -> None:
         if not rows or len(self.violations) >= _PROBLEMS_SHOWN:
