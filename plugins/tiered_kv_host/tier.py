@@ -250,8 +250,8 @@ def copy_blocks(
     engine that computes. One call copies up to 1,024, and other threads run meanwhile. Its remote side are the blocks:
     their memory has huge pages, which the kernel finds faster.
     """
-    assert len(blocks[0]) == array.shape[1], "the server has rows of another size"
     views = [np.frombuffer(block, np.uint8) for block in blocks]
+    assert all(len(view) == array.shape[1] for view in views), "the server has rows of another size"
     of_rows, of_blocks = np.full((2, len(rows), 2), array.shape[1], np.uint64)  # addresses and lengths
     of_rows[:, 0] = array.ctypes.data + np.array(rows, np.uint64) * array.shape[1]
     of_blocks[:, 0] = [view.__array_interface__["data"][0] for view in views]
