@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from tiered_kv._cli.arguments import describe_use
-from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
+from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress, readable
 from tiered_kv._cli.stacks import (
     OWN_MODEL,
     OperatedStack,
@@ -22,7 +22,7 @@ from tiered_kv._cli.stacks import (
 from tiered_kv.config.reading import from_source
 from tiered_kv.config.redaction import error_text, scrub
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.config.units import format_bytes, rounded_bytes
+from tiered_kv.config.units import format_bytes
 from tiered_kv.config.validation import line_of
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.cpu.region import PrimaryRegion
@@ -328,13 +328,6 @@ def _details(check: TierCheck, limits: list[Need]) -> str:
         said = next((need for need in limits if need.is_refused and need.problem in check.error), None)
         return check.error if said is None else f"{said.setting} is too much; see '{said.what}' below"
     warning = [f"{check.details['warning']};"] if "warning" in check.details else []
-    details = ", ".join(_detail(name, value) for name, value in check.details.items() if name != "warning")
+    shown = (readable(name, value) for name, value in check.details.items() if name != "warning")
+    details = ", ".join(f"{name}: {text}" for name, text in shown)
     return " ".join([*warning, details])
-
-
-def _detail(name: str, value: object) -> str:
-    if isinstance(value, bool):
-        return f"{name}: {'yes' if value else 'no'}"
-    if isinstance(value, int) and name.endswith("_bytes"):
-        return f"{name.removesuffix('_bytes')}: {rounded_bytes(value)}"
-    return f"{name}: {'none' if value is None else value}"

@@ -14,6 +14,8 @@ from enum import IntEnum
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from tiered_kv.config.units import rounded_bytes
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
@@ -124,6 +126,22 @@ def _print(console: Console, shown: RenderableType, stream: TextIO) -> None:
         console.print(shown)
     lines = [line.rstrip() for line in captured.get().splitlines()]
     _write("\n".join(lines).lstrip("\n") + "\n", stream)
+
+
+def quantity(count: int, noun: str) -> str:
+    """Return a number and a noun: "1 block", "2,000 blocks"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def readable(name: str, value: object) -> tuple[str, str]:
+    """Return a field of a tier's description for people."""
+    if isinstance(value, bool):
+        text = "yes" if value else "no"
+    elif isinstance(value, int) and name.endswith("_bytes"):
+        text = rounded_bytes(value)
+    else:
+        text = "none" if value is None else str(value)
+    return name.removesuffix("_bytes"), text
 
 
 def one_line(text: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Final
 
 from tiered_kv._cli.arguments import describe_use, positive_int, seconds
@@ -17,34 +16,65 @@ from tiered_kv._cli.measuring import (
     start_report,
     write_report,
 )
-from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
-from tiered_kv._cli.report.page import quantity
-from tiered_kv._cli.report.plots import Sampler
-from tiered_kv._cli.report.replay_page import TIER_COLUMNS, replay_page, replay_sentences, tier_rows
+from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress, quantity
+from tiered_kv._cli.report.figures import (
+    Sampler,
+    hits_over_requests,
+    shown_us,
+    step_distribution,
+    throughput,
+    use_over_time,
+)
+from tiered_kv._cli.report.page import (
+    MISS,
+    Html,
+    Run,
+    card,
+    color_key,
+    element,
+    figure,
+    joined,
+    page,
+    plots,
+    section,
+    table,
+    tier_color,
+    tile,
+)
 from tiered_kv._cli.stacks import stack_with_blocks
+from tiered_kv.config.settings import PRIMARY_NAME
+from tiered_kv.config.units import format_bytes
 from tiered_kv.metrics.instruments import flat_counts
-from tiered_kv.reasons import TOO_SLOW_REASONS, reason_of
+from tiered_kv.reasons import FAILED, SENTENCES, TOO_SLOW_REASONS
 from tiered_kv.stack import EngineStack, open_engine_stack
 from tiered_kv.workload.replay import ReplaySettings, replay
-from tiered_kv.workload.tally import ReplayReport, Tally
+from tiered_kv.workload.tally import GB, ReplayReport, Tally
 
-_PROBLEMS: Final[Mapping[str, Callable[[str], str]]] = {
-    "skipped_blocks_total": lambda word: reason_of(word).sentence,
-    "too_slow_blocks_total": lambda word: TOO_SLOW_REASONS.get(word, word),
-    "failed_blocks_total": lambda word: reason_of(word).sentence,
+_COLUMNS: Final = ("tier", "hits", "share", "stored GB", "GB/s", "loaded GB", "GB/s")
+_MISSED: Final = "misses"
+_SPENT: Final = {
+    "bytes": "went into writing and comparing bytes",
+    "manager": "into the manager",
+    "waiting": "into waits for storage",
 }
-_VERBS: Final = {
-    "skipped_blocks_total": "not stored",
-    "too_slow_blocks_total": "not loaded",
-    "failed_blocks_total": "failed to {}",
+_LIMITS: Final = {
+    "bytes": ("the replay's own work", "the replay's own work limits them, not the storage"),
+    "manager": ("the manager", "the manager's work for so many requests limits them, not the storage"),
+    "waiting": ("the storage", "the storage limits them"),
 }
-_EVENTS: Final = {
-    "refused_promotion_blocks_total": ("block", "{} not loaded: the primary tier had no room"),
-    "lookup_timeouts_total": ("lookup", "{} without an answer in time"),
-    "expired_jobs_total": ("job", "{} not ended by the deadline"),
-    "exceptions_total": ("exception", "{} of the tier's methods, which the log has"),
-    "breaker_opened_total": ("time", "the breaker opened {}"),
+_REASONS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
+    "misses_total": ("missed", SENTENCES),
+    "skipped_blocks_total": ("not stored", SENTENCES),
+    "too_slow_blocks_total": ("not loaded", TOO_SLOW_REASONS),
+    "failed_blocks_total": ("failed to {}", {word: reason.sentence for word, reason in FAILED.items()}),
+    "refused_promotion_blocks_total": ("not loaded", {"": "the primary tier had no room"}),
+    "lookup_timeouts_total": ("lookups", {"": "without an answer in time"}),
+    "expired_jobs_total": ("jobs", {"": "not ended by the deadline"}),
+    "exceptions_total": ("exceptions", {"": "of the tier's methods, which the log has"}),
+    "breaker_opened_total": ("breaker", {"": "times that it opened"}),
 }
+"""Counters of what was no hit or no store: what happened, and the meanings of the reasons."""
+_REASON_COLUMNS: Final = ("tier", "what", "reason", "blocks", "what it means")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,8 +128,7 @@ def run(args: argparse.Namespace) -> Status:
     else:
         _show(report, f"{args.stack}: {workload.title}")
     if reported is not None:
-        page = partial(replay_page, reported, report, sampler, settings, workload.title, _notes(report))
-        write_report(args, page)
+        write_report(args, lambda: replay_page(reported, report, sampler, settings, workload.title))
     if report.corrupt_blocks:
         return Status.FOUND
     return Status.INTERRUPTED if report.interrupted else Status.OK
@@ -123,29 +152,29 @@ def _replayed(
 
 
 def _show(report: ReplayReport, title: str) -> None:
-    print_table(TIER_COLUMNS, list(tier_rows(report)), title=title)
-    for line in [*replay_sentences(report), *_remarks(report)]:
+    print_table(_COLUMNS, list(_tier_rows(report)), title=title)
+    for line in [*_sentences(report), *_notes(report)]:
         print_text(line)
+    if reasons := [row for row in _reason_rows(report) if row[1] != "missed"]:
+        print_text("")
+        print_table(_REASON_COLUMNS, reasons, numbers=False)
 
 
-def _remarks(report: ReplayReport) -> Iterator[str]:
-    """Yield a sentence for each thing that went wrong. `--json` and the page have all counters."""
-    if report.skipped_stores:
-        yield f"cpu: {quantity(report.skipped_stores, 'block')} not stored: no room, since other blocks were in use"
-    for name, tier in report.tiers.items():
-        for counter, meanings in _PROBLEMS.items():
-            for labels, count in flat_counts(tier.counters.get(counter, {})):
+def _reason_rows(report: ReplayReport) -> Iterator[list[str]]:
+    """Yield the rows of `_REASON_COLUMNS`: what was no hit or no store, and why."""
+    for counter, (what, meanings) in _REASONS.items():
+        for name, tier in report.tiers.items():
+            counts = flat_counts({"": tier.counters.get(counter, 0)})
+            for (_, *labels), count in sorted(counts, key=lambda each: -each[1]):
                 if count:
-                    what = f"{_VERBS[counter].format(*labels)}: {meanings(labels[-1])}"
-                    yield f"{name}: {quantity(count, 'block')} {what} ({labels[-1]})"
-        for counter, (noun, what) in _EVENTS.items():
-            if times := tier.counters.get(counter):
-                yield f"{name}: {what.format(quantity(times, noun))}"
-    yield from _notes(report)
+                    reason = labels[-1] if labels else ""
+                    yield [name, what.format(*labels), reason, f"{count:,}", meanings.get(reason, "")]
 
 
 def _notes(report: ReplayReport) -> Iterator[str]:
     """Yield a sentence for each unexpected end of a request, a block or the replay."""
+    if report.skipped_stores:
+        yield f"cpu: {quantity(report.skipped_stores, 'block')} not stored: no room, since other blocks were in use"
     if report.timed_out_requests:
         yield f"{report.timed_out_requests:,} requests did not wait for the rest of their prefix"
     for block in report.corrupt:
@@ -154,3 +183,144 @@ def _notes(report: ReplayReport) -> Iterator[str]:
         yield "interrupted: these are the figures so far"
     elif not report.drained:
         yield "some stores had not ended when the time for them was over"
+
+
+def replay_page(run: Run, report: ReplayReport, sampler: Sampler, settings: ReplaySettings, workload: str) -> str:
+    """Return the page of a replay of `workload`."""
+    return page(
+        run,
+        kind="Replay report",
+        heading=f"{workload} through {run.stack_name}",
+        lede=" ".join(_sentences(report)),
+        notes=_notes(report),
+        tiles=_tiles(report),
+        sections=[_origin(report), _course(report, sampler), _reasons(run, report)],
+        settings=_settings(report, settings),
+    )
+
+
+def _tier_rows(report: ReplayReport) -> Iterator[list[str]]:
+    """Yield the rows of `_COLUMNS`, one for each tier and one for misses."""
+    for name, tier in report.tiers.items():
+        stored = [f"{tier.stored_bytes / GB:.2f}", f"{tier.store_gb_per_s:.3f}"]
+        loaded = [f"{tier.loaded_bytes / GB:.2f}", f"{tier.load_gb_per_s:.3f}"]
+        yield [name, f"{tier.hits:,}", _share(tier.hits, report.blocks), *stored, *loaded]
+    yield [_MISSED, f"{report.misses:,}", _share(report.misses, report.blocks), "", "", "", ""]
+
+
+def _limit_sentence(report: ReplayReport) -> str:
+    """Return a sentence about what the run spent its time with, and so what limits its rates."""
+    told = ", ".join(f"{report.spent_s[name] / max(report.seconds, 1e-9):.0%} {what}" for name, what in _SPENT.items())
+    return f"GB/s are averages over the run, of which {told}: {_limit(report)[1]}."
+
+
+def _limit(report: ReplayReport) -> tuple[str, str]:
+    """Return in short, and in a sentence, what limits the rates."""
+    return _LIMITS[max(report.spent_s, key=report.spent_s.__getitem__)]
+
+
+def _share(part: int, whole: int) -> str:
+    if not whole:
+        return "-"
+    return "<0.1%" if 0 < part < whole / 1000 else f"{part / whole:.1%}"
+
+
+def _sentences(report: ReplayReport) -> list[str]:
+    """Return what a replay came to, for the terminal and the page."""
+    p50, p99, longest = map(shown_us, (report.step_us.p50, report.step_us.p99, report.step_us.max))
+    asked = f"{quantity(report.blocks, 'block')} of {format_bytes(report.block_bytes)}"
+    loaded = report.verified_blocks + report.corrupt_blocks
+    wrong = f"{report.corrupt_blocks:,} are CORRUPT" if report.corrupt_blocks else "all are right"
+    compared = (
+        f"{quantity(loaded, 'loaded block')} compared byte by byte: {wrong}." if loaded else "No block was loaded."
+    )
+    return [
+        f"{report.hit_rate:.1%} of {asked} were hits, in {quantity(report.requests, 'request')} and "
+        f"{report.seconds:,.1f} s.",
+        compared,
+        f"A step inside the manager took {p50} (median), {p99} (99 of 100 at most), {longest} (longest).",
+        _limit_sentence(report),
+    ]
+
+
+def _tiles(report: ReplayReport) -> Iterator[Html]:
+    primary = report.tiers[PRIMARY_NAME]  # all transfers go through it
+    yield tile(f"{100 * report.hit_rate:.1f}", "%", "of blocks were hits")
+    yield tile(f"{report.blocks - report.misses:,}", "", "blocks loaded by requests")
+    yield tile(f"{report.misses:,}", "", "blocks missed")
+    yield tile(shown_us(report.step_us.p99), "", "99th percentile of a step")
+    yield tile(f"{primary.store_gb_per_s:.3f}", "GB/s", f"stored by requests; limit: {_limit(report)[0]}")
+    yield tile(f"{primary.load_gb_per_s:.3f}", "GB/s", f"loaded by requests; limit: {_limit(report)[0]}")
+    yield tile(f"{report.corrupt_blocks:,}", "", "wrong blocks", is_bad=report.corrupt_blocks > 0)
+
+
+def _keys(report: ReplayReport) -> dict[str, str]:
+    return {name: tier_color(index) for index, name in enumerate(report.tiers)}
+
+
+def _origin(report: ReplayReport) -> Html:
+    keys = {**_keys(report), _MISSED: MISS}
+    blocks = {**{name: tier.hits for name, tier in report.tiers.items()}, _MISSED: report.misses}
+    parts = (
+        element("span", style=f"flex: {count} 0 0; background: {keys[name]}") for name, count in blocks.items() if count
+    )
+    rows = [[joined([color_key(keys[row[0]]), row[0]]), *row[1:]] for row in _tier_rows(report)]
+    about = (
+        "Each block that a request asked for is counted once: for the tier that had it, or as missed. A request's "
+        "first absent block and all blocks after it are missed. What a tier below the primary one gave, the primary "
+        "tier loaded too. 1 GB is 1e9 bytes."
+    )
+    return section("Where blocks came from", about, card(element("div", *parts, class_="whole"), table(_COLUMNS, rows)))
+
+
+def _course(report: ReplayReport, sampler: Sampler) -> Html:
+    tiers, keys, samples, step = list(report.tiers), _keys(report), sampler.samples, report.step_us
+    p50, p99, longest = map(shown_us, (step.p50, step.p99, step.max))
+    reporting = {name for name in tiers if any(sample.use(name) is not None for sample in samples)}
+    silent = ", ".join(name for name in tiers if name not in reporting)
+    shown = [
+        figure(
+            "Hits by tier",
+            "The share of blocks that each tier gave, from the first request to the last.",
+            hits_over_requests(samples, tiers),
+            [*keys.items(), (_MISSED, MISS)],
+        ),
+        figure(
+            "Throughput",
+            "Bytes that each tier stored (above) and loaded (below). For cpu, those that requests stored and loaded.",
+            throughput(samples, tiers),
+            keys.items(),
+        ),
+        figure(
+            "Time of a step",
+            f"What {quantity(report.steps, 'step')} spent inside the manager, all requests of a step together. The "
+            f"lines: half took at most {p50}, 99 of 100 at most {p99} (dashed), the longest {longest} (dotted).",
+            step_distribution(sampler.step_s, step),
+        ),
+        figure(
+            "Use of capacity",
+            "How full each tier was, in-flight bytes included where the tier counts them."
+            + (f" Not shown, since they do not tell: {silent}." if silent else ""),
+            use_over_time(samples, tiers),
+            ((name, color) for name, color in keys.items() if name in reporting),
+        ),
+    ]
+    taken = quantity(len(samples), "sample")
+    about = f"{taken} of the counters, taken between steps, so that they count in no step's time."
+    return section("During the run", about, plots(*shown))
+
+
+def _reasons(run: Run, report: ReplayReport) -> Html:
+    rows = [[name, what, run.scrub(reason), *others] for name, what, reason, *others in _reason_rows(report)]
+    about = "Each tier counts its own blocks, so a block that two tiers did not have is counted in both."
+    shown = table(_REASON_COLUMNS, rows, texts=[0, 1, 2, 4]) if rows else element("p", "None.")
+    return section("Misses, skips and failures", about, card(shown))
+
+
+def _settings(report: ReplayReport, settings: ReplaySettings) -> list[tuple[str, str]]:
+    return [
+        ("requests at once", f"{settings.concurrency:,}"),
+        ("longest wait of a request for its blocks", f"{settings.request_timeout_s:g} s"),
+        ("blocks left by an earlier run that the first request hit", f"{report.first_request_hits:,}"),
+        ("requests that waited too long", f"{report.timed_out_requests:,}"),
+    ]

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.ask import StatusAddress, address_of, fetch
-from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
-from tiered_kv._cli.report.page import quantity
+from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress, quantity
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError

@@ -1,44 +1,51 @@
-"""HTML elements and figures. A figure is SVG by matplotlib, with colours from the page's style: light, dark or printed.
+"""The figures of reports: SVG by matplotlib, and the samples of a replay that its figures show.
 
-matplotlib takes no CSS variables. So each colour here is a placeholder, which `in_page` replaces by a variable of
-`report.css`. Titles and legends are HTML, since matplotlib would interpret names as its markup.
-
-All text of an element is escaped, unless it is of the type `Html`: no name, path or reason brings markup in.
+Titles and legends are HTML, since matplotlib would interpret names as its markup. `page` replaces the colours by
+variables of its style: light, dark or printed.
 """
 
 from __future__ import annotations
 
-import html
 import io
 import re
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
+from tiered_kv._cli.report.page import ACCENT, GRID, INK, MISS, QUIET, Html, element, tier_color
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import MissingExtraError
+from tiered_kv.exporters.metrics import is_finite
+from tiered_kv.metrics.instruments import count_of
+from tiered_kv.workload.tally import GB, LatencyUs, Tally
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
-US_PER_S: Final = 1e6
-SERIES_COLORS: Final = 8
-"""Colours for tiers; a ninth tier has the first one's again."""
-_NAMES: Final = (
-    *("ink", "quiet", "grid", "surface", "miss", "accent"),
-    *(f"tier-{index}" for index in range(SERIES_COLORS)),
-)
-"""Variables of the page's style. The placeholder of each is `#f1e2` and its number here."""
-_PLACEHOLDER: Final = re.compile(r"#f1e2([0-9a-f]{2})")
-INK, QUIET, GRID, SURFACE, MISS, ACCENT, *_TIERS = (f"#f1e2{i:02x}" for i in range(len(_NAMES)))
+Values = npt.NDArray[Any]  # Any: counts or numbers
+CountersByTier = Mapping[str, Mapping[str, Any]]  # Any: as `Counters.snapshot`
 
+US_PER_S: Final = 1e6
 _LEFT_OUT: Final = re.compile(r'<!--.*?-->|<style.*?</style>|(?<=<g) id="[^"]*"', re.DOTALL)
 """Styles would reach beyond the figure, and the groups of several figures have the same names."""
 _LONG_AXIS: Final = 300.0
-_WIDTH_IN: Final = 4.4
-_TAG: Final = re.compile("<[^>]*>")
-_FOLDED_CHARACTERS: Final = 24
-"""Of a line in a column of texts, beside which there is room for others."""
-_HEIGHT_IN: Final = 2.4
+_SIZE_IN: Final = (4.4, 2.4)
+_BINS_A_DECADE: Final = 24
+_RATE_MIN: Final = 4.0
+"""The least end of an axis of rates, in bytes a second."""
+_MB: Final = 1e6
+_SLOW_BYTES_PER_S: Final = 0.1 * GB
+"""Below this average rate a plot is in megabytes a second."""
+_SECONDS_MIN: Final = 0.001
+SAMPLES_MAX: Final = 100
+INTERVAL_S: Final = 0.05
+"""Between the first samples. It doubles when there are too many, so that short and long runs have about as many."""
 
 _STYLE: Final[dict[str, Any]] = {  # Any: what matplotlib takes for a setting
     "svg.fonttype": "none",
@@ -77,18 +84,8 @@ def require_matplotlib() -> None:
         raise MissingExtraError("a report", "report")
 
 
-def tier_color(index: int) -> str:
-    """Return the colour of the tier with this number; the primary tier is 0."""
-    return _TIERS[index % SERIES_COLORS]
-
-
-def in_page(text: str) -> str:
-    """Replace the placeholders in a text by the page's variables."""
-    return _PLACEHOLDER.sub(lambda found: f"var(--{_NAMES[int(found[1], 16)]})", text)
-
-
 def draw(
-    name: str, description: str, plot: Callable[[Any], None], *, rows: int = 1, height_in: float = _HEIGHT_IN
+    name: str, description: str, plot: Callable[[Any], None], *, rows: int = 1, height_in: float = _SIZE_IN[1]
 ) -> Html:
     """Return a figure as SVG, for a page.
 
@@ -106,7 +103,7 @@ def draw(
     stream = io.StringIO()
     # The salt makes the ids of each figure unique, and the same in each run.
     with style.context(["default", {**_STYLE, "svg.hashsalt": name}]):  # not the user's settings
-        figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
+        figure = Figure(figsize=(_SIZE_IN[0], height_in), layout="constrained")
         FigureCanvasSVG(figure)
         plot(figure.subplots(rows, 1, sharex=True))
         figure.align_ylabels()
@@ -130,69 +127,182 @@ def shown_us(microseconds: float) -> str:
 
 
 def _inline(svg: str, description: str) -> Html:
-    """Return matplotlib's SVG as an element, with the page's colours and font."""
+    """Return matplotlib's SVG as an element, with the page's font."""
     view_box = re.search(r'viewBox="([-0-9. ]+)"', svg)
     assert view_box is not None, "matplotlib writes a viewBox"
     inner = svg[svg.index(">", view_box.end()) + 1 : svg.rindex("</svg>")]
-    inner = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--letters)", in_page(_LEFT_OUT.sub("", inner)))
+    inner = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--letters)", _LEFT_OUT.sub("", inner))
     return element("svg", Html(inner), viewBox=view_box[1], role="img", aria_label=description)
 
 
-class Html(str):
-    """HTML text. Only this module makes it."""
+def hits_over_requests(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
+    """Draw the share of blocks that each tier served, over the requests."""
+    windows = _windows(samples, lambda sample: sample.blocks)
+    edges = np.array([windows[0][0].requests, *(after.requests for _, after in windows)] if windows else [0])
 
-    __slots__ = ()
+    def plot(axes: Axes) -> None:
+        below = np.zeros(len(windows))
+        for index, tier in enumerate(tiers):
+            top = below + np.array([_share(before, after, tier) for before, after in windows])
+            _fill(axes, edges, below, top, tier_color(index))
+            below = top
+        _fill(axes, edges, below, np.full(len(below), 100.0), MISS)
+        axes.set_ylim(0, 100)
+        axes.set_ylabel("blocks asked for (%)")
+        axes.set_xlabel("requests answered")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
-
-def element(tag: str, *children: str, **attributes: str) -> Html:
-    """Return an element. In the names of attributes, `class_` is `class`, and `aria_label` is `aria-label`."""
-    named = "".join(
-        f' {name.rstrip("_").replace("_", "-")}="{html.escape(value)}"' for name, value in attributes.items()
-    )
-    return Html(f"<{tag}{named}>{joined(children)}</{tag}>")
-
-
-def joined(children: Iterable[str]) -> Html:
-    return Html("".join(each if isinstance(each, Html) else html.escape(each) for each in children))
-
-
-def card(*children: str) -> Html:
-    return element("div", *children, class_="card")
+    return draw("hits", "Share of blocks by the tier they came from, over the requests", plot)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Sequence[int] = (0,)) -> Html:
-    """Return a table. Columns that are not in `texts` hold numbers, aligned to the right.
+def throughput(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
+    """Draw bytes stored and bytes loaded a second by each tier, over time."""
+    last, names = samples[-1], ("stored_bytes_total", "loaded_bytes_total")
+    moved = max((last.count(tier, name) for tier in tiers for name in names), default=0)
+    is_slow = moved / max(last.seconds, _SECONDS_MIN) < _SLOW_BYTES_PER_S
+    unit, scale = ("MB/s", _MB) if is_slow else ("GB/s", GB)
+    windows = _windows(samples, lambda sample: sample.seconds)
+    seconds = np.array([after.seconds - before.seconds for before, after in windows])
+    middles = [(before.seconds + after.seconds) / 2 for before, after in windows]
 
-    Each cell has the name of its column, too: where the table does not fit, a row is a list of names and values.
+    def plot(panels: Sequence[Axes]) -> None:
+        for axes, name, what in zip(panels, names, ("stored", "loaded"), strict=True):
+            for index, tier in enumerate(tiers):
+                grown = np.array([after.count(tier, name) - before.count(tier, name) for before, after in windows])
+                axes.plot(middles, grown / seconds / scale, color=tier_color(index))
+            axes.set_ylim(0, max(axes.get_ylim()[1], _RATE_MIN / scale))
+            axes.set_ylabel(f"{what} ({unit})")
+            axes.locator_params(axis="y", nbins=4)
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
+        _over_time(panels[-1], samples)
+
+    return draw("throughput", "Throughput of each tier over time, stores above, loads below", plot, rows=2)
+
+
+def step_distribution(step_s: Sequence[float], step_us: LatencyUs) -> Html:
+    """Draw the share of steps by their duration; lines mark the percentiles of `step_us`."""
+    steps_us = np.maximum(np.asarray(step_s, dtype=float) * US_PER_S, 0.1)
+    low, high = (np.floor(np.log10(steps_us.min())), np.ceil(np.log10(steps_us.max()))) if len(steps_us) else (0, 3)
+    edges = np.logspace(low, max(high, low + 1), int(max(high - low, 1)) * _BINS_A_DECADE + 1)
+
+    def plot(axes: Axes) -> None:
+        counts, _ = np.histogram(steps_us, edges)
+        _fill(axes, edges, np.zeros(len(counts)), 100 * counts / max(len(steps_us), 1), ACCENT)
+        axes.set_xscale("log")
+        if len(steps_us):
+            axes.set_xlim(steps_us.min() / 1.5, steps_us.max() * 1.5)
+            for value, dashes in ((step_us.p50, "-"), (step_us.p99, "--"), (step_us.max, ":")):
+                axes.axvline(value, color=INK, linewidth=0.8, linestyle=dashes)
+        axes.set_ylabel("steps (%)")
+        axes.set_xlabel("time of a step inside the manager")
+        plain_log(axes.xaxis, shown_us)
+
+    return draw("steps", "Distribution of the time of a step", plot)
+
+
+def use_over_time(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
+    """Draw the share of its capacity that each tier uses, over time, for tiers that report both."""
+
+    def plot(axes: Axes) -> None:
+        for index, tier in enumerate(tiers):
+            known = [(sample.seconds, use) for sample in samples if (use := sample.use(tier)) is not None]
+            axes.plot(*np.reshape(known, (-1, 2)).T, color=tier_color(index))
+        axes.set_ylim(0, 105)
+        axes.set_ylabel("capacity in use (%)")
+        _over_time(axes, samples)
+
+    return draw("use", "Share of its capacity that each tier uses, over time", plot)
+
+
+def _windows(
+    samples: Sequence[ReplaySample], progress: Callable[[ReplaySample], float]
+) -> list[tuple[ReplaySample, ReplaySample]]:
+    """Return pairs of samples between which `progress` has grown."""
+    return [(a, b) for a, b in pairwise(samples) if progress(b) > progress(a)]
+
+
+def _share(before: ReplaySample, after: ReplaySample, tier: str) -> float:
+    return 100 * (after.hits.get(tier, 0) - before.hits.get(tier, 0)) / (after.blocks - before.blocks)
+
+
+def _fill(axes: Axes, edges: Values, below: Values, top: Values, color: str) -> None:
+    """Fill the area between two stepped lines."""
+    if len(top):
+        axes.stairs(top, edges, baseline=below, fill=True, color=color, linewidth=0)
+
+
+def _over_time(axes: Axes, samples: Sequence[ReplaySample]) -> None:
+    axes.set_xlim(0, max(samples[-1].seconds, _SECONDS_MIN))
+    axes.set_xlabel("seconds since the start")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySample:
+    """A replay at one moment, in totals since its start.
+
+    Attributes:
+        requests: Requests whose lookups were answered.
+        blocks: Blocks of these requests.
+        hits: Loaded blocks, by tier.
+        counters: By tier.
     """
-    rows = list(rows)
-    kinds = ["" if index in texts else "number" for index in range(len(columns))]
 
-    def line(row: Sequence[str]) -> Html:
-        cells = zip(row, kinds, columns, strict=True)
-        return element("tr", *(element("td", cell, class_=kind, data_label=name) for cell, kind, name in cells))
+    seconds: float
+    requests: int
+    blocks: int
+    hits: Mapping[str, int]
+    counters: CountersByTier
 
-    heads = (element("th", name, class_=kind, scope="col") for name, kind in zip(columns, kinds, strict=True))
-    head, body = element("thead", element("tr", *heads)), element("tbody", *map(line, rows))
-    widths_rem = (
-        _width_rem(cells, at > 0 and at in texts) for at, cells in enumerate(zip(columns, *rows, strict=True))
-    )
-    return element(
-        "div", element("table", head, body), class_="table", style=f"font-size: {sum(widths_rem) / 10:.1f}rem"
-    )
+    def count(self, tier: str, name: str) -> int:
+        """Return a counter of a tier, summed over its labels."""
+        return count_of(self.counters, tier, name)
 
-
-def _width_rem(cells: Sequence[str], is_folded: bool) -> float:
-    """Return about how wide a column has to be."""
-    longest = max(len(_TAG.sub("", cell)) for cell in cells)
-    return 1.5 + 0.5 * (min(longest, _FOLDED_CHARACTERS) if is_folded else longest)
+    def use(self, tier: str) -> float | None:
+        """Return the share of its capacity that a tier used, in percent; None if the tier does not report it."""
+        counted = self.counters.get(tier, {})
+        own = counted.get("tier", counted)  # of a secondary tier these are its own counters
+        used, capacity = own.get("used_bytes"), own.get("capacity_bytes")
+        return 100 * used / capacity if is_finite(used) and is_finite(capacity) and capacity else None
 
 
-def facts(pairs: Iterable[tuple[str, str]]) -> Html:
-    """Return a list of names and values."""
-    return element("dl", *(element("div", element("dt", name), element("dd", value)) for name, value in pairs))
+@dataclass(slots=True)
+class Sampler:
+    """Takes samples of a replay between its steps. The thread of the replay uses it.
 
+    Attributes:
+        counters: Returns the manager's counters.
+        step_s: Seconds of each step; known at the end.
+    """
 
-def bar(share: float) -> Html:
-    """Return a bar that fills `share` (0 to 1) of its cell."""
-    return element("span", style=f"width: {100 * share:.2f}%", class_="bar")
+    counters: Callable[[], CountersByTier]
+    clock: Callable[[], float] = time.monotonic
+    samples: list[ReplaySample] = field(default_factory=list)
+    step_s: Sequence[float] = ()
+    _interval_s: float = INTERVAL_S
+    _next_s: float = 0.0
+    _started_s: float = 0.0
+    _tally: Tally = field(default_factory=lambda: Tally(hits={}))
+
+    def start(self) -> None:
+        """Take the first sample, at second 0."""
+        self._started_s = self.clock()
+        self._take()
+
+    def note(self, tally: Tally) -> None:
+        """Take a sample if it is time for one. Called after each step; costs one call of the clock."""
+        self._tally = tally
+        if self.clock() - self._started_s >= self._next_s:
+            self._take()
+
+    def finish(self) -> None:
+        """Take the last sample, after the last stores have ended."""
+        self._take()
+        self.step_s = self._tally.step_s
+
+    def _take(self) -> None:
+        if len(self.samples) >= SAMPLES_MAX:
+            del self.samples[1::2]
+            self._interval_s *= 2
+        seconds, tally = self.clock() - self._started_s, self._tally
+        self.samples.append(ReplaySample(seconds, tally.requests, tally.blocks, dict(tally.hits), self.counters()))
+        self._next_s = seconds + self._interval_s

@@ -1,4 +1,7 @@
-"""The page around the plots of a report: its head, the run, the machine and the configuration."""
+"""A report's page: HTML elements, its head, the run, the machine and the configuration.
+
+All text of an element is escaped, unless it is of the type `Html`: no name, path or reason brings markup in.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from typing import Final
 import yaml
 
 from tiered_kv import __version__
-from tiered_kv._cli.report.figures import Html, card, element, facts, in_page, joined
+from tiered_kv._cli.output import readable
 from tiered_kv.config.redaction import redact, scrub
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.stack_config import StackConfig
@@ -29,6 +32,52 @@ from tiered_kv.tiering.base import SecondaryTierManager
 _ENDLESS: Final = 1 << 20
 """Columns of YAML: no line is broken, so that no secret is broken and missed."""
 _CPU_MODEL: Final = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
+_COLORS: Final = ("ink", "quiet", "grid", "surface", "miss", "accent", *(f"tier-{index}" for index in range(8)))
+"""Variables of the page's style. matplotlib takes none, so each has a placeholder: `#f1e2` and its number here."""
+INK, QUIET, GRID, SURFACE, MISS, ACCENT, *_TIERS = (f"#f1e2{number:02x}" for number in range(len(_COLORS)))
+
+
+def tier_color(index: int) -> str:
+    """Return the colour of the tier with this number; the primary tier is 0."""
+    return _TIERS[index % len(_TIERS)]
+
+
+class Html(str):
+    """HTML text. Only this module makes it."""
+
+    __slots__ = ()
+
+
+def element(tag: str, *children: str, **attributes: str) -> Html:
+    """Return an element. In the names of attributes, `class_` is `class`, and `aria_label` is `aria-label`."""
+    named = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{html.escape(value)}"' for name, value in attributes.items()
+    )
+    return Html(f"<{tag}{named}>{joined(children)}</{tag}>")
+
+
+def joined(children: Iterable[str]) -> Html:
+    return Html("".join(each if isinstance(each, Html) else html.escape(each) for each in children))
+
+
+def card(*children: str) -> Html:
+    return element("div", *children, class_="card")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Sequence[int] = (0,)) -> Html:
+    """Return a table. Columns that are not in `texts` hold numbers, aligned to the right."""
+    kinds = ["" if index in texts else "number" for index in range(len(columns))]
+
+    def line(tag: str, row: Sequence[str]) -> Html:
+        return element("tr", *(element(tag, cell, class_=kind) for cell, kind in zip(row, kinds, strict=True)))
+
+    body = element("tbody", *(line("td", row) for row in rows))
+    return element("div", element("table", element("thead", line("th", columns)), body), class_="table")
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> Html:
+    """Return a list of names and values."""
+    return element("dl", *(element("div", element("dt", name), element("dd", value)) for name, value in pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +105,7 @@ class Run:
         """Keep the descriptions of open tiers."""
         for name, tier in zip(names, tiers, strict=True):
             with suppress(Exception):  # a third-party tier may raise anything
-                self.described[name] = dict(_description(key, value) for key, value in tier.describe().items())
+                self.described[name] = dict(readable(key, value) for key, value in tier.describe().items())
 
     def scrub(self, text: str) -> str:
         """Return a text without the secrets of the configuration and of URLs."""
@@ -86,18 +135,14 @@ def page(
         "version": __version__,
         "date": _date(run.began),
     }
-    return Template((here / "page.html").read_text("utf-8")).substitute(
+    text = Template((here / "page.html").read_text("utf-8")).substitute(
         {name: html.escape(run.scrub(text)) for name, text in texts.items()},
         style=(here / "report.css").read_text("utf-8"),
         notes=joined(shown_notes),
         tiles=element("div", *tiles, class_="tiles"),
         sections=joined([*sections, _conditions(run, settings)]),
     )
-
-
-def quantity(count: int, noun: str) -> str:
-    """Return a number and a noun: "1 block", "2,000 blocks"."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    return re.sub("#f1e2([0-9a-f]{2})", lambda found: f"var(--{_COLORS[int(found[1], 16)]})", text)
 
 
 def tile(value: str, unit: str, name: str, *, is_bad: bool = False) -> Html:
@@ -115,12 +160,17 @@ def figure(title: str, about: str, plot: Html, legend: Iterable[tuple[str, str]]
 
 def color_key(color: str) -> Html:
     """Return a small square of a colour of the figures."""
-    return element("span", class_="key", style=f"background: {in_page(color)}")
+    return element("span", class_="key", style=f"background: {color}")
 
 
 def section(title: str, about: str, *content: Html) -> Html:
     """Return a part of a page."""
     return element("section", element("h2", title), element("p", about, class_="about"), *content)
+
+
+def plots(*figures: Html) -> Html:
+    """Return figures beside each other."""
+    return element("div", *figures, class_="plots")
 
 
 def _conditions(run: Run, settings: Iterable[tuple[str, str]]) -> Html:
@@ -140,15 +190,6 @@ def _conditions(run: Run, settings: Iterable[tuple[str, str]]) -> Html:
         parts[f"What tier {name} said of itself"] = facts(shown)
     about = "Compare figures only with those of the same machine, configuration and command."
     return section("How it was measured", about, *(card(element("h3", title), part) for title, part in parts.items()))
-
-
-def _description(name: str, value: object) -> tuple[str, str]:
-    """Return a field of a tier's description, human-readable."""
-    if isinstance(value, bool):
-        text = "yes" if value else "no"
-    else:
-        text = rounded_bytes(value) if isinstance(value, int) and name.endswith("_bytes") else str(value)
-    return name.removesuffix("_bytes").replace("_", " "), text
 
 
 def _date(moment: datetime) -> str:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from tiered_kv._cli.report import figures, page
-from tiered_kv._cli.report.figures import Html, card, draw, element, table, tier_color
-from tiered_kv._cli.report.page import Run, figure, quantity, section, tile
+from tiered_kv._cli.output import quantity
+from tiered_kv._cli.report.figures import draw, plain_log
+from tiered_kv._cli.report.page import MISS, Html, Run, card, figure, page, plots, section, table, tier_color, tile
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.stack_config import StackConfig
 from tiered_kv.workload.hit_rates import HitCurve, HitRate
@@ -118,10 +118,10 @@ def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: 
         f"{curve.distinct_blocks:,} are distinct, one request after the other. No byte was moved."
     )
     best = max(rates, key=lambda rate: rate.hit_rate)
-    parts = card(table(*rate_table(rates))), element("div", plot, class_="plots")
+    parts = card(table(*rate_table(rates))), plots(plot)
     sections = [section("Hit rates", "By size and policy.", *parts)]
     tile_of = _tile(best.hit_rate, f"{best.policy} with {best.capacity_blocks:,} blocks")
-    return page.page(run, kind=_KIND, heading=workload, lede=lede, tiles=[tile_of], sections=sections)
+    return page(run, kind=_KIND, heading=workload, lede=lede, tiles=[tile_of], sections=sections)
 
 
 def stack_page(
@@ -137,7 +137,7 @@ def stack_page(
                 f"Hits by tier with {policy}",
                 "The share of blocks that each tier gave, by the room of the primary tier of a server.",
                 _shares([sized[size] for size in sorted(sized)], config.block.bytes, policy),
-                [*((name, tier_color(index)) for index, name in enumerate(first.tiers)), ("misses", figures.MISS)],
+                [*((name, tier_color(index)) for index, name in enumerate(first.tiers)), ("misses", MISS)],
             )
             shown.append(plot)
     about = (
@@ -146,8 +146,7 @@ def stack_page(
     )
     compares = "The share of blocks that each tier gave. The JSON object has the bytes and the requests of each."
     title, table_of = ("The settings compared", compares) if len(runs) > 1 else (f"The tiers: {runs[0][0]}", about)
-    plots = [element("div", *shown, class_="plots")] if shown else []
-    sections = [section(title, table_of, card(table(*stack_table(runs, currency))), *plots)]
+    sections = [section(title, table_of, card(table(*stack_table(runs, currency))), plots(*shown))]
     routed = f", routed {fleet.router}" if fleet.servers > 1 else ""
     lede = (
         f"{quantity(first.requests, 'request')} asked for {quantity(first.blocks, 'block')} of "
@@ -164,7 +163,7 @@ def stack_page(
         tiles = [good, *(tiles if chosen != name else ())]
         if costs:
             tiles.insert(1, tile(f"{_cost(costs):,.2f}", f"{currency} a month", f"for {chosen}"))
-    return page.page(run, kind=_KIND, heading=heading, lede=lede, tiles=tiles, sections=sections)
+    return page(run, kind=_KIND, heading=heading, lede=lede, tiles=tiles, sections=sections)
 
 
 def _tile(hit_rate: float, of: str) -> Html:
@@ -190,7 +189,7 @@ def _shares(simulations: Sequence[Simulated], block_bytes: int, policy: str) -> 
         names = list(simulations[0].tiers)
         shares = [[100 * simulated.tiers[name].hit_rate for simulated in simulations] for name in names]
         shares.append([100 * (1 - simulated.hit_rate) for simulated in simulations])
-        colors = [*(tier_color(index) for index in range(len(names))), figures.MISS]
+        colors = [*(tier_color(index) for index in range(len(names))), MISS]
         gib = [simulated.capacity_blocks * block_bytes / (1 << 30) for simulated in simulations]
         axes.stackplot(gib, shares, colors=colors, linewidth=0)
         axes.set_ylim(0, 100)
@@ -203,7 +202,7 @@ def _finish(axes: Axes, unit: str) -> None:
     axes.set_xscale("log")
     axes.set_xlabel(f"room of the primary tier ({unit})")
     axes.set_ylabel("blocks asked for (%)")
-    figures.plain_log(axes.xaxis)
+    plain_log(axes.xaxis)
 
 
 def _per_second(count: float, seconds: float) -> str:
