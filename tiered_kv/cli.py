@@ -37,7 +37,7 @@ _VERBS = {
     "schema": "print the JSON schema of a stack's file, for editors",
 }
 
-_MODULES = {"policies": "plugins", "codecs": "plugins"}
+_MODULES = dict.fromkeys(("policies", "codecs", "schema"), "plugins")
 """The modules of verbs that have none of their own name."""
 _EPILOG = """examples:
   tiered-kv VERB --help

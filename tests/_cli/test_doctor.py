@@ -16,7 +16,7 @@ from tests.support.pages import undescribed
 from tests.support.stacks import Register, stack_of
 from tests.support.status_server import StatusServer, response
 from tiered_kv import open_stack
-from tiered_kv._cli.diagnosis import RULES
+from tiered_kv._cli.doctor import RULES
 from tiered_kv.cli import main
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.stack import Stack

@@ -1,4 +1,4 @@
-"""`tiered-kv plugins`, `policies` and `codecs`: the words that a stack's file may use, and what they mean here."""
+"""`tiered-kv plugins`, `policies`, `codecs` and `schema`: the words that a stack's file may use, and what they mean."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import PluginState, TierType, tier_plugins
+from tiered_kv.stack_config import stack_schema
 
 Schema = dict[str, Any]  # Any: JSON
 _ABOUT: Final = {
     "plugins": "List the tier types that a stack's file can name, or the settings of one type.",
     "policies": "List the eviction policies of the primary tier, for 'policy' of 'primary' in a stack's file.",
     "codecs": "List how a tier can store its blocks, for 'codec' of its entry in a stack's file.",
+    "schema": "Print the JSON schema of a stack's file, with the settings of every tier type found here. For an editor "
+    "with a YAML language server, save it with `tiered-kv schema > stack.schema.json` and begin the stack's file with "
+    "`# yaml-language-server: $schema=stack.schema.json`.",
 }
 _CODECS: Final = {
     "raw": ("blocks as they are", {}),
@@ -37,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verb = parser.prog.split()[-1]
     parser.description = _ABOUT[verb]
     if verb != "plugins":
-        describe_use(parser, (f"tiered-kv {verb}", "the words, and what they mean"))
+        about = (
+            "for an editor to complete and check stack.yaml" if verb == "schema" else "the words, and what they mean"
+        )
+        describe_use(parser, (f"tiered-kv {verb}", about))
         return
     parser.add_argument("name", metavar="NAME", nargs="?", help="show the settings of this tier type")
     describe_use(
@@ -52,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Status:
     if args.verb == "plugins":
         return _plugins(args)
+    if args.verb == "schema":
+        print_json(stack_schema())  # also without --json
+        return Status.OK
     rows = _policies() if args.verb == "policies" else _codecs()
     if args.json:
         print_json({args.verb: [{"name": name, "description": about, "needs": needs} for name, about, needs in rows]})
