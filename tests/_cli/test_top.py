@@ -73,26 +73,24 @@ def drawn(view: View | None, width: int, error: str = "", lost_s: float = 0.0) -
     return captured.get().splitlines()
 
 
-def test_long_names_keep_both_ends_and_what_was_not_counted_is_shown() -> None:
-    names = [f"kv-cache-of-production-{number}" for number in (1, 2)]
-    view = view_of(None, answer(status(tier("cpu", {"unexplained_blocks_total": 7}), *map(tier, names))))
+def test_what_was_not_counted_is_shown() -> None:
+    view = view_of(None, answer(status(tier("cpu", {"unexplained_blocks_total": 7}))))
     text = "\n".join(drawn(view, 80))
-    assert all(end in text for end in ("duction-1", "duction-2", "not counted", "too fast"))
+    assert all(word in text for word in ("not counted", "too fast"))
 
 
-def test_eighty_columns_show_every_column_and_bar() -> None:
+def test_eighty_columns_show_every_column() -> None:
     lines = drawn(view_of(answer(busy(10.0, 100)), answer(busy(12.0, 104))), 80)
     text = "\n".join(lines)
     heads = lines[3].split() + lines[4].split()
     assert {"tier", "hits", "hit", "load", "store", "p99", "used", "budget", "breaker"} <= set(heads)
-    assert "━" in text
     disk = next(line for line in lines if line.startswith("disk"))
     assert disk.split()[1:3] == ["60", "75"]
     assert "closed" in disk
     assert "evicted" in text
 
 
-@pytest.mark.parametrize("width", [54, 58, 65, 72, 79, 80])
+@pytest.mark.parametrize("width", [72, 80, 100])
 def test_no_number_of_a_tier_is_cut_off(width: int) -> None:
     counters = {
         "loaded_bytes_total": 9e9,

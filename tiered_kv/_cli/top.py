@@ -19,7 +19,6 @@ from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -43,11 +42,8 @@ _KINDS: Final = {
     "load": "load failed",
     "store": "store failed",
 }
-_WIDTHS_MIN: Final = {"load\nbudget": 79, "store\nbudget": 72, "load\np99": 65, "hit\n%": 58}
-"""The width of a terminal from which it shows a column, if that is not always."""
-_BARS_WIDTH_MIN: Final = 80
 _TABLE_WIDTH_MAX: Final = 110
-_NAME_MAX: Final = 20
+_NAME_MAX: Final = 24
 _REASONS_MAX: Final = 10
 _NOTICES_MAX: Final = 5
 _KEYS_MAX: Final = 1024
@@ -209,9 +205,9 @@ def screen(
     if view is None:
         return Group(title, _lost(watcher, where, interval_s))
     parts: list[RenderableType] = [title, _lost(watcher, where, interval_s) if watcher.error else _headline(view)]
-    parts += ["", _tier_table(view["tiers"], console, "dim" if watcher.error else "")]
+    parts += ["", _tier_table(view["tiers"], "dim" if watcher.error else "")]
     if view["reasons"]:
-        parts += ["", _reason_table(view["reasons"][:_REASONS_MAX], len(view["reasons"]), console)]
+        parts += ["", _reason_table(view["reasons"])]
     if notices := [each for each in view["notices"] if each["age_s"] <= notices_s][:_NOTICES_MAX]:
         parts += ["", Text("last events", style="bold"), *map(_notice, notices)]
     return Group(*parts)
@@ -247,32 +243,23 @@ def number(count: float) -> str:
     return ">999P"
 
 
-def _tier_table(tiers: Sequence[View], console: Console, style: str) -> Table:
-    """Return the columns for this width of the terminal; the last one is a bar of the capacity in use."""
-    columns = {head: cell for head, cell in _COLUMNS.items() if console.width >= _WIDTHS_MIN.get(head, 0)}
-    table = _grid(console, style)
-    for head in columns:
-        is_number = head not in ("tier", "breaker")
-        table.add_column(head, justify="right" if is_number else "left", no_wrap=True, vertical="bottom")
-    if has_bars := console.width >= _BARS_WIDTH_MIN:
-        table.add_column(ratio=1)
+def _tier_table(tiers: Sequence[View], style: str) -> Table:
+    table = _table(style)
+    for head in _COLUMNS:
+        is_text = head in ("tier", "breaker")
+        table.add_column(head, justify="left" if is_text else "right", no_wrap=head != "tier", vertical="bottom")
     for tier in tiers:
-        share = _share(tier["used_bytes"], tier["capacity_bytes"])
-        bars = [_bar(share)] if has_bars and share is not None else []
-        table.add_row(*(cell(tier) for cell in columns.values()), *bars)
+        table.add_row(*(cell(tier) for cell in _COLUMNS.values()))
     return table
 
 
-def _grid(console: Console, style: str = "") -> Table:
-    """Return a table without lines. In a terminal with room for bars, its column with a `ratio` takes the rest."""
-    width = min(console.width, _TABLE_WIDTH_MAX) if console.width >= _BARS_WIDTH_MIN else None
-    return Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", style=style, width=width)
+def _table(style: str = "") -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", style=style)
 
 
 def _name(tier: str) -> Text:
-    """Return a name; if it is long, without its middle: the ends of names differ most."""
-    half = _NAME_MAX // 2
-    return Text(tier if len(tier) <= _NAME_MAX else f"{tier[: half - 1]}…{tier[-half:]}")
+    """Return a name, which gives way where a terminal has no room for all columns."""
+    return Text(tier if len(tier) <= _NAME_MAX else f"{tier[: _NAME_MAX - 1]}…", no_wrap=True, overflow="ellipsis")
 
 
 def _gb(bytes_per_s: float) -> Text:
@@ -297,10 +284,6 @@ def _budget(used: int | None, limit: int | None) -> Text:
     return Text("-") if share is None else Text(f"{share:.0%}", style="red" if share >= _BUDGET_WARNING else "")
 
 
-def _bar(share: float) -> ProgressBar:
-    return ProgressBar(1.0, share, complete_style="cyan", finished_style="cyan", style="dim")
-
-
 def _state(tier: View) -> Text:
     return Text("DISABLED", style="bold red") if tier["is_disabled"] else Text(*_STATES[tier["breaker"]])
 
@@ -322,22 +305,19 @@ _COLUMNS: Final[_Columns] = {
 }
 
 
-def _reason_table(reasons: Sequence[View], count: int, console: Console) -> Table:
-    """Return the biggest of `count` reasons, each with a bar in proportion to the biggest."""
-    biggest = max(each["blocks_per_s"] for each in reasons)
-    table = _grid(console)
+def _reason_table(reasons: Sequence[View]) -> Table:
+    """Return the biggest reasons."""
+    table = _table()
     for name in ("misses and skips", "tier", "reason"):
-        table.add_column(name, no_wrap=True, max_width=24)
+        table.add_column(name, no_wrap=True, max_width=_NAME_MAX)
     table.add_column("blocks/s", justify="right")
     table.add_column("in all", justify="right")
-    if has_bars := console.width >= _BARS_WIDTH_MIN:
-        more = f"and {count - len(reasons)} smaller" if count > len(reasons) else ""
-        table.add_column(Text(more, style="not bold dim"), ratio=1, no_wrap=True)
-    for each in reasons:
+    for each in reasons[:_REASONS_MAX]:
         cells = [Text(_KINDS.get(each["what"], f"{each['what']} failed")), _name(each["tier"]), Text(each["reason"])]
         counts = [number(each["blocks_per_s"]), number(each["blocks_total"])]
-        bars = [_bar(each["blocks_per_s"] / biggest)] if has_bars and biggest else []
-        table.add_row(*cells, *counts, *bars, style="" if each["blocks_per_s"] else "dim")
+        table.add_row(*cells, *counts, style="" if each["blocks_per_s"] else "dim")
+    if len(reasons) > _REASONS_MAX:
+        table.add_row(f"and {len(reasons) - _REASONS_MAX} smaller", style="dim")
     return table
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from tiered_kv.config.redaction import HIDDEN, EnvironmentText
 from tiered_kv.config.units import expanded_path, format_bytes
-from tiered_kv.config.validation import KEY, LINES, WRITTEN, Location, dotted, line_of
+from tiered_kv.config.validation import LINES, Location, dotted, line_of
 from tiered_kv.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
@@ -51,17 +51,15 @@ def from_source(
         raise ConfigError(f"{what} cannot be read: {getattr(error, 'strerror', error)}", location=path) from error
     if len(text) > FILE_BYTES_MAX:
         raise ConfigError(f"{what} has at most {format_bytes(FILE_BYTES_MAX)}", location=path)
-    raw, written, lines = _parse(text, path, keys)
-    tokens = WRITTEN.set(written), LINES.set({})
+    raw, lines = _parse(text, path, keys)
+    token = LINES.set(lines)
     try:
-        LINES.set({dotted(location): line for location, line in lines.items()})
         return use(raw)
     except ConfigError as error:
         line = line_of(error.location)
         raise ConfigError(error.message, location=error.location, file=f"{path}:{line}" if line else path) from None
     finally:
-        WRITTEN.reset(tokens[0])
-        LINES.reset(tokens[1])
+        LINES.reset(token)
 
 
 def placed(error: ConfigError, path: str) -> ConfigError:
@@ -86,11 +84,9 @@ def parse_stack_text(text: str | bytes, source: str = "the stack", keys: str = _
     return _parse(text, source, keys)[0]
 
 
-def _parse(
-    text: str | bytes, source: str, keys: str
-) -> tuple[dict[str, object], dict[Location, str], dict[Location, int]]:
-    """Return the mapping in a YAML `text`, what it says at each value that is no text, and the line of each value."""
-    data, written, lines, problem = _load(text)
+def _parse(text: str | bytes, source: str, keys: str) -> tuple[dict[str, object], dict[str, int]]:
+    """Return the mapping in a YAML `text`, and the line of each key by its path."""
+    data, lines, problem = _load(text)
     if problem:
         # Raised outside of the handler: PyYAML's own error repeats lines of the file.
         raise ConfigError(problem, location=source)
@@ -99,14 +95,14 @@ def _parse(
     if not isinstance(data, dict):
         found = "a list" if isinstance(data, list) else "a single value"  # not which: this may be the wrong file
         raise ConfigError(f"expected a mapping with {keys}, found {found}", location=source)
-    return data, written, lines
+    return data, lines
 
 
-def _load(text: str | bytes) -> tuple[object, dict[Location, str], dict[Location, int], str]:
+def _load(text: str | bytes) -> tuple[object, dict[str, int], str]:
     """Return what `_parse` does, and the problem with a YAML `text`, if any."""
     try:
-        data, written, lines = yaml.load(text, _StackLoader)  # noqa: S506  # a subclass of SafeLoader
-        return data, written, lines, ""
+        data, lines = yaml.load(text, _StackLoader)  # noqa: S506  # a subclass of SafeLoader
+        return data, lines, ""
     except yaml.MarkedYAMLError as error:
         problem = _problem_of(error, text)
     except yaml.reader.ReaderError as error:
@@ -116,7 +112,7 @@ def _load(text: str | bytes) -> tuple[object, dict[Location, str], dict[Location
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
         # PyYAML raises the last five for a value that does not have the type of its tag.
         problem = f"this is not YAML: a value cannot be read ({type(error).__name__})"
-    return None, {}, {}, problem
+    return None, {}, problem
 
 
 def _problem_of(error: yaml.MarkedYAMLError, text: str | bytes) -> str:
@@ -192,28 +188,22 @@ class _StackFileError(yaml.MarkedYAMLError):
 
 
 class _StackLoader(yaml.SafeLoader):
-    """The safe loader, without aliases, merges, duplicate keys, and keys without a value. It fills `WRITTEN`, too."""
+    """The safe loader, without aliases, merges, duplicate keys, and keys without a value. It has lines, too."""
 
-    def get_single_data(self) -> tuple[object, dict[Location, str], dict[Location, int]]:
+    def get_single_data(self) -> tuple[object, dict[str, int]]:
         node = self.get_single_node()
         if node is None:
-            return None, {}, {}
+            return None, {}
         data = self.construct_document(node)  # finds what a file must not have
-        nodes = dict(self._places(node))
-        no_texts = {place: each for place, each in nodes.items() if isinstance(each, yaml.ScalarNode)}
-        written = {place: each.value for place, each in no_texts.items() if each.tag != _TEXT_TAG and each.value}
-        lines = {place: each.start_mark.line + 1 for place, each in nodes.items()}
-        return data, written, lines
+        return data, {dotted(place): each.start_mark.line + 1 for place, each in self._places(node)}
 
     def _places(self, node: yaml.Node, location: Location = ()) -> Iterator[tuple[Location, yaml.Node]]:
-        """Yield each key and value with its place."""
+        """Yield each value with its place."""
         yield location, node
         if isinstance(node, yaml.MappingNode):
             for key_node, value_node in node.value:
                 key = self.construct_object(key_node)
-                inside = (*location, key if isinstance(key, (str, int)) else repr(key))  # as pydantic's paths
-                yield from self._places(key_node, (*inside, KEY))
-                yield from self._places(value_node, inside)
+                yield from self._places(value_node, (*location, str(key)))
         elif isinstance(node, yaml.SequenceNode):
             for place, value_node in enumerate(node.value):
                 yield from self._places(value_node, (*location, place))
@@ -245,6 +235,5 @@ class _StackLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_TEXT_TAG = "tag:yaml.org,2002:str"
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 _NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")

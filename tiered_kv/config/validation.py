@@ -43,15 +43,8 @@ Model = TypeVar("Model", bound=BaseModel)
 Location = tuple[int | str, ...]
 """The path of a setting: keys, and places in lists."""
 
-WRITTEN: ContextVar[Mapping[Location, str]] = ContextVar("tiered_kv_written")
-"""What the file that is being checked says, letter for letter, at each value and key that YAML does not read as a text.
-
-YAML reads 1.10 as 1.1, 0123 as 83 and `on` as true. `config.reading` sets it.
-"""
 LINES: ContextVar[Mapping[str, int]] = ContextVar("tiered_kv_lines")
 """The line of each setting of the file that is being checked, by the setting's path. `config.reading` sets it."""
-KEY = "[key]"
-"""Ends the path of a key itself, as in pydantic's errors."""
 
 
 def validate(model: type[Model], data: object, location: Location = ()) -> Model:
@@ -108,7 +101,7 @@ def check(model: type[Model], data: object, location: Location = ()) -> Model | 
             if isinstance(cause, Problems):
                 found += cause.errors
             else:
-                text = scrub(_message(model, detail, location), secrets)
+                text = scrub(_message(model, detail), secrets)
                 found.append(ConfigError(text, location=dotted((*location, *detail["loc"]))))
         return found
 
@@ -118,9 +111,7 @@ def dotted(location: Location) -> str:
 
     A name that is too long for a setting may be a misplaced secret, and is hidden.
     """
-    written = WRITTEN.get({})
-    names = [written.get((*location[:at], part, KEY), str(part)) for at, part in enumerate(location)]
-    return ".".join(name if len(name) <= _NAME_CHARACTERS_MAX else HIDDEN for name in names)
+    return ".".join(name if len(name) <= _NAME_CHARACTERS_MAX else HIDDEN for name in map(str, location))
 
 
 def line_of(location: str) -> int | None:
@@ -139,7 +130,7 @@ def suggestion(word: str, known: Sequence[str]) -> str:
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 
-def _message(model: type[BaseModel], detail: ErrorDetails, above: Location) -> str:
+def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
     location, value = detail["loc"], detail["input"]
     name = str(location[-1]) if location else ""
     owner, fields = _fields_at(model, location)
@@ -149,7 +140,7 @@ def _message(model: type[BaseModel], detail: ErrorDetails, above: Location) -> s
     if detail["type"] == "extra_forbidden":
         known = owner.model_fields if owner else {}
         # The key may be a misspelled name of a secret.
-        found = HIDDEN if any(map(_is_secret, known.values())) else _as_written(value, name, (*above, *location))
+        found = HIDDEN if any(map(_is_secret, known.values())) else _shown(value, name)
         hint = getattr(owner, "unknown_key_advice", {}).get(name)
         near = suggestion(name, list(known))
         accepted = near or (f"; known keys: {', '.join(known)}" if known else "")
@@ -161,11 +152,10 @@ def _message(model: type[BaseModel], detail: ErrorDetails, above: Location) -> s
     if isinstance(value, Mapping) and detail["type"] == "value_error":  # a check of several settings together
         return wanted
     is_hidden = any(map(_is_secret, fields)) or any(is_secret_name(str(part)) for part in location)
-    place = (*above, *location, *((KEY,) if detail["type"] == "invalid_key" else ()))
-    found = HIDDEN if is_hidden else _as_written(value, name, place)
-    if wanted != _TEXT_WANTED or place not in WRITTEN.get({}):
-        return f"{wanted}, found {found}{suggestion(str(value), _known(detail))}"
-    return f"{wanted}; put it in quotes" + (f": '{found}'" if found != HIDDEN else "")
+    if wanted == _TEXT_WANTED and value is not None and not isinstance(value, (Mapping, list, tuple)):
+        return f"{wanted}; put it in quotes"  # what YAML has read is not what the file says: 1.10 is 1.1, `on` is true
+    found = HIDDEN if is_hidden else _shown(value, name)
+    return f"{wanted}, found {found}{suggestion(str(value), _known(detail))}"
 
 
 def _known(detail: ErrorDetails) -> Sequence[str]:
@@ -191,12 +181,6 @@ def _reworded(message: str) -> str:
 
 def _is_secret(field: FieldInfo | None) -> bool:
     return field is not None and not {SecretStr, SecretBytes}.isdisjoint(_types_in(field.annotation))
-
-
-def _as_written(value: object, name: str, location: Location) -> str:
-    """Return a value as the file has it, or as Python shows it if it comes from no file, or is a text."""
-    shown = _shown(value, name)
-    return shown if shown == HIDDEN or isinstance(value, str) else WRITTEN.get({}).get(location, shown)
 
 
 def _shown(value: object, name: str) -> str:
