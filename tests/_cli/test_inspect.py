@@ -323,13 +323,6 @@ def test_huge_and_planted_files_are_bounded(alice: Tenant, bob: Tenant) -> None:
     assert (found[False]["damaged"], found[False]["unreadable"]) == ({}, {"too_long": 1})
 
 
-def test_only_the_own_namespace_is_verified_on_request(alice: Tenant, bob: Tenant) -> None:
-    block_files(bob)[0].write_bytes(b"")
-    assert alice.inspect("--verify")[0] == 1
-    status, tier = alice.inspect("--verify", "--own")
-    assert (status, [each["verification"] is None for each in tier["namespaces"] if not each["own"]]) == (0, [True])
-
-
 def test_the_rate_is_kept(alice: Tenant) -> None:
     started_s = time.monotonic()
     assert alice.verify("--rate", "480KiB/s")[0] == 0

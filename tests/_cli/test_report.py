@@ -38,9 +38,6 @@ PLOTS = ["Hits by tier", "Throughput", "Time of a step", "Use of capacity"]
 class HostileTier(FourMethodTier):
     """Has markup in all texts of a tier."""
 
-    def describe(self) -> dict[str, object]:
-        return {HOSTILE: HOSTILE}
-
     def stats(self) -> Mapping[str, Any]:  # Any: as the interface
         return {"used_bytes": HOSTILE, "capacity_bytes": float("nan"), HOSTILE: 1}
 
@@ -201,7 +198,6 @@ def test_a_page_shows_hostile_names_as_text(tmp_path: Path, hostile: None, capsy
     assert "&lt;script&gt;" in text
     found = Parsed(text)
     assert not {"script", "img"} & set(found.tags)
-    assert "alert('x')" in found.texts["dl"][-1]
     assert capsys.readouterr().err == ""
 
 
@@ -224,7 +220,7 @@ def replayed(run: Run, config: StackConfig | dict[str, object], *, is_ended: boo
 
 
 def test_a_page_has_no_secret_of_the_stack_or_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    markers = {name: new_marker() for name in ("password", "variable", "key", "url", "command", "described")}
+    markers = {name: new_marker() for name in ("password", "variable", "key", "url", "command")}
     sheet = Sheet(markers)
     monkeypatch.setenv("PLANTED", markers["variable"])
     config = load_config(
@@ -241,8 +237,7 @@ def test_a_page_has_no_secret_of_the_stack_or_of_the_command(tmp_path: Path, mon
         )
     )
     arguments = ["replay", "stack.yaml", f"--trace=http://u:{markers['command']}@h/x?sig={markers['command']}"]
-    said = {"redis": {"url": f"redis://user:{markers['described']}@h:1", "note": f"it is {markers['password']}"}}
-    run = Run("stack.yaml", arguments, config, datetime.now(UTC), dict(said))
+    run = Run("stack.yaml", arguments, config, datetime.now(UTC))
     page = replayed(run, stack_of(blocks=64), is_ended=False)
     sheet.note("the page", page)
     assert sheet.findings() == []

@@ -29,17 +29,9 @@ def seconds(text: str) -> float:
     return _parsed(parse_seconds, text, text)
 
 
-def rate(text: str) -> int:
-    """Return the bytes a second of a rate such as "100MiB/s" or "100MiB"."""
-    value = _parsed(parse_bytes, text.removesuffix("/s"), text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1 byte a second, found {text!r}")
-    return value
-
-
 def size(text: str) -> int:
-    """Return the bytes of a size such as "2MiB"."""
-    value = _parsed(parse_bytes, text, text)
+    """Return the bytes of a size such as "2MiB", or of a rate such as "100MiB/s"."""
+    value = _parsed(parse_bytes, text.removesuffix("/s"), text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1 byte, found {text!r}")
     return value

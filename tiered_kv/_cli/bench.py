@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> Status:
         for tier in tiers:
             advance(len(results) * settings.rounds, f"measuring {tier.name}")
             with held_log() as drop_log:
-                results.append(_bench(config, tier, settings, reported, on_round))
+                results.append(_bench(config, tier, settings, on_round))
                 if results[-1].error:
                     drop_log()
     if args.json:
@@ -122,15 +122,12 @@ def _bench(
     config: StackConfig,
     settings: TierSettings,
     bench: BenchSettings,
-    reported: Run | None,
     on_round: Callable[[int], None],
 ) -> TierBench:
     opened: list[SecondaryTierManager] = []
     with closing(PrimaryRegion(bench.blocks, config.block.bytes)) as region:
         try:
             opened.append(open_tier(config, settings, region.kv_view))
-            if reported is not None:
-                reported.note_tiers([settings.name], opened)
             result = bench_tier(opened[0], settings.name, region.kv_view, bench, on_round=on_round)
             if not result.is_measured:
                 opened[0].describe()  # which raises if it knows why

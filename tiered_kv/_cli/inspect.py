@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from tiered_kv._cli.arguments import describe_use, rate, seconds
+from tiered_kv._cli.arguments import describe_use, seconds, size
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
 from tiered_kv._cli.stacks import OperatedStack, add_stack_arguments, administer, operated_stack, tier_error_text
 from tiered_kv.config.namespace import differences
@@ -68,8 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tier", metavar="NAME", help="this tier only")
     parser.add_argument("--verify", action="store_true", help="read and check every block")
     parser.add_argument("--repair", action="store_true", help="with --verify: delete damaged blocks")
-    parser.add_argument("--own", action="store_true", help="with --verify: only blocks of the stack's own namespace")
-    parser.add_argument("--rate", metavar="BYTES/s", type=rate, help="how fast --verify reads (100MiB/s)")
+    parser.add_argument("--rate", metavar="BYTES/s", type=size, help="how fast --verify reads (100MiB/s)")
     parser.add_argument(
         "--timeout",
         metavar="TIME",
@@ -79,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Status:
-    given = [f"--{name}" for name in ("repair", "own", "rate") if getattr(args, name)]
+    given = [f"--{name}" for name in ("repair", "rate") if getattr(args, name)]
     if given and not args.verify:
         raise ConfigError(f"{given[0]} needs --verify")
     stack = operated_stack(args)
@@ -123,13 +122,12 @@ def _verify(
     tier: TierInspection,
     args: argparse.Namespace,
 ) -> None:
-    chosen = [each for each in tier.survey.namespaces if not args.own or each.digest == stack.digest]
     rate_bytes = args.rate or _RATE_BYTES
-    total_bytes = sum(_size_bytes(each) for each in chosen)
+    total_bytes = sum(_size_bytes(each) for each in tier.survey.namespaces)
     deadline = time.monotonic() + (args.timeout or _TIMEOUT_S + _TIMEOUT_FACTOR * total_bytes / rate_bytes)
     with progress(f"verifying {tier.name}", total_bytes, in_bytes=True) as show:
         on_block = _paced(rate_bytes, show, deadline)
-        for each in chosen:
+        for each in tier.survey.namespaces:
             digest = each.digest
             block_bytes = block_bytes_in(each.described)
             if digest == stack.digest or (block_bytes is None and not stack.is_whole):

@@ -119,8 +119,6 @@ def run(args: argparse.Namespace) -> Status:
     with progress("opening the tiers", None):
         stack = open_engine_stack(config)
     with stack, interrupt_flag() as interrupted:
-        if reported is not None:
-            reported.note_tiers(stack.tier_names, stack.secondary_tiers)
         sampler = Sampler(stack.manager.counters)
         report = _replayed(stack, workload, settings, sampler, interrupted)
     if args.json:

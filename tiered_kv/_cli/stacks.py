@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from logging.handlers import MemoryHandler
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -201,23 +202,14 @@ def administer(settings: TierSettings, work: Callable[[TierAdministration], None
 @contextmanager
 def held_log() -> Iterator[Callable[[], None]]:
     """Hold what is logged back until the end, and yield a function to drop it: the verb shows a tier's error itself."""
-    root, held = logging.getLogger(), _Held()
+    root, held = logging.getLogger(), MemoryHandler(1 << 30, flushLevel=1 << 30)
     before, root.handlers = root.handlers, [held]
     try:
-        yield held.records.clear
+        yield held.buffer.clear
     finally:
         root.handlers = before
-        for record in held.records:
+        for record in held.buffer:
             root.handle(record)
-
-
-class _Held(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
 
 
 def own_config(config: StackConfig) -> StackConfig:

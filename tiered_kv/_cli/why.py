@@ -11,7 +11,6 @@ from typing import Any, Final
 from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.ask import StatusAddress, address_of, fetch
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress, quantity
-from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.reasons import SENTENCES
@@ -78,7 +77,7 @@ def _show(answer: Answer, req_id: str | None) -> None:
         _show_request(request)
         for tier, reasons in request["misses"].items():
             if count := reasons.get("too_slow", 0):
-                print_text(f"{tier}: too_slow {count:,}: {SENTENCES['too_slow']}{_estimate(answer, tier)}")
+                print_text(f"{tier}: too_slow {count:,}: {SENTENCES['too_slow']}")
     if req_id is not None and not answer["requests"]:
         print_text(f"request {one_line(req_id)}: unknown, still running, or not among the last that ended")
     elif not answer["requests"] and not answer["keys"]:
@@ -103,20 +102,6 @@ def _show_request(request: Answer) -> None:
         reasons = ", ".join(f"{tier}: {reason}" for tier, reason in request["first_missed_because"].items())
         print_text(f"the first block that it missed: {reasons}")
         _show_key(first, f"what is known of that block now, {first['key']}")
-
-
-def _estimate(answer: Answer, tier: str) -> str:
-    """Return the times that the process compares now; nothing while it does not know them."""
-    estimates = answer.get("estimates", {})
-    of_tier, of_engine = estimates.get(tier, {}), estimates.get(PRIMARY_NAME, {})
-    load_s, block_s = (of_tier.get(f"expected_{each}_seconds", 0.0) for each in ("load", "block"))
-    compute_s, backlog_s = (of_engine.get(f"compute_{each}_seconds", 0.0) for each in ("block", "backlog"))
-    if not load_s + block_s or not compute_s:
-        return ""
-    return (
-        f"; now a load takes {rounded_seconds(load_s)}, and {rounded_seconds(block_s)} more for each block; "
-        f"computing takes {rounded_seconds(compute_s)} a block, after a backlog of {rounded_seconds(backlog_s)}"
-    )
 
 
 def _reasons(reasons: Mapping[str, int]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
@@ -27,18 +28,15 @@ Read = Callable[[], Counters]
 """Returns counters; any thread may call."""
 
 THIRD_PARTY_SERIES_MAX: Final = 64
-"""Series of one tier with names that the vocabulary does not have."""
+"""Numbers of one tier with names that the vocabulary does not have. They are one metric, by name."""
 DROPPED: Final = "dropped_series"
 DROPPED_METRIC: Final = Metric("Numbers of the tier that are no metrics: too many, or unfit names or values.")
-THIRD_PARTY: Final = Metric("A number of the tier's own; its author says which.", ("labels",))
+THIRD_PARTY: Final = f"{TIER_PREFIX}number"
+THIRD_PARTY_METRIC: Final = Metric("A number of a third-party tier's own; its author says which.", ("name", "labels"))
 _DEPTH_MAX: Final = 4
 _NUMBERS_MAX: Final = 4096
 """Numbers that are read of one tier's own counters."""
-_NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,99}", re.ASCII)
 _LABEL = re.compile(r"[\w.:-]{1,64}", re.ASCII)
-_UNFIT = re.compile(r"[^a-zA-Z0-9_]", re.ASCII)
-_RESERVED = ("_bucket", "_count", "_sum", "_created", "_info")
-"""Endings that Prometheus adds to names."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -54,13 +52,10 @@ class Series(NamedTuple):
 
 def series_of(counters: Counters, secrets: set[str]) -> Iterator[Series]:
     """Yield the series of a stack's counters, each once. No name and no label holds any of `secrets`."""
-    kinds: dict[str, str] = {}  # "_total" or "", by the rest of the name, of metrics that are not in the vocabulary
     for tier, values in counters.items():
         yield from _managed_series(tier, values)
         if "tier" in values:
-            own = _OwnSeries(tier, values["tier"], secrets, kinds)
-            yield from own.series()
-            yield Series(PREFIX + DROPPED, DROPPED_METRIC, (tier,), own.dropped)
+            yield from _own_series(tier, values["tier"], secrets)
 
 
 def safe_label(text: str, secrets: set[str]) -> str:
@@ -89,59 +84,30 @@ def _leaves(value: Any, depth_max: int = _DEPTH_MAX) -> Iterator[tuple[tuple[str
         yield (), value
 
 
-class _OwnSeries:
-    """The series of a tier's own counters. Those of a third-party tier may have any form."""
-
-    def __init__(self, tier: str, values: Mapping[str, Any], secrets: set[str], kinds: dict[str, str]) -> None:
-        self.dropped = 0
-        """Numbers that are no series."""
-        self._tier = tier
-        self._values = values
-        self._secrets = secrets
-        self._kinds = kinds
-        self._seen: set[tuple[str, ...]] = set()
-        self._counts: dict[str, int] = {}  # series by name; "" for all that are not in the vocabulary
-
-    def series(self) -> Iterator[Series]:
-        for name, labels, number in numbers_of(self._values):
-            value = _float(number)
-            series = None if value is None else self._series(name, labels, value)
-            if series is None:
-                self.dropped += 1
-            else:
-                yield series
-
-    def _series(self, name: str, texts: tuple[str, ...], value: float) -> Series | None:
-        labels = tuple(safe_label(text, self._secrets) for text in texts)
-        metric = TIER.get(name)
-        if metric is not None:
-            if len(metric.labels) != len(labels):
-                return None
-            series = Series(TIER_PREFIX + name, metric, (self._tier, *labels), value)
-            return series if self._is_admitted(series, name, LABELS_MAX + 8) else None
-        name = _UNFIT.sub("_", name)
-        if not self._is_fit(name):
-            return None
-        series = Series(TIER_PREFIX + name, THIRD_PARTY, (self._tier, ",".join(labels)), value)
-        return series if self._is_admitted(series, "", THIRD_PARTY_SERIES_MAX) else None
-
-    def _is_fit(self, name: str) -> bool:
-        """Return whether a name can be a new metric's, beside those of the vocabulary and of other tiers."""
-        if name in TIER or not _NAME.fullmatch(name) or name.endswith(_RESERVED) or scrub(name, self._secrets) != name:
-            return False
-        base = name.removesuffix(TOTAL)
-        kind = "" if base == name else TOTAL
-        # Prometheus takes a counter and a gauge whose names differ in "_total" alone for one metric.
-        return (base if kind else base + TOTAL) not in TIER and self._kinds.setdefault(base, kind) == kind
-
-    def _is_admitted(self, series: Series, group: str, count_max: int) -> bool:
-        identity = (series.name, *series.labels)
-        count = self._counts.get(group, 0)
-        if identity in self._seen or count >= count_max:
-            return False
-        self._seen.add(identity)
-        self._counts[group] = count + 1
-        return True
+def _own_series(tier: str, values: Mapping[str, Any], secrets: set[str]) -> Iterator[Series]:
+    """Yield the series of a tier's own counters. Those of a third-party tier may have any form."""
+    seen: set[Series] = set()
+    counts: Counter[str] = Counter()  # series by name
+    dropped = 0
+    for name, texts, number in numbers_of(values):
+        value, metric = _float(number), TIER.get(name)
+        labels = tuple(safe_label(text, secrets) for text in texts)
+        is_fit = value is not None and (metric is None or len(metric.labels) == len(labels))
+        if metric is None:
+            identity = Series(
+                THIRD_PARTY, THIRD_PARTY_METRIC, (tier, safe_label(name, secrets), ",".join(labels)), None
+            )
+            is_fit &= counts[identity.name] < THIRD_PARTY_SERIES_MAX
+        else:
+            identity = Series(TIER_PREFIX + name, metric, (tier, *labels), None)
+            is_fit &= counts[identity.name] < LABELS_MAX + 8
+        if is_fit and identity not in seen:
+            seen.add(identity)
+            counts[identity.name] += 1
+            yield identity._replace(value=value)
+        else:
+            dropped += 1
+    yield Series(PREFIX + DROPPED, DROPPED_METRIC, (tier,), dropped)
 
 
 def numbers_of(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Any]]:

@@ -11,9 +11,8 @@ import os
 import platform
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
 from pathlib import Path
@@ -23,11 +22,9 @@ from typing import Final
 import yaml
 
 from tiered_kv import __version__
-from tiered_kv._cli.output import readable
 from tiered_kv.config.redaction import redact, scrub
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.stack_config import StackConfig
-from tiered_kv.tiering.base import SecondaryTierManager
 
 _ENDLESS: Final = 1 << 20
 """Columns of YAML: no line is broken, so that no secret is broken and missed."""
@@ -88,24 +85,16 @@ class Run:
         stack: The stack's file, as it was given; empty without one.
         arguments: Of the command, the verb first.
         began: With its time zone.
-        described: The description of each secondary tier, by its name; human-readable.
     """
 
     stack: str
     arguments: Sequence[str]
     config: StackConfig | None
     began: datetime
-    described: dict[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def stack_name(self) -> str:
         return Path(self.stack).name
-
-    def note_tiers(self, names: Iterable[str], tiers: Iterable[SecondaryTierManager]) -> None:
-        """Keep the descriptions of open tiers."""
-        for name, tier in zip(names, tiers, strict=True):
-            with suppress(Exception):  # a third-party tier may raise anything
-                self.described[name] = dict(readable(key, value) for key, value in tier.describe().items())
 
     def scrub(self, text: str) -> str:
         """Return a text without the secrets of the configuration and of URLs."""
@@ -185,9 +174,6 @@ def _conditions(run: Run, settings: Iterable[tuple[str, str]]) -> Html:
         plain = json.loads(json.dumps(run.config.shown(), default=str, skipkeys=True))
         config = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=_ENDLESS, allow_unicode=True)
         parts["Configuration, secrets left out"] = element("pre", run.scrub(config))
-    for name, described in run.described.items():
-        shown = ((run.scrub(key), run.scrub(text)) for key, text in described.items())
-        parts[f"What tier {name} said of itself"] = facts(shown)
     about = "Compare figures only with those of the same machine, configuration and command."
     return section("How it was measured", about, *(card(element("h3", title), part) for title, part in parts.items()))
 

@@ -25,12 +25,17 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.base import OffloadingEvent
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.exporters.metrics import DROPPED, DROPPED_METRIC, THIRD_PARTY, Counters, Series, series_of
+from tiered_kv.exporters.metrics import (
+    DROPPED,
+    DROPPED_METRIC,
+    THIRD_PARTY,
+    THIRD_PARTY_METRIC,
+    Counters,
+    Series,
+    series_of,
+)
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX, TOTAL, Metric
-
-THIRD_PARTY_METRIC = f"{TIER_PREFIX}number"
-"""A number that a third-party tier counts itself: vLLM has only metrics that were declared."""
 
 _INTERVAL_S = 1.0
 _STEP_SERIES_MAX = 16
@@ -43,7 +48,7 @@ def metric_definitions() -> dict[str, Any]:  # Any: vLLM's OffloadingMetricMetad
     definitions = {PREFIX + name: _definition(name, metric) for name, metric in MANAGER.items()}
     definitions |= {TIER_PREFIX + name: _definition(name, metric) for name, metric in TIER.items()}
     definitions[PREFIX + DROPPED] = _definition(DROPPED, DROPPED_METRIC)
-    definitions[THIRD_PARTY_METRIC] = _definition("number", Metric(THIRD_PARTY.help, ("name", *THIRD_PARTY.labels)))
+    definitions[THIRD_PARTY] = _definition(THIRD_PARTY, THIRD_PARTY_METRIC)
     return definitions
 
 
@@ -100,10 +105,7 @@ class CounterReport:
 
 def _add(stats: Any, series: Series, before: Any) -> None:  # Any: vLLM's own, and as `Series.value`
     name, labels, value = series.name, series.labels, series.value
-    if series.metric is THIRD_PARTY:
-        tier, *others = labels
-        stats.set_gauge(THIRD_PARTY_METRIC, value, (tier, name.removeprefix(TIER_PREFIX), *others))
-    elif series.metric.bounds:
+    if series.metric.bounds:
         for observation in new_values(before, value):
             stats.observe_histogram(name, observation, labels)
     elif name.endswith(TOTAL):
