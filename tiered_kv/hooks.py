@@ -144,7 +144,6 @@ class TierPlugins:
         self._lock = threading.RLock()  # held while plugins are loaded, which may register others
         self._waiting: list[importlib.metadata.EntryPoint] = []  # installed, and not loaded
         self._states: list[PluginState] = []
-        self._claims: dict[str, list[tuple[PluginState, TierType]]] = {}  # by the name of the tier type
 
     def find_installed(self) -> None:
         """Find the installed plugins that were not found yet. They are loaded when they are needed.
@@ -181,7 +180,7 @@ class TierPlugins:
             found = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             raise ConfigError(f"plugin '{label}' cannot be used: {found}") from error
         state = PluginState(label, "", tiers)
-        self._add(state)
+        self._states.append(state)
         if conflicts := self._conflicts(state):
             self.unregister(label)
             raise ConfigError(conflicts)
@@ -191,8 +190,6 @@ class TierPlugins:
         """Remove the plugin that was registered as `name`, and its tier types."""
         self._manager.unregister(name=name)
         self._states = [each for each in self._states if each.distribution or each.plugin != name]
-        left = {tier: [each for each in claims if each[0] in self._states] for tier, claims in self._claims.items()}
-        self._claims = {tier: claims for tier, claims in left.items() if claims}
 
     def states(self) -> list[PluginState]:
         """Return the state of every plugin, in the order they were loaded, with name conflicts as errors."""
@@ -202,7 +199,8 @@ class TierPlugins:
     def tier_types(self) -> dict[str, TierType]:
         """Return the usable tier types by name, sorted."""
         self._load()
-        owned = {name: self._owned(name) for name in sorted(self._claims)}
+        names = sorted({tier.name for state in self._states for tier in state.tiers})
+        owned = {name: self._owned(name) for name in names}
         return {name: tier_type for name, tier_type in owned.items() if tier_type is not None}
 
     def resolve(self, name: str) -> TierType:
@@ -217,7 +215,7 @@ class TierPlugins:
         if ":" in name:
             return _from_reference(name)
         self._load(name)
-        if not self._named(name):
+        if not any(self._is_named(state, name) for state, _ in self._claims(name)):
             self._load()
         tier_type = self._owned(name)
         if tier_type is None:
@@ -226,7 +224,7 @@ class TierPlugins:
 
     def _explain(self, name: str) -> str:
         """Return why no tier type called `name` can be used, and what to do."""
-        if name in self._claims:
+        if self._claims(name):
             return self._conflict(name)
         broken = [f"; {each.origin} cannot be loaded: {each.error}" for each in self._states if each.error]
         known, note = list(self.tier_types()), "".join(broken)
@@ -241,7 +239,7 @@ class TierPlugins:
             for entry_point in [each for each in self._waiting if name in (None, each.name)]:
                 state = self._loaded(entry_point)
                 self._waiting = [each for each in self._waiting if each is not entry_point]
-                self._add(state)
+                self._states.append(state)
                 if conflicts := self._conflicts(state):
                     _log.warning("%s", conflicts)
 
@@ -256,10 +254,9 @@ class TierPlugins:
             _log.warning("%s cannot be loaded and is left out: %s", state.origin, state.error)
             return state
 
-    def _add(self, state: PluginState) -> None:
-        self._states.append(state)
-        for tier in state.tiers:
-            self._claims.setdefault(tier.name, []).append((state, tier))
+    def _claims(self, name: str) -> list[tuple[PluginState, TierType]]:
+        """Return the tier types of that name, with their plugins."""
+        return [(state, tier) for state in self._states for tier in state.tiers if tier.name == name]
 
     def _owned(self, name: str) -> TierType | None:
         """Return the tier type of that name; None if there is none, or if plugins are in conflict about it.
@@ -267,15 +264,16 @@ class TierPlugins:
         A plugin whose entry point is called by the name has precedence. So the answer does not depend on which
         plugins are loaded.
         """
-        owners = self._named(name) or [tier for _, tier in self._claims.get(name, [])]
+        claims = self._claims(name)
+        owners = [tier for state, tier in claims if self._is_named(state, name)] or [tier for _, tier in claims]
         return owners[0] if len(owners) == 1 else None
 
-    def _named(self, name: str) -> list[TierType]:
-        """Return the tier types of that name whose plugin's entry point is called so too."""
-        return [tier for state, tier in self._claims.get(name, []) if state.distribution and state.plugin == name]
+    def _is_named(self, state: PluginState, name: str) -> bool:
+        """Return whether a plugin's entry point is called by the name of its tier type."""
+        return bool(state.distribution) and state.plugin == name
 
     def _conflict(self, name: str) -> str:
-        origins = " and ".join(state.origin for state, _ in self._claims[name])
+        origins = " and ".join(state.origin for state, _ in self._claims(name))
         return f"tier type '{name}' is registered by {origins}; uninstall one of them"
 
     def _conflicts(self, state: PluginState) -> str:

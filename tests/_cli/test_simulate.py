@@ -13,7 +13,7 @@ from tests.support.pages import shown, undescribed
 from tests.support.stacks import stack_file
 from tiered_kv.cli import main
 from tiered_kv.errors import ConfigError
-from tiered_kv.workload.prices import load_prices
+from tiered_kv.workload.simulation import load_prices
 
 ROOT = Path(__file__).parents[2]
 CHATS = ["--chats", "20", "--turns", "4", "--active-chats", "10", "--turn-blocks", "3"]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.command import Command
 from tiered_kv import ConfigError, load_config
-from tiered_kv.workload.prices import load_prices
+from tiered_kv.workload.simulation import load_prices
 
 STACK = """\
 namespace: {model: m}

@@ -19,9 +19,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.engines import TIMEOUT_S, environment_of, interpreter, our_spec
+from tests.support.server_process import ServerProcess
 from tests.support.tiny_llama import TINY_LLAMA
 from tiered_kv.cli import main
-from tiered_kv.testing.servers import ServerProcess
 
 BLOCK_TOKENS = 32
 BLOCK_BYTES = 32 << 10

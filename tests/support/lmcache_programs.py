@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.engines import LMCACHE, environment_of, interpreter, output_of
-from tiered_kv.testing.servers import ServerProcess, free_port
+from tests.support.server_process import ServerProcess, free_port
 
 CHUNKS = 4
 """Chunks of a sequence of the client's benchmark."""

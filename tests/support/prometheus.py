@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
-from tiered_kv.testing.servers import ServerProcess
+from tests.support.server_process import ServerProcess
 
 MONITORING = Path(__file__).parents[2] / "examples" / "monitoring"
 LISTEN = "127.0.0.1:9464"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.servers import ServerProcess
+from tests.support.server_process import ServerProcess
 
 ANSWER_TIMEOUT_S = 30.0
 """Timeout of one command of a test, even on a busy machine. A server that has ended refuses at once."""

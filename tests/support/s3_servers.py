@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import pytest
 
-from tiered_kv.testing.servers import ServerProcess, free_port
+from tests.support.server_process import ServerProcess, free_port
 
 ACCESS_KEY_ID = "testing-key-id"
 SECRET_ACCESS_KEY = "testing-secret"

@@ -23,10 +23,20 @@ from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate, host_rates
-from tiered_kv.workload.prices import MONTH_S, Prices, costs, times_a_month
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.request import ChatWorkload, Request, block_key, hints_from_sessions, sessions
-from tiered_kv.workload.simulation import ROUTERS, Fleet, Simulated, routes, simulate, with_tier
+from tiered_kv.workload.simulation import (
+    MONTH_S,
+    ROUTERS,
+    Fleet,
+    Prices,
+    Simulated,
+    costs,
+    routes,
+    simulate,
+    times_a_month,
+    with_tier,
+)
 from tiered_kv_fs.sweeper import FsKeys
 from tiered_kv_memory.settings import MemorySettings
 from tiered_kv_nvme.settings import NvmeSettings

@@ -25,9 +25,16 @@ from tiered_kv._cli.report.page import (
     section,
     table,
     tier_color,
-    tile,
 )
-from tiered_kv._cli.stacks import OWN_MODEL, add_stack_arguments, held_log, operated_stack, purge_own, tier_error_text
+from tiered_kv._cli.stacks import (
+    OWN_MODEL,
+    add_stack_arguments,
+    chosen_tiers,
+    held_log,
+    operated_stack,
+    purge_own,
+    tier_error_text,
+)
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import PrimaryRegion
@@ -83,7 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Status:
     stack = operated_stack(args)
     config = stack.to_open()
-    tiers = _chosen(config, args.tier)
+    tiers = chosen_tiers(config, args.tier)
+    if not tiers:
+        raise ConfigError("the stack has no secondary tier to measure", location="secondary")
     blocks = args.blocks or max(args.batch, _ROUND_BYTES // config.block.bytes)
     settings = BenchSettings(blocks=blocks, batch=args.batch, rounds=args.rounds)
     reported = start_report(args, config)
@@ -106,16 +115,6 @@ def run(args: argparse.Namespace) -> Status:
     if reported is not None:
         write_report(args, lambda: _page(reported, results, settings))
     return Status.OK if all(result.ok for result in results) else Status.FOUND
-
-
-def _chosen(config: StackConfig, name: str | None) -> list[TierSettings]:
-    names = ", ".join(tier.name for tier in config.secondary)
-    if not names:
-        raise ConfigError("the stack has no secondary tier to measure", location="secondary")
-    tiers = [tier for tier in config.secondary if name in (None, tier.name)]
-    if not tiers:
-        raise ConfigError(f"the stack has no secondary tier '{name}'; it has {names}", location="--tier")
-    return tiers
 
 
 def _bench(
@@ -163,7 +162,6 @@ def _page(run: Run, results: Sequence[TierBench], settings: BenchSettings) -> st
         heading=f"The secondary tiers of {run.stack_name}",
         lede=" ".join(_sentences(results, settings)) or "No tier could be measured.",
         notes=_remarks(results),
-        tiles=_tiles([each for each in results if each.is_measured]),
         sections=[_speed(results)],
         settings=[
             ("blocks of a round, and of a job", f"{settings.blocks:,}, {settings.batch:,}"),
@@ -208,21 +206,6 @@ def _sentences(results: Sequence[TierBench], settings: BenchSettings) -> list[st
     written = rounded_bytes(settings.blocks * settings.rounds * results[0].block_bytes)
     rounds = quantity(settings.rounds, "round")
     return [f"Medians (and spreads) of {rounds}; each tier was given {written} of new blocks. {_LIMITS}"]
-
-
-def _tiles(results: Sequence[TierBench]) -> Iterator[Html]:
-    if not results:
-        return
-    fastest = "" if len(results) == 1 else "fastest "
-    for direction in _DIRECTIONS:
-        best = max(results, key=lambda each: median(_rounds(each, direction)))
-        name = f"{fastest}{direction}: {best.name}, with {_cores(best, direction)} cores busy"
-        yield tile(_gb(median(_rounds(best, direction))), "GB/s", name)
-    quick = min(results, key=lambda each: each.lookup_us.p99)
-    yield tile(shown_us(quick.lookup_us.p99), "", f"{fastest}lookup (99th percentile): {quick.name}")
-    corrupt = sum(each.corrupt_blocks for each in results)
-    yield tile(f"{sum(each.verified_blocks for each in results):,}", "", "blocks loaded and right")
-    yield tile(f"{corrupt:,}", "", "blocks loaded and wrong", is_bad=corrupt > 0)
 
 
 def _speed(results: Sequence[TierBench]) -> Html:

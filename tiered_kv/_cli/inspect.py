@@ -9,7 +9,14 @@ from dataclasses import asdict, dataclass, field
 
 from tiered_kv._cli.arguments import describe_use, seconds, size
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
-from tiered_kv._cli.stacks import OperatedStack, add_stack_arguments, administer, operated_stack, tier_error_text
+from tiered_kv._cli.stacks import (
+    OperatedStack,
+    add_stack_arguments,
+    administer,
+    chosen_tiers,
+    operated_stack,
+    tier_error_text,
+)
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
@@ -82,12 +89,7 @@ def run(args: argparse.Namespace) -> Status:
     if given and not args.verify:
         raise ConfigError(f"{given[0]} needs --verify")
     stack = operated_stack(args)
-    config = stack.config
-    names = [settings.name for settings in config.secondary]
-    if args.tier is not None and args.tier not in names:
-        raise ConfigError(f"the stack has no secondary tier '{args.tier}'; it has: {', '.join(names) or 'none'}")
-    chosen = [settings for settings in config.secondary if args.tier in (None, settings.name)]
-    tiers = [_inspect(stack, settings, args) for settings in chosen]
+    tiers = [_inspect(stack, settings, args) for settings in chosen_tiers(stack.config, args.tier)]
     ok = all(tier.ok for tier in tiers)
     if args.json:
         described = [_described(stack, tier) for tier in tiers]

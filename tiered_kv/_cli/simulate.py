@@ -26,9 +26,8 @@ from tiered_kv.cpu.policies import BUILT_IN_POLICIES, make_policy
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack_config import PRIMARY_BLOCKS_MIN, StackConfig
 from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate, host_rates
-from tiered_kv.workload.prices import Prices, costs, load_prices, times_a_month
 from tiered_kv.workload.request import Request
-from tiered_kv.workload.simulation import ROUTERS, Fleet, simulate, with_tier
+from tiered_kv.workload.simulation import ROUTERS, Fleet, Prices, costs, load_prices, simulate, times_a_month, with_tier
 
 _FACTORS = (0.5, 1, 2)
 """Sizes of the primary tier that are compared, as multiples of the stack's."""

@@ -184,6 +184,15 @@ def operated_stack(args: argparse.Namespace, *, looks: bool = True) -> OperatedS
     return OperatedStack(config, False, own, block_bytes, source if own else "", stored, running)
 
 
+def chosen_tiers(config: StackConfig, name: str | None) -> list[TierSettings]:
+    """Return the secondary tier with this name, or all; raise ConfigError if there is none."""
+    tiers = [tier for tier in config.secondary if name in (None, tier.name)]
+    if not tiers and name is not None:
+        known = ", ".join(tier.name for tier in config.secondary) or "none"
+        raise ConfigError(f"the stack has no secondary tier '{name}'; it has: {known}", location="--tier")
+    return tiers
+
+
 def administer(settings: TierSettings, work: Callable[[TierAdministration], None]) -> str | None:
     """Call `work` with a tier's administration; return an error's text, or None if tiers of the type have none."""
     with held_log() as drop:

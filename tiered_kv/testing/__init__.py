@@ -8,7 +8,6 @@ model           what the stack may answer, and a wrapper that checks which job u
 rig             drives one tier, with known bytes in every block; has the smallest possible tier
 faults          wrappers that make a tier hang, fail, come late or lie, and one that makes threads repeatable
 proxy           a TCP proxy with the faults of networks
-servers         a server in another process, and fakeredis
 control         control of threads and time, in place of sleeping; what a test leaves behind
 """
 

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.config.units import format_bytes
@@ -39,8 +39,6 @@ LINE_BYTES_MAX = 4 << 20
 """A longer line is an error; a prompt of a hundred thousand blocks fits."""
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
-_EXACT_MAX = 2**53
-"""A larger number that was written as a fraction, such as 1e18, may stand for several whole ones."""
 
 
 _COMMON_REQUESTS_MIN = 50
@@ -145,40 +143,27 @@ def _block_id(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def _whole(number: object) -> object:
-    is_whole = isinstance(number, float) and number.is_integer() and abs(number) <= _EXACT_MAX
-    return int(number) if is_whole else number  # type: ignore[call-overload]  # a float
+def _numbers(ids: list[object]) -> tuple[int, ...]:
+    """Return the ids as numbers: an id that is a text as its decimal digits, or the hash of another text."""
+    numbers = tuple(each if type(each) is int else _number(each) for each in ids)
+    if numbers and not (min(numbers) >= 0 and max(numbers) <= HASH_ID_MAX):
+        raise ValueError(f"expected ids from 0 to {HASH_ID_MAX}")
+    if len(set(numbers)) != len(numbers):
+        raise ValueError("an id stands for a block with all before it, so it cannot be repeated")
+    return numbers
 
 
-def _moment(timestamp: object) -> object:
-    return math.floor(timestamp) if isinstance(timestamp, float) and 0 <= timestamp <= _EXACT_MAX else timestamp
-
-
-def _hash_id(hash_id: object) -> object:
-    """Return the number of an id that is a text: its decimal digits, or the hash of another text."""
+def _number(hash_id: object) -> int:
+    if isinstance(hash_id, float) and hash_id.is_integer():
+        return int(hash_id)
     if not isinstance(hash_id, str) or not hash_id:
-        return _whole(hash_id)
+        raise ValueError("expected ids that are whole numbers or texts")
     if hash_id.isascii() and hash_id.isdecimal() and str(number := int(hash_id[:20])) == hash_id:
         return number
     return int.from_bytes(hashlib.blake2b(hash_id.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
-def _hash_ids(ids: object) -> object:
-    is_plain = not isinstance(ids, list) or {*map(type, ids)} <= {int}
-    return ids if is_plain else [*map(_hash_id, cast(list[object], ids))]
-
-
-_Whole = Annotated[int, BeforeValidator(_whole), Field(strict=True, ge=0, le=2**63 - 1)]
-
-
-def _without_repetition(ids: tuple[int, ...]) -> tuple[int, ...]:
-    if len(set(ids)) != len(ids):
-        raise ValueError("an id stands for a block with all before it, so it cannot be repeated")
-    return ids
-
-
-def _name(session: object) -> str:
-    return "" if session is None else str(session)
+_Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 def _valid_hints(hints: dict[str, object] | None) -> dict[str, object] | None:
@@ -188,16 +173,12 @@ def _valid_hints(hints: dict[str, object] | None) -> dict[str, object] | None:
 
 
 class _Line(BaseModel):
-    timestamp: Annotated[_Whole, BeforeValidator(_moment)]
+    timestamp: Annotated[float, Field(ge=0, lt=2**53)]
     input_length: _Whole
-    output_length: Annotated[_Whole, BeforeValidator(lambda length: 0 if length is None else length)] = 0
-    session: Annotated[str, BeforeValidator(_name)] = ""
+    output_length: _Whole | None = 0
+    session: str | int | None = ""
     hints: Annotated[dict[str, object] | None, AfterValidator(_valid_hints)] = None
-    hash_ids: Annotated[
-        tuple[Annotated[int, Field(strict=True, ge=0, le=HASH_ID_MAX)], ...],
-        BeforeValidator(_hash_ids),
-        AfterValidator(_without_repetition),
-    ]
+    hash_ids: Annotated[list[object], AfterValidator(_numbers)]
 
 
 def read_trace(path: Path, *, requests_max: int | None = None) -> Iterator[Request]:
@@ -241,14 +222,14 @@ def _parse(line: bytes, where: str) -> Request:
     checked = check(_Line, entry)
     if isinstance(checked, list):
         raise ConfigError(str(checked[0]), location=where)
-    return Request(
-        checked.timestamp,
+    session = "" if checked.session is None else str(checked.session)
+    prompt = (
+        int(checked.timestamp),
         checked.input_length,
-        checked.output_length,
-        checked.hash_ids,
-        checked.session,
-        checked.hints,
+        checked.output_length or 0,
+        cast(tuple[int, ...], checked.hash_ids),
     )
+    return Request(*prompt, session, checked.hints)
 
 
 def sessions(requests: Sequence[Request]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Simulates a stack without moving a byte: what each tier would hit, write and evict.
+"""Simulates a stack without moving a byte: what each tier would hit, write and evict, and what that would cost.
 
 The manager, the policy and the replay are those of a real stack. A tier that keeps only keys replaces each secondary
 tier, and ends each job after a fixed number of steps. So storage is always fast enough.
@@ -6,13 +6,18 @@ tier, and ends each job after a fixed number of steps. So storage is always fast
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Annotated
 
-from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
-from tiered_kv.config.validation import suggestion
+from pydantic import Field
+
+from tiered_kv.config.reading import from_source
+from tiered_kv.config.settings import PRIMARY_NAME, StrictModel, TierSettings
+from tiered_kv.config.validation import suggestion, validate
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
@@ -33,6 +38,13 @@ _PREFIX_SHARE_MIN = 0.5
 _MS_PER_S = 1000
 _COUNTS = ("written_blocks", "moved_blocks", "read_blocks", "evicted_blocks", "lookup_requests", "used_bytes")
 """The counters of a `KeyStore`."""
+
+MONTH_S = 365.25 / 12 * 86_400
+_GIB = 1 << 30
+_Price = Annotated[float, Field(strict=True, ge=0, le=1e12)]
+
+Costs = dict[str, dict[str, float]]
+"""By tier: `storage`, `traffic`, `requests` and `total` of a month, in the currency of the prices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,3 +274,60 @@ def _simulated(config: StackConfig, requests: Sequence[Request], servers: Sequen
         seconds=span_s(requests),
         tiers=tiers,
     )
+
+
+class TierPrices(StrictModel):
+    """The prices of one tier."""
+
+    gib_month: _Price = Field(default=0.0, description="A GiB of storage for a month.")
+    gib_written: _Price = Field(default=0.0, description="A GiB that is written.")
+    gib_read: _Price = Field(default=0.0, description="A GiB that is read.")
+    thousand_writes: _Price = Field(default=0.0, description="A thousand requests that write a block.")
+    thousand_reads: _Price = Field(default=0.0, description="A thousand requests that read or look up a block.")
+
+
+class Prices(StrictModel):
+    """A file of prices."""
+
+    currency: str = Field(default="USD", max_length=16, description="What the prices are in.")
+    tiers: dict[str, TierPrices] = Field(description="Prices by the tier's name; the primary tier is cpu.")
+
+
+def load_prices(path: str | os.PathLike[str], tiers: Sequence[str]) -> Prices:
+    """Return the prices in a YAML file for the `tiers` with these names."""
+    return from_source(path, lambda raw: _checked(raw, tiers), what="the file of prices", keys="currency and tiers")
+
+
+def _checked(raw: Mapping[str, object], tiers: Sequence[str]) -> Prices:
+    prices = validate(Prices, raw)
+    for name in prices.tiers:
+        if name not in tiers:
+            message = f"the stack has no tier of this name{suggestion(name, tiers)}; it has: {', '.join(tiers)}"
+            raise ConfigError(message, location=f"tiers.{name}")
+    return prices
+
+
+def times_a_month(requests: Sequence[Request]) -> float:
+    """Return how often these requests, repeated without a pause, come in a month."""
+    seconds = span_s(requests)
+    if not seconds:
+        raise ConfigError("what a month costs cannot be told: the requests came at one time", location="--prices")
+    return MONTH_S / seconds
+
+
+def costs(simulated: Simulated, prices: Prices, times: float) -> Costs:
+    """Return the monthly costs of each tier with a price, if the simulated requests come this many `times` a month.
+
+    Storage is charged for the capacity on all servers, or without a capacity for what was stored at the end.
+    """
+    found = {}
+    for name, price in prices.tiers.items():
+        tier = simulated.tiers[name]
+        stored_bytes = tier.used_bytes if tier.capacity_bytes is None else tier.capacity_bytes * tier.storages
+        storage = price.gib_month * stored_bytes / _GIB
+        traffic = (price.gib_written * tier.written_bytes + price.gib_read * tier.read_bytes) / _GIB * times
+        reads = tier.read_blocks + tier.lookup_requests
+        requests = (price.thousand_writes * tier.written_blocks + price.thousand_reads * reads) / 1000 * times
+        total = storage + traffic + requests
+        found[name] = {"storage": storage, "traffic": traffic, "requests": requests, "total": total}
+    return found

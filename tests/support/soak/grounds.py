@@ -18,9 +18,9 @@ from tests.support.entries import s3_entry
 from tests.support.race_cases import flip_a_bit
 from tests.support.redis_servers import RedisServer
 from tests.support.s3_servers import S3Server, start_moto
+from tests.support.server_process import ServerProcess
 from tests.support.stacks import stack_of
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
-from tiered_kv.testing.servers import ServerProcess
 from tiered_kv.workload.replay import ReplaySettings
 from tiered_kv.workload.request import ChatWorkload, Request
 

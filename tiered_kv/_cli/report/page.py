@@ -107,8 +107,8 @@ def page(
     kind: str,
     heading: str,
     lede: str,
-    tiles: Iterable[Html],
     sections: Iterable[Html],
+    tiles: Iterable[Html] = (),
     settings: Iterable[tuple[str, str]] = (),
     notes: Iterable[str] = (),
 ) -> str:

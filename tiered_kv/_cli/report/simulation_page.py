@@ -13,8 +13,7 @@ from tiered_kv._cli.report.page import MISS, Html, Run, card, figure, page, plot
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.stack_config import StackConfig
 from tiered_kv.workload.hit_rates import HitCurve, HitRate
-from tiered_kv.workload.prices import Costs
-from tiered_kv.workload.simulation import Fleet, Simulated
+from tiered_kv.workload.simulation import Costs, Fleet, Simulated
 from tiered_kv.workload.tally import GB
 
 if TYPE_CHECKING:
