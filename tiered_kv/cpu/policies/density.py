@@ -49,6 +49,10 @@ MEAN_WEIGHT = 0.01
 """Weight of a request in the mean number of new blocks, and in the mean priority."""
 RETURNS_S = (2.0, 8.0, 32.0, 128.0, 512.0)
 """Limits between the classes of the hint `expect_return`. Each class is a kind. Only factors of four were tried."""
+RIGHT_WITHIN = 4.0
+"""A hint `expect_return` was right if the return took at most this factor longer or shorter."""
+DOUBTED = len(RETURNS_S) + 1
+"""What is added to the class of `expect_return` of a session whose last ones were wrong: it has kinds of its own."""
 PRIORITY_WEIGHT = 2.0
 """Factor of a hit's value for each priority above the mean.
 
@@ -90,7 +94,9 @@ class DensityPolicy(CachePolicy):
             tail = self._ghosts.pop(block.key, None)
             if tail is not None:
                 new -= tail.lost
-                own.turn = own.turn or tail.turn + 1
+                if not own.turn:
+                    own.turn = tail.turn + 1
+                    self._judge(own, tail, chain.hints)
                 self._returned(tail, tail.lost)
                 tail.lost, tail.ghost = 0, NO_KEY
         own.new_blocks += new
@@ -119,6 +125,7 @@ class DensityPolicy(CachePolicy):
             cut = run[-1]
             if not source.is_shared and cut.position >= source.end - (1 + SLACK_BLOCKS) * source.step:
                 own.turn = source.turn + 1
+                self._judge(own, source, chain.hints)
                 source, cut = (runs[-2][0], runs[-2][1][-1]) if len(runs) > 1 else (source, None)
             if cut is not None:
                 turn = source.turn + 1 if source.is_shared else 1
@@ -179,13 +186,22 @@ class DensityPolicy(CachePolicy):
     # Hints.
 
     def _apply_hints(self, tail: Tail, hints: Hints) -> None:
-        returns = 0 if hints.expect_return_s is None else 1 + bisect_right(RETURNS_S, hints.expect_return_s)
-        tail.kind = self._kind_of((returns, hints.priority))
+        tail.kind = self._kind_of((_class_of(hints), hints.priority))
+        tail.began_s, tail.said_s = self.now_s, hints.expect_return_s or 0.0
         if hints.ttl_s is not None:
             expired = self._kind_of(EXPIRED)
             tail.expires_s = self.now_s + hints.ttl_s
             if not hints.ttl_s:
-                tail.kind = expired
+                tail.kind, tail.said_s = expired, 0.0
+
+    def _judge(self, own: Tail, before: Tail, hints: Hints | None) -> None:
+        """Note whether the session's last request said when this one comes; doubt what this one says if it did not."""
+        own.trust = before.trust
+        if before.said_s:
+            is_right = 1 / RIGHT_WITHIN <= (self.now_s - before.began_s) / before.said_s <= RIGHT_WITHIN
+            own.trust += ((1 if is_right else -1) - own.trust) / 2
+        if own.trust < 0 and own.said_s and hints is not None:
+            own.kind = self._kind_of((DOUBTED + _class_of(hints), hints.priority))
 
     def _kind_of(self, hinted: tuple[int, int]) -> int:
         """Return the kind of tails with this class of `expect_return` and priority; add it if it is new."""
@@ -205,8 +221,8 @@ class DensityPolicy(CachePolicy):
             while aging and aging[0].since <= due:
                 tail = aging.popleft()
                 if tail.expires_s <= self.now_s:
-                    tail.group += (self._kinds[EXPIRED] - tail.kind) * KIND_GROUPS
                     tail.kind = self._kinds[EXPIRED]
+                    tail.group = tail.kind * KIND_GROUPS + tail.group % KIND_GROUPS
                 cell = tail.group * BUCKETS + bucket
                 tail.bucket = bucket + 1
                 tail.is_aging = bool(tail.blocks or tail.ghost)  # no return of other tails would be noticed
@@ -262,3 +278,7 @@ class DensityPolicy(CachePolicy):
             self._order.leave(tail)
             tail.group = group
         self._order.enter(tail)
+
+
+def _class_of(hints: Hints) -> int:
+    return 0 if hints.expect_return_s is None else 1 + bisect_right(RETURNS_S, hints.expect_return_s)

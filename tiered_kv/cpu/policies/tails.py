@@ -37,6 +37,9 @@ class Tail:
     kind: int = 0  # from the request's hints
     group: int = -1  # from kind, turn and size; -1 before it has had blocks
     expires_s: float = math.inf
+    began_s: float = 0.0  # when the request began
+    said_s: float = 0.0  # its hint `expect_return`; 0 without one
+    trust: float = 0.0  # from -1 to 1: how right the hints of earlier requests of its session were
     new_blocks: int = 0  # that the request added
     blocks: dict[int, CPUBlock] = field(default_factory=dict)  # evictable, by block_id
     is_sorted: bool = True  # whether `blocks` is in the order of positions
