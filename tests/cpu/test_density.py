@@ -184,6 +184,18 @@ def test_announced_returns_are_weighed_by_how_often_they_come() -> None:
     assert level[honest * KIND_GROUPS : (honest + 1) * KIND_GROUPS, 0].max() > level[liars * KIND_GROUPS, 0]
 
 
+@pytest.mark.parametrize("returns_s", [20, 60, 200, 2])
+def test_returns_of_a_session_that_announced_wrong_ones_are_learned_apart(returns_s: int) -> None:
+    policy, prompt, kinds = DensityPolicy(100), list[CPUBlock](), []
+    for turn in range(4):
+        policy.now_s = 1.0 + turn * returns_s
+        chain = _hinted(expect_return_s=20.0)
+        policy.use(prompt, chain)
+        prompt += _stored(policy, chain, 4, first=4 * turn)
+        kinds.append(chain.note.kind)
+    assert (kinds[-1] != kinds[0]) == (returns_s in (200, 2))
+
+
 @pytest.mark.parametrize("hint", [{"expect_return": 1000}, {"ttl": 0}, None])
 def test_a_long_prompt_that_returns_late_or_never_does_not_evict_those_that_return_soon(
     hint: dict[str, int] | None,
