@@ -252,7 +252,7 @@ def test_bench_measures_every_tier(tmp_path: Path, command: Command) -> None:
     assert "800KiB" in text  # what it wrote
     assert re.search(r"cores busy +lookup \(p99\)", text), "what limits the rates stands beside them"
     assert re.search(r"[\d.]+ / [\d.]+ +[\d.]+[num]?s \([\d.]+[num]?s\)", text)
-    assert "no secondary tier 'tape'; it has nvme, memory" in command.err(*bench, "--tier", "tape")
+    assert "no secondary tier 'tape'; it has: nvme, memory" in command.err(*bench, "--tier", "tape")
     assert "no secondary tier" in command.err("bench", stack_file(tmp_path))
 
 

@@ -100,6 +100,7 @@ def test_a_process_finds_what_a_killed_one_has_stored(tmp_path: Path) -> None:
         with process_of(served.address) as process:
             assert process.contains([*KEYS, *keys_of(3, first=900)]) == len(KEYS)
             assert process.load(KEYS) == len(KEYS)
+            assert process.store(KEYS) == len(KEYS)  # it knows that the server has them
         wait_for(lambda: not served.rows_in_use())
 
 
