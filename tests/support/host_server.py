@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.server import idle
@@ -23,6 +21,9 @@ from tiered_kv.server.memory import SealedRegion
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.server import CacheServer, listen
+
+if TYPE_CHECKING:  # programs of engines have no pytest
+    import pytest
 
 BLOCK_BYTES = 4096
 WAIT_S = 20.0
