@@ -209,6 +209,7 @@ def test_without_a_process_why_says_so_and_opens_nothing(tmp_path: Path, capsys:
     [
         (["file:///etc/passwd", "--last"], "expected a URL"),
         (["http://127.0.0.1:1"], "expected keys"),
+        (["http://127.0.0.1:1", "--namespaces"], "needs the stack's file"),
     ],
 )
 def test_what_why_cannot_do(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,6 +259,20 @@ def test_why_takes_the_address_from_the_stack_s_file_and_needs_no_secret_of_it(
         f"metrics: {{listen: '{url.removeprefix('http://')}'}}\nsecondary: [{{password: '${{NOT_SET_HERE}}'}}]\n"
     )
     assert answer(capsys, str(path), "--last")["requests"]
+
+
+def test_the_fields_in_which_another_namespace_differs_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = {"type": "fs", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    with open_stack({**stack_of(entry), "namespace": {"model": "m", "revision": "v2"}}) as stack:
+        put(stack, KEYS)
+    file = tmp_path / "stack.yaml"
+    file.write_text(yaml.safe_dump(stack_of(entry)))
+    assert main(["why", str(file), "--namespaces"]) == 0
+    found = f"{stack.config.identity.digest.hex()} is another namespace: namespace.revision is 'v2', not 'main'"
+    assert found in capsys.readouterr().out
+    assert answer(capsys, str(file), "--namespaces")["tiers"]
 
 
 def test_fields_that_only_one_of_two_namespaces_has() -> None:

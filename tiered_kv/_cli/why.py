@@ -8,9 +8,11 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any, Final
 
+from tiered_kv._cli import inspect
 from tiered_kv._cli.arguments import describe_use, seconds
-from tiered_kv._cli.ask import StatusAddress, address_of, fetch
+from tiered_kv._cli.ask import StatusAddress, address_of, fetch, is_address
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress, quantity
+from tiered_kv._cli.stacks import add_namespace_argument
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.reasons import SENTENCES
@@ -30,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("keys", metavar="KEY", nargs="*", default=[], help="keys of blocks, in hexadecimal")
     parser.add_argument("--request", metavar="ID", help="a request that has ended")
     parser.add_argument("--last", action="store_true", help="the last request that missed a block")
+    parser.add_argument("--namespaces", action="store_true", help="the stored namespaces, as `tiered-kv inspect STACK`")
+    add_namespace_argument(parser)
     parser.add_argument("--timeout", metavar="TIME", type=seconds, default=_TIMEOUT_S, help="for each answer (10s)")
     describe_use(
         parser,
@@ -43,8 +47,12 @@ def run(args: argparse.Namespace) -> Status:
     query = [("key", key) for key in args.keys]
     query += [("request", args.request)] if args.request is not None else []
     query += [("last", "1")] if args.last else []
+    if args.namespaces:
+        if query or is_address(args.stack):
+            raise ConfigError("--namespaces needs the stack's file, and no other question")
+        return inspect.run(argparse.Namespace(**vars(args), tier=None, verify=False, repair=False, rate=None))
     if not query:
-        raise ConfigError("expected keys, --request or --last")
+        raise ConfigError("expected keys, --request, --last or --namespaces")
     with progress("asking", None):
         answer = _fetch(address_of(args.stack), query, args.timeout)
     if args.json:
@@ -85,7 +93,7 @@ def _show(answer: Answer, req_id: str | None) -> None:
     for key in answer["keys"]:
         _show_key(key, f"block {key['key']}")
     if any(fate["fate"] in ("unknown", "absent") for key in answer["keys"] for fate in key["tiers"].values()):
-        print_text("a block may also be stored under another namespace: see `tiered-kv inspect STACK`")
+        print_text("a block may also be stored under another namespace: see --namespaces")
 
 
 def _show_request(request: Answer) -> None:
