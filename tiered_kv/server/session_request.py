@@ -90,6 +90,7 @@ class RowIndex:
         self._generations = generations
         self._following = array("I", bytes(generations.nbytes))
         self._keys: np.ndarray[Any, np.dtype[np.void]] = np.zeros(0, np.void(0).dtype)
+        self._last = 0
         self._epoch = -1
         self._clear_after_reset()
 
@@ -104,6 +105,9 @@ class RowIndex:
             self._noted[index] = self._current()[index]
             for row, following in pairwise(rows):
                 self._following[row] = following
+            if not self._following[self._last]:
+                self._following[self._last] = rows[0]  # an engine stores a prompt part by part
+            self._last = rows[-1]
 
     def find_all(self, parts: Iterable[tuple[bytes, int]]) -> list[int]:
         """Return the rows of ready blocks: of all keys, or of some at their beginning.
