@@ -307,5 +307,4 @@ def test_a_terminal_that_knows_ascii_only_gets_ascii(terminal: Served) -> None:
     top, server = terminal
     server.answer = lambda: response(status(tier("cpu"), tier("näme"), uptime_s=5.0))
     shown = top.wait_for("n?me")
-    assert "---" in shown
     assert shown.isascii()
