@@ -10,7 +10,7 @@ import numpy as np
 
 from tiered_kv.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext, make_offload_key
 from tiered_kv.buffers import Blocks, rows_in
-from tiered_kv.calls import PAUSE_MIN_S, HintsAsGiven, M, StackCalls
+from tiered_kv.calls import PAUSE_MIN_S, HintsAsGiven, M, StackCalls, pause
 
 if TYPE_CHECKING:
     from tiered_kv.buffers import AnyBuffer
@@ -198,7 +198,7 @@ class BlockFacade(StackCalls[M]):
                 elif time.monotonic() >= end_s or not (self._step() or self._calls > 1):
                     break  # neither a transfer nor another call will make room
                 else:
-                    pause_s = self._pause(pause_s)
+                    pause_s = pause(pause_s)  # not for a message: each refusal is one
             return 0 if self._manager.is_outdated(context) else done
 
     def _count_prefix(

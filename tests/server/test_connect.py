@@ -56,6 +56,25 @@ def test_neither_side_polls_for_what_the_other_tells(tmp_path: Path, monkeypatch
         assert (stack.get(HASHES[:8], timeout=WAIT_S) == BLOCKS[:8]).all()
 
 
+def test_a_put_without_room_does_not_keep_the_server_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path, stack_of(16)) as served:
+        for number in range(2):  # they have all the rows that a server grants
+            engine = served.engine()
+            context, keys = engine.begin(), keys_of(4, 100 * number)
+            engine.step_until(lambda: engine.manager.prepare_store(keys, context) is not None)  # noqa: B023
+        asked = []
+        prepare = connect.ProgramManager.prepare_store
+
+        def counted(*arguments: Any) -> Any:  # Any: as `prepare_store`
+            asked.append(arguments)
+            return prepare(*arguments)
+
+        monkeypatch.setattr(connect.ProgramManager, "prepare_store", counted)
+        with tiered_kv.connect(served.address) as stack:
+            assert stack.put(keys_of(1, 900), bytes(BLOCK_BYTES), timeout=0.3) == 0
+    assert len(asked) < 1000  # 3,000 if each refusal were answered by another question
+
+
 def test_no_call_waits_while_the_memory_of_a_dead_server_is_unmapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from tests.support.host_server import BLOCK_BYTES, keys_of, serving, stack_of, wait_for
-from tiered_kv.base import ReqContext
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink
 from tiered_kv.server.client import AttachedManager
-from tiered_kv.server.protocol import Channel, Hello, Welcome
+from tiered_kv.server.namespaces import Namespaces
+from tiered_kv.server.protocol import Channel, Hello, Message, Welcome
+from tiered_kv.server.session import Session
 
 KEYS = keys_of(12)
 
@@ -46,6 +49,58 @@ def test_engines_are_told_of_a_reset_by_the_server_itself_as_by_its_audit(tmp_pa
         engine.store(KEYS[:1])
         assert engine.load(KEYS) == 1  # and none of the others, whose rows nobody has freed
         engine.end(reading)
+
+
+class Told:
+    """In place of a session's channel: how often each request was answered."""
+
+    has_unsent = False
+
+    def __init__(self) -> None:
+        self.answers: list[int] = []
+
+    def add(self, code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
+        if code == protocol.ANSWER:
+            self.answers.append(count)
+
+    def flush(self) -> None:
+        return
+
+
+def test_an_engine_is_told_of_blocks_that_it_waits_for_after_others_have_come() -> None:
+    namespaces = Namespaces(stack_of(64), 1)
+    namespaces.open_own()
+    (host,) = namespaces.hosts
+    primary, told = host.manager.primary, Told()
+    session = Session("an engine", host)
+    session.channel = told  # type: ignore[assignment]
+    host.sessions["an engine"] = session
+
+    def write(keys: list[OffloadKey]) -> list[CPUBlock]:
+        chain = primary.chain_of(ReqContext("another"))
+        blocks = primary.allocate(keys, "another", chain, [])
+        assert blocks is not None
+        for block in blocks:
+            block.chain = chain
+        return blocks
+
+    def ask(keys: list[OffloadKey]) -> None:
+        session.handle(Message(protocol.ACQUIRE, 0, len(keys), 1, memoryview(b"".join(keys))))
+        host.step(lambda _, error: pytest.fail(str(error)))
+
+    first = write(KEYS[:2])
+    session.handle(Message(protocol.BEGIN, 0, 0, 1, memoryview(protocol.BEGUN.pack(0, 1) + b"r")))
+    ask(KEYS[:2])
+    primary.commit(first)
+    session.changed[1] = session.requests[1]
+    host.step(lambda _, error: pytest.fail(str(error)))
+    second = write(KEYS[2:4])
+    told.answers.clear()
+    ask(KEYS[2:4])
+    assert told.answers  # else the engine takes the server for silent
+    primary.commit(second)
+    session.channel = None
+    host.close(1.0)
 
 
 def test_a_reset_without_a_server_is_one_of_the_next(tmp_path: Path) -> None:

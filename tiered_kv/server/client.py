@@ -334,8 +334,9 @@ class AttachedManager(OffloadingManager):
             if not self._transfers:
                 link.say_bye()
             link.close()
-        if self._lost is not None:
-            self._lost.close()
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            lost.close()
         self._attachment.close()
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`

@@ -333,7 +333,7 @@ class Session:
                 self._tell(request, first)
             request.told = codes[request.answered :]
         else:
-            request.answered = len(codes)
+            request.answered, request.told = len(codes), []
             self.waiting.pop(request.number, None)
             self._tell(request, first)
         self._introduce(request)
