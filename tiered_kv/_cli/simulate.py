@@ -92,6 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another capacity of a tier, such as redis=64GiB",
     )
     fleet.add_argument("--prices", metavar="FILE", type=file_path, help="YAML file of prices; shows what a month costs")
+    _add_host_arguments(parser)
+    add_workload_arguments(parser)
+
+
+def _add_host_arguments(parser: argparse.ArgumentParser) -> None:
     host = parser.add_argument_group("one cache for the engines of a host", "without STACK")
     host.add_argument(
         "--shared-host",
@@ -99,7 +104,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare private caches with one that the engines share; --capacity is that of all",
     )
     host.add_argument("--engines", metavar="N", type=positive_int, help="engines of the host (default: 4)")
-    add_workload_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> Status:
