@@ -11,12 +11,7 @@ import pytest
 from tiered_kv.errors import FormatError, TierUnavailableError
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.toolkit.administration import (
-    NAMESPACES_MAX,
-    RecordCheck,
-    Verification,
-    block_bytes_in,
-)
+from tiered_kv.toolkit.administration import NAMESPACES_MAX, Ages, RecordCheck, Verification, block_bytes_in
 from tiered_kv.toolkit.claimed import ClaimedDirectory, absolute
 from tiered_kv.toolkit.codecs import PLAIN
 from tiered_kv.toolkit.listed import Census
@@ -25,19 +20,14 @@ from tiered_kv.toolkit.record import digest_of, encode_record
 DIGEST = bytes(range(16))
 
 
-@pytest.mark.parametrize(
-    "ages_s", [[7.0], [-3.0], [5.0, 1.0, 0.0, 9.0, 2.0], [float(age_s) for age_s in range(100_000)]]
-)
-def test_of_many_ages_oldest_and_newest_are_exact_and_the_median_nearly(ages_s: list[float]) -> None:
+@pytest.mark.parametrize("ages_s", [[7.0], [-3.0], [5.0, 1.0, 0.0, 9.0, 2.0]])
+def test_of_many_ages_the_oldest_and_the_newest_are_kept(ages_s: list[float]) -> None:
     census = Census()
     for age_s in ages_s:
         census.add("ab" * 16, 1, written_s=age_s)
     (found,) = census.survey(lambda digest: {}).namespaces
-    clipped = sorted(max(0.0, age_s) for age_s in ages_s)
-    assert found.written is not None
-    assert (found.written.oldest_s, found.written.newest_s) == (clipped[-1], clipped[0])
-    assert found.written.median_s == pytest.approx(clipped[len(clipped) // 2], rel=0.02)
-    assert found.used is None
+    clipped = [max(0.0, age_s) for age_s in ages_s]
+    assert (found.written, found.used) == (Ages(max(clipped), min(clipped)), None)
 
 
 def test_further_namespaces_and_foreign_names_are_only_counted() -> None:

@@ -101,7 +101,7 @@ class TierAdministrationConformance:
         assert (listed.digest, listed.described) == (found.digest, found.described)
         assert found.size_bytes is None or found.size_bytes >= BLOCKS * self.block_bytes
         for ages in (found.written, found.used):
-            assert ages is None or -5 < ages.newest_s <= ages.median_s <= ages.oldest_s < 3600
+            assert ages is None or -5 < ages.newest_s <= ages.oldest_s < 3600
         for repairs in (False, True):
             checked = self.verified(administration, alice, repairs=repairs)
             assert (checked.blocks, checked.ok, checked.unreadable) == (BLOCKS, True, {})

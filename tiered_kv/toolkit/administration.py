@@ -9,7 +9,6 @@ A reset of the cache makes blocks unreachable at once, and leaves their bytes to
 bytes, may take long, and checks afterwards whether any are left.
 
 `tiered_kv.toolkit.listed` does all three for a storage whose entries can be listed and deleted.
-`tiered_kv.toolkit.listed` counts stored entries, and `RecordCheck` checks block records.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ _UNKNOWN_BLOCK_BYTES_MAX: Final = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Ages:
-    """Ages of many blocks. The median is an estimate."""
+    """The ages of many blocks: the extremes."""
 
     oldest_s: float
-    median_s: float
     newest_s: float
 
 

@@ -6,12 +6,10 @@ lists and reads blocks. A subclass says how to list, delete, read and describe. 
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from tiered_kv.reasons import RecordStatus
@@ -156,46 +154,18 @@ class ListedStorage(TierAdministration):
                 self.check_time(deadline, operation)
 
 
-_STEPS: Final = 50
-"""Histogram steps for each factor of e between two ages."""
-
-
-class _AgeHistogram:
-    """Oldest, newest and median of many ages. The median is an estimate, to about 2 %."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()  # by the logarithm of the age
-        self._oldest_s, self._newest_s = 0.0, math.inf
-
-    def add(self, age_s: float, blocks: int = 1) -> None:
-        age_s = max(0.0, age_s)  # the writer's clock may be ahead
-        self._oldest_s = max(self._oldest_s, age_s)
-        self._newest_s = min(self._newest_s, age_s)
-        self._counts[round(_STEPS * math.log1p(age_s))] += blocks
-
-    def ages(self) -> Ages | None:
-        left = self._counts.total() // 2
-        for step, blocks in sorted(self._counts.items()):
-            left -= blocks
-            if left < 0:
-                median_s = math.expm1(step / _STEPS)
-                return Ages(self._oldest_s, min(max(median_s, self._newest_s), self._oldest_s), self._newest_s)
-        return None
-
-
-@dataclass(eq=False, slots=True)
-class _Tally:
-    blocks: int = 0
-    size_bytes: int | None = 0
-    written: _AgeHistogram = field(default_factory=_AgeHistogram)
-    used: _AgeHistogram = field(default_factory=_AgeHistogram)
+def _with(ages: Ages | None, age_s: float | None) -> Ages | None:
+    if age_s is None:
+        return ages
+    age_s = max(0.0, age_s)  # the writer's clock may be ahead
+    return Ages(age_s, age_s) if ages is None else Ages(max(ages.oldest_s, age_s), min(ages.newest_s, age_s))
 
 
 class Census:
     """Counts the entries of a storage, in bounded memory."""
 
     def __init__(self) -> None:
-        self._tallies: defaultdict[str, _Tally] = defaultdict(_Tally)
+        self._tallies: dict[str, StoredNamespace] = {}
         self._foreign_entries = self._foreign_bytes = 0
         self._foreign_names: list[str] = []
 
@@ -212,13 +182,14 @@ class Census:
         if digest not in self._tallies and len(self._tallies) >= NAMESPACES_MAX:
             self.add_foreign(digest, size_bytes or 0)
             return
-        tally = self._tallies[digest]
-        tally.blocks += blocks
-        tally.size_bytes = None if tally.size_bytes is None or size_bytes is None else tally.size_bytes + size_bytes
-        if blocks and written_s is not None:
-            tally.written.add(written_s, blocks)
-        if blocks and used_s is not None:
-            tally.used.add(used_s, blocks)
+        tally = self._tallies.get(digest, StoredNamespace(digest, {}, 0, 0))
+        self._tallies[digest] = replace(
+            tally,
+            blocks=(tally.blocks or 0) + blocks,
+            size_bytes=None if None in (tally.size_bytes, size_bytes) else (tally.size_bytes or 0) + (size_bytes or 0),
+            written=_with(tally.written, written_s if blocks else None),
+            used=_with(tally.used, used_s if blocks else None),
+        )
 
     def add_foreign(self, name: str, size_bytes: int) -> None:
         self._foreign_entries += 1
@@ -226,9 +197,9 @@ class Census:
         if len(self._foreign_names) < FOREIGN_NAMED_MAX:
             self._foreign_names.append(name[:256])
 
-    def of(self, digest: str) -> tuple[int, int | None]:
+    def of(self, digest: str) -> tuple[int | None, int | None]:
         """Return the blocks and bytes of a namespace."""
-        tally = self._tallies[digest]
+        tally = self._tallies.get(digest, StoredNamespace(digest, {}, 0, 0))
         return tally.blocks, tally.size_bytes
 
     def left(self) -> list[str]:
@@ -241,14 +212,7 @@ class Census:
     def survey(self, describe: Callable[[str], object], segments: SurveyedSegments | None = None) -> Survey:
         """Return the result. `describe` returns the stored readable form of a namespace."""
         namespaces = tuple(
-            StoredNamespace(
-                digest,
-                matching_description(describe(digest), digest),
-                tally.blocks,
-                tally.size_bytes,
-                tally.written.ages(),
-                tally.used.ages(),
-            )
+            replace(tally, described=matching_description(describe(digest), digest))
             for digest, tally in sorted(self._tallies.items())
         )
         foreign = SurveyedForeign(self._foreign_entries, self._foreign_bytes, tuple(self._foreign_names))
