@@ -15,6 +15,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.limits import disk_need
 from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.threads import BackgroundTask, DaemonThreads
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
 from tiered_kv.toolkit.claimed import Identity
@@ -43,8 +44,6 @@ _LOOKUP_KEYS: Final = 64
 _KEEPER_THREADS: Final = 2
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
 _OPEN_TIMEOUT_S: Final = 5.0
-_COUNTERS: Final = ("present_blocks_total", "evicted_blocks_total", "surveys_total")
-_COUNTERS_BY_LABEL: Final = ("corrupt_blocks_total", "unreadable_blocks_total", "failed_calls_total")
 
 
 class FsSizes(NamedTuple):
@@ -100,7 +99,7 @@ class FsTier(AsyncTier):
         name = getattr(offloading_spec, "name", None) or tier_type
         identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
         self._directory = Directory(settings.path, identity, tier=name, private=settings.private)
-        self._counters = Counters(_COUNTERS, _COUNTERS_BY_LABEL)
+        self._counters = Counters(*own_names("fs"))
         self._cache_epoch = Epoch(EpochFile(self._directory))
         self._saving = BackgroundTask(self._save_epoch, f"tiered-kv-{name}-reset")
         try:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.toolkit import BlockingTier, Outcome
 from tiered_kv.toolkit.queued import EventLog
@@ -64,7 +65,7 @@ class MemoryTier(BlockingTier):
         self._records: OrderedDict[OffloadKey, _Record] = OrderedDict()
         self._records_lock = threading.Lock()
         self._used_bytes = 0  # records, removed records that are still being read, and stores in flight
-        self._counters = Counters(("evicted_blocks_total", "wasted_bytes_total"), ("corrupt_blocks_total",))
+        self._counters = Counters(*own_names("memory"))
         self._events = EventLog(getattr(offloading_spec, "wants_events", False))
 
     # Worker threads.

@@ -9,12 +9,12 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final
 
 import numpy as np
 
 from tiered_kv.errors import remedy_of
 from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.pauses import give_way
 from tiered_kv.toolkit.small_files import FirstFailures, opened, remove, rest_of
 from tiered_kv_nvme.layout import PAGE_BYTES
@@ -27,26 +27,6 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _NOT_ALLOCATED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV})
 _HUGE_PAGE_BYTES = 2 << 20
 """In huge pages, a large request reaches the disk at once; otherwise in pieces of about 1 MiB."""
-
-
-COUNTERS: Final = (
-    "stored_batches_total",
-    "io_errors_total",
-    "no_space_errors_total",
-    "room_timeouts_total",
-    "refused_stores_total",
-    "reclaimed_segments_total",
-    "relocated_blocks_total",
-    "evicted_blocks_total",
-    "wasted_bytes_total",
-    "recovered_blocks_total",
-    "discarded_segments_total",
-    "deleted_segments_total",
-    "damaged_segments_total",
-    "lost_segments_total",
-)
-"""`metrics/vocabulary.py` explains them."""
-COUNTERS_BY_LABEL: Final = ("corrupt_blocks_total", "unreadable_blocks_total")
 
 _log = logging.getLogger("tiered_kv.nvme")
 
@@ -174,7 +154,7 @@ class StoreCounters(Counters):
     """Counts events of the store in the directory at `path`, and logs the first failure of each kind."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(COUNTERS, COUNTERS_BY_LABEL)
+        super().__init__(*own_names("nvme"))
         self._failures = FirstFailures(_log, path)
 
     def note_io_error(self, operation: str, error: OSError) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
@@ -39,8 +40,6 @@ Several connections fill each other's pauses; a single connection needs long par
 _SHUTDOWN_TIMEOUT_S = 2.0
 _LOOKUP_SHARE = 0.5
 """The share of `lookup_timeout` within which each of several servers must answer. The rest is for later lookups."""
-_COUNTERS: Final = ("present_blocks_total", "unanswered_lookups_total")
-_COUNTERS_BY_LABEL: Final = ("corrupt_blocks_total", "failed_blocks_total", "failed_lookups_total")
 
 
 class RedisTier(BlockingTier):
@@ -64,7 +63,7 @@ class RedisTier(BlockingTier):
         name = getattr(offloading_spec, "name", None) or tier_type
         digest = getattr(offloading_spec, "namespace_digest", bytes(16))
         self._settings = settings
-        self._counters = Counters(_COUNTERS, _COUNTERS_BY_LABEL)
+        self._counters = Counters(*own_names("redis"))
         self._warned: set[tuple[str, str]] = set()  # operations and reasons that were logged
         # First the steps that may fail: a tier that was not opened holds no view of the region.
         check_tls_files(settings)

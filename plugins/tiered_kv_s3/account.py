@@ -14,6 +14,7 @@ from typing import Any
 from tiered_kv.config.redaction import foreign_text
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.threads import BackgroundTask
 from tiered_kv_s3.connection import Credentials, Endpoint
 from tiered_kv_s3.settings import S3Settings
@@ -48,8 +49,8 @@ class Account:
         self._making_client = threading.Lock()
         self._explicit = _explicit(settings)
         self._secrets = settings.secret_texts()
-        self.failures = Counters((), ("failed_requests_total",))
-        """Failures of all requests in this bucket, by operation and reason."""
+        self.counters = Counters(*own_names("s3"))
+        """The tier's."""
         self.url = f"{settings.endpoint_url or 's3:/'}/{settings.bucket}"
         """The bucket's, for messages."""
         self._lock = threading.Lock()  # guards the rest; never held while a provider runs
@@ -113,7 +114,7 @@ class Account:
             kind = operation, reason, level
             is_first = kind not in self._logged and len(self._logged) < LOGGED_MAX
             self._logged |= {kind} if is_first else set()
-        self.failures.add("failed_requests_total", operation, str(reason))  # no member of an enum as a label
+        self.counters.add("failed_requests_total", operation, str(reason))  # no member of an enum as a label
         said = self.sentence(reason, words, operation)
         if is_first:
             about = "tier '%s': a request to %s failed: %s; further ones are only counted, in failed_requests_total{%s}"

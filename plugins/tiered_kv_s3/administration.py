@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from tiered_kv.metrics.instruments import Counters
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.threads import run_all
 from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, DIGEST_HEX, Purged, RecordCheck, Verification
@@ -25,7 +24,7 @@ from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import DELETED_AT_ONCE, Control, age_s
 from tiered_kv_s3.epoch import EpochObject, Naming
 from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.verdict import ABSENCE, COUNTERS, COUNTERS_BY_LABEL, Verdict
+from tiered_kv_s3.verdict import ABSENCE, Verdict
 
 _PARALLEL_READS: Final = 8
 
@@ -40,7 +39,7 @@ class S3Administration(ListedStorage):
     def __init__(self, settings: S3Settings) -> None:
         super().__init__(settings)
         self._account = Account(settings, settings.name)
-        self._bucket = Bucket(settings, self._account, Counters(COUNTERS, COUNTERS_BY_LABEL))
+        self._bucket = Bucket(settings, self._account)
         self._control = Control(self._account, settings, settings.name)
 
     @property

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.resolver import words_of
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.connection import (
@@ -67,15 +66,15 @@ class Bucket:
         ConfigError: The file of authorities cannot be read.
     """
 
-    def __init__(self, settings: S3Settings, account: Account, counters: Counters) -> None:
+    def __init__(self, settings: S3Settings, account: Account) -> None:
         self._account = account
-        self._counters = counters
+        self._counters = account.counters
         self._attempts_max = settings.attempts
         self._stall_s = settings.request_timeout
         self._ttl_s = settings.ttl or math.inf
         self._sends_digests = settings.sign_payload
         self._put_headers = _put_headers(settings)
-        self.pool = ConnectionPool(account.endpoint(), settings.ca_file, counters)
+        self.pool = ConnectionPool(account.endpoint(), settings.ca_file, account.counters)
         self._signer = Signer(account.region)
         self._moved_s = -math.inf  # when the signer and the pool were given another region
         self._words: dict[Verdict, str] = {}  # what the server said last; any thread

@@ -12,7 +12,6 @@ from typing import Any
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierError
-from tiered_kv.metrics.instruments import Counters
 from tiered_kv.reasons import UNREADABLE
 from tiered_kv.threads import BackgroundTask
 from tiered_kv.toolkit.blocking import BlockingTier
@@ -35,7 +34,7 @@ from tiered_kv_s3.epoch import EpochObject, Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.sweeper import Sweeper
-from tiered_kv_s3.verdict import ABSENCE, COUNTERS, COUNTERS_BY_LABEL, BucketError, Verdict
+from tiered_kv_s3.verdict import ABSENCE, BucketError, Verdict
 
 _PART_BYTES = 1
 """One block a part: a job takes mostly the server's time to answer, so its blocks travel in parallel."""
@@ -82,9 +81,9 @@ class S3Tier(BlockingTier):
             raise ConfigError(what, location="capacity")
         self._namespace_digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
         self._naming = Naming(settings.prefix, self._namespace_digest)
-        self._counters = Counters(COUNTERS, COUNTERS_BY_LABEL)
         self._account = Account(settings, name)
-        self._bucket = Bucket(settings, self._account, self._counters)
+        self._counters = self._account.counters
+        self._bucket = Bucket(settings, self._account)
         self._control = Control(self._account, settings, name, record_bytes)
         super().__init__(
             offloading_spec,
@@ -147,8 +146,7 @@ class S3Tier(BlockingTier):
         return True
 
     def stats(self) -> Mapping[str, Any]:
-        own = {**self._counters.snapshot(), **self._account.failures.snapshot()}
-        stats = {**super().stats(), **own, "epoch_repairs_total": self._epoch.repairs}
+        stats = {**super().stats(), **self._counters.snapshot(), "epoch_repairs_total": self._epoch.repairs}
         stats["open_connections"] = self._bucket.pool.open_connections
         if self._settings.capacity is not None:
             stats |= {"used_bytes": self._sweeper.used_bytes, "capacity_bytes": self._settings.capacity}

@@ -13,22 +13,6 @@ from tiered_kv.errors import TierUnavailableError
 from tiered_kv.toolkit.resolver import note_refused
 from tiered_kv_s3.connection import Answer, BadAnswerError
 
-COUNTERS = (
-    "retried_requests_total",
-    "slow_down_answers_total",
-    "opened_connections_total",
-    "expired_blocks_total",
-    "deleted_blocks_total",
-    "unanswered_blocks_total",
-    "unanswered_lookups_total",
-    "renewed_blocks_total",
-    "failed_renewals_total",
-    "failed_sweeps_total",
-    "present_blocks_total",
-)
-"""The tier's; `metrics/vocabulary.py` explains them."""
-COUNTERS_BY_LABEL = ("requests_total", "corrupt_blocks_total", "unreadable_blocks_total")
-
 _CODE = re.compile(rb"<(?:\w+:)?Code>\s*([A-Za-z0-9.]{1,100})\s*</")
 _MESSAGE = re.compile(rb"<(?:\w+:)?Message>([^<]{1,1000})</")
 _REGION = re.compile(rb"<(?:\w+:)?Region>([a-z0-9-]{1,64})</")

@@ -10,6 +10,7 @@ import pytest
 
 from tiered_kv.errors import TierError, TierUnavailableError
 from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_s3.bucket import Bucket
@@ -18,7 +19,7 @@ from tiered_kv_s3.epoch import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.sweeper import Sweeper
-from tiered_kv_s3.verdict import COUNTERS, COUNTERS_BY_LABEL, Verdict
+from tiered_kv_s3.verdict import Verdict
 
 NAMING = Naming("kv", bytes(16))
 EPOCH = "0123456789abcdef"
@@ -64,7 +65,7 @@ class SharedBucket:
 def sweeper_of(
     bucket: SharedBucket, capacity_bytes: int | None = None, ttl_s: float | None = None, interval_s: float = 3600.0
 ) -> tuple[Sweeper, Presence, Counters]:
-    counters = Counters(COUNTERS, COUNTERS_BY_LABEL)
+    counters = Counters(*own_names("s3"))
     control = cast(Control, bucket)
     limits = {"capacity": capacity_bytes, "ttl": ttl_s, "sweep_interval": interval_s, "presence_ttl": 60}
     settings = S3Settings.model_validate({"bucket": "bucket", **limits})

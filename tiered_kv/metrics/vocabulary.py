@@ -231,5 +231,15 @@ TIER: Final = {
 
 def counters_of(metrics: Mapping[str, Metric]) -> Counters:
     """Return counters with these names and labels."""
+    return Counters(*_names_of(metrics))
+
+
+def own_names(tier_type: str) -> tuple[list[str], list[str]]:
+    """Return the names of the counters that a built-in tier counts itself: those without labels, and those with."""
+    own = {name: each for name, each in TIER.items() if tier_type in each.of.split() and name.endswith(TOTAL)}
+    return _names_of(own)
+
+
+def _names_of(metrics: Mapping[str, Metric]) -> tuple[list[str], list[str]]:
     labelled = [name for name, metric in metrics.items() if metric.labels]
-    return Counters([name for name in metrics if name not in labelled], labelled)
+    return [name for name in metrics if name not in labelled], labelled
