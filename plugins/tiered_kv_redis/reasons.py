@@ -20,7 +20,7 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from tiered_kv.config.redaction import foreign_text
-from tiered_kv.toolkit.resolver import causes_of, note_refused
+from tiered_kv.toolkit.resolver import causes_of
 
 ABSENT: Final = "absent"
 READ_ONLY: Final = "readonly"
@@ -168,9 +168,6 @@ def reason_of_error(error: BaseException) -> str:
     if isinstance(error, NodeError):
         return error.reason
     chain = causes_of(error)
-    for each in chain:
-        if isinstance(each, ssl.SSLCertVerificationError):
-            note_refused(each)
     if isinstance(error, ClusterError) and str(error).startswith(_NOT_SERVED):
         return MOVED
     if type(error) is ResponseError:  # one whose code redis-py does not know, and leaves in the text

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from enum import StrEnum
 
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.toolkit.resolver import note_refused
 from tiered_kv_s3.connection import Answer, BadAnswerError
 
 _CODE = re.compile(rb"<(?:\w+:)?Code>\s*([A-Za-z0-9.]{1,100})\s*</")
@@ -191,7 +190,6 @@ def region_in(answer: Answer, body: bytes) -> str:
 def verdict_of_error(error: OSError) -> Verdict:
     """Return the verdict on a connection's failure."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        note_refused(error)
         return Verdict.UNTRUSTED
     if isinstance(error, TimeoutError):
         return Verdict.TIMEOUT

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import socket
 import ssl
 import threading
@@ -13,9 +11,6 @@ from typing import Any
 
 from tiered_kv.errors import ResourceError
 from tiered_kv.threads import start_thread
-
-_log = logging.getLogger("tiered_kv.toolkit")
-_warn_once = functools.cache(_log.warning)
 
 Addresses = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]]  # Any: an address of any family
 
@@ -64,15 +59,6 @@ def connect(host: str, port: int, next_timeout_s: Callable[[], float]) -> socket
             connected.close()
             failure = error
     raise failure
-
-
-def note_refused(error: ssl.SSLCertVerificationError) -> None:
-    """Log why a server's certificate was refused, once for each reason: all reasons are one word in the counters.
-
-    `docs/reference/redis.md` says what to do about each. Any thread.
-    """
-    wrong = error.verify_message.split(",")[0].rstrip(".")  # a host's name may follow a comma
-    _warn_once("a server's certificate was refused: %s; see 'A certificate that is refused' in redis.md", wrong)
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
