@@ -24,15 +24,10 @@ from tiered_kv.toolkit.listed import Entry, ListedStorage
 from tiered_kv.toolkit.record import HEADER_BYTES, decode_record, record_bytes_max
 from tiered_kv.toolkit.resolver import words_of
 from tiered_kv.toolkit.small_files import fields_of
+from tiered_kv_redis import reasons as why
 from tiered_kv_redis.connection import check_tls_files
 from tiered_kv_redis.epoch import KEY_PREFIX
-from tiered_kv_redis.reasons import (
-    MOVED,
-    PERMISSION,
-    WRONG_TYPE,
-    NodeError,
-    reason_of_error,
-)
+from tiered_kv_redis.reasons import NodeError, reason_of_error
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
 
@@ -91,9 +86,9 @@ class RedisAdministration(ListedStorage):
             client = entries[0].where[0]
             for at, reply in enumerate(_replies(client, [("UNLINK", each.where[1]) for each in entries])):
                 if isinstance(reply, Exception):
-                    if reason_of_error(reply) != MOVED:
+                    if reason_of_error(reply) != why.MOVED:
                         raise reply
-                    refused[at] = MOVED
+                    refused[at] = why.MOVED
                     self._topology.refresh()  # the next listing finds it on its new server
         return refused
 
@@ -141,8 +136,8 @@ class RedisAdministration(ListedStorage):
                         yield each, decode_record(header, payload, key, block, namespace, codecs), len(block)
                     elif isinstance(value, int):
                         yield each, RecordStatus.BAD_LENGTH, len(block)
-                    elif isinstance(value, Exception) and (reason := reason_of_error(value)) != MOVED:
-                        yield each, WRONG_TYPE if str(value).startswith("WRONGTYPE") else reason, len(block)
+                    elif isinstance(value, Exception) and (reason := reason_of_error(value)) != why.MOVED:
+                        yield each, why.WRONG_TYPE if str(value).startswith("WRONGTYPE") else reason, len(block)
 
     def close(self) -> None:
         self._topology.close()
@@ -156,7 +151,7 @@ class RedisAdministration(ListedStorage):
             found = reason_of_error(error)
             reason = self._topology.explained(found)
             text = None if isinstance(error, NodeError) or reason != found else words_of(error)
-            message = self._topology.sentence(reason, text, wants=_RIGHTS if reason == PERMISSION else "")
+            message = self._topology.sentence(reason, text, wants=_RIGHTS if reason == why.PERMISSION else "")
             raise TierUnavailableError(message, tier=self._settings.name, operation=operation) from error
 
 

@@ -10,21 +10,11 @@ from typing import TypeVar
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.reasons import UNREADABLE
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, Unreadable, decode_record, record_bytes_max
+from tiered_kv_redis import reasons as why
 from tiered_kv_redis.connection import Link
 from tiered_kv_redis.exchange import Batch, Calls, Exchange, Failures, Stores, Transfer, run
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import (
-    ABSENT,
-    CLUSTER_DOWN,
-    CUT_OFF,
-    MOVED,
-    PROTOCOL,
-    READ_ONLY,
-    TOO_LONG,
-    UNUSABLE,
-    WRONG_TYPE,
-    NodeError,
-)
+from tiered_kv_redis.reasons import NodeError
 from tiered_kv_redis.replies import Refusal, command
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
@@ -147,7 +137,7 @@ class Blocks:
                     self._note_failures("delete", count, reason)
             # A value that is too long ends its connection: the replies to later commands were lost. So does a server
             # that keeps fewer replies; each time half as many are pending.
-            lost = {CUT_OFF, TOO_LONG} if damaged else {CUT_OFF}
+            lost = {why.CUT_OFF, why.TOO_LONG} if damaged else {why.CUT_OFF}
             positions = [at for at, reason in failed.items() if reason in lost and at not in damaged]
             failures |= {at: reason for at, reason in failed.items() if at not in positions}
         return failures
@@ -157,7 +147,7 @@ class Blocks:
         failures: Failures = {}
         replies = self._ask(b"STRLEN", positions, batch, failures)
         lengths.update({at: reply for at, reply in replies.items() if isinstance(reply, int)})
-        for at in [at for at, reason in failures.items() if reason == WRONG_TYPE]:
+        for at in [at for at, reason in failures.items() if reason == why.WRONG_TYPE]:
             lengths[at] = 0  # the value exists, and is no block
             del failures[at]
         return failures
@@ -185,14 +175,14 @@ class Blocks:
             return []
         placed = [(node, [positions[at] for at in own]) for node, own in shares]
         if sum(len(own) for _, own in placed) < len(positions):
-            failures.update(dict.fromkeys(set(positions).difference(*(own for _, own in placed)), CLUSTER_DOWN))
+            failures.update(dict.fromkeys(set(positions).difference(*(own for _, own in placed)), why.CLUSTER_DOWN))
         exchanges = [exchange_with(node, own, failures) for node, own in placed]
         run(exchanges, batch.deadline)
         for exchange in exchanges:
             reasons = exchange.reasons()
-            if {MOVED, READ_ONLY} & {*reasons}:
+            if {why.MOVED, why.READ_ONLY} & {*reasons}:
                 self._topology.refresh()
-            elif len(reasons) == exchange.count and UNUSABLE.issuperset(reasons) and not exchange.node.is_down:
+            elif len(reasons) == exchange.count and why.UNUSABLE.issuperset(reasons) and not exchange.node.is_down:
                 exchange.node.note_failure(reasons[0])  # it answers, but cannot be used
         return exchanges
 
@@ -203,7 +193,7 @@ class Blocks:
 def _with_second_attempt(attempt: Callable[[Sequence[int]], Failures], batch: Batch) -> Failures:
     """Attempt all blocks, and once more those that have moved to another server."""
     failures = attempt(range(len(batch.names)))
-    moved = [at for at, reason in failures.items() if reason == MOVED]
+    moved = [at for at, reason in failures.items() if reason == why.MOVED]
     if moved:
         for at in moved:
             del failures[at]
@@ -259,7 +249,7 @@ class Loads(Exchange):
                 raise
             # A server closes a connection whose pending replies exceed its client-output-buffer-limit.
             self.node.narrow(pending * self._reply_bytes // 2)
-            raise NodeError(CUT_OFF) from None
+            raise NodeError(why.CUT_OFF) from None
 
     def _finish(self, link: Link, deadline: float) -> None:
         while self.answered < self.count:
@@ -314,7 +304,7 @@ class Loads(Exchange):
             if kind == _PIECES - 1:
                 end = self._slot() + self._head_bytes
                 if self._heads[end : end + len(_CRLF)] != _CRLF:
-                    raise NodeError(PROTOCOL)
+                    raise NodeError(why.PROTOCOL)
                 self._received += 1
         self._at = at
 
@@ -349,7 +339,7 @@ class Loads(Exchange):
             if not link.replies.buffered_bytes:
                 break
             if self._received == self._sent:
-                raise NodeError(PROTOCOL)
+                raise NodeError(why.PROTOCOL)
         self._pieces, self._at = [], 0
         self._lay_out(self._received, self._sent)
 
@@ -358,7 +348,7 @@ class Loads(Exchange):
         try:
             length = link.replies.bulk_length(self._record_bytes_max, deadline)
         except NodeError as error:
-            if error.reason == TOO_LONG:  # it can never be loaded; later replies on this connection are lost too
+            if error.reason == why.TOO_LONG:  # it can never be loaded; later replies on this connection are lost too
                 self.damaged.append(position)
             raise
         self._received += 1
@@ -366,7 +356,7 @@ class Loads(Exchange):
             record = link.replies.bulk(length, deadline)
             self._decode(self._received - 1, record[:HEADER_BYTES], record[HEADER_BYTES:])
         else:
-            self.failures[position] = ABSENT
+            self.failures[position] = why.ABSENT
             if isinstance(length, Refusal):
                 self.refuse(position, length)
             self.answered += 1

@@ -10,8 +10,9 @@ import json
 from collections.abc import Mapping
 
 from tiered_kv.toolkit.epoch import Epoch
+from tiered_kv_redis import reasons as why
 from tiered_kv_redis.exchange import Calls, Failures, run
-from tiered_kv_redis.reasons import CLUSTER_DOWN, MOVED, READ_ONLY, TIMEOUT, TOO_LONG, WRONG_TYPE, NodeError
+from tiered_kv_redis.reasons import NodeError
 from tiered_kv_redis.replies import Reply, command
 from tiered_kv_redis.topology import Topology
 
@@ -38,7 +39,7 @@ class KeySpace:
         try:
             value = self.epoch.saved_value(deadline) if is_saved else self.epoch.value(deadline)
         except TimeoutError:
-            raise NodeError(TIMEOUT) from None
+            raise NodeError(why.TIMEOUT) from None
         return self._prefix + value.encode() + b":"
 
     def contact(self, deadline: float) -> None:
@@ -65,7 +66,7 @@ class KeySpace:
         try:
             stored = self._call(deadline, b"GET", b"epoch")
         except NodeError as error:
-            if error.reason not in (WRONG_TYPE, TOO_LONG):
+            if error.reason not in (why.WRONG_TYPE, why.TOO_LONG):
                 raise
             return b""  # damaged: another program wrote it
         return stored if isinstance(stored, bytes) else None
@@ -87,12 +88,12 @@ class KeySpace:
         name = self._prefix + name
         shares = self._topology.split([name], deadline)
         if not shares:
-            raise NodeError(CLUSTER_DOWN)
+            raise NodeError(why.CLUSTER_DOWN)
         failures: Failures = {}
         call = Calls(shares[0][0], [0], failures, {0: command(verb, name, *arguments)})
         run([call], deadline)
         if failures:
-            if failures[0] in (MOVED, READ_ONLY):
+            if failures[0] in (why.MOVED, why.READ_ONLY):
                 self._topology.refresh()
             raise NodeError(failures[0])
         return call.replies[0]

@@ -14,9 +14,10 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv.toolkit.resolver import words_of
+from tiered_kv_redis import reasons as why
 from tiered_kv_redis.connection import Link, WireConnection
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import PROTOCOL, READ_ONLY, TIMEOUT, NodeError, reason_of_error
+from tiered_kv_redis.reasons import NodeError, reason_of_error
 from tiered_kv_redis.replies import Buffer, Refusal, Reply
 
 Failures = dict[int, str]
@@ -104,7 +105,7 @@ def _run_together(exchanges: Sequence[Exchange], deadline: float) -> None:
     try:
         for exchange in exchanges:
             if time.monotonic() >= deadline:
-                exchange.fail(TIMEOUT)
+                exchange.fail(why.TIMEOUT)
                 continue
             try:
                 connection = exchange.node.take()
@@ -117,8 +118,8 @@ def _run_together(exchanges: Sequence[Exchange], deadline: float) -> None:
     finally:
         for exchange, connection in begun:
             if exchange.answered < exchange.count or connection.link.replies.buffered_bytes:
-                exchange.fail(PROTOCOL)
-            if READ_ONLY in exchange.reasons():
+                exchange.fail(why.PROTOCOL)
+            if why.READ_ONLY in exchange.reasons():
                 exchange.node.renew()
             if exchange.failure:
                 exchange.node.drop(connection, exchange.failure)
@@ -147,7 +148,7 @@ def _finish_as_they_answer(begun: list[tuple[Exchange, Link]], deadline: float) 
             exchange, link = waiting.pop(fd)
             _guarded(exchange, link, exchange.finish, deadline)
     for exchange, _ in waiting.values():
-        exchange.fail(TIMEOUT)
+        exchange.fail(why.TIMEOUT)
 
 
 def _guarded(exchange: Exchange, link: Link, step: Callable[[Link, float], None], deadline: float) -> None:
@@ -242,4 +243,4 @@ class Stores(Exchange):
         elif isinstance(reply, Refusal):
             self.refuse(position, reply)
         elif reply != b"OK":
-            raise NodeError(PROTOCOL)
+            raise NodeError(why.PROTOCOL)

@@ -18,8 +18,9 @@ from redis.exceptions import RedisError, ResponseError
 
 from tiered_kv.threads import BackgroundTask
 from tiered_kv.toolkit.resolver import words_of
+from tiered_kv_redis import reasons as why
 from tiered_kv_redis.connection import Link, WireConnection
-from tiered_kv_redis.reasons import NO_FAILURE_OF_SERVER, UNAVAILABLE, UNUSABLE, NodeError, reason_of_error
+from tiered_kv_redis.reasons import NodeError, reason_of_error
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Node:
             NodeError: The server is down, or cannot be connected to.
         """
         if self._closing.is_set():
-            raise NodeError(UNAVAILABLE)
+            raise NodeError(why.UNAVAILABLE)
         reason = self._down_reason
         if reason:
             self._prober.ask()  # it runs already, unless no thread could be started
@@ -135,7 +136,7 @@ class Node:
     def drop(self, connection: WireConnection, reason: str) -> None:
         """Close a connection that may have unread bytes; with a `reason`, the server failed."""
         self._close(connection)
-        if reason and reason not in NO_FAILURE_OF_SERVER:
+        if reason and reason not in why.NO_FAILURE_OF_SERVER:
             self.note_failure(reason)
 
     def note_failure(self, reason: str) -> None:
@@ -218,7 +219,7 @@ class Node:
                 client.strlen(_PROBE_NAME)
             except ResponseError as error:  # such as MOVED, an answer: this member does not have the name
                 reason = self._reason_of(error)
-                return reason if reason in UNUSABLE else ""
+                return reason if reason in why.UNUSABLE else ""
         return ""
 
     def _reason_of(self, error: Exception) -> str:

@@ -15,19 +15,12 @@ from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
+from tiered_kv_redis import reasons as why
 from tiered_kv_redis.blocks import Blocks
 from tiered_kv_redis.connection import check_tls_files
 from tiered_kv_redis.epoch import KeySpace
 from tiered_kv_redis.exchange import Batch, Failures
-from tiered_kv_redis.reasons import (
-    ABSENT,
-    MOVED,
-    OF_ONE_SERVER,
-    REFUSALS,
-    SERVER_ERROR,
-    UNANSWERED,
-    NodeError,
-)
+from tiered_kv_redis.reasons import NodeError
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
 
@@ -73,7 +66,7 @@ class RedisTier(BlockingTier):
             self._stored = Blocks(settings, self._topology, self._counters, block_bytes, digest, self._note_failures)
             self._keyspace = KeySpace(self._topology, digest, getattr(offloading_spec, "namespace", {}))
             refusal = self._contact()
-            if refusal in REFUSALS:
+            if refusal in why.REFUSALS:
                 raise TierUnavailableError(self._topology.sentence(refusal), tier=name, operation="open")
             if refusal:
                 _log.warning("tier '%s' is used as soon as it can be: %s", name, self._topology.sentence(refusal))
@@ -154,8 +147,8 @@ class RedisTier(BlockingTier):
             self._keyspace.contact(time.monotonic() + self._settings.timeout)
         except NodeError as error:
             # Only a cluster's member says MOVED: then `mode` is wrong.
-            is_wrong_mode = error.reason == MOVED and self._settings.mode != "cluster"
-            return SERVER_ERROR if is_wrong_mode else self._topology.explained(error.reason)
+            is_wrong_mode = error.reason == why.MOVED and self._settings.mode != "cluster"
+            return why.SERVER_ERROR if is_wrong_mode else self._topology.explained(error.reason)
         return ""
 
     # Worker threads.
@@ -214,7 +207,7 @@ class RedisTier(BlockingTier):
             return ALL_DONE
         reasons = list(failures.values())
         # The job's reason is the most frequent one; an absent block says nothing about the server.
-        ordered = sorted(set(reasons), key=lambda each: (each == ABSENT, -reasons.count(each)))
+        ordered = sorted(set(reasons), key=lambda each: (each == why.ABSENT, -reasons.count(each)))
         reported = [self._note_failures(operation, reasons.count(reason), reason) for reason in ordered]
         return Outcome([key for at, key in enumerate(keys) if at not in failures], reported[0])
 
@@ -229,10 +222,10 @@ class RedisTier(BlockingTier):
             self._counters.add("failed_blocks_total", operation, reason, count=count)
         nodes = self._topology.nodes()
         has_others = len(nodes) > 1 and not all(node.is_down for node in nodes)
-        reported = UNANSWERED if reason in OF_ONE_SERVER and has_others else reason
-        if operation == "lookup" and reported != UNANSWERED:
+        reported = why.UNANSWERED if reason in why.OF_ONE_SERVER and has_others else reason
+        if operation == "lookup" and reported != why.UNANSWERED:
             self._counters.add("unanswered_lookups_total", count=count)
-        if reason not in (ABSENT, MOVED) and (operation, reason) not in self._warned:
+        if reason not in (why.ABSENT, why.MOVED) and (operation, reason) not in self._warned:
             self._warned.add((operation, reason))
             about = "tier '%s': %ss fail: %s; further ones are only counted, as '%s'"
             _log.warning(about, self.name, operation, self._topology.sentence(reason), reason)

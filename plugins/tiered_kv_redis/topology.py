@@ -15,19 +15,10 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from tiered_kv.threads import BackgroundTask
 from tiered_kv.toolkit.resolver import words_of
+from tiered_kv_redis import reasons as why
 from tiered_kv_redis.connection import pool_options, sentinel_options, speaks_other
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import (
-    CLUSTER_DOWN,
-    TIMEOUT,
-    UNAVAILABLE,
-    UNLIKE,
-    WITH_TLS,
-    WITHOUT_TLS,
-    NodeError,
-    reason_of_error,
-    sentence,
-)
+from tiered_kv_redis.reasons import NodeError, reason_of_error, sentence
 from tiered_kv_redis.settings import Address, RedisSettings
 
 _REFRESH_PAUSE_S = 0.5
@@ -75,7 +66,7 @@ class Topology:
         self._ensure_known(deadline)
         owners = self._owners
         if not owners:
-            raise NodeError(self._reason or TIMEOUT)
+            raise NodeError(self._reason or why.TIMEOUT)
         if self._settings.mode != "cluster":
             return [(owners[0], list(range(len(names))))]
         parts: dict[Node, list[int]] = {}
@@ -113,11 +104,11 @@ class Topology:
         The call waits for a second at most: a server that does not answer at all does not answer this.
         """
         settings = self._settings
-        if reason not in UNLIKE or settings.socket is not None:
+        if reason not in why.UNLIKE or settings.socket is not None:
             return reason
         host, port = settings.addresses[0]
         is_other = speaks_other(host, port, tls=settings.tls, timeout_s=min(_ASK_S, settings.connect_timeout))
-        return reason if not is_other else WITHOUT_TLS if settings.tls else WITH_TLS
+        return reason if not is_other else why.WITHOUT_TLS if settings.tls else why.WITH_TLS
 
     def close(self) -> None:
         """Close every connection, and wait for the background threads, half a second in all."""
@@ -157,7 +148,7 @@ class Topology:
     def _find_owners(self) -> Mapping[int, Address]:
         """Ask one sentinel or member after the other, until one returns addresses."""
         ask = self._master_of if self._settings.mode == "sentinel" else self._masters_of
-        failure: Exception = NodeError(UNAVAILABLE if self._settings.mode == "sentinel" else CLUSTER_DOWN)
+        failure: Exception = NodeError(why.UNAVAILABLE if self._settings.mode == "sentinel" else why.CLUSTER_DOWN)
         for member in self._members():
             try:
                 owners = ask(member)
