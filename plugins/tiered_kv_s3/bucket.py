@@ -14,7 +14,6 @@ from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tiered_kv.toolkit.resolver import words_of
 from tiered_kv_s3.account import Account
@@ -104,9 +103,12 @@ class Bucket:
     ) -> Verdict:
         payload_hash = UNSIGNED_PAYLOAD
         if sends_digests:
-            payload_hash = _digest_of(pieces, hashlib.sha256()).hex()
-            md5 = _digest_of(pieces, hashlib.md5(usedforsecurity=False))
-            headers = {**headers, "content-md5": b64encode(md5).decode()}
+            sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
+            for piece in pieces:
+                sha256.update(piece)
+                md5.update(piece)
+            payload_hash = sha256.hexdigest()
+            headers = {**headers, "content-md5": b64encode(md5.digest()).decode()}
 
         def put(connection: Connection, credentials: Credentials) -> Verdict:
             with contextlib.suppress(ConnectionError):  # the server may have answered before it closed
@@ -148,7 +150,9 @@ class Bucket:
             if body is None:
                 connection.receive_body(parts)
             else:
-                _copy(body, parts)
+                rest = memoryview(body)
+                for part in parts:
+                    part[:], rest = rest[: len(part)], rest[len(part) :]
             return Verdict.AGED if age_s > self._ttl_s / 2 else Verdict.DONE
 
         return self._retry("get", get, deadline)
@@ -375,18 +379,3 @@ def _put_headers(settings: S3Settings) -> dict[str, str]:
         "x-amz-server-side-encryption-aws-kms-key-id": settings.kms_key_id,
     }
     return {name: value for name, value in headers.items() if value}
-
-
-def _digest_of(pieces: Sequence[bytes | memoryview], algorithm: Any) -> bytes:  # Any: hashlib's classes have no name
-    for piece in pieces:
-        algorithm.update(piece)
-    digest: bytes = algorithm.digest()
-    return digest
-
-
-def _copy(data: bytearray, parts: Sequence[memoryview]) -> None:
-    """Copy data into parts that are together as long as it is."""
-    start = 0
-    for part in parts:
-        part[:] = data[start : start + len(part)]
-        start += len(part)

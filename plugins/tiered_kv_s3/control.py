@@ -18,6 +18,7 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -157,20 +158,20 @@ class Control:
 
     def keeps_versions(self) -> bool:
         """Return whether deleted objects stay in the bucket as versions, as far as the server tells."""
-        request = operator.methodcaller("get_bucket_versioning", Bucket=self._bucket)
-        try:
-            return bool(self._call("versioning", request, has_other=True).get("Status") == "Enabled")
-        except BucketError:
-            return False
+        return bool(self._settings_of("get_bucket_versioning").get("Status") == "Enabled")
 
     def locks_objects(self) -> bool:
         """Return whether the bucket has object lock, as far as the server tells."""
-        request = operator.methodcaller("get_object_lock_configuration", Bucket=self._bucket)
-        try:
-            found = self._call("versioning", request, has_other=True).get("ObjectLockConfiguration", {})
-        except BucketError:
-            return False
+        found = self._settings_of("get_object_lock_configuration").get("ObjectLockConfiguration", {})
         return bool(found.get("ObjectLockEnabled") == "Enabled")
+
+    def _settings_of(self, method: str) -> Mapping[str, Any]:
+        with suppress(BucketError):
+            answer: Mapping[str, Any] = self._call(
+                "versioning", operator.methodcaller(method, Bucket=self._bucket), has_other=True
+            )
+            return answer
+        return {}
 
     def not_deleted(self) -> BucketError:
         """Return the error for objects that are listed after the server has confirmed that it deleted them."""

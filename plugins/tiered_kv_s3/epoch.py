@@ -11,7 +11,6 @@ in hex. Other objects under `PREFIX/NAMESPACE/` are foreign, and never deleted.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Final
 
 from tiered_kv.base import OffloadKey
@@ -24,35 +23,15 @@ _BLOCK: Final = re.compile(r"[0-9a-f]{16}/([0-9a-f]{2})/\1[0-9a-f]{30}")
 """The part of a block's name after `Naming.blocks`."""
 
 
-@dataclass(frozen=True, slots=True)
 class Naming:
     """The names of one namespace's objects."""
 
-    prefix: str
-    namespace_digest: bytes
-
-    @property
-    def root(self) -> str:
-        """The prefix of all names of the namespace."""
-        return f"{self.prefix}/{self.namespace_digest.hex()}/"
-
-    @property
-    def namespace(self) -> str:
-        return f"{self.root}namespace.json"
-
-    @property
-    def epoch(self) -> str:
-        return f"{self.root}epoch"
-
-    @property
-    def blocks(self) -> str:
-        """The prefix of the names of all blocks, of any epoch."""
-        return f"{self.root}blocks/"
-
-    @property
-    def no_block(self) -> str:
-        """A name that could be a block's, and is none: no epoch has this value."""
-        return f"{self.blocks}{'0' * 16}/00/{'0' * 32}"
+    def __init__(self, prefix: str, namespace_digest: bytes) -> None:
+        self.root = f"{prefix}/{namespace_digest.hex()}/"  # before all names
+        self.namespace = f"{self.root}namespace.json"
+        self.epoch = f"{self.root}epoch"
+        self.blocks = f"{self.root}blocks/"  # before the names of all blocks, of any epoch
+        self.no_block = f"{self.blocks}{'0' * 16}/00/{'0' * 32}"  # no epoch has this value
 
     def block(self, epoch: str, key: OffloadKey) -> str:
         digest = digest_of(key).hex()

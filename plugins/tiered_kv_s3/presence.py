@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from tiered_kv.metrics.instruments import Counters
+from tiered_kv.toolkit.record import UNREADABLE_S
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.verdict import ABSENCE, Verdict
 
@@ -25,8 +26,8 @@ ANSWERS_MAX = 65_536
 """Answers that are kept; the oldest are removed first."""
 ASKED_AT_ONCE = 16
 """Parallel requests for one prefix."""
-MISS_S = 30.0
-"""How long a block is a miss after the bucket did not answer for it while it answered for others."""
+KEPT_S = {Verdict.UNANSWERED: 30.0, Verdict.UNREADABLE: UNREADABLE_S}
+"""How long such a block is a miss."""
 
 
 class Presence:
@@ -43,7 +44,7 @@ class Presence:
     def note(self, name: str, verdict: Verdict, asked_s: float) -> None:
         """Keep an answer for a block from the time `asked_s` of `time.monotonic()`, unless there is a newer one.
 
-        The verdict is DONE, one of `ABSENCE`, or UNANSWERED, which makes the block a miss for `MISS_S`.
+        The verdict is DONE, one of `ABSENCE`, or one of `KEPT_S`.
         """
         with self._lock:
             if self._answers.get(name, (asked_s, verdict))[0] > asked_s:
@@ -79,9 +80,7 @@ class Presence:
 
     def _known(self, name: str, now_s: float) -> Verdict | None:
         asked_s, verdict = self._answers.get(name, (-math.inf, Verdict.ABSENT))
-        if verdict is Verdict.UNANSWERED:
-            return verdict if now_s - asked_s < MISS_S else None
-        return verdict if now_s - asked_s < self._answer_ttl_s else None
+        return verdict if now_s - asked_s < KEPT_S.get(verdict, self._answer_ttl_s) else None
 
     def _ask_each(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         asked_s = time.monotonic()

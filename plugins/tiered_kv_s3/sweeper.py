@@ -149,7 +149,9 @@ class Sweeper:
             batch = doomed[start : start + DELETED_AT_ONCE]
             found = self._control.delete([{"Key": each.name} for each in batch])
             gone = [each for at, each in enumerate(batch) if at not in found]
-            self._note_deleted(gone)
+            self._counters.add("deleted_blocks_total", count=len(gone))
+            for each in gone:
+                self._presence.note(each.name, Verdict.ABSENT, time.monotonic())
             deleted_bytes += sum(each.size_bytes for each in gone)
             refusals.update(found.values())
             first_gone = first_gone or frozenset(each.name for each in gone)
@@ -164,12 +166,6 @@ class Sweeper:
         if kept:
             raise self._control.not_deleted()
         return len(doomed) == CANDIDATES_MAX
-
-    def _note_deleted(self, blocks: list[Listed]) -> None:
-        self._counters.add("deleted_blocks_total", count=len(blocks))
-        now_s = time.monotonic()
-        for each in blocks:
-            self._presence.note(each.name, Verdict.ABSENT, now_s)
 
 
 class S3Keys(KeyStore):

@@ -19,14 +19,7 @@ from tiered_kv.toolkit.codecs import ThreadBuffer
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
-from tiered_kv.toolkit.record import (
-    HEADER_BYTES,
-    RecordStatus,
-    Unreadable,
-    decode_record,
-    encode_record,
-    record_bytes_max,
-)
+from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control
@@ -97,7 +90,6 @@ class S3Tier(BlockingTier):
         self._epoch = Epoch(EpochObject(self._bucket, self._naming.epoch, name))
         self._presence = Presence(self._bucket, self._counters, settings.presence_ttl)
         self._loaded_s = -math.inf  # the last answer of the bucket to a load
-        self._unreadable: Unreadable[str] = Unreadable()  # by object names
         self._namespace: Mapping[str, object] = getattr(offloading_spec, "namespace", {})
         self._is_described = False
         self._saving = BackgroundTask(self._save_epoch, f"tiered-kv-{name}-reset")
@@ -122,7 +114,7 @@ class S3Tier(BlockingTier):
             for req_id, key, name in zip(self.probe_req_ids, keys, names, strict=True):
                 prefixes.setdefault((req_id, key[-4:]), []).append(name)
             existing = self._presence.ask([*prefixes.values()], deadline)
-            return [name in existing and name not in self._unreadable for name in names]
+            return [name in existing for name in names]
         except Exception as error:
             self._counters.add("unanswered_lookups_total", count=len(keys))
             if isinstance(error, BucketError):  # the request's failure is logged
@@ -156,14 +148,10 @@ class S3Tier(BlockingTier):
         self._epoch.value(time.monotonic() + _PROBE_S)  # raises if its mark has another format version
         next(self._control.listed(self._naming.blocks))
         has_limit = self._settings.ttl or self._settings.capacity
-        if has_limit:
-            refusals = self._control.delete([{"Key": self._naming.no_block}])
-            if refusals:
-                (reason,) = refusals.values()
-                what = (
-                    f"{self._account.sentence(reason, '', 'delete')}; without deletes, ttl and capacity cannot be kept"
-                )
-                raise BucketError(what, reason, tier=self._name, operation="delete")
+        if has_limit and (refusals := self._control.delete([{"Key": self._naming.no_block}])):
+            said = self._account.sentence(refusals[0], "", "delete")
+            what = f"{said}; without deletes, ttl and capacity cannot be kept"
+            raise BucketError(what, refusals[0], tier=self._name, operation="delete")
         warnings = [_LOCKS_OBJECTS] if self._control.locks_objects() else []
         warnings += [_KEEPS_VERSIONS] if not warnings and has_limit and self._control.keeps_versions() else []
         if abs(self._control.skew_s) > _SKEW_MAX_S:
@@ -214,7 +202,7 @@ class S3Tier(BlockingTier):
             return "reset"
         self._describe_namespace(deadline)
         name = self._naming.block(epoch, key)
-        if self._presence.known(name) is Verdict.DONE and name not in self._unreadable:
+        if self._presence.known(name) is Verdict.DONE:
             self._counters.add("present_blocks_total")
             return ""
         header, payload = encode_record(key, block, self._namespace_digest, self._codecs, self._room.take)
@@ -222,7 +210,6 @@ class S3Tier(BlockingTier):
         if verdict is not Verdict.DONE:
             return verdict
         self._presence.note(name, Verdict.DONE, time.monotonic())
-        self._unreadable.forget((name,))
         self._sweeper.note_stored(len(header) + len(payload))
         return ""
 
@@ -248,14 +235,13 @@ class S3Tier(BlockingTier):
             status = decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
             if status is RecordStatus.OK:
                 self._presence.note(name, Verdict.DONE, asked_s)
-                self._unreadable.forget((name,))
                 if verdict is Verdict.AGED:
                     self._sweeper.renew(name)
                 return ""
         if status in _STAYS:
             kind = "unreadable_blocks_total" if status in UNREADABLE else "corrupt_blocks_total"
             self._counters.add(kind, status.value)
-            self._unreadable.note((name,))
+            self._presence.note(name, Verdict.UNREADABLE, time.monotonic())
         else:
             self._remove_damaged(name, status, deadline)
         return status.reason
@@ -278,9 +264,8 @@ class S3Tier(BlockingTier):
     def _remove_damaged(self, name: str, status: RecordStatus, deadline: float) -> None:
         """Delete an object that is not the block's record; it is a miss here even if it cannot be deleted."""
         self._counters.add("corrupt_blocks_total", status.value)
-        if self._bucket.delete(name, deadline) is not Verdict.DONE:  # such as without the right to delete
-            self._unreadable.note((name,))
-        self._presence.note(name, Verdict.ABSENT, time.monotonic())
+        is_deleted = self._bucket.delete(name, deadline) is Verdict.DONE  # it may lack the right
+        self._presence.note(name, Verdict.ABSENT if is_deleted else Verdict.UNREADABLE, time.monotonic())
 
     # The namespace's objects.
 

@@ -45,6 +45,8 @@ class Verdict(StrEnum):
     """The request was not sent: its time was over."""
     UNANSWERED = "unanswered"
     """The bucket does not answer for this block, while it answers for others."""
+    UNREADABLE = "unreadable"
+    """The object cannot be read by this process, and stays; see `tiered_kv.toolkit.record.Unreadable`."""
     REFUSED = "refused"
     """The server refuses the request as invalid."""
     UNTRUSTED = "untrusted"
