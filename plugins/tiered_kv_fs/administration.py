@@ -17,9 +17,9 @@ from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, Purged, RecordCheck, Verification
 from tiered_kv.toolkit.claimed import walk
 from tiered_kv.toolkit.listed import Entry, ListedStorage
-from tiered_kv.toolkit.small_files import fields_of, opened, read_file
+from tiered_kv.toolkit.small_files import fields_of, opened, read_all, read_file
 from tiered_kv_fs.directory import claimed
-from tiered_kv_fs.files import locked, occupied_bytes, read_all, reason_of, unlink_same
+from tiered_kv_fs.files import locked, occupied_bytes, reason_of, unlink_same
 from tiered_kv_fs.layout import BLOCK_PATH, NAMESPACE, NAMESPACE_NAME, NAMESPACE_PATH, SHARED_PATH, SWEEP_NAME
 from tiered_kv_fs.ledger import DirectoryLedger
 from tiered_kv_fs.settings import FsSettings

@@ -23,8 +23,8 @@ from tiered_kv.toolkit.record import (
     encode_record,
     record_bytes_max,
 )
-from tiered_kv.toolkit.small_files import FirstFailures, opened, remove, write_all
-from tiered_kv_fs.files import ALLOCATION_BYTES, make_directory, read_all, reason_of, round_up, unlink_same
+from tiered_kv.toolkit.small_files import FirstFailures, opened, read_all, remove, write_all
+from tiered_kv_fs.files import ALLOCATION_BYTES, make_directory, reason_of, round_up, unlink_same
 from tiered_kv_fs.layout import block_path, temporary_path
 
 _log = logging.getLogger("tiered_kv.fs")

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from tiered_kv.permissions import DIRECTORY_MODE
-from tiered_kv.toolkit.small_files import opened, rest_of
+from tiered_kv.toolkit.small_files import has_name, opened
 
 ALLOCATION_BYTES: Final = 4096
 
@@ -66,7 +66,7 @@ def locked(path: str, timeout_s: float) -> Iterator[float]:
                 pass
             else:
                 try:
-                    if _is_linked(fd, path):
+                    if has_name(path, fd):
                         os.utime(fd)
                         yield os.fstat(fd).st_mtime
                         return
@@ -90,21 +90,3 @@ def unlink_same(path: str, status: os.stat_result) -> None:
     with suppress(FileNotFoundError):
         if os.path.samestat(os.lstat(path), status):
             os.unlink(path)
-
-
-def read_all(fd: int, views: list[memoryview]) -> int:
-    """Fill buffers from a file's beginning; return how many bytes were read."""
-    position = 0
-    while views and (count := os.preadv(fd, views, position)):
-        position += count
-        views = rest_of(views, count)
-    return position
-
-
-def _is_linked(fd: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except OSError as error:
-        if reason_of(error) in ("missing", "stale"):  # another host has removed it
-            return False
-        raise

@@ -16,8 +16,8 @@ from tiered_kv.config.namespace import differences
 from tiered_kv.errors import TierBusyError
 from tiered_kv.permissions import check_file, open_directory
 from tiered_kv.toolkit.claimed import TEMPORARY, ClaimedDirectory, Identity, absolute, refuse_other_device, walk
-from tiered_kv.toolkit.small_files import as_text, fields_of
-from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, PROBE_NAME, has_name
+from tiered_kv.toolkit.small_files import as_text, fields_of, has_name
+from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, PROBE_NAME
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.layout import FORMAT_VERSION
 
@@ -114,8 +114,8 @@ class SegmentDirectory:
             TieredKVError: Another process has made it, or it cannot be claimed.
             OSError: The file system refuses, or another one is mounted there now.
         """
-        if has_name(self.path, None, self.fd):
-            if not has_name(LOCK_NAME, self.fd, self._lock_fd):
+        if has_name(self.path, self.fd):
+            if not has_name(LOCK_NAME, self._lock_fd, dir_fd=self.fd):
                 self._replace_lock(take_lock(self.fd, self.claimed))
             names = frozenset(os.listdir(self.fd))
             if MARKER_NAME not in names:  # what else is in it was accepted at the opening

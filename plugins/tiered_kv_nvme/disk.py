@@ -16,7 +16,7 @@ from tiered_kv.errors import remedy_of
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.pauses import give_way
-from tiered_kv.toolkit.small_files import FirstFailures, opened, remove, rest_of
+from tiered_kv.toolkit.small_files import FirstFailures, opened, read_all, remove, write_all
 from tiered_kv_nvme.layout import PAGE_BYTES
 
 OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -63,41 +63,10 @@ class Disk:
             self.writes_zeros = True
             zeros = Scratch().take(min(size_bytes, _HUGE_PAGE_BYTES))
             for offset in range(0, size_bytes, len(zeros)):
-                write_fully(self, fd, [zeros[: size_bytes - offset]], offset)
+                write_all(fd, [zeros[: size_bytes - offset]], offset, pwritev=self.pwritev)
 
     def datasync(self, fd: int) -> None:
         os.fdatasync(fd)
-
-
-def has_name(name: str, directory_fd: int | None, fd: int) -> bool:
-    """Return whether an open file still has its name in a directory, or its path: it may be deleted or moved."""
-    try:
-        return os.path.samestat(os.stat(name, dir_fd=directory_fd, follow_symlinks=False), os.fstat(fd))
-    except FileNotFoundError:
-        return False
-
-
-def write_fully(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Write all of `buffers` at `offset`. After an `OSError` some bytes may have been written."""
-    total = sum(map(len, buffers))
-    done = disk.pwritev(fd, buffers, offset)
-    while done < total:
-        written = disk.pwritev(fd, rest_of(buffers, done), offset + done)
-        if written <= 0:
-            raise OSError(errno.EIO, f"the disk took {done} of {total} bytes")
-        done += written
-
-
-def read_fully(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fill `buffers` from `offset`; return the number of bytes read, fewer only at the end of the file."""
-    total = sum(map(len, buffers))
-    done = disk.preadv(fd, buffers, offset)
-    while 0 < done < total:
-        count = disk.preadv(fd, rest_of(buffers, done), offset + done)
-        if count <= 0:
-            break
-        done += count
-    return done
 
 
 def is_alignment_error(error: OSError) -> bool:
@@ -138,8 +107,8 @@ def probe_direct(disk: Disk, directory_fd: int) -> str:
     page = Scratch().take(PAGE_BYTES)
     try:
         with opened(PROBE_NAME, os.O_RDWR | os.O_CREAT | os.O_DIRECT, dir_fd=directory_fd) as fd:
-            write_fully(disk, fd, [page], 0)
-            if read_fully(disk, fd, [page], 0) != PAGE_BYTES:
+            write_all(fd, [page], 0, pwritev=disk.pwritev)
+            if read_all(fd, [page], 0, preadv=disk.preadv) != PAGE_BYTES:
                 return "a page written with O_DIRECT cannot be read back"
     except OSError as error:
         if remedy_of(error):  # for want of a descriptor, not of direct I/O

@@ -13,7 +13,8 @@ from contextlib import suppress
 
 from tiered_kv.permissions import check_file
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, Epoch
-from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, has_name
+from tiered_kv.toolkit.small_files import has_name
+from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk
 from tiered_kv_nvme.layout import PAGE_BYTES
 
 EPOCH_NAME = "epoch"
@@ -69,7 +70,7 @@ class DirectoryEpoch:
         Raises:
             OSError: That failed; a restart would find no blocks.
         """
-        if not has_name(EPOCH_NAME, self._directory_fd, self._fd):
+        if not has_name(EPOCH_NAME, self._fd, dir_fd=self._directory_fd):
             fd = self._open()
             os.dup2(fd, self._fd, inheritable=False)
             os.close(fd)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tiered_kv.permissions import check_file
+from tiered_kv.toolkit.small_files import has_name, write_all
 from tiered_kv_nvme.directory import SEGMENT_RESERVE_BYTES, SegmentDirectory
-from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, Scratch, StoreCounters, has_name, write_fully
+from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, Scratch, StoreCounters
 from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader, Summary, checksum, pages
 from tiered_kv_nvme.segment import Segment
 
@@ -84,7 +85,7 @@ class SegmentFiles:
         return fd
 
     def has_name(self, segment: Segment) -> bool:
-        return has_name(self.directory.segment_name(segment.slot), self.directory.fd, segment.fd)
+        return has_name(self.directory.segment_name(segment.slot), segment.fd, dir_fd=self.directory.fd)
 
     def renew(self, segment: Segment, generation: int) -> bool:
         """Write and flush the header of the segment's next use; return whether that succeeded.
@@ -126,7 +127,7 @@ class SegmentFiles:
                 checksum(buffer[:table_bytes]),
             ).encode(buffer[table_bytes:])
             self.disk.datasync(segment.fd)
-            write_fully(self.disk, segment.fd, [buffer], segment.segment_bytes - len(buffer))
+            write_all(segment.fd, [buffer], segment.segment_bytes - len(buffer), pwritev=self.disk.pwritev)
         except OSError as error:
             self.counters.note_io_error("writing a summary", error)
             return False
@@ -160,5 +161,5 @@ class SegmentFiles:
         identity = self.directory.identity
         header = SegmentHeader(identity.digest, generation, segment.segment_bytes, identity.block_bytes)
         header.encode(page)
-        write_fully(self.disk, segment.fd, [page], 0)
+        write_all(segment.fd, [page], 0, pwritev=self.disk.pwritev)
         self.disk.datasync(segment.fd)

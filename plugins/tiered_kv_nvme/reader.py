@@ -13,7 +13,8 @@ from tiered_kv.pauses import give_way
 from tiered_kv.reasons import UNREADABLE, RecordStatus
 from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
-from tiered_kv_nvme.disk import Disk, Scratch, StoreCounters, is_alignment_error, read_fully
+from tiered_kv.toolkit.small_files import read_all
+from tiered_kv_nvme.disk import Disk, Scratch, StoreCounters, is_alignment_error
 from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentEntry, checksum, pages
 from tiered_kv_nvme.pool import SegmentPool, ordinal_of, place_of, slot_of
 from tiered_kv_nvme.segment import Segment
@@ -186,7 +187,7 @@ class BlockReader:
                 buffers.append(self._scratch.take(GAP_BYTES_MAX)[: item.entry.offset - at])
             buffers.append(item.block)
             at = _end(item.entry)
-        came_bytes = read_fully(self.disk, run.blocks[0].segment.fd, buffers, start)
+        came_bytes = read_all(run.blocks[0].segment.fd, buffers, start, preadv=self.disk.preadv)
         statuses: list[RecordStatus] = []
         for item in run.blocks:
             give_way()
@@ -208,7 +209,7 @@ def read_payloads(disk: Disk, scratch: Scratch, fd: int, entries: Sequence[Segme
     """Read neighbouring payloads, sorted by offset, in one call. Payloads behind the end of the file are short."""
     start = entries[0].offset // PAGE_BYTES * PAGE_BYTES
     span = scratch.take(pages(max(map(_end, entries))) - start)
-    span = span[: read_fully(disk, fd, [span], start)]
+    span = span[: read_all(fd, [span], start, preadv=disk.preadv)]
     return [span[entry.offset - start : _end(entry) - start] for entry in entries]
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from tiered_kv.threads import run_all
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
-from tiered_kv_nvme.disk import Disk, Scratch, StoreCounters, read_fully
+from tiered_kv.toolkit.small_files import read_all
+from tiered_kv_nvme.disk import Disk, Scratch, StoreCounters
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.layout import PAGE_BYTES, BatchHeader, EntryTable, SegmentHeader, Summary, checksum
 from tiered_kv_nvme.pool import SegmentPool, place_of
@@ -164,7 +165,7 @@ class SegmentScan:
         ):
             return None
         table = self._scratch.take(summary.table_bytes)
-        read_bytes = read_fully(self.disk, segment.fd, [table], footer_offset - summary.table_bytes)
+        read_bytes = read_all(segment.fd, [table], footer_offset - summary.table_bytes, preadv=self.disk.preadv)
         if read_bytes != len(table) or checksum(table) != summary.table_checksum:
             return None
         entries = EntryTable.decode(table, summary.entry_count, self._stored_bytes_max, summary.end_offset)
@@ -178,7 +179,7 @@ class SegmentScan:
 
     def _read_page(self, segment: Segment, offset: int) -> memoryview | None:
         page = self._scratch.take(PAGE_BYTES)
-        return page if read_fully(self.disk, segment.fd, [page], offset) == PAGE_BYTES else None
+        return page if read_all(segment.fd, [page], offset, preadv=self.disk.preadv) == PAGE_BYTES else None
 
     def _read_batches(self, segment: Segment) -> int:
         """Add the batches that are not in the summary; return their number."""
@@ -201,7 +202,7 @@ class SegmentScan:
         if header is None or not self._follows(header, segment):
             return None
         batch = self._scratch.take(header.batch_bytes if self.checks_payloads else header.header_bytes)
-        batch = batch[: read_fully(self.disk, segment.fd, [batch], offset)]
+        batch = batch[: read_all(segment.fd, [batch], offset, preadv=self.disk.preadv)]
         if len(batch) < header.header_bytes:
             return None
         entries = header.decode_entries(batch[: header.header_bytes], self._stored_bytes_max)

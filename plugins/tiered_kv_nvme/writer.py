@@ -11,7 +11,8 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.pauses import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
-from tiered_kv_nvme.disk import Disk, Scratch, StoreCounters, is_alignment_error, write_fully
+from tiered_kv.toolkit.small_files import write_all
+from tiered_kv_nvme.disk import Disk, Scratch, StoreCounters, is_alignment_error
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, SegmentEntry, checksum
 from tiered_kv_nvme.pool import Reservation, SegmentPool, WriteStream
 from tiered_kv_nvme.segment import Demand
@@ -126,12 +127,12 @@ class BatchWriter:
             gather = self.gather and old_places is None
             entries, buffers = self._lay_out(header, keys, payloads, gather=gather)
             try:
-                write_fully(self.disk, segment.fd, buffers, header.offset)
+                write_all(segment.fd, buffers, header.offset, pwritev=self.disk.pwritev)
             except OSError as error:
                 if not (gather and is_alignment_error(error)):
                     raise
                 entries, buffers = self._lay_out(header, keys, payloads, gather=False)
-                write_fully(self.disk, segment.fd, buffers, header.offset)
+                write_all(segment.fd, buffers, header.offset, pwritev=self.disk.pwritev)
             worth = self.pool.worth
             states = worth.first_states(keys) if old_places is None else self.pool.moved_states(old_places)
         except BaseException as error:

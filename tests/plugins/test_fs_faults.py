@@ -45,8 +45,8 @@ def fail(code: int) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("call", "code", "operation", "reason"),
     [
-        ("writev", errno.ENOSPC, "writing blocks", "no_space"),
-        ("writev", errno.EIO, "writing blocks", "io_error"),
+        ("pwritev", errno.ENOSPC, "writing blocks", "no_space"),
+        ("pwritev", errno.EIO, "writing blocks", "io_error"),
         ("preadv", errno.ESTALE, "reading blocks", "stale"),
         ("lstat", errno.EIO, "looking for blocks", "io_error"),
     ],
@@ -234,7 +234,7 @@ def test_no_more_transfers_run_than_there_are_threads_however_small_so_lookups_h
 ) -> None:
     keys = make_keys(40)
     assert rig.store(keys).success
-    read_all = files.read_all
+    read_all = block_files.read_all
 
     def read_late(fd: int, views: list[memoryview]) -> int:
         gate.pass_through()

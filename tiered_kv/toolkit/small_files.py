@@ -11,9 +11,9 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final
+from typing import Any, Final
 
 from tiered_kv.permissions import FILE_MODE
 
@@ -83,10 +83,32 @@ def _link(temporary: str, path: str) -> bool:
     return True
 
 
-def write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
-    views = [memoryview(part).cast("B") for part in parts]
-    while views:
-        views = rest_of(views, os.writev(fd, views))
+Transfer = Callable[[int, Sequence[Any], int], int]  # Any: bytes or memoryviews
+"""os.pwritev, os.preadv, or a function in their place."""
+
+
+def write_all(
+    fd: int, parts: Sequence[bytes | memoryview], offset: int = 0, *, pwritev: Transfer | None = None
+) -> None:
+    """Write all of `parts` at `offset`. After an `OSError` some bytes may have been written."""
+    total, done = sum(map(len, parts)), 0
+    while done < total:
+        left = rest_of([*map(memoryview, parts)], done) if done else parts
+        written = (pwritev or os.pwritev)(fd, left, offset + done)
+        if written <= 0:
+            raise OSError(errno.EIO, f"{done} of {total} bytes were written")
+        done += written
+
+
+def read_all(fd: int, buffers: Sequence[memoryview], offset: int = 0, *, preadv: Transfer | None = None) -> int:
+    """Fill `buffers` from `offset`; return the number of bytes read, fewer only at the end of the file."""
+    total, done = sum(map(len, buffers)), 0
+    while done < total:
+        count = (preadv or os.preadv)(fd, rest_of(buffers, done) if done else buffers, offset + done)
+        if count <= 0:
+            break
+        done += count
+    return done
 
 
 def rest_of(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
@@ -97,6 +119,16 @@ def rest_of(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
             rest.append(buffer[done:])
         done = max(0, done - len(buffer))
     return rest
+
+
+def has_name(name: str, fd: int, *, dir_fd: int | None = None) -> bool:
+    """Return whether an open file still has its name in a directory, or its path: it may be deleted or moved."""
+    try:
+        return os.path.samestat(os.stat(name, dir_fd=dir_fd, follow_symlinks=False), os.fstat(fd))
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE):  # the latter if another host has removed it
+            return False
+        raise
 
 
 def remove(path: str, *, dir_fd: int | None = None) -> bool:
