@@ -83,13 +83,7 @@ class FsTier(AsyncTier):
         FormatError, TierUnavailableError: The directory cannot be used, and why.
     """
 
-    def __init__(
-        self,
-        offloading_spec: Any,  # Any: an engine's own class; read by getattr
-        primary_kv_view: memoryview,
-        tier_type: str,
-        settings: FsSettings,
-    ) -> None:
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: FsSettings) -> None:
         # First the steps that may fail: a tier that was not opened holds no view of the region.
         self._settings = settings
         self._codecs = settings.open_codecs()

@@ -28,7 +28,7 @@ from tiered_kv.toolkit.administration import (
     SurveyedSegments,
     TierAdministration,
     Verification,
-    stored_namespace,
+    matching_description,
 )
 from tiered_kv.toolkit.claimed import LOST_AND_FOUND, ClaimedDirectory, Identity, walk
 from tiered_kv.toolkit.codecs import CodecSet
@@ -74,7 +74,7 @@ class NvmeAdministration(TierAdministration):
     def namespaces(self, deadline: float) -> Sequence[StoredNamespace]:
         with self._claimed.opened("survey") as fd:
             digest, fields = self._marker(fd)
-        return [stored_namespace(digest, fields.get("namespace"))] if digest else []
+        return [StoredNamespace(digest, matching_description(fields.get("namespace"), digest))] if digest else []
 
     def purge(self, digest: str, deadline: float) -> Purged:
         with self._claimed.opened("purge") as fd:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tiered_kv.permissions import check_file
-from tiered_kv.toolkit.small_files import has_name, write_all
+from tiered_kv.toolkit.small_files import write_all
 from tiered_kv_nvme.directory import SEGMENT_RESERVE_BYTES, SegmentDirectory
 from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, Scratch, StoreCounters
 from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader, Summary, checksum, pages
@@ -83,9 +83,6 @@ class SegmentFiles:
             os.close(fd)
             raise
         return fd
-
-    def has_name(self, segment: Segment) -> bool:
-        return has_name(self.directory.segment_name(segment.slot), segment.fd, dir_fd=self.directory.fd)
 
     def renew(self, segment: Segment, generation: int) -> bool:
         """Write and flush the header of the segment's next use; return whether that succeeded.

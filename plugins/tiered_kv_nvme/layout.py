@@ -195,12 +195,8 @@ class EntryTable:
             raise
 
     def extend(self, other: EntryTable) -> None:
-        self.keys += other.keys
-        self.offsets.extend(other.offsets)
-        self.stored_bytes.extend(other.stored_bytes)
-        self.codecs.extend(other.codecs)
-        self.checksums += other.checksums
-        self.states.extend(other.states)
+        for column in self.__slots__:
+            getattr(self, column).extend(getattr(other, column))
 
     def encode(self) -> bytes:
         """Return the summary's table: entries, then keys."""

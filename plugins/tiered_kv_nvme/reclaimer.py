@@ -12,6 +12,7 @@ from tiered_kv.errors import TieredKVError
 from tiered_kv.pauses import give_way
 from tiered_kv.threads import start_thread
 from tiered_kv.toolkit.codecs import Draft
+from tiered_kv.toolkit.small_files import has_name
 from tiered_kv_nvme.disk import StoreCounters
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.pool import CHUNK_KEYS, PAUSE_S, SegmentPool, place_of
@@ -94,17 +95,17 @@ class Reclaimer:
         if now_s < self._watch_after_s:
             return
         self._watched_s, self._watch_after_s = now_s, now_s + _WATCH_S
-        path = self.files.directory.path
+        folder = self.files.directory
         try:
             self.remake()
         except (OSError, TieredKVError) as error:
             if type(error) not in self._logged:
                 self._logged.add(type(error))
-                _log.warning("%s: what was deleted cannot be made again: %s", path, error)
+                _log.warning("%s: what was deleted cannot be made again: %s", folder.path, error)
             return
         with self.pool.changed:
             segments = [segment for segment in self.pool.segments.values() if not segment.deleted]
-        deleted = [segment for segment in segments if not self.files.has_name(segment)]
+        deleted = [each for each in segments if not has_name(folder.segment_name(each.slot), each.fd, dir_fd=folder.fd)]
         if not deleted:
             return
         with self.pool.changed:
@@ -113,7 +114,8 @@ class Reclaimer:
             os.close(segment.fd)
         self._grow_after_s = 0.0
         self.counters.add("lost_segments_total", count=len(deleted))
-        _log.warning("%d segment files in %s were deleted by another program, and are replaced", len(deleted), path)
+        about = "%d segment files in %s were deleted by another program, and are replaced"
+        _log.warning(about, len(deleted), folder.path)
 
     def _seal(self) -> bool:
         with self.pool.changed:

@@ -40,11 +40,7 @@ class NvmeTier(BlockingTier):
     """
 
     def __init__(
-        self,
-        offloading_spec: Any,  # Any: an engine's own class; read by getattr
-        primary_kv_view: memoryview,
-        tier_type: str,
-        settings: NvmeSettings,
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: NvmeSettings
     ) -> None:
         # What may fail comes first: a tier that was not opened must hold no view of the region.
         self._store = _open_store(offloading_spec, primary_kv_view, tier_type, settings)
@@ -114,17 +110,11 @@ class NvmeTier(BlockingTier):
 
 
 def _open_store(
-    offloading_spec: Any,  # Any: as above
-    primary_kv_view: memoryview,
-    tier_type: str,
-    settings: NvmeSettings,
+    offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: NvmeSettings
 ) -> SegmentStore:
     block_bytes = block_bytes_of(primary_kv_view)
-    identity = Identity(
-        digest=getattr(offloading_spec, "namespace_digest", bytes(16)),
-        namespace=getattr(offloading_spec, "namespace", {}),
-        block_bytes=block_bytes,
-    )
+    digest = getattr(offloading_spec, "namespace_digest", bytes(16))
+    identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
     codecs = settings.open_codecs()
     options = StoreOptions(
         sizing=Sizing.of(

@@ -60,12 +60,8 @@ class Worth:
     """Learns from stores and loads what blocks are worth, by the number and the age of their uses.
 
     The estimate of what a block is worth is its density. Time advances as stores fill segments: a tick is an eighth of
-    all segments. Any thread may note a use. Two at once
-    may lose a count, which an estimate tolerates.
-
-    Args:
-        blocks: Blocks that the capacity holds; also the number of evicted blocks to remember, before collisions.
-        segments: Segments that the capacity holds.
+    all `segments` that the capacity holds. As many evicted blocks are remembered as the capacity holds `blocks`, before
+    collisions. Any thread may note a use. Two at once may lose a count, which an estimate tolerates.
     """
 
     def __init__(self, blocks: int, segments: int) -> None:

@@ -64,7 +64,7 @@ class Link:
 
     def is_quiet(self) -> bool:
         """Return whether nothing has arrived unrequested, such as the end of the connection."""
-        return not self.replies.buffered_bytes and not self.stream.pending_bytes() and not self._poll.poll(0)
+        return not (self.replies.buffered_bytes or self.stream.pending_bytes() or self._poll.poll(0))
 
 
 class FirstReplyConnection(AbstractConnection):
@@ -84,7 +84,7 @@ class FirstReplyConnection(AbstractConnection):
 
 
 class UnixConnection(FirstReplyConnection, RedisUnixConnection):
-    """Over a Unix socket."""
+    pass
 
 
 class TcpConnection(FirstReplyConnection, Connection):
@@ -159,8 +159,19 @@ def sentinel_options(settings: RedisSettings, sentinel: Address) -> Options:
 
 
 def _address_options(settings: RedisSettings, address: Address) -> Options:
-    tls = {**_tls_options(settings), "connection_class": TlsConnection} if settings.tls else {}
-    return {"connection_class": TcpConnection, **tls, "host": address.host, "port": address.port}
+    options: Options = {"connection_class": TcpConnection, "host": address.host, "port": address.port}
+    if not settings.tls:
+        return options
+    return {
+        **options,
+        "connection_class": TlsConnection,
+        "ssl_ca_certs": settings.tls_ca,
+        "ssl_certfile": settings.tls_cert,
+        "ssl_keyfile": settings.tls_key,
+        "ssl_password": _text_of(settings.tls_key_password),
+        "ssl_cert_reqs": "required" if settings.tls_verify else "none",
+        "ssl_check_hostname": settings.tls_verify,
+    }
 
 
 def _common_options(settings: RedisSettings) -> Options:
@@ -170,17 +181,6 @@ def _common_options(settings: RedisSettings) -> Options:
         "socket_timeout": settings.connect_timeout,
         "socket_connect_timeout": settings.connect_timeout,
         "credential_provider": _credentials(settings.username, settings.password),
-    }
-
-
-def _tls_options(settings: RedisSettings) -> Options:
-    return {
-        "ssl_ca_certs": settings.tls_ca,
-        "ssl_certfile": settings.tls_cert,
-        "ssl_keyfile": settings.tls_key,
-        "ssl_password": _text_of(settings.tls_key_password),
-        "ssl_cert_reqs": "required" if settings.tls_verify else "none",
-        "ssl_check_hostname": settings.tls_verify,
     }
 
 

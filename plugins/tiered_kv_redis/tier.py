@@ -47,11 +47,7 @@ class RedisTier(BlockingTier):
     """
 
     def __init__(
-        self,
-        offloading_spec: Any,  # Any: an engine's own class; read by getattr
-        primary_kv_view: memoryview,
-        tier_type: str,
-        settings: RedisSettings,
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: RedisSettings
     ) -> None:
         name = getattr(offloading_spec, "name", None) or tier_type
         digest = getattr(offloading_spec, "namespace_digest", bytes(16))

@@ -193,12 +193,10 @@ class Topology:
 
 
 def masters_of(ranges: Sequence[Any], member: Address) -> dict[int, Address]:  # Any: as redis-py has it
-    """Return the address of each slot's master; a slot without a master is left out.
+    """Return the address of each slot's master from a member's reply to CLUSTER SLOTS; slots without one are left out.
 
-    Args:
-        ranges: The reply to CLUSTER SLOTS (https://redis.io/docs/latest/commands/cluster-slots/). Port 0 means that the
-            master has no address any more.
-        member: The member that replied: its host is meant where the reply names none.
+    https://redis.io/docs/latest/commands/cluster-slots/. Port 0 means that the master has no address any more; a reply
+    that names no host means the member's.
     """
     masters: dict[int, Address] = {}
     for first, last, (host, port, *_), *_ in ranges:

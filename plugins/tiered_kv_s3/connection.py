@@ -331,15 +331,10 @@ class Signer:
         credentials: Credentials,
         now_s: float,
     ) -> dict[str, str]:
-        """Return the headers to send: the given ones, and those of the signature.
+        """Return the headers to send: the given ones, and those of the signature at `now_s` (seconds since 1970).
 
-        Args:
-            method: "GET", "HEAD", "PUT" or "DELETE".
-            path: The quoted path of the request, without a query.
-            headers: Lower-case names and values without surplus spaces, with `host`; all are signed.
-            payload_hash: SHA-256 of the body in hex, or `UNSIGNED_PAYLOAD`.
-            credentials: The credentials to sign with.
-            now_s: Seconds since 1970.
+        `path` is quoted and has no query. All `headers` are signed: lower-case names, values without surplus spaces,
+        `host` among them. `payload_hash` is the body's SHA-256 in hex, or `UNSIGNED_PAYLOAD`.
         """
         timestamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_s))
         day = timestamp[:8]

@@ -67,10 +67,7 @@ class Listed(NamedTuple):
 class Control:
     """Lists, deletes and copies objects. Any thread may call.
 
-    Every method raises `BucketError` if the request fails.
-
-    Args:
-        record_bytes: What a block takes if the server's listing has no sizes.
+    Every method raises `BucketError` if the request fails. A block takes `record_bytes` where a listing has no sizes.
     """
 
     def __init__(self, account: Account, settings: S3Settings, tier: str, record_bytes: int = 0) -> None:
@@ -135,8 +132,7 @@ class Control:
     def delete(self, objects: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         """Delete objects or versions; return S3's error code for each that it did not delete, by its position.
 
-        Args:
-            objects: For each its "Key", and for a version its "VersionId"; other entries of a listing are ignored.
+        An object has its "Key", a version its "VersionId" too; other entries of a listing are ignored.
         """
         named = [{key: each[key] for key in ("Key", "VersionId") if key in each} for each in objects]
         refusals: dict[int, str] = {}

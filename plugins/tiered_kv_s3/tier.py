@@ -57,13 +57,7 @@ class S3Tier(BlockingTier):
             does not answer is no error.
     """
 
-    def __init__(
-        self,
-        offloading_spec: Any,  # Any: an engine's own class; read by getattr
-        primary_kv_view: memoryview,
-        tier_type: str,
-        settings: S3Settings,
-    ) -> None:
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: S3Settings) -> None:
         self._name = name = getattr(offloading_spec, "name", None) or tier_type
         self._settings = settings
         self._codecs = settings.open_codecs()

@@ -90,9 +90,7 @@ ABSENCE = frozenset({Verdict.ABSENT, Verdict.EXPIRED})
 class BucketError(TierUnavailableError):
     """A request failed; the message is a `sentence`.
 
-    Args:
-        reason: A verdict, an error code of S3, or the class of an exception.
-        status: Of the answer; 0 if there is none.
+    `reason` is a verdict, an error code of S3, or the class of an exception; `status` 0 if there is no answer.
     """
 
     def __init__(self, message: str, reason: str, *, tier: str, operation: str, status: int = 0) -> None:

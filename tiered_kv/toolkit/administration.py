@@ -5,9 +5,7 @@
         for stored in administration.survey(deadline).namespaces:
             administration.purge(stored.digest, deadline)
 
-A reset of the cache makes blocks unreachable at once, and leaves their bytes to be overwritten. A purge deletes the
-bytes, may take long, and checks afterwards whether any are left.
-
+A reset of the cache only makes blocks unreachable. A purge deletes their bytes, and checks whether any are left.
 `tiered_kv.toolkit.listed` does all three for a storage whose entries can be listed and deleted.
 """
 
@@ -51,23 +49,14 @@ class Ages:
 
 @dataclass(frozen=True, slots=True)
 class StoredNamespace:
-    """A namespace with data in a tier's storage; None means unknown.
+    """A namespace with data in a tier's storage; None means unknown."""
 
-    Args:
-        digest: 32 hexadecimal digits.
-        described: Its readable form; empty if the storage has none that matches the digest.
-        blocks: Number of blocks.
-        size_bytes: Their size in the storage, including marks and readable forms.
-        written: Ages since the blocks were written.
-        used: Ages since the blocks were last used or written.
-    """
-
-    digest: str
-    described: Mapping[str, object] = field(default_factory=dict)
+    digest: str  # 32 hexadecimal digits
+    described: Mapping[str, object] = field(default_factory=dict)  # its readable form; empty if none matches the digest
     blocks: int | None = None
-    size_bytes: int | None = None
-    written: Ages | None = None
-    used: Ages | None = None
+    size_bytes: int | None = None  # in the storage, including marks and readable forms
+    written: Ages | None = None  # since the blocks were written
+    used: Ages | None = None  # since the blocks were last used or written
 
     @property
     def tenant(self) -> str | None:
@@ -79,38 +68,23 @@ class StoredNamespace:
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """The result of a purge of one namespace.
-
-    Args:
-        blocks: Blocks that were deleted; None if unknown.
-        size_bytes: Bytes that were deleted; None if unknown.
-        left: Data that could not be deleted, and why.
-        notes: Hints for the user.
-    """
+    """What a purge deleted of one namespace; None means unknown."""
 
     blocks: int | None
     size_bytes: int | None
-    left: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()  # data that could not be deleted, and why
+    notes: tuple[str, ...] = ()  # hints for the user
 
 
 @dataclass(frozen=True, slots=True)
 class SurveyedSegments:
-    """The large files that contain blocks.
-
-    Args:
-        files: Number of files.
-        free: Files without a block.
-        unusable: Files without a valid header; the tier deletes them when it opens.
-        size_bytes: Size of all files.
-        filled_bytes: The part of it that has been written.
-    """
+    """The large files that contain blocks."""
 
     files: int
-    free: int
-    unusable: int
-    size_bytes: int
-    filled_bytes: int
+    free: int  # files without a block
+    unusable: int  # files without a valid header; the tier deletes them when it opens
+    size_bytes: int  # of all files
+    filled_bytes: int  # the part of it that has been written
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,37 +117,22 @@ class DamagedBlock:
 
 @dataclass(eq=False)
 class Verification:
-    """The options of a check of one namespace's blocks, and its results so far.
+    """The options of a check of one namespace's blocks, and its results so far."""
 
-    Args:
-        block_bytes: Size of the namespace's blocks; None if unknown.
-        repairs: Whether damaged blocks are deleted.
-        on_block: Called with the bytes of each block. It may sleep, to limit the rate, or raise, to end the check.
-
-    Attributes:
-        blocks: Blocks that were read.
-        size_bytes: Their bytes.
-        damaged: Blocks that no process can load, by reason.
-        named: The first of these.
-        unreadable: Blocks that cannot be checked here, by reason; they may be intact, and are never deleted.
-        repaired: Damaged blocks that were deleted.
-        checks_tags: Whether the tags of encrypted blocks are verified, and not only their checksums.
-        notes: Hints for the user.
-        error: Why the check was not finished; empty if it was. The caller sets it.
-    """
-
-    block_bytes: int | None
-    repairs: bool = False
+    block_bytes: int | None  # None if unknown
+    repairs: bool = False  # whether damaged blocks are deleted
     on_block: Callable[[int], None] = lambda size_bytes: None
-    blocks: int = 0
+    """Called with the bytes of each block. It may sleep, to limit the rate, or raise, to end the check."""
+    blocks: int = 0  # that were read
     size_bytes: int = 0
-    damaged: Counter[str] = field(default_factory=Counter)
+    damaged: Counter[str] = field(default_factory=Counter)  # blocks that no process can load, by reason
     unreadable: Counter[str] = field(default_factory=Counter)
-    named: list[DamagedBlock] = field(default_factory=list)
-    repaired: int = 0
-    checks_tags: bool = False
-    notes: list[str] = field(default_factory=list)
-    error: str = ""
+    """Blocks that cannot be checked here, by reason; they may be intact, and are never deleted."""
+    named: list[DamagedBlock] = field(default_factory=list)  # the first damaged ones
+    repaired: int = 0  # damaged blocks that were deleted
+    checks_tags: bool = False  # whether the tags of encrypted blocks are verified, and not only their checksums
+    notes: list[str] = field(default_factory=list)  # hints for the user
+    error: str = ""  # why the check was not finished; the caller sets it
 
     @property
     def ok(self) -> bool:
@@ -181,13 +140,9 @@ class Verification:
         return not self.error and self.damaged.total() == self.repaired
 
     def note(self, found: RecordStatus | str, size_bytes: int, name: str = "", key: bytes = b"") -> bool:
-        """Count a block, and return whether to delete it. The caller then counts it in `repaired`.
+        """Count a block of which `size_bytes` were read; return whether its caller deletes (and counts) it.
 
-        Args:
-            found: The result of reading the block, or one word for why it could not be read.
-            size_bytes: Bytes that were read.
-            name: Its file, or its name in the storage, for people.
-            key: Its key, if the storage has it.
+        `found` may also be one word for why it could not be read, and `name` its file or name in the storage.
         """
         self.blocks += 1
         self.size_bytes += size_bytes
@@ -261,11 +216,6 @@ class TierAdministration(ABC):
         """Raise `TierUnavailableError` after the deadline."""
         if time.monotonic() >= deadline:
             raise TierUnavailableError("the time was over", tier=self._settings.name, operation=operation)
-
-
-def stored_namespace(digest: str, described: object) -> StoredNamespace:
-    """Return a namespace that was listed and not counted, with its readable form if that matches."""
-    return StoredNamespace(digest, matching_description(described, digest))
 
 
 def matching_description(described: object, digest: str) -> Mapping[str, object]:

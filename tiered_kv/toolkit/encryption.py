@@ -78,9 +78,7 @@ class _Session:
 class Cipher:
     """Encrypts with one key and decrypts with several. Any thread may call, in forked children too.
 
-    Args:
-        keys: Keys of 32 bytes by their ids, 1 to `KEY_ID_MAX`.
-        write_key: The id of the key to encrypt with; None if blocks are not encrypted.
+    `keys` have 32 bytes and ids from 1 to `KEY_ID_MAX`. `write_key` encrypts; None if blocks are not encrypted.
 
     Raises:
         MissingExtraError: The library is not installed, or too old.

@@ -256,7 +256,7 @@ class PartQueue:
 
     @property
     def stores_waiting(self) -> int:
-        """How many jobs of stores have a part that has not begun."""
+        """Jobs of stores that have a part that has not begun."""
         return len(self._stores)
 
     @property
@@ -291,9 +291,7 @@ class Climb:
 
     A rate is blocks a second of the time in which at least one part runs: pauses of the threads do not count.
 
-    Args:
-        limit_max: The highest limit.
-        clock: Seconds of a monotonic clock.
+    `limit_max` is the highest limit; `clock` returns seconds of a monotonic clock.
     """
 
     def __init__(self, limit_max: int, clock: Callable[[], float]) -> None:
@@ -309,16 +307,13 @@ class Climb:
         self._pause = self._pause_left = 1
 
     def begin(self) -> None:
-        """Note that a part begins to run."""
         self._tick()
         self._running += 1
 
     def end(self, blocks: int, *, is_behind: bool) -> bool:
-        """Note the end of a part; return whether the limit has risen.
+        """Note the end of a part of `blocks` blocks; return whether the limit has risen.
 
-        Args:
-            blocks: The part's blocks.
-            is_behind: Whether others wait. Only these parts tell what the storage can do.
+        Only parts while others wait (`is_behind`) tell what the storage can do.
         """
         self._tick()
         self._running -= 1

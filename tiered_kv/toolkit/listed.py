@@ -25,7 +25,6 @@ from tiered_kv.toolkit.administration import (
     TierAdministration,
     Verification,
     matching_description,
-    stored_namespace,
 )
 
 _SURVEYS_MAX: Final = 20
@@ -33,26 +32,16 @@ _SURVEYS_MAX: Final = 20
 
 
 class Entry(NamedTuple):
-    """One entry of a storage.
+    """One entry of a storage; None means unknown."""
 
-    Attributes:
-        name: For messages.
-        digest: Its namespace; None for foreign entries, which are counted and never deleted.
-        size_bytes: None if unknown.
-        is_block: Whether it is a block, and not a mark, a readable form or a file that is being written.
-        written_s, used_s: How long ago it was written, or used last; None if the listing does not say.
-        where: What the storage needs to read and delete it.
-        stays: Whether a purge leaves it, such as a directory.
-    """
-
-    name: str
-    digest: str | None
+    name: str  # for messages
+    digest: str | None  # its namespace; None for foreign entries, which are counted and never deleted
     size_bytes: int | None
-    is_block: bool = False
-    written_s: float | None = None
+    is_block: bool = False  # and not a mark, a readable form or a file that is being written
+    written_s: float | None = None  # how long ago
     used_s: float | None = None
-    where: Any = None
-    stays: bool = False
+    where: Any = None  # what the storage needs to read and delete it
+    stays: bool = False  # whether a purge leaves it, such as a directory
 
 
 class ListedStorage(TierAdministration):
@@ -141,7 +130,10 @@ class ListedStorage(TierAdministration):
     def namespaces(self, deadline: float) -> Sequence[StoredNamespace]:
         with self.opened("survey") as is_stored:
             found = sorted(set(self.digests(deadline)) if is_stored else ())[:NAMESPACES_MAX]
-            return [stored_namespace(digest, self.describe(digest, deadline)) for digest in found]
+            return [
+                StoredNamespace(digest, matching_description(self.describe(digest, deadline), digest))
+                for digest in found
+            ]
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
         operation = "repair" if verification.repairs else "verify"

@@ -28,12 +28,10 @@ _log = logging.getLogger("tiered_kv.toolkit")
 NO_ROW: Final = "no_row"
 """The reason for jobs that name rows outside of the memory. The engine's fault, so the breaker ignores it."""
 _ROWS_LOGGED: Final = 16
+# Of the job or lookups that a thread or task serves: see the properties of `QueuedTier`.
 PART_DEADLINE: ContextVar[float] = ContextVar("tiered_kv_part_deadline", default=math.inf)
-"""The deadline of the job or lookups that this thread or task serves."""
 PROBE_REQ_IDS: ContextVar[Sequence[str]] = ContextVar("tiered_kv_probe_req_ids", default=())
-"""Of the lookups that this thread or task serves: for each key the request that asked first."""
 PART_EPOCH: ContextVar[int] = ContextVar("tiered_kv_part_epoch")
-"""The epoch of the job that this thread or task serves."""
 
 
 def block_bytes_of(primary_kv_view: memoryview) -> int:
@@ -54,13 +52,8 @@ class QueuedTier(SecondaryTierManager):
     The scheduler's thread calls the public methods. It shares only `_part_queue`, `_batched_lookups` and `_job_results`
     with the workers.
 
-    Args:
-        part_blocks: Blocks in one part of a job, at most.
-        store_part_blocks: The same of a store; by default `part_blocks`.
-        stores_running_max: Parts of stores that run at once, at most.
-        climbs: Whether only as many of these run at once as the storage needs.
-        clock: The clock of the jobs' deadlines.
-        offloading_spec, primary_kv_view, tier_type, lookup_timeout_s, shutdown_timeout_s: As in `BlockingTier`.
+    A part of a job has at most `part_blocks`, of a store `store_part_blocks`. At most `stores_running_max` parts of
+    stores run at once; if it `climbs`, as many of these as the storage needs. The jobs' deadlines are by `clock`.
     """
 
     is_nonblocking: ClassVar[bool] = True
@@ -171,8 +164,7 @@ class QueuedTier(SecondaryTierManager):
         Jobs of an earlier epoch that have not started will not run. Running ones are reported as failed. A running
         store must not publish its blocks: compare `part_epoch` with `epoch` under a lock that `reset_cache` takes too.
 
-        Args:
-            epoch: The new `epoch`, never used before; by default the old one plus 1.
+        The new `epoch` was never used before; by default it is the old one plus 1.
         """
         self.epoch = self.epoch + 1 if epoch is None else epoch
         self._batched_lookups.clear()
@@ -329,10 +321,7 @@ class EventLog:
     """Stored and removed blocks, in the order of the calls.
 
     Any thread may call `stored`, `removed` and `clear`, under the lock of the tier's index: only so the events have the
-    order in which the index changed. `take` needs no lock.
-
-    Args:
-        is_wanted: Whether events are taken; if not, none are kept.
+    order in which the index changed. `take` needs no lock. If they are not wanted, none are kept.
     """
 
     def __init__(self, is_wanted: bool) -> None:

@@ -78,20 +78,18 @@ def record_bytes_max(block_bytes: int) -> int:
     return HEADER_BYTES + block_bytes + OVERHEAD_BYTES_MAX
 
 
-def _new_buffer(size_bytes: int) -> memoryview:
-    return memoryview(bytearray(size_bytes))
-
-
 def encode_record(
-    key: OffloadKey, block: memoryview, namespace_digest: bytes, codecs: CodecSet = PLAIN, room: Allocate = _new_buffer
+    key: OffloadKey,
+    block: memoryview,
+    namespace_digest: bytes,
+    codecs: CodecSet = PLAIN,
+    room: Allocate = lambda size_bytes: memoryview(bytearray(size_bytes)),
 ) -> tuple[bytes, memoryview]:
     """Return a block's header and payload, to be written one after the other.
 
     With `raw`, and if compression would not make the block shorter, the payload is `block` itself, not a copy.
 
-    Args:
-        block: One-dimensional.
-        room: Allocates the buffer of an encrypted payload.
+    `block` is one-dimensional; `room` allocates the buffer of an encrypted payload.
     """
     give_way()
     draft = codecs.draft(block)
@@ -135,9 +133,7 @@ def decode_record(
         header: The first 128 bytes of the record.
         payload: The bytes after the header, one-dimensional, to the end of the record. If the payload is as long as the
             block and has been read into `block`, pass `block` itself: then nothing is copied.
-        key, namespace_digest: Those that were asked for.
         block: One-dimensional, writable, of the block's size.
-        codecs: The codecs that may be read.
     """
     give_way()
     key_digest = digest_of(key)
@@ -164,12 +160,8 @@ def verify_record(
 ) -> RecordStatus:
     """Check a whole record whose key is unknown. So the tag of an encrypted payload is not checked.
 
-    Args:
-        record: Header and payload, one-dimensional.
-        namespace_digest: The namespace in which it was found.
-        block: A buffer of the block's size, to decompress into; None if the size is unknown.
-        codecs: The codecs that may be read.
-        key_digest: The digest of its key, if its name contains it.
+    `record` is header and payload, one-dimensional; `block` a buffer to decompress into, None if the size of blocks is
+    unknown; `key_digest` that of its key, if its name contains it.
     """
     give_way()
     payload = record[HEADER_BYTES:]

@@ -39,13 +39,9 @@ def addresses_of(host: str, port: int, timeout_s: float) -> Addresses:
 
 
 def connect(host: str, port: int, next_timeout_s: Callable[[], float]) -> socket.socket:
-    """Return a socket that is connected to the first address of a server that answers. Any thread.
+    """Return a socket that is connected to the first address of a server that answers, or raise `OSError`. Any thread.
 
-    Args:
-        next_timeout_s: Returns how long the next step may take; raises `TimeoutError` if no time is left.
-
-    Raises:
-        OSError: No address answers.
+    `next_timeout_s` returns how long the next step may take; it raises `TimeoutError` if no time is left.
     """
     failure = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in addresses_of(host, port, next_timeout_s()):
