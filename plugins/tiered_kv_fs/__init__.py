@@ -10,7 +10,6 @@ from tiered_kv_fs.settings import FsSettings
 
 @hookimpl
 def tiered_kv_register_tiers() -> Iterable[TierType]:
-    """Register the tier type `fs`."""
     return [
         TierType(
             "fs",

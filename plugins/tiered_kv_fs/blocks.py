@@ -38,8 +38,6 @@ _ENTRY_BYTES: Final = 512
 
 @dataclass(slots=True)
 class Moved:
-    """The result for a batch of blocks."""
-
     done: list[OffloadKey]
     reason: str = ""  # why the others failed; the last reason if there were several
     used_bytes: int = 0  # of the grant, filled

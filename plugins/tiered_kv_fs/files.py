@@ -33,12 +33,10 @@ _LOCK_POLL_S: Final = 0.01
 
 
 def reason_of(error: OSError) -> str:
-    """Return the word that counters have for a failed call."""
     return "timeout" if isinstance(error, TimeoutError) else _REASONS.get(error.errno or 0, "io_error")
 
 
 def round_up(size_bytes: int) -> int:
-    """Return a size in whole allocation units."""
     return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 

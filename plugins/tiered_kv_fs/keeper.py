@@ -42,8 +42,6 @@ Call = Callable[..., Awaitable[Any]]  # Any: the function's result
 
 
 class _Reply(NamedTuple):
-    """The ledger's answer."""
-
     granted_bytes: int
     is_known: bool  # the ledger had this tier among its holders
     total_bytes: int

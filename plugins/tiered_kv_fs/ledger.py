@@ -43,8 +43,6 @@ Seconds = Annotated[float, Field(allow_inf_nan=False)]
 
 @dataclass(slots=True)
 class Holder:
-    """A tier that shares the directory."""
-
     namespace: str
     epoch: str
     granted_bytes: Bytes  # not stored yet, or being stored

@@ -48,8 +48,6 @@ class Sweep(Enum):
 
 @dataclass(slots=True)
 class _Count:
-    """The content of the directory."""
-
     used_bytes: int = 0
     oldest: list[tuple[int, str, int, int]] = field(default_factory=list)
     """The oldest blocks, a heap with the newest first: negated time of last use, path, size, time of last change."""

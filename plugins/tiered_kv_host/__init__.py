@@ -10,6 +10,5 @@ from tiered_kv_host.settings import HostTierSettings
 
 @hookimpl
 def tiered_kv_register_tiers() -> Iterable[TierType]:
-    """Register the tier type `host`."""
     load = imported("tiered_kv_host.tier:HostTier")
     return [TierType("host", HostTierSettings, load, "The server of this host's cache.", is_shared=True)]

@@ -10,6 +10,5 @@ from tiered_kv_memory.settings import MemorySettings
 
 @hookimpl
 def tiered_kv_register_tiers() -> Iterable[TierType]:
-    """Register the tier type `memory`."""
     load = imported("tiered_kv_memory.tier:MemoryTier")
     return [TierType("memory", MemorySettings, load, "Records in this process's memory, gone with it.")]

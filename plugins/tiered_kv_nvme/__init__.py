@@ -10,7 +10,6 @@ from tiered_kv_nvme.settings import NvmeSettings
 
 @hookimpl
 def tiered_kv_register_tiers() -> Iterable[TierType]:
-    """Register the tier type `nvme`."""
     return [
         TierType(
             "nvme",

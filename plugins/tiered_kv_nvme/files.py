@@ -19,8 +19,6 @@ from tiered_kv_nvme.segment import Segment
 
 
 class NoSegment(Enum):
-    """Why no segment file was made."""
-
     AT_CAPACITY = "at_capacity"
     NO_SPACE = "no_space"
     FAILED = "failed"

@@ -10,7 +10,6 @@ from tiered_kv_redis.settings import RedisSettings
 
 @hookimpl
 def tiered_kv_register_tiers() -> Iterable[TierType]:
-    """Register the tier type `redis`."""
     return [
         TierType(
             "redis",

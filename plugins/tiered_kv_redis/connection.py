@@ -153,7 +153,6 @@ def pool_options(settings: RedisSettings, address: Address | None) -> Options:
 
 
 def sentinel_options(settings: RedisSettings, sentinel: Address) -> Options:
-    """Return the arguments of a `ConnectionPool` for a sentinel."""
     credentials = _credentials(settings.sentinel_username, settings.sentinel_password)
     return {**_common_options(settings), **_address_options(settings, sentinel), "credential_provider": credentials}
 

@@ -39,7 +39,6 @@ class Stream:
         self._armed_us: dict[int, int] = {}  # the kernel's timeout, by socket option
 
     def send(self, parts: Sequence[Buffer], deadline: float) -> None:
-        """Send all parts, one after the other."""
         rest, at = list(parts), 0
         while at < len(rest):
             self._arm(socket.SO_SNDTIMEO, deadline)
@@ -135,7 +134,6 @@ class ReplyReader:
 
     @property
     def buffered_bytes(self) -> int:
-        """Received bytes that have not been read."""
         return self._end - self._start
 
     def put_back(self, pieces: Iterable[memoryview], size: int) -> None:
@@ -199,7 +197,6 @@ class ReplyReader:
         return memoryview(self._buffer)[start : start + length].toreadonly()
 
     def line(self, deadline: float) -> bytes:
-        """Return the next line, without its end."""
         searched = self._start
         while (end := self._buffer.find(b"\r\n", searched, self._end)) < 0:
             if self.buffered_bytes > _LINE_BYTES_MAX:

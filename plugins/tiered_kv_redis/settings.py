@@ -21,8 +21,6 @@ _URL_ACCEPTED = "redis://host:6379/0, rediss://host:6379/0 (TLS) or unix:///path
 
 
 class Address(NamedTuple):
-    """Where a server listens."""
-
     host: str
     port: int
 
@@ -103,7 +101,6 @@ class RedisSettings(CodecSettings):
     @model_validator(mode="before")
     @classmethod
     def _take_url_apart(cls, data: object) -> object:
-        """Split `url` into the settings that it stands for."""
         if not isinstance(data, Mapping) or not isinstance(data.get("url"), str):
             return data
         parts = _parts_of(data["url"])

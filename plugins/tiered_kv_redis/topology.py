@@ -83,7 +83,6 @@ class Topology:
         self._is_stale = self._settings.mode != "standalone"
 
     def nodes(self) -> list[Node]:
-        """Return the known servers."""
         return list(self._nodes.values())
 
     @property

@@ -10,7 +10,6 @@ from tiered_kv_s3.settings import S3Settings
 
 @hookimpl
 def tiered_kv_register_tiers() -> Iterable[TierType]:
-    """Register the tier type `s3`."""
     return [
         TierType(
             "s3",

@@ -68,8 +68,6 @@ class Proxy:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The server of a bucket."""
-
     host: str
     port: int
     is_tls: bool
@@ -91,7 +89,6 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """Host and port."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
@@ -124,8 +121,6 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The head of an answer."""
-
     status: int
     headers: Mapping[str, str]  # by lower-case name; the last of several
     body_bytes: int | None  # None if the answer does not say
@@ -152,7 +147,6 @@ class Connection:
         self.fileno = connected.fileno()
 
     def send(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Send a request: its head, and the pieces of its body."""
         self.is_reusable = False
         waiting = [memoryview(piece) for piece in pieces]
         if self._is_tls:
@@ -303,8 +297,6 @@ _ALGORITHM = "AWS4-HMAC-SHA256"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The credentials that sign requests."""
-
     access_key_id: str = field(repr=False)
     secret_access_key: str = field(repr=False)
     session_token: str = field(default="", repr=False)

@@ -309,7 +309,6 @@ class Control:
         return BucketError(message, code, tier=self._tier, operation=operation, status=status)
 
     def _boto3(self) -> Any:
-        """Return a client with the current credentials."""
         credentials = self._account.credentials(time.monotonic() + _CREDENTIALS_S)  # not under the lock: it may wait
         with self._lock:
             if self._client is None or self._credentials != credentials:

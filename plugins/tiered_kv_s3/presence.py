@@ -55,12 +55,10 @@ class Presence:
                 self._answers.popitem(last=False)
 
     def known(self, name: str) -> Verdict | None:
-        """Return the kept answer for a block, if any."""
         with self._lock:
             return self._known(name, time.monotonic())
 
     def forget(self) -> None:
-        """Remove all answers."""
         with self._lock:
             self._answers.clear()
 

@@ -188,7 +188,6 @@ def region_in(answer: Answer, body: bytes) -> str:
 
 
 def verdict_of_error(error: OSError) -> Verdict:
-    """Return the verdict on a connection's failure."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return Verdict.UNTRUSTED
     if isinstance(error, TimeoutError):

@@ -43,8 +43,6 @@ _REMEDIES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The identity of a tier's blocks."""
-
     digest: bytes  # of the namespace, 16 bytes
     namespace: Mapping[str, object]  # its readable form
     block_bytes: int

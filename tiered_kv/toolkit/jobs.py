@@ -256,7 +256,6 @@ class PartQueue:
 
     @property
     def stores_waiting(self) -> int:
-        """Jobs of stores that have a part that has not begun."""
         return len(self._stores)
 
     @property
@@ -333,7 +332,6 @@ class Climb:
         return self._judge(rate)
 
     def rise_if_stalled(self) -> None:
-        """Raise the limit if all parts hang."""
         if self._running >= self.limit and self._clock() - self._since_s > STALL_S:
             self.limit = min(self._running + 1, self._limit_max)
 

@@ -190,7 +190,6 @@ class Census:
             self._foreign_names.append(name[:256])
 
     def of(self, digest: str) -> tuple[int | None, int | None]:
-        """Return the blocks and bytes of a namespace."""
         tally = self._tallies.get(digest, StoredNamespace(digest, {}, 0, 0))
         return tally.blocks, tally.size_bytes
 

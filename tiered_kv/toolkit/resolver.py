@@ -58,7 +58,6 @@ def connect(host: str, port: int, next_timeout_s: Callable[[], float]) -> socket
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
-    """Return an exception and its causes."""
     causes: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in causes:  # an exception that was raised again may be among its own causes

@@ -166,6 +166,5 @@ class FirstFailures:
         self._logged: dict[tuple[str, object], OSError] = {}  # threads add to it, each in one atomic step
 
     def note(self, operation: str, error: OSError) -> None:
-        """Log a failure, unless one of its kind was logged."""
         if self._logged.setdefault((operation, error.errno), error) is error:
             self._log.warning("%s: %s failed: %s; further ones are only counted", self._place, operation, error)
