@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from typing import Final
 
@@ -40,7 +40,6 @@ _NAME: Final = re.compile(
     re.escape(KEY_PREFIX) + rb"(?P<digest>[0-9a-f]{32}):(?:[0-9a-f]{16}:(?P<key>.*)|namespace|epoch)", re.DOTALL
 )
 """Every name that the tier gives: see `epoch.py`. A block's key may be any bytes."""
-_NO_TOUCH_MISSING: Final = "the server has no CLIENT NO-TOUCH (Redis 7.2): each check counts as a use of the block"
 _RIGHTS: Final = (
     "to inspect and purge, its user needs +scan +strlen +unlink +get on keys 'tkv1:*', in a cluster +cluster|slots"
 )
@@ -124,11 +123,8 @@ class RedisAdministration(ListedStorage):
             for start in range(0, len(listed), at_once):
                 batch = listed[start : start + at_once]
                 client: Redis = batch[0].where[0]
-                try:
+                with suppress(ResponseError):  # before Redis 7.2, where each check counts as a use
                     client.client_no_touch("ON")
-                except ResponseError:
-                    if _NO_TOUCH_MISSING not in found.notes:
-                        found.notes.append(_NO_TOUCH_MISSING)
                 for each, value in _loaded(client, batch, limit):
                     if isinstance(value, bytes):
                         record, key = memoryview(value), OffloadKey(each.where[2])

@@ -66,24 +66,10 @@ class Verdict(StrEnum):
     """The request was for another region than the bucket's, which is known now."""
 
 
-RETRYABLE = frozenset(
-    {
-        Verdict.SLOW_DOWN,
-        Verdict.UNAVAILABLE,
-        Verdict.TIMEOUT,
-        Verdict.BROKEN,
-        Verdict.CREDENTIALS,
-        Verdict.REDIRECTED,
-    }
-)
-FAILURES = RETRYABLE | {
-    Verdict.CREDENTIALS_EXPIRED,
-    Verdict.NO_BUCKET,
-    Verdict.DENIED,
-    Verdict.REFUSED,
-    Verdict.UNTRUSTED,
-    Verdict.MOVED,
-}
+_OF_SERVER = {Verdict.SLOW_DOWN, Verdict.UNAVAILABLE, Verdict.TIMEOUT, Verdict.BROKEN}
+_OF_SETTINGS = {Verdict.CREDENTIALS_EXPIRED, Verdict.NO_BUCKET, Verdict.DENIED, Verdict.REFUSED, Verdict.MOVED}
+RETRYABLE = frozenset({*_OF_SERVER, Verdict.CREDENTIALS, Verdict.REDIRECTED})
+FAILURES = RETRYABLE | _OF_SETTINGS | {Verdict.UNTRUSTED}
 ABSENCE = frozenset({Verdict.ABSENT, Verdict.EXPIRED})
 
 
@@ -100,10 +86,8 @@ class BucketError(TierUnavailableError):
 
 
 _CREDENTIALS = ("refuses the credentials", "correct 'access_key_id' and 'secret_access_key', or the profile's")
-_MISSING_RIGHT = (
-    "refuses the request",
-    "give the credentials s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket",
-)
+_RIGHTS = "give the credentials s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket"
+_MISSING_RIGHT = ("refuses the request", _RIGHTS)
 _NO_SUCH_BUCKET = ("does not exist", "make it, or correct 'bucket'")
 _OTHER_REGION = ("is in another region", "correct 'region'")
 _IS_SAID: dict[str, tuple[str, str]] = {

@@ -21,7 +21,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, compressible_content, make_keys
-from tiered_kv.toolkit.epoch import EpochMark, forget_retired
+from tiered_kv.toolkit.epoch import EpochMark, _retired
 
 KEY_1, KEY_2 = "11" * 32, "22" * 32
 OLD, NEW, LATE = make_keys(4, "old"), make_keys(4, "new"), make_keys(4, "late")
@@ -277,5 +277,5 @@ def test_a_mark_that_is_lost_or_older_while_a_process_runs_is_written_again_and_
     assert rig.load([*OLD, *NEW]) == set(NEW)
     assert door.read_mark() == mark
     assert rig.tier.stats()["epoch_repairs_total"] == 1
-    forget_retired()  # as in a process that has not seen the reset
+    _retired.clear()  # as in a process that has not seen the reset
     assert opened(place).load([*OLD, *NEW]) == set(NEW)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tiered_kv.errors import FormatError, TierUnavailableError
-from tiered_kv.toolkit.epoch import CHECK_PAUSE_S, CHECK_WAIT_S, MARK_BYTES_MAX, Epoch, EpochMark, forget_retired
+from tiered_kv.toolkit.epoch import CHECK_PAUSE_S, CHECK_WAIT_S, MARK_BYTES_MAX, Epoch, EpochMark, _retired
 
 NEVER = math.inf
 
@@ -120,7 +120,7 @@ def test_a_reset_whose_write_was_done_and_not_answered_stays_done(storage: Stora
         resetting.saved_value(NEVER)
     storage.loses_answers = False
     value = resetting.saved_value(NEVER)
-    forget_retired()  # the other process has not seen it
+    _retired.clear()  # the other process has not seen it
     check(running)
     assert stored_value(storage) == value
 
@@ -132,15 +132,15 @@ def test_a_process_that_was_idle_does_not_undo_a_reset_that_came_after_a_fall_ba
         idle.renew()
         second = idle.saved_value(NEVER)
     storage.data = storage.history[0]
-    forget_retired()  # another process
+    _retired.clear()  # another process
     resetting = Epoch(storage)
     assert resetting.saved_value(NEVER) == first
     resetting.renew()
     third = resetting.saved_value(NEVER)
-    forget_retired()
+    _retired.clear()
     check(idle)
     assert idle.value(NEVER) == second
-    forget_retired()  # a later process
+    _retired.clear()  # a later process
     assert Epoch(storage).saved_value(NEVER) not in (first, second)
     after = stored_value(storage)
     for epoch in (resetting, idle, resetting, idle):
@@ -158,7 +158,7 @@ def test_a_process_whose_epoch_is_over_does_not_bring_it_back(storage: Storage, 
     check(running)  # it sees the other's reset
     storage.data = storage.history[0] if found == "its own" else found
     check(running)
-    forget_retired()  # a later process
+    _retired.clear()  # a later process
     assert Epoch(storage).saved_value(NEVER) != old
 
 

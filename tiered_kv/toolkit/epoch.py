@@ -238,12 +238,6 @@ class Epoch:
         return drawn if found is None or _is_retired(found.value) else found
 
 
-def forget_retired() -> None:
-    """Forget the retired epochs, for tests that simulate a new process."""
-    with _retired_lock:
-        _retired.clear()
-
-
 def _draw() -> str:
     return secrets.token_hex(8)
 

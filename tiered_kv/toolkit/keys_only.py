@@ -21,15 +21,8 @@ class KeyStore:
     By default it evicts the block that was used least recently. A tier type that evicts in another way names a subclass
     as `TierType.key_store`. Compression is not simulated.
 
-    Args:
-        settings: The tier's YAML entry.
-        clock: Seconds, in the time of the requests.
-
-    Attributes:
-        written_blocks, moved_blocks: Blocks that were stored, and how many of them only moved inside the tier.
-        read_blocks: Blocks that were loaded.
-        evicted_blocks: Blocks that were evicted.
-        lookup_requests: Requests that lookups sent to a server.
+    `settings` is the tier's YAML entry; `clock` returns seconds, in the time of the requests. Moved blocks are written
+    ones that only moved inside the tier; `lookup_requests` are those that lookups sent to a server.
 
     Raises:
         ConfigError: The capacity does not hold a block.
