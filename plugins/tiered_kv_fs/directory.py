@@ -9,14 +9,7 @@ from tiered_kv.permissions import check_inner_directory, open_directory
 from tiered_kv.toolkit.claimed import ClaimedDirectory, Identity, absolute, refuse_other_device
 from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, as_text, fields_of, read_file, replace_file
 from tiered_kv_fs.files import make_directory
-from tiered_kv_fs.layout import (
-    FORMAT_VERSION,
-    LEDGER_NAME,
-    LOCK_NAME,
-    MARKER_NAME,
-    NAMESPACE_NAME,
-    SWEEP_NAME,
-)
+from tiered_kv_fs.layout import FORMAT_VERSION, LEDGER_NAME, LOCK_NAME, MARKER_NAME, NAMESPACE_NAME, SWEEP_NAME
 
 
 def claimed(path: str, tier: str, *, private: bool) -> ClaimedDirectory:

@@ -44,11 +44,7 @@ class MemoryTier(BlockingTier):
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: MemorySettings
     ) -> None:
         super().__init__(
-            offloading_spec,
-            primary_kv_view,
-            tier_type,
-            threads=_THREADS,
-            lookup_timeout_s=settings.lookup_timeout,
+            offloading_spec, primary_kv_view, tier_type, threads=_THREADS, lookup_timeout_s=settings.lookup_timeout
         )
         self._namespace_digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
         self._codecs = settings.open_codecs()

@@ -307,8 +307,7 @@ class CodecSettings(TierSettings):
         "or both.",
     )
     encryption: EncryptionSettings | None = Field(
-        default=None,
-        description="Keys to encrypt blocks with, and to read encrypted ones with whatever `codec` says.",
+        default=None, description="Keys to encrypt blocks with, and to read encrypted ones with whatever `codec` says."
     )
 
     @model_validator(mode="after")

@@ -120,12 +120,7 @@ def read_header(header: Bytes) -> RecordHeader | RecordStatus:
 
 
 def decode_record(
-    header: Bytes,
-    payload: Bytes,
-    key: OffloadKey,
-    block: memoryview,
-    namespace_digest: bytes,
-    codecs: CodecSet = PLAIN,
+    header: Bytes, payload: Bytes, key: OffloadKey, block: memoryview, namespace_digest: bytes, codecs: CodecSet = PLAIN
 ) -> RecordStatus:
     """Verify a record and write its block into `block`. Any status but OK is a miss, and leaves undefined bytes there.
 
