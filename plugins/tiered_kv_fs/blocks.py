@@ -107,8 +107,7 @@ class BlockFiles:
     def contains(self, epoch: str, keys: Sequence[OffloadKey]) -> list[bool]:
         """Return for each key whether a file of a possible size exists that is not known to be unreadable here.
 
-        Raises:
-            OSError: The directory cannot be read.
+        Raises `OSError`: the directory cannot be read.
         """
         paths = [self._path_of(epoch, key) for key in keys]
         try:
@@ -217,8 +216,7 @@ def _write(path: str, parts: Sequence[bytes | memoryview]) -> None:
 def _make_above(path: str) -> int:
     """Make the directories of a file's epoch and shard; return what a new shard's directory occupies.
 
-    Raises:
-        FileNotFoundError: The namespace's directory is missing. The keeper makes it, and checks its owner.
+    Raises `FileNotFoundError`: the namespace's directory is missing. The keeper makes it, and checks its owner.
     """
     shard = os.path.dirname(path)
     make_directory(os.path.dirname(shard))

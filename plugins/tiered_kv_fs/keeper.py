@@ -53,10 +53,7 @@ class Keeper:
     """Takes and returns grants, starts sweeps, and writes the epoch's mark.
 
     The event loop owns it. Two tasks run while the tier is open, each with one thread at most: one uses the
-    ledger, the other one sweeps.
-
-    Raises:
-        OSError: The ledger cannot be read or locked.
+    ledger, the other one sweeps. Raises `OSError`: the ledger cannot be read or locked.
     """
 
     directory: Directory

@@ -78,8 +78,7 @@ class DirectorySweeper:
     def make_room(self, wanted_bytes: int) -> Sweep:
         """Remove files until `wanted_bytes` more fit into the capacity; survey first if that is due.
 
-        Raises:
-            OSError: The file system refuses.
+        Raises `OSError`: the file system refuses.
         """
         with ExitStack() as held:
             try:

@@ -57,8 +57,7 @@ class FsSizes(NamedTuple):
     def of(cls, capacity_bytes: int, block_bytes: int, overhead_bytes: int) -> FsSizes:
         """Return the sizes for a capacity; a stored block exceeds its size by `overhead_bytes` at most.
 
-        Raises:
-            ConfigError: The capacity is too small.
+        Raises `ConfigError`: the capacity is too small.
         """
         room_bytes = room_bytes_of(block_bytes + overhead_bytes)
         least_bytes = _SMALL_THINGS_BYTES + GRANTS_MIN * room_bytes

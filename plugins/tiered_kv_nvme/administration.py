@@ -157,8 +157,7 @@ class NvmeAdministration(TierAdministration):
     def _marker(self, fd: int | None) -> tuple[str, Mapping[str, object]]:
         """Return the digest of the namespace and the marker's fields; "" if there is no directory or no marker.
 
-        Raises:
-            FormatError: The marker is damaged or of another format version, or is missing beside foreign files.
+        Raises `FormatError`: the marker is damaged or of another format version, or is missing beside foreign files.
         """
         fields = None if fd is None else self._claimed.marker(fd)
         if fields is None:

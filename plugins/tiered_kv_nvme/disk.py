@@ -101,8 +101,7 @@ def _map(size_bytes: int) -> memoryview:
 def probe_direct(disk: Disk, directory_fd: int) -> str:
     """Write and read a page with O_DIRECT; return why that failed, or an empty string.
 
-    Raises:
-        OSError: The system gave no descriptor or memory.
+    Raises `OSError`: the system gave no descriptor or memory.
     """
     page = Scratch().take(PAGE_BYTES)
     try:

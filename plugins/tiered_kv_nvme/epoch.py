@@ -53,8 +53,7 @@ class DirectoryEpoch:
     def sync(self) -> None:
         """Write the epoch if the file does not have it yet, and flush it.
 
-        Raises:
-            OSError: The write or the flush failed; the next call tries again.
+        Raises `OSError`: the write or the flush failed; the next call tries again.
         """
         value = self._save()
         try:
@@ -67,8 +66,7 @@ class DirectoryEpoch:
     def remake(self) -> None:
         """Make the file again if somebody has deleted it.
 
-        Raises:
-            OSError: That failed; a restart would find no blocks.
+        Raises `OSError`: that failed; a restart would find no blocks.
         """
         if not has_name(EPOCH_NAME, self._fd, dir_fd=self._directory_fd):
             fd = self._open()
@@ -80,8 +78,7 @@ class DirectoryEpoch:
     def close(self) -> None:
         """Flush and close the file; if that fails, remove it: the next opening then begins a new epoch.
 
-        Raises:
-            OSError: The removal failed, or may not survive a power failure. Blocks from before a reset may come back.
+        Raises `OSError`: the removal failed, or a power failure may undo it. Blocks from before a reset may come back.
         """
         if self._flushed != self.value:
             with suppress(OSError):

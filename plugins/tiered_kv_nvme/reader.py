@@ -120,8 +120,7 @@ class BlockReader:
     def read_stored(self, segment: Segment, ordinals: Sequence[int]) -> list[memoryview | None]:
         """Return the payloads of entries, sorted by offset, until this thread reads again; None for corrupt ones.
 
-        Raises:
-            OSError: The disk failed.
+        Raises `OSError`: the disk failed.
         """
         entries = [segment.table[ordinal] for ordinal in ordinals]
         payloads = read_payloads(self.disk, self._scratch, segment.fd, entries)

@@ -24,8 +24,7 @@ from tiered_kv_nvme.segment import Segment, SegmentState
 def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
     """Fill an empty pool and its index from the directory; delete unusable segments, and those over the capacity.
 
-    Raises:
-        OSError: A segment file cannot be opened, or there is no memory to read it; no file is left open.
+    Raises `OSError`: a segment file cannot be opened, or there is no memory to read it; no file is left open.
     """
     slots = files.directory.list().segments
     if len(slots) > files.descriptors_max:

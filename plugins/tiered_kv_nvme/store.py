@@ -60,8 +60,7 @@ class StoreOptions:
 class SegmentStore:
     """Blocks in a directory of segments. Any thread may call every method but `close`.
 
-    Raises:
-        TierBusyError, FormatError, TierUnavailableError: As `SegmentDirectory`.
+    Raises `TierBusyError`, `FormatError`, `TierUnavailableError`: as `SegmentDirectory`.
     """
 
     def __init__(

@@ -46,11 +46,7 @@ _RIGHTS: Final = (
 
 
 class RedisAdministration(ListedStorage):
-    """The servers of a redis tier.
-
-    Raises:
-        ConfigError: A file of certificates or keys cannot be used.
-    """
+    """The servers of a redis tier. Raises `ConfigError`: a file of certificates or keys cannot be used."""
 
     def __init__(self, settings: RedisSettings) -> None:
         super().__init__(settings)

@@ -39,9 +39,7 @@ class Blocks:
     """The blocks of one namespace. Worker threads.
 
     `note_failures` is called with an operation, how many blocks failed, and why.
-
-    Raises:
-        MissingExtraError: The codec's library is not installed.
+    Raises `MissingExtraError`: the codec's library is not installed.
     """
 
     def __init__(

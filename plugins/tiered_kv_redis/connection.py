@@ -186,8 +186,7 @@ def _common_options(settings: RedisSettings) -> Options:
 def check_tls_files(settings: RedisSettings) -> None:
     """Read certificates and key once: with a bad file, redis-py fails at each connection as if there were no server.
 
-    Raises:
-        ConfigError: A file cannot be read, or is invalid.
+    Raises `ConfigError`: a file cannot be read, or is invalid.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     setting, what = "tls_ca", "a file of CA certificates in PEM format"

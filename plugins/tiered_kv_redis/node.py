@@ -85,8 +85,7 @@ class Node:
     def take(self) -> WireConnection:
         """Return an open connection without unread bytes; call `give_back` or `drop` after use.
 
-        Raises:
-            NodeError: The server is down, or cannot be connected to.
+        Raises `NodeError`: the server is down, or cannot be connected to.
         """
         if self._closing.is_set():
             raise NodeError(why.UNAVAILABLE)

@@ -164,8 +164,7 @@ class ReplyReader:
     def reply(self, deadline: float) -> Reply:
         """Return the next reply to any command but GET of a block.
 
-        Raises:
-            NodeError: No such command has a reply of this kind or size.
+        Raises `NodeError`: no such command has a reply of this kind or size.
         """
         line = self.line(deadline)
         if line[:1] == b"+":
@@ -178,8 +177,7 @@ class ReplyReader:
     def bulk_length(self, bytes_max: int, deadline: float) -> int | Refusal | None:
         """Return the length of the next string, at most `bytes_max`, or the error or nil in its place.
 
-        Raises:
-            NodeError: The reply is anything else.
+        Raises `NodeError`: the reply is anything else.
         """
         return _length(self.line(deadline), bytes_max)
 

@@ -60,8 +60,7 @@ class Topology:
     def split(self, names: Sequence[bytes], deadline: float) -> list[tuple[Node, list[int]]]:
         """Return each server with the positions of its names. A name whose slot has no server now is left out.
 
-        Raises:
-            NodeError: The servers' addresses are unknown at the deadline.
+        Raises `NodeError`: the servers' addresses are unknown at the deadline.
         """
         self._ensure_known(deadline)
         owners = self._owners

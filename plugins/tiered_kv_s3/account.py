@@ -38,9 +38,7 @@ class Account:
 
     A provider of credentials may use a server or a program that hangs, and boto3 sets no limit. So a background thread
     calls the provider. A request waits for it only if there are no credentials yet, and until its deadline.
-
-    Raises:
-        ConfigError: boto3 cannot work with the settings.
+    Raises `ConfigError`: boto3 cannot work with the settings.
     """
 
     def __init__(self, settings: S3Settings, tier: str) -> None:
@@ -70,8 +68,7 @@ class Account:
     def credentials(self, deadline: float) -> Credentials:
         """Return the current credentials; those of a role or a process are refreshed before they expire.
 
-        Raises:
-            TierUnavailableError: There are none by the deadline.
+        Raises `TierUnavailableError`: there are none by the deadline.
         """
         if self._explicit is not None:
             return self._explicit

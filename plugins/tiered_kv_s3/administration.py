@@ -32,8 +32,7 @@ _PARALLEL_READS: Final = 8
 class S3Administration(ListedStorage):
     """The bucket of an s3 tier.
 
-    Raises:
-        ConfigError: boto3 refuses the settings, or the file of authorities cannot be read.
+    Raises `ConfigError`: boto3 refuses the settings, or the file of authorities cannot be read.
     """
 
     def __init__(self, settings: S3Settings) -> None:

@@ -61,8 +61,7 @@ Exchange = Callable[[Connection, Credentials], Verdict]
 class Bucket:
     """One bucket. Any thread may call; each call opens at most one connection, `head_all` up to 16.
 
-    Raises:
-        ConfigError: The file of authorities cannot be read.
+    Raises `ConfigError`: the file of authorities cannot be read.
     """
 
     def __init__(self, settings: S3Settings, account: Account) -> None:

@@ -52,8 +52,7 @@ class Proxy:
     def of_environment(cls, scheme: str, host: str) -> Self | None:
         """Return the proxy that HTTP_PROXY, HTTPS_PROXY and NO_PROXY set for a server, if any.
 
-        Raises:
-            ValueError: The value is no URL of an HTTP proxy.
+        Raises `ValueError`: the value is no URL of an HTTP proxy.
         """
         url = getproxies().get(scheme, "")
         if not url or proxy_bypass(host):

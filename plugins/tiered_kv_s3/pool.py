@@ -18,11 +18,7 @@ IDLE_S_MAX = 15.0
 
 
 def open_connection(endpoint: Endpoint, tls: ssl.SSLContext | None, patience: Patience) -> Connection:
-    """Return a new connection.
-
-    Raises:
-        OSError: No address of the server answers in time.
-    """
+    """Return a new connection. Raises `OSError`: no address of the server answers in time."""
     peer = endpoint.proxy or endpoint
     plain = connect(peer.host, peer.port, patience.next_timeout_s)
     try:
@@ -49,10 +45,7 @@ def _tunnel(endpoint: Endpoint, plain: socket.socket, proxy: Proxy, patience: Pa
 class ConnectionPool:
     """Connections to one endpoint; `take` prefers the one that was used last. Any thread may call.
 
-    The callers bound how many are in use.
-
-    Raises:
-        ConfigError: The file cannot be read, or holds no certificate.
+    The callers bound how many are in use. Raises `ConfigError`: the file cannot be read, or holds no certificate.
     """
 
     def __init__(self, endpoint: Endpoint, ca_file: str | None, counters: Counters) -> None:
@@ -71,16 +64,14 @@ class ConnectionPool:
     def take(self, patience: Patience) -> Connection:
         """Return a connection for one request; only the caller uses it, until `give_back`.
 
-        Raises:
-            OSError: No connection could be opened.
+        Raises `OSError`: no connection could be opened.
         """
         return self._take_idle(patience) or self._open(patience)
 
     def take_many(self, count: int, patience: Patience, *, may_open: bool) -> list[Connection]:
         """Return as many connections as there are, up to `count`; missing ones are opened at the same time.
 
-        Raises:
-            OSError: There is none, and none could be opened.
+        Raises `OSError`: there is none, and none could be opened.
         """
         taken = [connection for _ in range(count) if (connection := self._take_idle(patience)) is not None]
         missing = count - len(taken) if may_open or not taken else 0
@@ -143,8 +134,7 @@ class ConnectionPool:
 def tls_context(ca_file: str | None) -> ssl.SSLContext:
     """Return the context that verifies server certificates: by the system's authorities, or by `ca_file` alone.
 
-    Raises:
-        ConfigError: The file cannot be read, or holds no certificate.
+    Raises `ConfigError`: the file cannot be read, or holds no certificate.
     """
     try:
         context = ssl.create_default_context(cafile=ca_file)

@@ -201,10 +201,7 @@ class TierAdministration(ABC):
         """Read all blocks of one namespace, and `note` each; delete a block if `note` returns True. Optional.
 
         Memory is bounded by a few blocks, whatever sizes the storage claims. `verification` has the results, also after
-        an exception.
-
-        Raises:
-            NotImplementedError: Tiers of this type cannot be verified.
+        an exception. Raises `NotImplementedError`: tiers of this type cannot be verified.
         """
         raise NotImplementedError
 

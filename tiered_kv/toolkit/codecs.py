@@ -30,9 +30,7 @@ class Zstd:
 
     In 16-bit floats one byte holds the exponent, which compresses, and the other byte mantissa, which does not.
     Separate Huffman tables save about a tenth of the block.
-
-    Raises:
-        MissingExtraError: The zstandard library is not installed.
+    Raises `MissingExtraError`: the zstandard library is not installed.
     """
 
     def __init__(self) -> None:

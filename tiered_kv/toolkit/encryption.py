@@ -79,9 +79,7 @@ class Cipher:
     """Encrypts with one key and decrypts with several. Any thread may call, in forked children too.
 
     `keys` have 32 bytes and ids from 1 to `KEY_ID_MAX`. `write_key` encrypts; None if blocks are not encrypted.
-
-    Raises:
-        MissingExtraError: The library is not installed, or too old.
+    Raises `MissingExtraError`: the library is not installed, or too old.
     """
 
     def __init__(self, keys: Mapping[int, bytes], write_key: int | None) -> None:

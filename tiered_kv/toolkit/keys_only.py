@@ -23,9 +23,7 @@ class KeyStore:
 
     `settings` is the tier's YAML entry; `clock` returns seconds, in the time of the requests. Moved blocks are written
     ones that only moved inside the tier; `lookup_requests` are those that lookups sent to a server.
-
-    Raises:
-        ConfigError: The capacity does not hold a block.
+    Raises `ConfigError`: the capacity does not hold a block.
     """
 
     evicts_by_use: ClassVar[bool] = True

@@ -37,8 +37,7 @@ PART_EPOCH: ContextVar[int] = ContextVar("tiered_kv_part_epoch")
 def block_bytes_of(primary_kv_view: memoryview) -> int:
     """Return the bytes of a block of the primary tier.
 
-    Raises:
-        ValueError: The view is not writable, not C-contiguous, or not of shape (num_blocks, block_bytes).
+    Raises `ValueError`: the view is not writable, not C-contiguous, or not of shape (num_blocks, block_bytes).
     """
     shape = primary_kv_view.shape
     if shape is None or len(shape) != 2 or primary_kv_view.readonly or not primary_kv_view.c_contiguous:

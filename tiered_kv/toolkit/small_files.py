@@ -93,7 +93,7 @@ def write_all(
     """Write all of `parts` at `offset`. After an `OSError` some bytes may have been written."""
     total, done = sum(map(len, parts)), 0
     while done < total:
-        left = rest_of([*map(memoryview, parts)], done) if done else parts
+        left = rest_of([memoryview(part) for part in parts], done) if done else parts
         written = (pwritev or os.pwritev)(fd, left, offset + done)
         if written <= 0:
             raise OSError(errno.EIO, f"{done} of {total} bytes were written")
