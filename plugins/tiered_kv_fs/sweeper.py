@@ -145,8 +145,15 @@ class DirectorySweeper:
         for files in walk(self._root):
             for path, status in files:
                 found.used_bytes += occupied_bytes(status)
-                if stat.S_ISREG(status.st_mode):
-                    _note_file(path, status, live, found)
+                if stat.S_ISREG(status.st_mode) and _BLOCK.fullmatch(path):
+                    used_ns = status.st_mtime_ns if path.rsplit("/", 2)[0] in live else 0
+                    entry = (-used_ns, path, occupied_bytes(status), status.st_mtime_ns)
+                    if len(found.oldest) < _CANDIDATES_MAX:
+                        heapq.heappush(found.oldest, entry)
+                    else:
+                        heapq.heappushpop(found.oldest, entry)
+                elif stat.S_ISREG(status.st_mode) and (match := _TEMPORARY.fullmatch(path)):
+                    found.temporaries.append((path, match["owner"], status))
                 elif _EPOCH.fullmatch(path) and stat.S_ISDIR(status.st_mode):
                     found.epochs.append(path)
                     namespace, _, epoch = path.partition("/")
@@ -184,19 +191,6 @@ class DirectorySweeper:
                     for shard in os.listdir(path):
                         os.rmdir(f"{path}/{shard}")
                     os.rmdir(path)
-
-
-def _note_file(path: str, status: os.stat_result, live: set[str], found: _Count) -> None:
-    if _BLOCK.fullmatch(path):
-        epoch = path.rsplit("/", 2)[0]
-        used_ns = status.st_mtime_ns if epoch in live else 0
-        entry = (-used_ns, path, occupied_bytes(status), status.st_mtime_ns)
-        if len(found.oldest) < _CANDIDATES_MAX:
-            heapq.heappush(found.oldest, entry)
-        elif entry > found.oldest[0]:
-            heapq.heapreplace(found.oldest, entry)
-    elif match := _TEMPORARY.fullmatch(path):
-        found.temporaries.append((path, match["owner"], status))
 
 
 class FsKeys(KeyStore):

@@ -149,7 +149,11 @@ class SegmentPool:
                         return self._take(active, demand, count)
                     self._retire(stream)
                 if len(self._free) > spare:
-                    self._activate(self._free.popleft(), stream)
+                    segment = self._active[stream] = self._free.popleft()
+                    segment.state, segment.epoch = SegmentState.ACTIVE, self.epoch
+                    if stream is WriteStream.STORES:
+                        self.worth.note_filled()
+                    self.changed.notify_all()  # the reclaimer has a segment to free
                     continue
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0 or self.is_starved or not self.changed.wait(remaining_s):
@@ -216,15 +220,6 @@ class SegmentPool:
         segment.key_bytes += key_bytes
         segment.writers += 1
         return Reservation(segment, header, key_bytes)
-
-    def _activate(self, segment: Segment, stream: WriteStream) -> None:
-        assert segment.state is SegmentState.FREE
-        segment.state = SegmentState.ACTIVE
-        segment.epoch = self.epoch
-        self._active[stream] = segment
-        if stream is WriteStream.STORES:
-            self.worth.note_filled()
-        self.changed.notify_all()  # the reclaimer has a segment to free
 
     def _retire(self, stream: WriteStream) -> None:
         segment = self._active.pop(stream)

@@ -159,15 +159,12 @@ class BlockReader:
         wanted.sort(key=lambda item: (item.segment.slot, item.entry.offset))
         runs: list[BlockRun] = []
         for item in wanted:
-            scatter = self._can_scatter(item.entry)
+            entry = item.entry  # whether it can be read into the caller's memory
+            is_raw = entry.codec == RAW_ID and entry.stored_bytes == self.block_bytes
+            scatter = self._may_scatter and is_raw and entry.offset % PAGE_BYTES == 0
             if not runs or not runs[-1].extend(item, scatter):
                 runs.append(BlockRun([item], scatter))
         return runs
-
-    def _can_scatter(self, entry: SegmentEntry) -> bool:
-        """Return whether a block can be read into the caller's memory."""
-        is_raw = entry.codec == RAW_ID and entry.stored_bytes == self.block_bytes
-        return self._may_scatter and is_raw and entry.offset % PAGE_BYTES == 0
 
     def _read(self, run: BlockRun) -> list[RecordStatus]:
         if run.scatter:

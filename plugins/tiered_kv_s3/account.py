@@ -31,6 +31,7 @@ LOGGED_MAX = 64
 
 _log = logging.getLogger("tiered_kv.s3")
 _LOGGERS_OF_REQUESTS = ("auth", "endpoint", "hooks", "httpsession", "parsers", "retryhandler", "awsrequest", "client")
+"""They log whole requests, with session tokens, at level DEBUG."""
 
 
 class Account:
@@ -57,7 +58,10 @@ class Account:
         self._logged: set[tuple[str, str, int]] = set()  # operation, reason and level
         self._problem = "no thread can be started that asks for credentials"  # why there are none
         self._asked_s = self._renewed_s = -math.inf
-        _silence_request_logs()
+        for part in _LOGGERS_OF_REQUESTS:
+            logger = logging.getLogger(f"botocore.{part}")
+            if logger.level == logging.NOTSET:
+                logger.setLevel(logging.INFO)
         try:
             self._session: Any = self._open_session()  # Any: boto3 makes its classes at run time
             self.region: str = settings.region or self._session.region_name or DEFAULT_REGION
@@ -212,11 +216,3 @@ def library_errors() -> tuple[type[Exception], ...]:
     from botocore.parsers import ResponseParserError
 
     return (BotoCoreError, ClientError, Boto3Error, ResponseParserError, ValueError)
-
-
-def _silence_request_logs() -> None:
-    """Keep botocore from logging whole requests, with session tokens, at level DEBUG."""
-    for name in _LOGGERS_OF_REQUESTS:
-        logger = logging.getLogger(f"botocore.{name}")
-        if logger.level == logging.NOTSET:
-            logger.setLevel(logging.INFO)

@@ -71,7 +71,13 @@ class Bucket:
         self._stall_s = settings.request_timeout
         self._ttl_s = settings.ttl or math.inf
         self._sends_digests = settings.sign_payload
-        self._put_headers = _put_headers(settings)
+        headers = {
+            "content-type": "application/octet-stream",
+            "x-amz-storage-class": settings.storage_class,
+            "x-amz-server-side-encryption": settings.server_encryption,
+            "x-amz-server-side-encryption-aws-kms-key-id": settings.kms_key_id,
+        }
+        self._put_headers = {name: value for name, value in headers.items() if value}
         self.pool = ConnectionPool(account.endpoint(), settings.ca_file, account.counters)
         self._signer = Signer(account.region)
         self._moved_s = -math.inf  # when the signer and the pool were given another region
@@ -368,13 +374,3 @@ class Bucket:
         if modified is None:
             return 0.0
         return (seconds_of(answer.headers.get("date", "")) or time.time()) - modified
-
-
-def _put_headers(settings: S3Settings) -> dict[str, str]:
-    headers = {
-        "content-type": "application/octet-stream",
-        "x-amz-storage-class": settings.storage_class,
-        "x-amz-server-side-encryption": settings.server_encryption,
-        "x-amz-server-side-encryption-aws-kms-key-id": settings.kms_key_id,
-    }
-    return {name: value for name, value in headers.items() if value}

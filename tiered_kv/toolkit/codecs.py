@@ -289,12 +289,6 @@ class EncryptionSettings(StrictModel):
             raise ValueError(f"'write_key' names key {self.write_key}, which neither 'keys' nor 'key_files' has")
         return self
 
-    def read_keys(self) -> dict[int, bytes]:
-        found = {key_id: parse_key(text.get_secret_value()) for key_id, text in self.keys.items()}
-        for key_id, path in self.key_files.items():
-            found[key_id] = read_key_file(path, location=f"encryption.key_files.{key_id}")
-        return found
-
 
 class CodecSettings(TierSettings):
     """The base of the settings of a tier that offers compression and encryption."""
@@ -324,7 +318,10 @@ class CodecSettings(TierSettings):
         settings = self.encryption
         if settings is None:
             return CodecSet(self.codec)
-        keys, write_key = settings.read_keys(), None
+        keys = {key_id: parse_key(text.get_secret_value()) for key_id, text in settings.keys.items()}
+        for key_id, path in settings.key_files.items():
+            keys[key_id] = read_key_file(path, location=f"encryption.key_files.{key_id}")
+        write_key = None
         if CODEC_IDS[self.codec] in ENCRYPTED_IDS:
             write_key = settings.write_key if settings.write_key is not None else next(iter(keys))
         return CodecSet(self.codec, Cipher(keys, write_key), accept_plain=settings.accept_plain)
