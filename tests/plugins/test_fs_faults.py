@@ -21,6 +21,7 @@ from tiered_kv.errors import ConfigError, FormatError
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import Gate, wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.toolkit import small_files
 from tiered_kv.toolkit.record import decode_record
 from tiered_kv_fs import blocks as block_files
 from tiered_kv_fs import files
@@ -234,7 +235,7 @@ def test_no_more_transfers_run_than_there_are_threads_however_small_so_lookups_h
 ) -> None:
     keys = make_keys(40)
     assert rig.store(keys).success
-    read_all = block_files.read_all
+    read_all = small_files.read_all
 
     def read_late(fd: int, views: list[memoryview]) -> int:
         gate.pass_through()
