@@ -52,9 +52,11 @@ class SendRoom:
 
 
 class Link:
-    """A connected socket, with or without TLS, and its buffers; one thread at a time."""
+    """A connection of redis-py, its socket with or without TLS, and its buffers; one thread at a time."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, connection: Connection, sock: socket.socket, opened_s: float) -> None:
+        self.connection = connection
+        self.opened_s = opened_s  # of `time.monotonic()`, before it was connected
         self.stream = TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else Stream(sock)
         self.replies = ReplyReader(self.stream)
         self.room = SendRoom()
@@ -128,13 +130,6 @@ def _hello(host: str) -> bytes:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.wrap_bio(incoming, outgoing, server_hostname=host).do_handshake()
     return outgoing.read()
-
-
-class WireConnection(Connection):
-    """Any connection, with what `Node` sets."""
-
-    link: Link
-    opened_s: float  # of `time.monotonic()`, before it was connected
 
 
 Options = dict[str, Any]  # Any: redis-py's keyword arguments

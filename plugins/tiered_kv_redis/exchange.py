@@ -15,7 +15,7 @@ from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv.toolkit.resolver import words_of
 from tiered_kv_redis import reasons as why
-from tiered_kv_redis.connection import Link, WireConnection
+from tiered_kv_redis.connection import Link
 from tiered_kv_redis.node import Node
 from tiered_kv_redis.reasons import NodeError, reason_of_error
 from tiered_kv_redis.replies import Buffer, Refusal, Reply
@@ -101,30 +101,30 @@ def run(exchanges: Sequence[Exchange], deadline: float) -> None:
 
 
 def _run_together(exchanges: Sequence[Exchange], deadline: float) -> None:
-    begun: list[tuple[Exchange, WireConnection]] = []
+    begun: list[tuple[Exchange, Link]] = []
     try:
         for exchange in exchanges:
             if time.monotonic() >= deadline:
                 exchange.fail(why.TIMEOUT)
                 continue
             try:
-                connection = exchange.node.take()
+                link = exchange.node.take()
             except NodeError as error:
                 exchange.fail(error.reason)
                 continue
-            begun.append((exchange, connection))
-            _guarded(exchange, connection.link, partial(_begin, exchange), deadline)
-        _finish_as_they_answer([(each, connection.link) for each, connection in begun if not each.failure], deadline)
+            begun.append((exchange, link))
+            _guarded(exchange, link, partial(_begin, exchange), deadline)
+        _finish_as_they_answer([(each, link) for each, link in begun if not each.failure], deadline)
     finally:
-        for exchange, connection in begun:
-            if exchange.answered < exchange.count or connection.link.replies.buffered_bytes:
+        for exchange, link in begun:
+            if exchange.answered < exchange.count or link.replies.buffered_bytes:
                 exchange.fail(why.PROTOCOL)
             if why.READ_ONLY in exchange.reasons():
                 exchange.node.renew()
             if exchange.failure:
-                exchange.node.drop(connection, exchange.failure)
+                exchange.node.drop(link, exchange.failure)
             else:
-                exchange.node.give_back(connection)
+                exchange.node.give_back(link)
 
 
 def _begin(exchange: Exchange, link: Link, deadline: float) -> None:

@@ -10,16 +10,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, cast
+from typing import Any
 
 from redis import Redis
-from redis.connection import ConnectionPool
+from redis.connection import Connection, ConnectionPool
 from redis.exceptions import RedisError, ResponseError
 
 from tiered_kv.threads import BackgroundTask
 from tiered_kv.toolkit.resolver import words_of
 from tiered_kv_redis import reasons as why
-from tiered_kv_redis.connection import Link, WireConnection
+from tiered_kv_redis.connection import Link
 from tiered_kv_redis.reasons import NodeError, reason_of_error
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Node:
         self._pool_settings = pool_settings
         self._pool = ConnectionPool(**pool_settings)
         # Idle connections, outside the pool: its check of each would cost as much as a small block.
-        self._idle: deque[WireConnection] = deque()
+        self._idle: deque[Link] = deque()
         self._down_reason = ""  # empty while the server is in use; any thread sets it, the prober clears it
         self._renewed_s = -math.inf  # connections opened before it are not used again
         self._prober = BackgroundTask(self._probe, "tiered-kv-redis-probe")
@@ -82,7 +82,7 @@ class Node:
         """Whether the server failed, and no probe has succeeded since."""
         return bool(self._down_reason)
 
-    def take(self) -> WireConnection:
+    def take(self) -> Link:
         """Return an open connection without unread bytes; call `give_back` or `drop` after use.
 
         Raises `NodeError`: the server is down, or cannot be connected to.
@@ -100,12 +100,12 @@ class Node:
         self.note_failure(reason)
         raise NodeError(reason)
 
-    def give_back(self, connection: WireConnection) -> None:
+    def give_back(self, link: Link) -> None:
         """Keep a connection on which every reply has been read."""
-        if connection.opened_s < self._renewed_s:
-            self._close(connection)
+        if link.opened_s < self._renewed_s:
+            self._close(link.connection)
             return
-        self._idle.append(connection)
+        self._idle.append(link)
         if self._closing.is_set():
             self._close_idle()
 
@@ -132,9 +132,9 @@ class Node:
         self._pending_bytes_max = min(self.pending_bytes_max or pending_bytes_max, pending_bytes_max)
         self._narrow_until_s = time.monotonic() + _NARROW_S
 
-    def drop(self, connection: WireConnection, reason: str) -> None:
+    def drop(self, link: Link, reason: str) -> None:
         """Close a connection that may have unread bytes; with a `reason`, the server failed."""
-        self._close(connection)
+        self._close(link.connection)
         if reason and reason not in why.NO_FAILURE_OF_SERVER:
             self.note_failure(reason)
 
@@ -172,30 +172,29 @@ class Node:
         """After `close`, wait for the background thread."""
         self._prober.join(timeout_s)
 
-    def _open(self) -> WireConnection:
+    def _open(self) -> Link:
         with contextlib.suppress(IndexError):
-            connection = self._idle.pop()
-            if connection.link.is_quiet():
-                return connection
-            self._close(connection)  # the pool connects again
+            link = self._idle.pop()
+            if link.is_quiet():
+                return link
+            self._close(link.connection)  # the pool connects again
         opened_s = time.monotonic()
-        connection = cast(WireConnection, self._pool.get_connection())
-        if self._closing.is_set():
+        connection = self._pool.get_connection()
+        sock = connection._sock
+        if self._closing.is_set() or sock is None:
             self._close(connection)
             raise ConnectionError("the tier was closed")
-        connection.link = Link(connection._sock)  # type: ignore[arg-type]  # it is connected
-        connection.opened_s = opened_s
         self._on_connect()
-        return connection
+        return Link(connection, sock, opened_s)
 
-    def _close(self, connection: WireConnection) -> None:
+    def _close(self, connection: Connection) -> None:
         connection.disconnect()  # type: ignore[no-untyped-call]  # redis-py annotates some of its methods only
         self._pool.release(connection)
 
     def _close_idle(self) -> None:
         with contextlib.suppress(IndexError):
             while True:
-                self._close(self._idle.pop())
+                self._close(self._idle.pop().connection)
 
     def _probe(self) -> None:
         pause_s = _PAUSE_MIN_S
