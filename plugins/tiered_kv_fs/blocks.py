@@ -32,8 +32,7 @@ _log = logging.getLogger("tiered_kv.fs")
 TOUCH_INTERVAL_S: Final = 60.0
 """How often the use of a block is written to its file, at most: each write is a call to the server."""
 
-_ENTRY_BYTES: Final = 512
-"""Growth of a directory by one entry, at most."""
+_ENTRY_BYTES: Final = 512  # growth of a directory by one entry, at most
 
 
 @dataclass(slots=True)

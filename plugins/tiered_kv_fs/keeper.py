@@ -33,8 +33,7 @@ _REFUSAL_S: Final = 1.0
 _CLOSE_TIMEOUT_S: Final = 0.5
 _MEASURE_S: Final = 10.0
 """How often to look at the disk's free space; some file systems count a removed file seconds later."""
-GRANTS_MIN: Final = 16
-"""The least number of grants in a capacity, or on a disk that is smaller."""
+GRANTS_MIN: Final = 16  # the least number of grants in a capacity, or on a disk that is smaller
 _EPOCH_TIMEOUT_S: Final = 5.0
 
 Call = Callable[..., Awaitable[Any]]  # Any: the function's result

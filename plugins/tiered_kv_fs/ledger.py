@@ -29,12 +29,9 @@ from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, read_file, repla
 from tiered_kv_fs.files import locked
 from tiered_kv_fs.layout import LEDGER_NAME, LOCK_NAME
 
-LAPSE_S: Final = 60.0
-"""How long after its last renewal a holder is removed."""
-VALID_S: Final = 30.0
-"""How long a holder may store after its last renewal; less than the lapse."""
-SURVEY_INTERVAL_S: Final = 600.0
-"""One of the processes that share the directory counts it at least this often."""
+LAPSE_S: Final = 60.0  # how long after its last renewal a holder is removed
+VALID_S: Final = 30.0  # how long a holder may store after its last renewal; less than the lapse
+SURVEY_INTERVAL_S: Final = 600.0  # one of the processes that share the directory counts it at least this often
 _LOCK_TIMEOUT_S: Final = 5.0
 
 Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]

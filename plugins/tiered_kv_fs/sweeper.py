@@ -25,10 +25,8 @@ from tiered_kv_fs.files import locked, occupied_bytes, round_up
 from tiered_kv_fs.layout import BLOCK_PATH, EPOCH, NAMESPACE, SWEEP_NAME, TEMPORARY_PATH
 from tiered_kv_fs.ledger import LAPSE_S, SURVEY_INTERVAL_S, DirectoryLedger
 
-_CANDIDATES_MAX: Final = 65_536
-"""Files that one survey keeps as the next to evict; at most about 20 MB."""
-_EVICTED_AT_ONCE: Final = 256
-"""Files evicted between two changes of the ledger."""
+_CANDIDATES_MAX: Final = 65_536  # files that one survey keeps as the next to evict; at most about 20 MB
+_EVICTED_AT_ONCE: Final = 256  # files evicted between two changes of the ledger
 
 # Paths below the shared directory.
 _BLOCK: Final = re.compile(f"{NAMESPACE.pattern}/{BLOCK_PATH.pattern}")

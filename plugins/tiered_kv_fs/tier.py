@@ -39,8 +39,7 @@ _SMALL_THINGS_BYTES: Final = 8 * OPENING_BYTES
 _ROOM_TIMEOUT_MAX_S: Final = 5.0
 _LOOKUPS_MAX: Final = 8
 """Calls for lookups that run at once, each on a thread beside those for transfers, which cannot delay lookups."""
-_LOOKUP_KEYS: Final = 64
-"""Keys in one call to a thread: on a network file system each may be a round trip."""
+_LOOKUP_KEYS: Final = 64  # keys in one call to a thread: on a network file system each may be a round trip
 _KEEPER_THREADS: Final = 2
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
 _OPEN_TIMEOUT_S: Final = 5.0

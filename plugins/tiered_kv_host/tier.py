@@ -27,14 +27,12 @@ from tiered_kv_host.settings import HostTierSettings
 
 _THREADS: Final = 3
 _PART_BYTES: Final = 16 << 20
-_PART_BLOCKS_MAX: Final = 256
-"""A part leases, or writes, so many of the server's rows at a time."""
+_PART_BLOCKS_MAX: Final = 256  # a part leases, or writes, so many of the server's rows at a time
 _LEASE_SHARE: Final = 8
 """A part leases one row in so many at most: those of three parts stay below what a server lets one session lease."""
 _POLL_S: Final = 0.25
 """How often an idle process looks whether the server has gone: until then it keeps that server's memory."""
-_VECTORS_MAX: Final = 1024
-"""IOV_MAX of Linux."""
+_VECTORS_MAX: Final = 1024  # IOV_MAX of Linux
 _DIGEST_BYTES: Final = 64
 _AWAY: Final = "unanswered"
 """The reason while the server is away. The breaker ignores it: the tier attaches again by itself."""
@@ -69,8 +67,7 @@ class HostTier(BlockingTier):
             lookup_thread=True,
         )
         self._socket = settings.socket
-        self._region: PrimaryRegion | None = None
-        """The server's rows; of the last server, while there is none."""
+        self._region: PrimaryRegion | None = None  # the server's rows; of the last server, while there is none
         self._lock = threading.Lock()  # guards the manager and the region; held for no copy
         self._numbers = itertools.count()
         self._poll_at_s = 0.0

@@ -68,8 +68,7 @@ class SegmentDirectory:
         self.claimed = claimed_directory(path, tier, private=private)
         self.path = self.claimed.path
         self.identity = identity
-        self.foreign_files = 0
-        """Foreign entries in the last listing."""
+        self.foreign_files = 0  # foreign entries in the last listing
         self._pattern = segment_pattern(identity.digest)
         try:
             with ExitStack() as undo:

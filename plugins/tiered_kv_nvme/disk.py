@@ -37,8 +37,7 @@ class Disk:
     Transfers give way to a scheduler's step before they return, so no caller may hold a lock.
     """
 
-    writes_zeros = False
-    """Whether the file system has no fallocate(2)."""
+    writes_zeros = False  # whether the file system has no fallocate(2)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         written = os.pwritev(fd, buffers, offset)

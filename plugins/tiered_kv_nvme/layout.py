@@ -14,8 +14,7 @@ import xxhash
 from tiered_kv.base import OffloadKey
 
 FORMAT_VERSION = 1
-PAGE_BYTES = 4096
-"""Alignment of direct transfers."""
+PAGE_BYTES = 4096  # alignment of direct transfers
 KEY_BYTES_MAX = 1024
 CHECKSUM_BYTES = 16
 _NUMBER_MAX = (1 << 63) - 1
@@ -163,8 +162,7 @@ class EntryTable:
         self.stored_bytes = array("I")
         self.codecs = array("H")
         self.checksums = bytearray()
-        self.states = array("H")
-        """How each block was used; see `Worth`."""
+        self.states = array("H")  # how each block was used; see `Worth`
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -25,10 +25,8 @@ from tiered_kv_nvme.layout import BatchHeader, SegmentEntry, batch_header_bytes
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
 from tiered_kv_nvme.worth import READ, Worth
 
-FREE_SEGMENTS = 2
-"""Free segments that the reclaimer keeps: one for stores, one for relocations."""
-_SEGMENTS_TO_RELOCATE = 3
-"""One to reclaim, one for its used blocks, one for stores."""
+FREE_SEGMENTS = 2  # free segments that the reclaimer keeps: one for stores, one for relocations
+_SEGMENTS_TO_RELOCATE = 3  # one to reclaim, one for its used blocks, one for stores
 
 
 CHUNK_KEYS = 256
@@ -65,8 +63,7 @@ class Index:
     __slots__ = ("places",)
 
     def __init__(self) -> None:
-        self.places: dict[OffloadKey, int] = {}
-        """`clear` replaces it: do not keep a reference."""
+        self.places: dict[OffloadKey, int] = {}  # `clear` replaces it: do not keep a reference
 
     def add(self, keys: Sequence[OffloadKey], first_place: int) -> None:
         self.places.update(zip(keys, range(first_place, first_place + len(keys)), strict=True))
@@ -118,12 +115,10 @@ class SegmentPool:
         self.digest = digest
         self.epoch = epoch
         self.closed = False
-        self.segments: dict[int, Segment] = {}
-        """By slot."""
+        self.segments: dict[int, Segment] = {}  # by slot
         self.index = Index()
         self.worth = worth
-        self.events = EventLog(wants_events)
-        """Additions to and removals from the index."""
+        self.events = EventLog(wants_events)  # additions to and removals from the index
         self._generation = 0  # the greatest so far
         self._growth_refused = False
         self._ages = itertools.count()

@@ -24,8 +24,7 @@ RUN_BYTES_MAX = 8 << 20
 RUN_BLOCKS_MAX = 256
 GAP_BYTES_MAX = 64 << 10
 """A longer gap between two requested blocks divides a read. A batch's header and a few blocks are shorter."""
-SPAN_BYTES_MAX = 2 << 20
-"""Bytes of one read to relocate or inspect blocks, or one block."""
+SPAN_BYTES_MAX = 2 << 20  # bytes of one read to relocate or inspect blocks, or one block
 
 
 class Wanted(NamedTuple):

@@ -22,12 +22,9 @@ from tiered_kv_nvme.worth import READ, RELOCATED_SHARE_MAX
 from tiered_kv_nvme.writer import BatchWriter, Payload
 
 _RETRY_S = 0.1
-_GROW_RETRY_S = 5.0
-"""How often to check whether the capacity and the file system have room for one more segment."""
-_WATCH_S = 5.0
-"""How often to check whether somebody has deleted the directory, or files in it."""
-_WATCH_PAUSE_S = 0.5
-"""The least time between two such checks, after a file could not be made."""
+_GROW_RETRY_S = 5.0  # how often to check whether the capacity and the file system have room for one more segment
+_WATCH_S = 5.0  # how often to check whether somebody has deleted the directory, or files in it
+_WATCH_PAUSE_S = 0.5  # the least time between two such checks, after a file could not be made
 
 _log = logging.getLogger(__name__)
 

@@ -14,16 +14,11 @@ from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, batch_header_bytes, pa
 class SegmentState(Enum):
     """The states of a segment, in the order of its life."""
 
-    FREE = "free"
-    """Its header is written, and it holds no batch."""
-    ACTIVE = "active"
-    """A stream adds batches."""
-    FULL = "full"
-    """No batch is added any more. Writes may be in flight, and it has no summary."""
-    SEALED = "sealed"
-    """Its summary is written."""
-    RECLAIMING = "reclaiming"
-    """Its blocks are moved or evicted."""
+    FREE = "free"  # its header is written, and it holds no batch
+    ACTIVE = "active"  # a stream adds batches
+    FULL = "full"  # no batch is added any more. Writes may be in flight, and it has no summary.
+    SEALED = "sealed"  # its summary is written
+    RECLAIMING = "reclaiming"  # its blocks are moved or evicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +49,9 @@ class Segment:
     fd: int
     segment_bytes: int
     generation: int  # of its present use
-    damaged: bool = False
-    """The file is cut short, or the disk has failed in it: the reclaimer deletes it."""
-    deleted: bool = False
-    """Somebody has deleted the file, or moved it away; then it is damaged too."""
-    age: int = 0
-    """When it became full; segments are sealed and reclaimed in this order."""
+    damaged: bool = False  # the file is cut short, or the disk has failed in it: the reclaimer deletes it
+    deleted: bool = False  # somebody has deleted the file, or moved it away; then it is damaged too
+    age: int = 0  # when it became full; segments are sealed and reclaimed in this order
     writers: int = 0
     readers: int = 0
     state: SegmentState = field(init=False)

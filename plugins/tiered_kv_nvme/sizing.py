@@ -12,12 +12,9 @@ from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BY
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, pages
 from tiered_kv_nvme.segment import segment_bytes_min
 
-SEGMENTS_MIN = 4
-"""One for stores, two free ones, one with blocks."""
-SEGMENTS_MAX = 512
-"""Each is an open file; a process often may have 1024."""
-INDEX_BYTES = 200
-"""Memory of an entry of the index, with its key; see `tiered_kv_nvme.pool`."""
+SEGMENTS_MIN = 4  # one for stores, two free ones, one with blocks
+SEGMENTS_MAX = 512  # each is an open file; a process often may have 1024
+INDEX_BYTES = 200  # memory of an entry of the index, with its key; see `tiered_kv_nvme.pool`
 
 _SEGMENTS_WANTED = 64
 _SEGMENTS_COMFORTABLE = 8

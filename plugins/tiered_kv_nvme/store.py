@@ -32,10 +32,8 @@ from tiered_kv_nvme.sizing import SEGMENTS_MIN, Sizing
 from tiered_kv_nvme.worth import Worth
 from tiered_kv_nvme.writer import BatchWriter
 
-CLOSE_TIMEOUT_S = 5.0
-"""How long closing waits by default for the reclaimer and for writes of resets."""
-_RETRY_S = 0.1
-"""After this time a failed write of an epoch is repeated."""
+CLOSE_TIMEOUT_S = 5.0  # how long closing waits by default for the reclaimer and for writes of resets
+_RETRY_S = 0.1  # after this time a failed write of an epoch is repeated
 
 
 _open_stores: weakref.WeakSet[SegmentStore] = weakref.WeakSet()

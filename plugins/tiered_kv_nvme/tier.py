@@ -16,8 +16,7 @@ from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing, descriptors_left, room_bytes_of
 from tiered_kv_nvme.store import SegmentStore, StoreOptions, open_segments_max
 
-PART_BYTES = 2 << 20
-"""Bytes of one part of a job."""
+PART_BYTES = 2 << 20  # bytes of one part of a job
 PART_BLOCKS_MIN = 16
 """Blocks of a part at least, however large: each part costs the interpreter some handoffs. Not of blocks that are
 compressed or encrypted, since each thread has a buffer for a part of these."""

@@ -23,10 +23,8 @@ from tiered_kv.pauses import give_way
 from tiered_kv_nvme.layout import EntryTable
 from tiered_kv_nvme.segment import Segment
 
-READ = 4
-"""The bit of a state for a block that was read since it was written where it is."""
-RELOCATED_SHARE_MAX = 0.25
-"""The share of a segment that may move: it limits the extra writes of reclaiming."""
+READ = 4  # the bit of a state for a block that was read since it was written where it is
+RELOCATED_SHARE_MAX = 0.25  # the share of a segment that may move: it limits the extra writes of reclaiming
 MOVE_PRICE = 1.25
 """The least worth of a block that moves, in means of all blocks: its space, and the cost of the write.
 
@@ -38,8 +36,7 @@ SEGMENTS_PER_RANKING = 16
 """One ranking serves to reclaim one segment of this many. One for all segments lost up to 2 % of the hits."""
 DENSITY_MIN = 1 / 256
 """Hits of a block in a tick. Blocks that bring less, one hit in 32 turnovers, go in the order of their age."""
-EVICTED_MAX = 1 << 24
-"""Evicted blocks that are remembered at most, in 64 MiB."""
+EVICTED_MAX = 1 << 24  # evicted blocks that are remembered at most, in 64 MiB
 
 _USES = 4  # classes of uses: 0, 1, 2, and more
 _USES_MASK = 3

@@ -32,10 +32,8 @@ from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
 
 _NAMES_AT_ONCE: Final = 500
-_SCANNED: Final = 5000
-"""Names that the server looks at in one step of a search that finds few."""
-_BLOCKS_BYTES_MAX: Final = 8 << 20
-"""Bytes of blocks that a verification loads at once."""
+_SCANNED: Final = 5000  # names that the server looks at in one step of a search that finds few
+_BLOCKS_BYTES_MAX: Final = 8 << 20  # bytes of blocks that a verification loads at once
 _NAME: Final = re.compile(
     re.escape(KEY_PREFIX) + rb"(?P<digest>[0-9a-f]{32}):(?:[0-9a-f]{16}:(?P<key>.*)|namespace|epoch)", re.DOTALL
 )

@@ -28,11 +28,9 @@ parallel give the server enough to read."""
 AnyExchange = TypeVar("AnyExchange", bound=Exchange)
 
 _CRLF = b"\r\n"
-_PIECES = 3
-"""Pieces of memory for one expected reply: its head, the block, the end of the line."""
+_PIECES = 3  # pieces of memory for one expected reply: its head, the block, the end of the line
 _IOV_PIECES = 1023
-_PENDING_MIN = 2
-"""Blocks to request at once: while one is received and verified, the server sends the next."""
+_PENDING_MIN = 2  # blocks to request at once: while one is received and verified, the server sends the next
 
 
 class Blocks:

@@ -25,8 +25,7 @@ from tiered_kv_redis.replies import ReplyReader, Stream, TlsStream
 from tiered_kv_redis.settings import Address, RedisSettings
 
 _CONNECT_MIN_S = 0.001
-_TLS_RECORDS: Final = (b"\x15", b"\x16")
-"""First bytes of an alert and of a handshake: RFC 8446, section 5.1."""
+_TLS_RECORDS: Final = (b"\x15", b"\x16")  # first bytes of an alert and of a handshake: RFC 8446, section 5.1
 
 
 class SendRoom:

@@ -20,8 +20,7 @@ from tiered_kv_redis.node import Node
 from tiered_kv_redis.reasons import NodeError, reason_of_error
 from tiered_kv_redis.replies import Buffer, Refusal, Reply
 
-Failures = dict[int, str]
-"""Why blocks failed, by their position in a batch."""
+Failures = dict[int, str]  # why blocks failed, by their position in a batch
 _STORED = b"+OK\r\n"
 
 

@@ -46,8 +46,7 @@ NO_FAILURE_OF_SERVER: Final = frozenset((TOO_LONG, CUT_OFF))
 UNANSWERED: Final = "unanswered"
 """The server of a job's blocks cannot be used, while others can: no failure of the tier."""
 
-UNUSABLE: Final = frozenset((LOADING, CLUSTER_DOWN))
-"""Replies of a server that can serve nothing now."""
+UNUSABLE: Final = frozenset((LOADING, CLUSTER_DOWN))  # replies of a server that can serve nothing now
 
 OF_ONE_SERVER: Final = UNUSABLE | {BUSY, TIMEOUT, UNAVAILABLE, AUTH, TLS, PROTOCOL}
 """Reasons that concern one server only."""

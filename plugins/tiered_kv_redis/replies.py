@@ -112,8 +112,7 @@ class Refusal:
     text: str
 
 
-Reply = bytes | int | Refusal | None
-"""A status or short string, a number, an error, or nil."""
+Reply = bytes | int | Refusal | None  # a status or short string, a number, an error, or nil
 
 
 def command(*arguments: bytes) -> bytes:

@@ -21,14 +21,11 @@ from tiered_kv_redis.node import Node
 from tiered_kv_redis.reasons import NodeError, reason_of_error, sentence
 from tiered_kv_redis.settings import Address, RedisSettings
 
-_REFRESH_PAUSE_S = 0.5
-"""The time between two requests for the servers' addresses."""
-_REFRESH_WAIT_S = 0.2
-"""How long to wait for new addresses if older ones are known."""
+_REFRESH_PAUSE_S = 0.5  # the time between two requests for the servers' addresses
+_REFRESH_WAIT_S = 0.2  # how long to wait for new addresses if older ones are known
 _ASK_S = 1.0
 _CLOSE_WAIT_S = 0.5
-_NAMED_MAX = 4
-"""Servers in a message."""
+_NAMED_MAX = 4  # servers in a message
 
 
 class Topology:

@@ -23,11 +23,9 @@ from tiered_kv_s3.verdict import sentence
 DEFAULT_REGION = "us-east-1"
 REFRESH_S = 60.0
 """How often the provider is called; boto3's providers fetch new credentials some ten minutes before theirs expire."""
-RENEW_PAUSE_S = 5.0
-"""The pause between two attempts to get new credentials."""
+RENEW_PAUSE_S = 5.0  # the pause between two attempts to get new credentials
 
-LOGGED_MAX = 64
-"""Kinds of failures that are logged."""
+LOGGED_MAX = 64  # kinds of failures that are logged
 
 _log = logging.getLogger("tiered_kv.s3")
 _LOGGERS_OF_REQUESTS = ("auth", "endpoint", "hooks", "httpsession", "parsers", "retryhandler", "awsrequest", "client")
@@ -48,10 +46,8 @@ class Account:
         self._making_client = threading.Lock()
         self._explicit = _explicit(settings)
         self._secrets = settings.secret_texts()
-        self.counters = Counters(*own_names("s3"))
-        """The tier's."""
-        self.url = f"{settings.endpoint_url or 's3:/'}/{settings.bucket}"
-        """The bucket's, for messages."""
+        self.counters = Counters(*own_names("s3"))  # the tier's
+        self.url = f"{settings.endpoint_url or 's3:/'}/{settings.bucket}"  # the bucket's, for messages
         self._lock = threading.Lock()  # guards the rest; never held while a provider runs
         self._current: Credentials | None = None
         self._used: deque[Credentials] = deque(maxlen=8)  # the last ones: messages may repeat them

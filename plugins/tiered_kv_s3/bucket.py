@@ -42,8 +42,7 @@ from tiered_kv_s3.verdict import (
 
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 2.0
-MOVE_S = 10.0
-"""How long after a move to another region requests to the earlier one are repeated."""
+MOVE_S = 10.0  # how long after a move to another region requests to the earlier one are repeated
 
 _REFUSALS = frozenset({Verdict.DENIED, Verdict.REFUSED})
 
@@ -54,8 +53,7 @@ _DIGESTS = re.compile(r"md5|digest|checksum|sha-?256|payload|SignatureDoesNotMat
 
 Sink = Callable[[int], Sequence[memoryview] | None]
 """Called with the length of a body in bytes; returns the memory for it, or None to refuse it."""
-Exchange = Callable[[Connection, Credentials], Verdict]
-"""Makes one attempt of a request."""
+Exchange = Callable[[Connection, Credentials], Verdict]  # makes one attempt of a request
 
 
 class Bucket:

@@ -26,12 +26,9 @@ from tiered_kv.toolkit.small_files import rest_of
 
 _PORTS = {"http": 80, "https": 443}
 
-HEAD_BYTES_MAX = 64 << 10
-"""Status line and headers of an answer."""
-ERROR_BYTES_MAX = 64 << 10
-"""Body of an answer that is read for its error code."""
-INTERIM_ANSWERS_MAX = 4
-"""Answers such as "100 Continue" before the final one."""
+HEAD_BYTES_MAX = 64 << 10  # status line and headers of an answer
+ERROR_BYTES_MAX = 64 << 10  # body of an answer that is read for its error code
+INTERIM_ANSWERS_MAX = 4  # answers such as "100 Continue" before the final one
 
 _HEAD_END = re.compile(rb"\n\r?\n")
 _LINE_END = re.compile(rb"\n")
@@ -135,8 +132,7 @@ class Connection:
 
     def __init__(self, endpoint: Endpoint, connected: socket.socket, patience: Patience) -> None:
         self.endpoint = endpoint
-        self.patience = patience
-        """The limits of the current request; its sender sets them."""
+        self.patience = patience  # the limits of the current request; its sender sets them
         self.is_reusable = False
         """Whether the last answer was read to its end and the server keeps the connection."""
         self._socket = connected

@@ -29,12 +29,10 @@ from tiered_kv_s3.connection import Credentials
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import BucketError, Verdict, seconds_of, verdict_of_error
 
-PAGE_OBJECTS: Final = 1000
-"""Objects in one page of a listing; S3's limit."""
+PAGE_OBJECTS: Final = 1000  # objects in one page of a listing; S3's limit
 DELETED_AT_ONCE: Final = 100
 """Names in one request to delete: some servers need 20 ms for each, and the request has one `request_timeout`."""
-LISTED_MIN: Final = 100
-"""The smallest page that is made smaller when its listing takes too long."""
+LISTED_MIN: Final = 100  # the smallest page that is made smaller when its listing takes too long
 PARALLEL_DELETES: Final = 8
 _ATTEMPTS_MAX: Final = 3
 _CREDENTIALS_S: Final = 10.0

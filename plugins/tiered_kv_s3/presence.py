@@ -22,12 +22,9 @@ from tiered_kv.toolkit.record import UNREADABLE_S
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.verdict import ABSENCE, Verdict
 
-ANSWERS_MAX = 65_536
-"""Answers that are kept; the oldest are removed first."""
-ASKED_AT_ONCE = 16
-"""Parallel requests for one prefix."""
-KEPT_S = {Verdict.UNANSWERED: 30.0, Verdict.UNREADABLE: UNREADABLE_S}
-"""How long such a block is a miss."""
+ANSWERS_MAX = 65_536  # answers that are kept; the oldest are removed first
+ASKED_AT_ONCE = 16  # parallel requests for one prefix
+KEPT_S = {Verdict.UNANSWERED: 30.0, Verdict.UNREADABLE: UNREADABLE_S}  # how long such a block is a miss
 
 
 class Presence:

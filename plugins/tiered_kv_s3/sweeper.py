@@ -27,12 +27,9 @@ from tiered_kv_s3.verdict import Verdict
 
 CANDIDATES_MAX = 100_000
 """Blocks that a sweep deletes after one listing, to bound its memory; it lists again if there are more."""
-RENEWALS_MAX = 1024
-"""Blocks that may wait for their renewal; further ones are not renewed."""
-REFUSED_MAX = 8
-"""Requests to delete that are refused one after another, before a sweep ends."""
-CLOCK_S = 2.0
-"""Servers give times in whole seconds."""
+RENEWALS_MAX = 1024  # blocks that may wait for their renewal; further ones are not renewed
+REFUSED_MAX = 8  # requests to delete that are refused one after another, before a sweep ends
+CLOCK_S = 2.0  # servers give times in whole seconds
 _JITTER = 0.2
 
 

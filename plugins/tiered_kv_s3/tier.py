@@ -33,10 +33,8 @@ _PART_BYTES = 1
 """One block a part: a job takes mostly the server's time to answer, so its blocks travel in parallel."""
 _SHUTDOWN_S = 2.0
 _PROBE_S = 10.0
-_SAVE_S = 10.0
-"""How long a reset tries to write its mark in the background; after that the next store writes it."""
-_JOB_SHARE = 0.9
-"""A part ends a tenth of its time early, so that one stalled block does not make its job expire."""
+_SAVE_S = 10.0  # how long a reset tries to write its mark in the background; after that the next store writes it
+_JOB_SHARE = 0.9  # a part ends a tenth of its time early, so that one stalled block does not make its job expire
 _STAYS = UNREADABLE | {RecordStatus.BAD_VERSION}
 """Records that other processes may read: misses here until the next store of the block, and not deleted. Unlike a
 directory, a bucket has no mark of the format version of its blocks."""

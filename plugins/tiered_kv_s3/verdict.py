@@ -28,42 +28,29 @@ class Verdict(StrEnum):
     """The result of a request; the value is its reason's name in the counters."""
 
     DONE = "done"
-    AGED = "aged"
-    """Done, and the object is past half of its `ttl`."""
+    AGED = "aged"  # done, and the object is past half of its `ttl`
     ABSENT = "absent"
-    EXPIRED = "absent_by_age"
-    """The object is older than `ttl`."""
-    PRESENT = "present"
-    """An object of this name exists, and the request was not to replace it."""
-    OVERSIZED = "oversized"
-    """The object is longer, or shorter, than a record can be."""
-    CREDENTIALS_EXPIRED = "credentials_expired"
-    """The server says that they have expired, and there are no others."""
+    EXPIRED = "absent_by_age"  # the object is older than `ttl`
+    PRESENT = "present"  # an object of this name exists, and the request was not to replace it
+    OVERSIZED = "oversized"  # the object is longer, or shorter, than a record can be
+    CREDENTIALS_EXPIRED = "credentials_expired"  # the server says that they have expired, and there are no others
     NO_BUCKET = "no_bucket"
     DENIED = "denied"
-    UNASKED = "unasked"
-    """The request was not sent: its time was over."""
-    UNANSWERED = "unanswered"
-    """The bucket does not answer for this block, while it answers for others."""
+    UNASKED = "unasked"  # the request was not sent: its time was over
+    UNANSWERED = "unanswered"  # the bucket does not answer for this block, while it answers for others
     UNREADABLE = "unreadable"
     """The object cannot be read by this process, and stays; see `tiered_kv.toolkit.record.Unreadable`."""
-    REFUSED = "refused"
-    """The server refuses the request as invalid."""
-    UNTRUSTED = "untrusted"
-    """The server's certificate is not signed by a trusted authority."""
-    MOVED = "moved"
-    """The bucket is in another region than the setting `region`."""
+    REFUSED = "refused"  # the server refuses the request as invalid
+    UNTRUSTED = "untrusted"  # the server's certificate is not signed by a trusted authority
+    MOVED = "moved"  # the bucket is in another region than the setting `region`
 
     # Another attempt may help.
     SLOW_DOWN = "slow_down"
     UNAVAILABLE = "unavailable"
     TIMEOUT = "timeout"
-    BROKEN = "broken"
-    """The connection was reset, or the answer was cut off or not HTTP."""
-    CREDENTIALS = "credentials"
-    """The credentials had expired, and there are new ones."""
-    REDIRECTED = "redirected"
-    """The request was for another region than the bucket's, which is known now."""
+    BROKEN = "broken"  # the connection was reset, or the answer was cut off or not HTTP
+    CREDENTIALS = "credentials"  # the credentials had expired, and there are new ones
+    REDIRECTED = "redirected"  # the request was for another region than the bucket's, which is known now
 
 
 _OF_SERVER = {Verdict.SLOW_DOWN, Verdict.UNAVAILABLE, Verdict.TIMEOUT, Verdict.BROKEN}

@@ -25,13 +25,10 @@ from tiered_kv.reasons import UNREADABLE, RecordStatus
 from tiered_kv.toolkit.codecs import CodecSet, ThreadBuffer
 from tiered_kv.toolkit.record import record_bytes_max, verify_record
 
-DIGEST_HEX = re.compile(r"[0-9a-f]{32}")
-"""The form of a namespace's digest in paths and names."""
+DIGEST_HEX = re.compile(r"[0-9a-f]{32}")  # the form of a namespace's digest in paths and names
 
-DESCRIPTION_BYTES_MAX = 1 << 20
-"""Longer readable forms in storage are ignored."""
-NAMESPACES_MAX: Final = 1024
-"""Namespaces in one survey; blocks of further namespaces count as foreign."""
+DESCRIPTION_BYTES_MAX = 1 << 20  # longer readable forms in storage are ignored
+NAMESPACES_MAX: Final = 1024  # namespaces in one survey; blocks of further namespaces count as foreign
 FOREIGN_NAMED_MAX: Final = 8
 DAMAGED_NAMED_MAX: Final = 32
 _NAME_CHARACTERS_MAX: Final = 1024

@@ -23,8 +23,7 @@ from tiered_kv.toolkit.queued import QueuedTier, block_bytes_of
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-_THREADS_MAX = 32
-"""As many as asyncio itself starts, at most, for `asyncio.to_thread`."""
+_THREADS_MAX = 32  # as many as asyncio itself starts, at most, for `asyncio.to_thread`
 
 
 async def uninterrupted(work: Awaitable[T]) -> T:

@@ -26,8 +26,7 @@ from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, as_text, fields_
 
 TEMPORARY: Final = re.compile(r"\.[a-z.-]+\.[0-9a-f]{16}\.tmp")
 """A small file while it is written; see `small_files.replace_file`."""
-LOST_AND_FOUND: Final = "lost+found"
-"""Made by mkfs(8), always owned by root."""
+LOST_AND_FOUND: Final = "lost+found"  # made by mkfs(8), always owned by root
 _REMEDIES: Final = {
     errno.ENOSPC: "; free some space on its disk, or give a directory on another",
     errno.EDQUOT: "; free some of your quota on its disk, or give a directory on another",

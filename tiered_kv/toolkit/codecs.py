@@ -86,8 +86,7 @@ CODEC_IDS: Final = {"raw": RAW_ID, "zstd": ZSTD_ID, "aes-256-gcm": AES_ID, "zstd
 COMPRESSED_IDS: Final = frozenset({ZSTD_ID, ZSTD_AES_ID})
 ENCRYPTED_IDS: Final = frozenset({AES_ID, ZSTD_AES_ID})
 
-OVERHEAD_BYTES_MAX: Final = ENVELOPE_BYTES
-"""By how much a payload may exceed its block, in any codec."""
+OVERHEAD_BYTES_MAX: Final = ENVELOPE_BYTES  # by how much a payload may exceed its block, in any codec
 
 
 def payload_bytes_range(codec_id: int, raw_bytes: int) -> range:
@@ -165,8 +164,7 @@ class CodecSet:
     def __init__(self, name: str = "raw", cipher: Cipher | None = None, *, accept_plain: bool = False) -> None:
         codec_id = CODEC_IDS[name]
         self.name = name
-        self.writes_raw = codec_id == RAW_ID
-        """Whether blocks are stored unchanged."""
+        self.writes_raw = codec_id == RAW_ID  # whether blocks are stored unchanged
         encrypts = codec_id in ENCRYPTED_IDS
         assert cipher is not None or not encrypts, "there is a key to write with"
         self.accepts_plain = accept_plain or not encrypts

@@ -30,8 +30,7 @@ KEY_ID_MAX: Final = (1 << 32) - 1
 SESSION_MESSAGES_MAX: Final = 1 << 24
 """TLS 1.3 changes the key after 2**24.5 records of 16 KiB, 2**34.5 AES blocks, for a margin of 2**-57 (RFC 8446, 5.5).
 The bound grows with the square: 2**24 blocks of 1 MiB are 2**40 AES blocks, with a margin of 2**-46."""
-SESSIONS_CACHED_MAX: Final = 1024
-"""Session keys that a reader keeps; to derive one takes microseconds."""
+SESSIONS_CACHED_MAX: Final = 1024  # session keys that a reader keeps; to derive one takes microseconds
 
 _HEAD = struct.Struct("<I8s16s12s")  # key id, key check, salt, nonce
 _CONTEXT = struct.Struct("<HQ")  # codec, bytes of the block
@@ -39,8 +38,7 @@ _SALT_BYTES = 16
 _NONCE_BYTES = 12
 _CHECK_BYTES = 8
 _TAG_BYTES = 16
-ENVELOPE_BYTES: Final = _HEAD.size + _TAG_BYTES
-"""By how much an envelope is longer than its content."""
+ENVELOPE_BYTES: Final = _HEAD.size + _TAG_BYTES  # by how much an envelope is longer than its content
 
 # Each derivation from a key uses another text.
 _SESSION_INFO = b"tiered-kv aes-256-gcm session 1"

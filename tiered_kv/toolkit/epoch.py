@@ -31,12 +31,9 @@ import xxhash
 from tiered_kv.errors import FormatError
 
 FORMAT_VERSION = 1
-MARK_BYTES_MAX = 128
-"""Bytes of the longest mark of any version."""
-CHECK_PAUSE_S = 10.0
-"""How often a process checks that the storage still has its mark."""
-CHECK_WAIT_S = 1.0
-"""How long that check may delay the job that makes it."""
+MARK_BYTES_MAX = 128  # bytes of the longest mark of any version
+CHECK_PAUSE_S = 10.0  # how often a process checks that the storage still has its mark
+CHECK_WAIT_S = 1.0  # how long that check may delay the job that makes it
 
 _FORM = re.compile(rb"tiered-kv epoch (\d{1,10}) (.*)", re.DOTALL)
 _BODY = re.compile(rb"((\d{1,15}) ([0-9a-f]{16})) ([0-9a-f]{16})\n")
@@ -242,8 +239,7 @@ def _draw() -> str:
     return secrets.token_hex(8)
 
 
-_retired: dict[str, None] = {}
-"""Values that this process has seen retired, in any tier; the oldest first."""
+_retired: dict[str, None] = {}  # values that this process has seen retired, in any tier; the oldest first
 _retired_lock = threading.Lock()
 
 

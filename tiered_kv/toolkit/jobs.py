@@ -26,14 +26,10 @@ _REASONS: tuple[tuple[type[TierError], str], ...] = (
 )
 TOGETHER_MAX = 4
 """Jobs that one worker runs together: fewer than the failures that open a breaker, since one error fails all."""
-_TOGETHER_S = 1.0
-"""Greatest difference of the deadlines of jobs that run together: the earliest holds for all."""
-VERDICT_PARTS: Final = 8
-"""Parts at one limit, after which its rate is known."""
-GAIN_MIN: Final = 1.4
-"""The rate at twice as many parts at once, over the rate before, from which they stay."""
-PAUSE_MAX: Final = 64
-"""Verdicts between two trials, at most; each trial that gains nothing doubles their number."""
+_TOGETHER_S = 1.0  # greatest difference of the deadlines of jobs that run together: the earliest holds for all
+VERDICT_PARTS: Final = 8  # parts at one limit, after which its rate is known
+GAIN_MIN: Final = 1.4  # the rate at twice as many parts at once, over the rate before, from which they stay
+PAUSE_MAX: Final = 64  # verdicts between two trials, at most; each trial that gains nothing doubles their number
 STALL_S: Final = 1.0
 """After this time in which no part begins or ends, those that run hang, perhaps for ever: one more may run."""
 

@@ -28,8 +28,7 @@ class KeyStore:
 
     evicts_by_use: ClassVar[bool] = True
     """True: evicts the block that was used least recently. False: the block that was written first."""
-    renews: ClassVar[bool] = False
-    """Whether a load past half of the `ttl` starts it anew."""
+    renews: ClassVar[bool] = False  # whether a load past half of the `ttl` starts it anew
     load_steps: ClassVar[int] = 2
     """Steps that a load takes after the step of its submission.
 

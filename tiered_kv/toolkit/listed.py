@@ -27,8 +27,7 @@ from tiered_kv.toolkit.administration import (
     matching_description,
 )
 
-_SURVEYS_MAX: Final = 20
-"""Listings of one purge: a stack may go on storing."""
+_SURVEYS_MAX: Final = 20  # listings of one purge: a stack may go on storing
 
 
 class Entry(NamedTuple):
