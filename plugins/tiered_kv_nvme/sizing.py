@@ -51,13 +51,8 @@ class Sizing:
     ) -> Sizing:
         """Return the sizing for blocks of `block_bytes`, stored with at most `overhead_bytes` more.
 
-        Args:
-            room_bytes: What the directory can occupy on its disk. A segment is a part of that, if it is less than the
-                capacity.
-            descriptors_max: How many segments can be open.
-
-        Raises:
-            ConfigError: The sizes do not fit each other; the message has valid ones.
+        The directory can occupy `room_bytes` on its disk: a segment is a part of that, if it is less than the capacity.
+        `descriptors_max` segments can be open. Raises `ConfigError`: the sizes do not fit; the message has valid ones.
         """
         stored_bytes = block_bytes + overhead_bytes
         least_bytes = segment_bytes_min(stored_bytes, KEY_BYTES_MAX, 1)

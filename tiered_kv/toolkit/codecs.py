@@ -152,13 +152,8 @@ class CodecSet:
     All codecs are read, so that the setting can change at any time. The exception: a tier that encrypts refuses plain
     blocks, which anyone who can write into the storage could plant.
 
-    Args:
-        name: The codec to write with, one of `CODEC_IDS`. A block that would not get shorter is not compressed.
-        cipher: The keys; None if there are none.
-        accept_plain: Whether to read plain blocks even if `name` encrypts.
-
-    Raises:
-        MissingExtraError: The library for `name` is not installed.
+    `name` is the codec to write with, of `CODEC_IDS`; with `accept_plain` plain blocks are read even if it encrypts.
+    A block that would not get shorter is not compressed. Raises `MissingExtraError`: the codec's library is missing.
     """
 
     def __init__(self, name: str = "raw", cipher: Cipher | None = None, *, accept_plain: bool = False) -> None:
@@ -199,12 +194,8 @@ class CodecSet:
     def decode(self, codec_id: int, payload: memoryview, block: memoryview, binding: bytes) -> RecordStatus:
         """Write the block of a payload into `block`. Any status but OK leaves undefined bytes there.
 
-        The payload may be hostile: nothing is allocated that is much larger than `block`.
-
-        Args:
-            codec_id: The codec in the record's header.
-            payload: The caller has verified its checksum. That may be left out if it is encrypted, and so has a tag.
-            binding: See `binding_of`.
+        The payload may be hostile: nothing is allocated that is much larger than `block`. The caller has verified its
+        checksum, unless it is encrypted, and so has a tag. For `binding` see `binding_of`.
         """
         status = self.refusal(codec_id)
         if status is not RecordStatus.OK:

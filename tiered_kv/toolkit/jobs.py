@@ -139,10 +139,8 @@ class PartQueue:
     Workers take jobs in parts, so that all of them serve one large job. The scheduler adds jobs without the lock: a
     worker that holds the lock, and has lost the interpreter, cannot delay it. The lock is held for a few assignments.
 
-    Args:
-        wake: Called by any thread when one more worker may find a part. Must not wait.
-        stores_running_max: Parts of stores that may run at once, so that slow stores leave a worker to loads.
-        climb: Says how many of these may run at the time; by default all.
+    Any thread calls `wake`, which must not wait, if one more worker may find a part. At most `stores_running_max` parts
+    of stores run at once, or as many of these as `climb` says, so that slow stores leave a worker to loads.
     """
 
     def __init__(self, wake: Callable[[], None], *, stores_running_max: int, climb: Climb | None = None) -> None:

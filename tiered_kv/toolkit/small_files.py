@@ -53,10 +53,7 @@ def replace_file(
 ) -> None:
     """Write a small file in one step: a reader finds the old bytes or the new ones.
 
-    Args:
-        path: Relative to `dir_fd` if that is given.
-        only_new: Whether to keep an existing file.
-        flush: Whether to flush: without it a power failure may leave an empty file.
+    With `only_new`, an existing file is kept. Without `flush` a power failure may leave an empty file.
     """
     directory, name = os.path.split(path)
     temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.tmp")
@@ -153,12 +150,7 @@ def as_text(fields: Mapping[str, object]) -> bytes:
 
 
 class FirstFailures:
-    """Logs the first failure of each operation and error number, with the system's own words. Any thread may call.
-
-    Args:
-        log: Where to.
-        place: What the operations work on, such as a directory.
-    """
+    """Logs the first failure in a place of each operation and error number, with the system's own words. Any thread."""
 
     def __init__(self, log: logging.Logger, place: str) -> None:
         self._log = log
