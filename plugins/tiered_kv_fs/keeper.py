@@ -36,9 +36,6 @@ _MEASURE_S: Final = 10.0
 GRANTS_MIN: Final = 16  # the least number of grants in a capacity, or on a disk that is smaller
 _EPOCH_TIMEOUT_S: Final = 5.0
 
-Call = Callable[..., Awaitable[Any]]  # Any: the function's result
-"""Runs a function that may wait on a thread, and awaits its result."""
-
 
 class _Reply(NamedTuple):
     granted_bytes: int
@@ -58,7 +55,7 @@ class Keeper:
     directory: Directory
     epoch: Epoch
     counters: Counters
-    call: Call
+    call: Callable[..., Awaitable[Any]]  # runs a function that may wait on a thread. Any: its result
     capacity_bytes: int  # what the directory may occupy
     grant_bytes: int  # of one request to the ledger; less on a small disk
     grant_bytes_min: int  # for a part of a job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from tiered_kv.base import OffloadKey
@@ -19,7 +19,7 @@ from tiered_kv_redis import reasons as why
 from tiered_kv_redis.blocks import Blocks
 from tiered_kv_redis.connection import check_tls_files
 from tiered_kv_redis.epoch import KeySpace
-from tiered_kv_redis.exchange import Batch, Failures
+from tiered_kv_redis.exchange import Batch
 from tiered_kv_redis.reasons import NodeError
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
@@ -150,10 +150,10 @@ class RedisTier(BlockingTier):
     # Worker threads.
 
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        return self._transfer_blocks("store", keys, blocks, self._stored.store)
+        return self._transfer_blocks("store", keys, blocks)
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        return self._transfer_blocks("load", keys, blocks, self._stored.load)
+        return self._transfer_blocks("load", keys, blocks)
 
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> list[bool]:
         now_s = time.monotonic()
@@ -184,11 +184,7 @@ class RedisTier(BlockingTier):
             self._topology.close()
 
     def _transfer_blocks(
-        self,
-        operation: Literal["store", "load"],
-        keys: Sequence[OffloadKey],
-        blocks: Sequence[memoryview],
-        transfer: Callable[[Batch], Failures],
+        self, operation: Literal["store", "load"], keys: Sequence[OffloadKey], blocks: Sequence[memoryview]
     ) -> Outcome:
         deadline = min(self.part_deadline, time.monotonic() + self._settings.timeout)
         try:
@@ -197,6 +193,7 @@ class RedisTier(BlockingTier):
             return Outcome((), self._note_failures(operation, len(keys), error.reason))
         if self.part_epoch != self.epoch:  # asked after the prefix, which may be a later epoch's
             return Outcome((), "reset")
+        transfer = self._stored.store if operation == "store" else self._stored.load
         failures = transfer(Batch(keys, [prefix + key for key in keys], blocks, deadline))
         self._keyspace.recheck(deadline)
         if not failures:
