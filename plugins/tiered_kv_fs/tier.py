@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from aiofiles.os import wrap
 
@@ -45,32 +45,6 @@ _SHUTDOWN_TIMEOUT_S: Final = 2.0
 _OPEN_TIMEOUT_S: Final = 5.0
 
 
-class FsSizes(NamedTuple):
-    """The sizes that follow from a capacity."""
-
-    part_blocks: int  # blocks in a part of a job
-    room_bytes: int  # bytes that storing a block may take
-    grant_bytes: int  # bytes of one grant
-
-    @classmethod
-    def of(cls, capacity_bytes: int, block_bytes: int, overhead_bytes: int) -> FsSizes:
-        """Return the sizes for a capacity; a stored block exceeds its size by `overhead_bytes` at most.
-
-        Raises `ConfigError`: the capacity is too small.
-        """
-        room_bytes = room_bytes_of(block_bytes + overhead_bytes)
-        least_bytes = _SMALL_THINGS_BYTES + GRANTS_MIN * room_bytes
-        if capacity_bytes < least_bytes:
-            raise ConfigError(
-                f"{capacity_bytes} bytes are too few for blocks of {block_bytes}; give at least {least_bytes}",
-                location="capacity",
-            )
-        usable_bytes = capacity_bytes - _SMALL_THINGS_BYTES
-        part_blocks = max(1, min(_PART_BYTES // block_bytes, usable_bytes // GRANTS_MIN // room_bytes))
-        grant_bytes = max(part_blocks * room_bytes, min(_GRANT_BYTES_MAX, usable_bytes // GRANTS_MIN))
-        return cls(part_blocks, room_bytes, grant_bytes)
-
-
 class FsTier(AsyncTier):
     """Blocks as files in a directory that processes and hosts may share.
 
@@ -86,7 +60,8 @@ class FsTier(AsyncTier):
         self._settings = settings
         self._codecs = settings.open_codecs()
         block_bytes = block_bytes_of(primary_kv_view)
-        self._sizing = FsSizes.of(settings.capacity, block_bytes, self._codecs.overhead_bytes)
+        self._room_bytes = room_bytes_of(block_bytes + self._codecs.overhead_bytes)  # that storing a block may take
+        part_blocks, grant_bytes = _sizes(settings.capacity, block_bytes, self._room_bytes)
         digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
         name = getattr(offloading_spec, "name", None) or tier_type
         identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
@@ -102,8 +77,8 @@ class FsTier(AsyncTier):
                 self._counters,
                 self._call,
                 capacity_bytes=settings.capacity,
-                grant_bytes=self._sizing.grant_bytes,
-                grant_bytes_min=self._sizing.part_blocks * self._sizing.room_bytes,
+                grant_bytes=grant_bytes,
+                grant_bytes_min=part_blocks * self._room_bytes,
                 room_timeout_s=min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2),
             )
         except OSError as error:
@@ -119,8 +94,8 @@ class FsTier(AsyncTier):
             offloading_spec,
             primary_kv_view,
             tier_type,
-            blocks_in_flight_max=settings.threads * self._sizing.part_blocks,
-            part_bytes=self._sizing.part_blocks * block_bytes,
+            blocks_in_flight_max=settings.threads * part_blocks,
+            part_bytes=part_blocks * block_bytes,
             lookup_timeout_s=settings.lookup_timeout,
             shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         )
@@ -133,7 +108,7 @@ class FsTier(AsyncTier):
         self._keeper.start()
 
     async def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        room_bytes = len(keys) * self._sizing.room_bytes
+        room_bytes = len(keys) * self._room_bytes
         reason = await self._keeper.take(room_bytes)
         if reason:
             return Outcome((), reason)
@@ -141,7 +116,7 @@ class FsTier(AsyncTier):
         try:
             async with self._transfer_slots:
                 used_bytes = room_bytes  # the filled bytes are unknown unless the call returns
-                store = self._call(self._store_part, self.part_epoch, self.part_deadline, keys, blocks)
+                store = self._call(self._move, True, self.part_epoch, self.part_deadline, keys, blocks)
                 moved = await uninterrupted(store)
                 used_bytes = moved.used_bytes
         finally:
@@ -153,7 +128,7 @@ class FsTier(AsyncTier):
 
     async def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
         async with self._transfer_slots:
-            load = self._call(self._load_part, self.part_epoch, self.part_deadline, keys, blocks)
+            load = self._call(self._move, False, self.part_epoch, self.part_deadline, keys, blocks)
             return _outcome(await uninterrupted(load), keys)
 
     async def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -177,18 +152,13 @@ class FsTier(AsyncTier):
 
     # Threads.
 
-    def _store_part(
-        self, epoch: int, deadline: float, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]
+    def _move(
+        self, is_store: bool, epoch: int, deadline: float, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]
     ) -> Moved:
-        value = self._cache_epoch.saved_value(deadline)
+        value = self._cache_epoch.saved_value(deadline) if is_store else self._cache_epoch.value(deadline)
+        move = self._files.store if is_store else self._files.load
         # The number is read after the value: `reset_cache` changes it first.
-        return self._files.store(value, keys, blocks, deadline) if epoch == self.epoch else Moved([], "reset")
-
-    def _load_part(
-        self, epoch: int, deadline: float, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]
-    ) -> Moved:
-        value = self._cache_epoch.value(deadline)
-        return self._files.load(value, keys, blocks, deadline) if epoch == self.epoch else Moved([], "reset")
+        return move(value, keys, blocks, deadline) if epoch == self.epoch else Moved([], "reset")
 
     def _contains_part(self, deadline: float, keys: Sequence[OffloadKey]) -> list[bool]:
         return self._files.contains(self._cache_epoch.value(deadline), keys)
@@ -245,6 +215,17 @@ class FsTier(AsyncTier):
             self._saving.ask()
         self._saving.join(_SHUTDOWN_TIMEOUT_S)
         self._threads.join(deadline)
+
+
+def _sizes(capacity_bytes: int, block_bytes: int, room_bytes: int) -> tuple[int, int]:
+    """Return the blocks in a part of a job, and the bytes of one grant; raise `ConfigError` if they have no room."""
+    usable_bytes = capacity_bytes - _SMALL_THINGS_BYTES
+    if usable_bytes < GRANTS_MIN * room_bytes:
+        least_bytes = _SMALL_THINGS_BYTES + GRANTS_MIN * room_bytes
+        what = f"{capacity_bytes} bytes are too few for blocks of {block_bytes}; give at least {least_bytes}"
+        raise ConfigError(what, location="capacity")
+    part_blocks = max(1, min(_PART_BYTES // block_bytes, usable_bytes // GRANTS_MIN // room_bytes))
+    return part_blocks, max(part_blocks * room_bytes, min(_GRANT_BYTES_MAX, usable_bytes // GRANTS_MIN))
 
 
 def _outcome(moved: Moved, keys: Sequence[OffloadKey]) -> Outcome:
