@@ -23,7 +23,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import xxhash
@@ -45,7 +45,7 @@ class EpochMark:
     """An epoch as the storage keeps it."""
 
     number: int  # of resets before it
-    value: str  # 16 hexadecimal digits
+    value: str = field(default_factory=lambda: secrets.token_hex(8))  # 16 hexadecimal digits; by default a new one
 
     def encode(self) -> bytes:
         body = f"{self.number} {self.value}"
@@ -115,7 +115,7 @@ class Epoch:
             if self._mark is not None:
                 _retire(self._mark.value)
                 number = self._mark.number + 1
-            self._mark = EpochMark(number, _draw())
+            self._mark = EpochMark(number)
             self._is_saved = False
             return self._mark.value
 
@@ -194,7 +194,7 @@ class Epoch:
                 _retire(mark.value)
                 return
             # The storage has an older mark, and another process may have been reset since: no mark is right.
-        repaired = EpochMark(max(mark.number, found.number if found else 0) + 1, _draw()) if is_over else mark
+        repaired = EpochMark(max(mark.number, found.number if found else 0) + 1) if is_over else mark
         write = self._store.create if data is None else self._store.write
         write(repaired.encode(), deadline)
         if is_over:
@@ -226,17 +226,13 @@ class Epoch:
     def _joined(self, data: bytes | None, found: EpochMark | None, deadline: float) -> EpochMark:
         if found is not None and not _is_retired(found.value):
             return found
-        drawn = EpochMark(found.number + 1 if found is not None else 0, _draw())
+        drawn = EpochMark(found.number + 1 if found is not None else 0)
         if data is not None:
             self._store.write(drawn.encode(), deadline)
             return drawn
         self._store.create(drawn.encode(), deadline)
         _, found = self._read(deadline)  # another process may have been faster
         return drawn if found is None or _is_retired(found.value) else found
-
-
-def _draw() -> str:
-    return secrets.token_hex(8)
 
 
 _retired: dict[str, None] = {}  # values that this process has seen retired, in any tier; the oldest first
