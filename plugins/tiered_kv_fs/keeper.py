@@ -28,8 +28,7 @@ OPENING_BYTES: Final = 64 << 10
 _TICK_S: Final = 5.0
 _IDLE_TICKS: Final = 2
 _BUSY_PAUSE_S: Final = 0.05
-_REFUSAL_S: Final = 1.0
-"""How long a failure holds for later stores, so that queued stores do not each wait for it."""
+_REFUSAL_S: Final = 1.0  # how long a failure holds for later stores, so that queued stores do not each wait for it
 _CLOSE_TIMEOUT_S: Final = 0.5
 _MEASURE_S: Final = 10.0
 """How often to look at the disk's free space; some file systems count a removed file seconds later."""

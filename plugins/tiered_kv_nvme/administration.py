@@ -89,25 +89,19 @@ class NvmeAdministration(TierAdministration):
                 release_lock(lock_fd, fd)
 
     def survey(self, deadline: float, only: str | None = None) -> Survey:
-        census, segments = Census(), None
-        described: object = None
+        census = Census()
         with self._claimed.opened("survey") as fd:
-            digest, fields = self._marker(fd)
-            if fd is not None and digest and only in (None, digest):
-                described = fields.get("namespace")
-                identity = self._identity(digest, fields)
-                segments = Inspection(fd, self._claimed, identity, partial(self.check_time, deadline)).count(census)
-        return census.survey(lambda _: described, segments)
+            inspection = self._inspection(fd, only, deadline)
+            segments = None if inspection is None else inspection.count(census)
+        return census.survey(lambda _: inspection and inspection.identity.namespace, segments)
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
         with self._claimed.opened("verify") as fd:
-            found, fields = self._marker(fd)
-            if fd is None or found != digest:
+            inspection = self._inspection(fd, digest, deadline)
+            if inspection is None:
                 return
             verification.checks_tags = True
-            identity = self._identity(digest, fields)
-            with closing(self._owned(identity)) if verification.repairs else nullcontext() as owned:
-                inspection = Inspection(fd, self._claimed, identity, partial(self.check_time, deadline))
+            with closing(self._owned(inspection.identity)) if verification.repairs else nullcontext() as owned:
                 inspection.verify(self._settings.open_codecs(), verification, owned)
 
     def _owned(self, identity: Identity) -> SegmentDirectory:
@@ -117,11 +111,16 @@ class NvmeAdministration(TierAdministration):
             message = f"{error.message.partition(';')[0]}; stop it first, or leave --repair out"
             raise TierBusyError(message, tier=self._claimed.tier, operation="repair") from error
 
-    def _identity(self, digest: str, fields: Mapping[str, object]) -> Identity:
+    def _inspection(self, fd: int | None, digest: str | None, deadline: float) -> Inspection | None:
+        """Return the inspection of the directory's namespace; None if there is none, or another than `digest`."""
+        found, fields = self._marker(fd)
+        if fd is None or not found or digest not in (None, found):
+            return None
         block_bytes, namespace = fields.get("block_bytes"), fields.get("namespace")
         if not isinstance(block_bytes, int) or not 0 < block_bytes < 1 << 32:
             raise self._claimed.format_error(f"{self._path}/{MARKER_NAME} names no possible size of blocks")
-        return Identity(bytes.fromhex(digest), namespace if isinstance(namespace, Mapping) else {}, block_bytes)
+        identity = Identity(bytes.fromhex(found), namespace if isinstance(namespace, Mapping) else {}, block_bytes)
+        return Inspection(fd, self._claimed, identity, partial(self.check_time, deadline))
 
     def _purge(self, fd: int, digest: str, deadline: float) -> Purged:
         size_bytes = 0

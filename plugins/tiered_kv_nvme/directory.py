@@ -24,10 +24,8 @@ from tiered_kv_nvme.layout import FORMAT_VERSION
 LOCK_NAME: Final = "lock"
 MARKER_NAME: Final = "tiered-kv-nvme.json"
 
-DIRECTORY_RESERVE_BYTES: Final = 64 << 10
-"""Part of the capacity for the small files, the directory and its growth."""
-SEGMENT_RESERVE_BYTES: Final = 8 << 10
-"""Part of the capacity for the file system's notes about each segment's extents."""
+DIRECTORY_RESERVE_BYTES: Final = 64 << 10  # part of the capacity for the small files, the directory and its growth
+SEGMENT_RESERVE_BYTES: Final = 8 << 10  # part of the capacity for the file system's notes about each segment's extents
 
 OWN_NAMES: Final = frozenset({LOCK_NAME, MARKER_NAME, EPOCH_NAME, PROBE_NAME})
 

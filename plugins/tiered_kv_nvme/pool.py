@@ -147,7 +147,7 @@ class SegmentPool:
                     segment = self._active[stream] = self._free.popleft()
                     segment.state, segment.epoch = SegmentState.ACTIVE, self.epoch
                     if stream is WriteStream.STORES:
-                        self.worth.note_filled()
+                        self.worth.filled += 1
                     self.changed.notify_all()  # the reclaimer has a segment to free
                     continue
                 remaining_s = deadline - time.monotonic()

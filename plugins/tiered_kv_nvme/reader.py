@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class BlockReader:
         self._scratch = Scratch()
         self._may_scatter = self.block_bytes % PAGE_BYTES == 0 and self.codecs.accepts_plain
 
-    def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Outcome:
+    def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float = math.inf) -> Outcome:
         """Load blocks; return the keys that were loaded and verified, and why others were not.
 
         The `blocks` of others have undefined content. After the deadline no read begins.

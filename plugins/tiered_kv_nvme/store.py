@@ -108,6 +108,7 @@ class SegmentStore:
 
         codecs = options.codecs
         self._reader = BlockReader(disk, self._pool, self.counters, identity.block_bytes, codecs)
+        self.load = self._reader.load
         gather = codecs.writes_raw and identity.block_bytes % PAGE_BYTES == 0
         self._writer = BatchWriter(disk, self._pool, self.counters, codecs, gather, options.room_timeout_s)
         thread_name = f"tiered-kv-{tier}-reclaimer"
@@ -132,10 +133,6 @@ class SegmentStore:
         if self._old_indexes:  # `reset` may not have got a thread
             self._reset_task.ask()
         return self._writer.store(keys, blocks, self._pool.epoch if epoch is None else epoch, deadline)
-
-    def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float = math.inf) -> Outcome:
-        """Load blocks into `blocks`; see `BlockReader.load`."""
-        return self._reader.load(keys, blocks, deadline)
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         """Note that blocks are used. Takes no lock."""

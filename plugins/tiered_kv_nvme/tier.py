@@ -20,8 +20,7 @@ PART_BYTES = 2 << 20  # bytes of one part of a job
 PART_BLOCKS_MIN = 16
 """Blocks of a part at least, however large: each part costs the interpreter some handoffs. Not of blocks that are
 compressed or encrypted, since each thread has a buffer for a part of these."""
-STORE_PART_BLOCKS_MIN = 64
-"""Of a store, which no request waits for. With 16 a server that only stored took 3 % longer."""
+STORE_PART_BLOCKS_MIN = 64  # of a store, which no request waits for. With 16 a server that only stored took 3 % longer.
 _ROOM_TIMEOUT_MAX_S: Final = 5.0
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
 

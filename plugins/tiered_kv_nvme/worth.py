@@ -63,7 +63,8 @@ class Worth:
 
     def __init__(self, blocks: int, segments: int) -> None:
         self._segments = segments
-        self._filled = self._ticks = 0
+        self._ticks = 0
+        self.filled = 0  # segments that stores have begun to fill
         self._now = 0  # the tick, as in a state
         self._density = HitDensity(1, _USES)
         self._densities: Table = np.ones(_USES * BUCKETS)  # as of the last ranking, like the price
@@ -109,24 +110,21 @@ class Worth:
         for state in lost[self._now - (lost >> _TICK_SHIFT) & _TICKS - 1 < _AGES].tolist():
             self._last_uses[state & _USES_MASK][(state >> _TICK_SHIFT) % _AGES] -= 1
 
-    def note_filled(self) -> None:
-        self._filled += 1
-
     def restart(self, tables: Sequence[EntryTable]) -> None:
         """Begin with recovered tables, the oldest first, as if they had just been written one after the other."""
         for filled, table in enumerate(tables):
             tick = filled * AGES_PER_TURNOVER // self._segments
             table.states = array("H", [tick % _TICKS << _TICK_SHIFT]) * len(table)
             self._last_uses[0][tick % _AGES] += len(table)
-        self._filled = len(tables)
-        self._ticks = self._filled * AGES_PER_TURNOVER // self._segments
+        self.filled = len(tables)
+        self._ticks = self.filled * AGES_PER_TURNOVER // self._segments
         self._now = self._ticks % _TICKS
 
     # The reclaimer's thread.
 
     def advance(self) -> None:
         """Advance the time to the segments filled so far, and learn from the counts."""
-        while self._ticks < self._filled * AGES_PER_TURNOVER // self._segments:
+        while self._ticks < self.filled * AGES_PER_TURNOVER // self._segments:
             self._tick()
 
     def least(self, segments: Sequence[Segment]) -> Segment:

@@ -133,8 +133,7 @@ def _hello(host: str) -> bytes:
 
 Options = dict[str, Any]  # Any: redis-py's keyword arguments
 
-_OTHER_CONNECTIONS_MAX = 16
-"""Connections to a server beside those for transfers: for lookups, a description, closing."""
+_OTHER_CONNECTIONS_MAX = 16  # connections to a server beside those for transfers: for lookups, a description, closing
 
 
 def pool_options(settings: RedisSettings, address: Address | None) -> Options:

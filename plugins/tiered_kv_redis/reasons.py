@@ -40,8 +40,7 @@ TLS: Final = "tls"
 TOO_LONG: Final = "too_long"
 WRONG_TYPE: Final = "wrong_type"
 
-NO_FAILURE_OF_SERVER: Final = frozenset((TOO_LONG, CUT_OFF))
-"""Reasons why a connection ended that this client caused."""
+NO_FAILURE_OF_SERVER: Final = frozenset((TOO_LONG, CUT_OFF))  # reasons why a connection ended that this client caused
 
 UNANSWERED: Final = "unanswered"
 """The server of a job's blocks cannot be used, while others can: no failure of the tier."""

@@ -16,8 +16,7 @@ from tiered_kv_redis.reasons import NodeError, reason_of_code
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _TIMEVAL = struct.Struct("ll")
-_ARMED_SLACK_US = 10_000
-"""By how much the kernel's timeout may exceed the time left: setting it is a system call too."""
+_ARMED_SLACK_US = 10_000  # by how much the kernel's timeout may exceed the time left: setting it is a system call too
 
 Buffer = bytes | bytearray | memoryview
 

@@ -110,8 +110,8 @@ class RedisSettings(CodecSettings):
         return {**data, **parts, "url": _without_userinfo(data["url"])}
 
     @model_validator(mode="after")
-    def _have_expected_forms(self) -> RedisSettings:
-        """Refuse URLs where a part is expected. The messages repeat no value, which may be a secret."""
+    def _is_consistent(self) -> RedisSettings:
+        """Refuse URLs where a part is expected, and what does not go together. No message repeats a value, a secret."""
         if self.host is not None and not _HOST.fullmatch(self.host):
             raise ValueError("'host' is a name or an address, without port, user or password; a URL belongs in 'url'")
         if self.socket is not None and "://" in self.socket:
@@ -121,10 +121,6 @@ class RedisSettings(CodecSettings):
                 _parse_address(node)
             except ValueError as error:
                 raise ValueError(f"'nodes.{number}': {error}") from None
-        return self
-
-    @model_validator(mode="after")
-    def _names_a_server(self) -> RedisSettings:
         is_single, is_socket = self.mode == "standalone", self.socket is not None
         problems = {
             "a Unix socket has no 'host', 'nodes' or 'tls'": is_socket and (self.host or self.nodes or self.tls),

@@ -44,7 +44,10 @@ class Account:
         self._settings = settings
         self._tier = tier
         self._making_client = threading.Lock()
-        self._explicit = _explicit(settings)
+        self._explicit: Credentials | None = None
+        if settings.access_key_id is not None and settings.secret_access_key is not None:
+            secrets = (settings.access_key_id, settings.secret_access_key, settings.session_token)
+            self._explicit = Credentials(*(each.get_secret_value() if each else "" for each in secrets))
         self._secrets = settings.secret_texts()
         self.counters = Counters(*own_names("s3"))  # the tier's
         self.url = f"{settings.endpoint_url or 's3:/'}/{settings.bucket}"  # the bucket's, for messages
@@ -103,10 +106,7 @@ class Account:
             return False
 
     def note_failure(self, operation: str, reason: str, words: str, level: int = logging.WARNING) -> str:
-        """Count a failure, and log the first of each operation and reason with the server's words.
-
-        Return the `sentence` about it.
-        """
+        """Count a failure, and log the first of each operation and reason; return the `sentence` about it."""
         with self._lock:
             kind = operation, reason, level
             is_first = kind not in self._logged and len(self._logged) < LOGGED_MAX
@@ -197,13 +197,6 @@ class Account:
         import boto3
 
         return boto3.session.Session(profile_name=self._settings.profile)
-
-
-def _explicit(settings: S3Settings) -> Credentials | None:
-    if settings.access_key_id is None or settings.secret_access_key is None:
-        return None
-    token = settings.session_token.get_secret_value() if settings.session_token is not None else ""
-    return Credentials(settings.access_key_id.get_secret_value(), settings.secret_access_key.get_secret_value(), token)
 
 
 def library_errors() -> tuple[type[Exception], ...]:

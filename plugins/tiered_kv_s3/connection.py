@@ -1,8 +1,7 @@
 """The bucket's server with its proxy, HTTP/1.1 connections to it, and the signatures of requests.
 
 Connections send bodies from the caller's memory, and receive into it. The standard library's client parses headers with
-the e-mail package, which takes longer than signing the request. S3 needs only a little of HTTP: requests of a known
-length, and answers of a known length, in chunks, or up to the end of the connection.
+the e-mail package, which takes longer than signing the request.
 """
 
 from __future__ import annotations
@@ -133,8 +132,7 @@ class Connection:
     def __init__(self, endpoint: Endpoint, connected: socket.socket, patience: Patience) -> None:
         self.endpoint = endpoint
         self.patience = patience  # the limits of the current request; its sender sets them
-        self.is_reusable = False
-        """Whether the last answer was read to its end and the server keeps the connection."""
+        self.is_reusable = False  # whether the last answer was read to its end and the server keeps the connection
         self._socket = connected
         self._is_tls = isinstance(connected, ssl.SSLSocket)
         self._keeps_open = False

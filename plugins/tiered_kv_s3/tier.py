@@ -29,8 +29,7 @@ from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.sweeper import Sweeper
 from tiered_kv_s3.verdict import ABSENCE, BucketError, Verdict
 
-_PART_BYTES = 1
-"""One block a part: a job takes mostly the server's time to answer, so its blocks travel in parallel."""
+_PART_BYTES = 1  # one block a part: a job takes mostly the server's time to answer, so its blocks travel in parallel
 _SHUTDOWN_S = 2.0
 _PROBE_S = 10.0
 _SAVE_S = 10.0  # how long a reset tries to write its mark in the background; after that the next store writes it

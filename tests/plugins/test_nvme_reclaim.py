@@ -98,7 +98,7 @@ def test_blocks_that_are_evicted_together_teach_what_they_teach_one_by_one() -> 
         for key, state in zip(gone, used, strict=True):
             apart.remember_evicted([key], [state])
         for worth in (together, apart):
-            worth.note_filled()
+            worth.filled += 1
             worth.advance()
         table.append(gone, [SegmentEntry(4096, 4096, RAW_ID, bytes(16))] * len(gone), used)
     segment = Segment(0, -1, 1 << 30, 1)

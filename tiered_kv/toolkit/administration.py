@@ -154,8 +154,7 @@ class Verification:
         return is_damaged and self.repairs
 
 
-_SOUND = UNREADABLE | {RecordStatus.UNENCRYPTED}
-"""Intact records that this process cannot load. Others may load them."""
+_SOUND = UNREADABLE | {RecordStatus.UNENCRYPTED}  # intact records that this process cannot load. Others may load them.
 
 
 class TierAdministration(ABC):
@@ -182,10 +181,7 @@ class TierAdministration(ABC):
 
     @abstractmethod
     def survey(self, deadline: float, only: str | None = None) -> Survey:
-        """Count the contents of the storage without changes, also while processes use it.
-
-        With `only`, a digest, no other namespace is counted.
-        """
+        """Count the contents of the storage, or only those of one digest, without changes. Processes may use it."""
 
     def namespaces(self, deadline: float) -> Sequence[StoredNamespace]:
         """Return the namespaces of the storage, with their readable forms; by default those of a survey.

@@ -163,8 +163,7 @@ class CodecSet:
         encrypts = codec_id in ENCRYPTED_IDS
         assert cipher is not None or not encrypts, "there is a key to write with"
         self.accepts_plain = accept_plain or not encrypts
-        self.overhead_bytes = ENVELOPE_BYTES if encrypts else 0
-        """By how much a written payload may exceed its block."""
+        self.overhead_bytes = ENVELOPE_BYTES if encrypts else 0  # by how much a written payload may exceed its block
         self._cipher = cipher
         self._write_cipher = cipher if encrypts else None
         self._compresses = codec_id in COMPRESSED_IDS

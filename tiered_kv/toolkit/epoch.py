@@ -100,8 +100,7 @@ class Epoch:
         self._is_saved = False
         self._checked_at_s = clock()
         self._must_recheck = False
-        self.repairs = 0
-        """How often this process wrote the mark because the storage had lost it or had an older one."""
+        self.repairs = 0  # how often this process wrote the mark because the storage had lost it or had an older one
 
     @property
     def is_saved(self) -> bool:

@@ -295,8 +295,7 @@ class Climb:
         self._since_s = 0.0
         self._parts = self._blocks = 0
         self._busy_s = 0.0
-        self._before: tuple[int, float] | None = None
-        """The limit before the trial, and its rate, while a trial lasts."""
+        self._before: tuple[int, float] | None = None  # the limit before the trial, and its rate, while a trial lasts
         self._pause = self._pause_left = 1
 
     def begin(self) -> None:

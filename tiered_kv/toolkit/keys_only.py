@@ -71,7 +71,6 @@ class KeyStore:
 
     def note_lookup(self, count: int) -> None:
         """Count the requests to a server for a lookup of the first `count` blocks of a prompt."""
-        return
 
     def store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Store blocks of one prompt, in its order, and return those that are stored now."""

@@ -112,10 +112,18 @@ class QueuedTier(SecondaryTierManager):
     # The scheduler's thread.
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
-        self._submit(job_metadata)
+        is_load = job_metadata.is_promotion
+        job = Job(job_metadata, self.epoch, self._part_blocks if is_load else self._store_part_blocks)
+        self._jobs_in_flight[job_metadata.job_id] = job
+        if self._is_shut_down or not job.keys:
+            job.end_block = 0
+            job.drop_reason = "shutdown" if job.keys else ""
+            self._report([job])
+            return
+        self._next_deadline = min(self._next_deadline, job.deadline)
+        self._part_queue.put(job)
 
-    def submit_load(self, job_metadata: JobMetadata) -> None:
-        self._submit(job_metadata)
+    submit_load = submit_store
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return self._batched_lookups.lookup_many((key,), req_context)[0]
@@ -179,17 +187,6 @@ class QueuedTier(SecondaryTierManager):
             _log.warning("tier '%s': %d worker(s) did not end; they are left behind", self.name, left)
         self._primary_flat_readonly.release()
         self._primary_flat.release()
-
-    def _submit(self, metadata: JobMetadata) -> None:
-        job = Job(metadata, self.epoch, self._part_blocks if metadata.is_promotion else self._store_part_blocks)
-        self._jobs_in_flight[metadata.job_id] = job
-        if self._is_shut_down or not job.keys:
-            job.end_block = 0
-            job.drop_reason = "shutdown" if job.keys else ""
-            self._report([job])
-            return
-        self._next_deadline = min(self._next_deadline, job.deadline)
-        self._part_queue.put(job)
 
     def _expire(self, now: float) -> None:
         """Cancel parts that have not started, of jobs whose deadline has passed."""

@@ -46,13 +46,11 @@ assert _LAYOUT.size == HEADER_BYTES
 _PLAIN_IDS = (RAW_ID, ZSTD_ID)
 
 Bytes = bytes | bytearray | memoryview
-Allocate = Callable[[int], memoryview]
-"""Returns a buffer of that many bytes, valid until the record has been written."""
+Allocate = Callable[[int], memoryview]  # returns a buffer of that many bytes, valid until the record has been written
 Name = TypeVar("Name", bound=Hashable)
 UNREADABLE_MAX: Final = 65_536
 """Names that are kept, the latest ones; about 19 MB if each has 90 characters (by tracemalloc)."""
-UNREADABLE_S: Final = 300.0
-"""How long a name is kept. A block that is never stored again fails one load in this time."""
+UNREADABLE_S: Final = 300.0  # how long a name is kept. A block that is never stored again fails one load in this time.
 
 
 @dataclass(frozen=True, slots=True)
