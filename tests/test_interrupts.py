@@ -97,7 +97,7 @@ def test_an_interrupted_caller_waits_a_limited_time_for_a_call_that_hangs(
         return True
 
     with signalled(interrupt, 0.05), pytest.raises(Interrupt):
-        calls.run_only(hang, undo=lambda _: undone.open())
+        calls.run(hang, undo=lambda _: undone.open())
     assert time.monotonic() - began_s < WAIT_S / 2
     gate.open()
     undone.pass_through()

@@ -461,15 +461,6 @@ class TestOpening:
             open_stack(source)
         assert closed == ["first"]
 
-    def test_each_kind_of_stack_says_who_has_what_it_lacks(self) -> None:
-        with open_stack(stack_of()) as stack, pytest.raises(AttributeError, match=r"'manager': open_engine_stack\(\)"):
-            stack.manager  # type: ignore[attr-defined]  # noqa: B018 - the look-up is the point
-        with tiered_kv.open_engine_stack(stack_of()) as engine:
-            with pytest.raises(AttributeError, match=r"no 'put': open_stack\(\)"):
-                engine.put(hashes(1), blocks_of(1))  # type: ignore[attr-defined]
-            with pytest.raises(AttributeError, match="no attribute 'nonesuch'"):
-                engine.nonesuch  # type: ignore[attr-defined]  # noqa: B018
-
     def test_an_engine_s_stack_explains_whole_keys(self) -> None:
         key = make_offload_key(b"a hash", 3)
         with tiered_kv.open_engine_stack(stack_of()) as stack:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from tiered_kv.buffers import AnyBuffer
 
 _Ask = Callable[[Sequence[OffloadKey], ReqContext], list[bool | None]]
-_GROUP: Final = 0
-"""The KV cache group of the blocks."""
 
 
 class BlockFacade(StackCalls[M]):
@@ -26,6 +24,8 @@ class BlockFacade(StackCalls[M]):
     A key is a block hash: bytes of any length, of your own making. An engine's manager has the block under
     `make_offload_key(block_hash, 0)`, since engines have a hash in several KV cache groups. Such a whole key is bytes,
     too, and here it would name another block.
+
+    Each method but `close` raises `ShutdownError` if the stack is closed, or another process opened it before a fork.
     """
 
     _batch_blocks: int
@@ -61,7 +61,6 @@ class BlockFacade(StackCalls[M]):
 
         Raises:
             TypeError, ValueError: The arguments do not fit each other, or hints are invalid.
-            ShutdownError: The stack is closed, or another process opened it before a fork.
         """
         began = self.epoch if epoch is None else epoch  # not when the call gets the lock, which a reset may hold
         offload_keys = keys_of(keys)
@@ -98,7 +97,6 @@ class BlockFacade(StackCalls[M]):
 
         Raises:
             TypeError, ValueError: The arguments do not fit each other, or hints cannot be used.
-            ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
         offload_keys = keys_of(keys)
         shape = len(keys), self.region.block_bytes
@@ -122,7 +120,6 @@ class BlockFacade(StackCalls[M]):
 
         Raises:
             TypeError: A key is not a block hash.
-            ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
         offload_keys, ask = keys_of(keys), self._manager.contains_many
         return self._run(lambda: self._count_prefix("contains", offload_keys, timeout, None, ask))
@@ -144,7 +141,6 @@ class BlockFacade(StackCalls[M]):
 
         Raises:
             TypeError, ValueError: A key is not a block hash, or hints cannot be used.
-            ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
         ahead = keys_of(keys)[: max(self.region.num_blocks // 2, 1)]
         return self._run(lambda: self._count_prefix("prefetch", ahead, timeout, hints, self._manager.lookup_many))
@@ -154,9 +150,6 @@ class BlockFacade(StackCalls[M]):
 
         Returns:
             Whether all have ended. A tier that hangs keeps its transfers in flight beyond their deadline.
-
-        Raises:
-            ShutdownError: The stack is closed, or another process opened it before a fork.
         """
         return self._run(lambda: self._flush(time.monotonic() + timeout))
 
@@ -169,9 +162,6 @@ class BlockFacade(StackCalls[M]):
         """Remove every block from every tier, as after new weights.
 
         Blocks of calls that have begun are not stored any more, and these calls load no further blocks.
-
-        Raises:
-            ShutdownError: The stack is closed, or another process opened it before a fork.
         """
         self._run(self._reset_cache)
 
@@ -323,7 +313,7 @@ def keys_of(block_hashes: Sequence[bytes]) -> list[OffloadKey]:
     for block_hash in block_hashes:
         if not isinstance(block_hash, bytes) or not block_hash:
             raise TypeError(f"a key is a block hash, bytes that are not empty; found {block_hash!r}")
-    return [make_offload_key(block_hash, _GROUP) for block_hash in block_hashes]
+    return [make_offload_key(block_hash, 0) for block_hash in block_hashes]
 
 
 def rows_of(spec: object) -> list[int]:

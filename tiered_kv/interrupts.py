@@ -77,15 +77,11 @@ class CallThread:
         self._ident = 0  # of the thread that serves the calls
         self._is_over = False
 
-    def run(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, or raise what it raises."""
-        return self._run(work, None)
+    def run(self, work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+        """Return what `work` returns, or raise what it raises.
 
-    def run_only(self, work: Callable[[], T], undo: Callable[[T], object]) -> T:
-        """As `run`, and end the thread; call `undo` with the result if the caller is interrupted."""
-        return self._run(work, undo)
-
-    def _run(self, work: Callable[[], T], undo: Callable[[T], object] | None) -> T:
+        With `undo` the thread ends after the call. If the caller is interrupted, `undo` gets the result.
+        """
         self._raise_if_forked()
         if threading.get_ident() != threading.main_thread().ident or self._is_over or sys.is_finalizing():
             return work()
@@ -102,7 +98,7 @@ class CallThread:
         except BaseException:
             call.is_abandoned = True
             # Behind the call in the queue. So the call has ended when this one runs.
-            last = _Call(lambda: _undo(call, undo), is_last=undo is not None)
+            last = _Call(lambda: [undo(each) for each in call.results if undo], is_last=undo is not None)
             if self._start():
                 self._calls.put(last)
                 self._await(last, _END_S)
@@ -179,8 +175,3 @@ class CallThread:
     def _raise_if_forked(self) -> None:
         if os.getpid() != self._pid:
             raise ShutdownError(f"this belongs to process {self._pid}; open another one after a fork")
-
-
-def _undo(call: _Call[T], undo: Callable[[T], object] | None) -> None:
-    if undo is not None and call.results:
-        undo(call.results[0])

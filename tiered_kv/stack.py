@@ -70,7 +70,7 @@ def _open(source: _Source, kind: type[_Kind]) -> _Kind:
     # The memory is pinned on the caller's thread, where CUDA knows the program's device.
     backend = CPUBackend(open_region(config))
     opening = CallThread("tiered-kv-open")
-    return opening.run_only(lambda: kind(config, backend=backend, is_checked=True), undo=kind.close)
+    return opening.run(lambda: kind(config, backend=backend, is_checked=True), undo=kind.close)
 
 
 class AnyStack(StackCalls[TieringOffloadingManager]):
@@ -185,14 +185,6 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         with self._call(), self._lock:
             return self._manager.counters()
 
-    if not TYPE_CHECKING:  # type checkers know which stack has which names
-
-        def __getattr__(self, name: str) -> object:
-            for kind, opens in _KINDS.items():
-                if hasattr(kind, name) and not isinstance(self, kind):
-                    raise AttributeError(f"this stack has no '{name}': {opens}")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     def _explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
         if self.history is None:
             raise ConfigError("the stack keeps no history: its setting is 0", location="history")
@@ -251,13 +243,6 @@ class EngineStack(AnyStack):
     def explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
         """Return as `Stack.explain`, of blocks by their whole keys."""
         return self._explain(keys)
-
-
-_KINDS: dict[type[AnyStack], str] = {
-    Stack: "open_stack() opens one that puts and gets blocks; in this one an engine's scheduler owns the manager",
-    EngineStack: "open_engine_stack() opens one for an engine's scheduler; in this one put and get use the manager",
-}
-"""Of what the other kind has, an error says who opens it."""
 
 
 def open_tier(
@@ -352,14 +337,15 @@ def shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
 def _history(config: StackConfig) -> BlockHistory | None:
     if not config.history:
         return None
-    ttls = [getattr(tier, "ttl", None) for tier in config.secondary]
-    ttl_s = [
-        float(ttl) if isinstance(ttl, (int, float)) else None for ttl in ttls
-    ]  # third-party settings may have any type
-    sizes = [getattr(tier, "capacity", None) for tier in config.secondary]
-    blocks = [size // config.block.bytes if isinstance(size, int) else None for size in sizes]
-    names = [PRIMARY_NAME, *(tier.name for tier in config.secondary)]
-    return BlockHistory(config.history, names, [None, *ttl_s], blocks=[config.primary_blocks, *blocks])
+    names = [PRIMARY_NAME]
+    ttl_s: list[float | None] = [None]
+    blocks: list[int | None] = [config.primary_blocks]
+    for tier in config.secondary:  # third-party settings may have any type
+        ttl, size = getattr(tier, "ttl", None), getattr(tier, "capacity", None)
+        names.append(tier.name)
+        ttl_s.append(float(ttl) if isinstance(ttl, (int, float)) else None)
+        blocks.append(size // config.block.bytes if isinstance(size, int) else None)
+    return BlockHistory(config.history, names, ttl_s, blocks=blocks)
 
 
 def open_server(config: StackConfig) -> StatusServer | None:

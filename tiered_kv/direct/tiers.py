@@ -121,7 +121,7 @@ class DirectTiers:
                 self._thread.start()
                 undo.pop_all()
 
-        CallThread("tiered-kv-open").run_only(open_all, undo=lambda _: self.close())
+        CallThread("tiered-kv-open").run(open_all, undo=lambda _: self.close())
 
     def _open(self, settings: TierSettings, spec: TierSpec) -> GuardedTier:
         tier = SecondaryTierFactory.create(spec, self._rows, settings)
