@@ -30,9 +30,8 @@ from tests.support.redis_groups import redis_cluster, redis_sentinel, tls_redis_
 from tests.support.redis_servers import redis_server, tls_redis_server
 from tests.support.s3_servers import installed_server, moto_bucket, moto_server
 from tests.support.server_process import fake_redis_url
-from tests.support.stacks import Register, ReplaceModule
+from tests.support.stacks import Register, ReplaceModule, plugged_class
 from tiered_kv.testing.control import Footprint, Gate, ManualClock, left_behind
-from tiered_kv.tiering.factory import SecondaryTierFactory
 
 # Fixtures of all tests. One that lasts for the session is made once, which an import into each module would not do.
 __all__ = [
@@ -248,8 +247,7 @@ def register(closing: ExitStack) -> Register:
     """Makes tier classes known for one test."""
 
     def register(name: str, tier: Any) -> None:
-        SecondaryTierFactory.register(name, tier)
-        closing.callback(SecondaryTierFactory.unregister, name)
+        closing.enter_context(plugged_class(name, tier))
 
     return register
 

@@ -15,13 +15,12 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.direct.conftest import WAIT_S, memory_tier, open_direct
-from tests.support.stacks import PATIENT
+from tests.support.stacks import PATIENT, plugged_class
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.control import Gate, wait_until
 from tiered_kv.testing.faults import FailingTier, HeldJobsTier
 from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
-from tiered_kv.tiering.factory import SecondaryTierFactory
 
 BLOCK_BYTES = 900
 STRIDE = 1024
@@ -69,7 +68,8 @@ class DirectMachine(RuleBasedStateMachine):
                 machine.failing = FailingTier(memory_tier(spec, view))
                 return HeldJobsTier(machine.failing, machine.gate)
 
-        SecondaryTierFactory.register(self.first, Disturbed)
+        self.registered = plugged_class(self.first, Disturbed)
+        self.registered.__enter__()
         place = {} if self.tier_type == "memory" else {"path": f"{self.directory}/tier"}
         limits = {"store_budget": 3 * BLOCK_BYTES, "load_budget": 2 * BLOCK_BYTES, "breaker_failures": 1_000_000}
         self.tiers = open_direct(
@@ -166,7 +166,7 @@ class DirectMachine(RuleBasedStateMachine):
         finally:
             self.gate.open()
             is_closed = self.tiers.close()
-            SecondaryTierFactory.unregister(self.first)
+            self.registered.__exit__(None, None, None)
             shutil.rmtree(self.directory)
         assert is_closed
         assert (self.pool == POISON).all()

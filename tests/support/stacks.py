@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from tiered_kv.base import OffloadKey, get_offload_block_hash
-from tiered_kv.hooks import TierType, hookimpl, tier_plugins
+from tiered_kv.config.settings import ClassArguments
+from tiered_kv.hooks import TierType, hookimpl, tier_plugins, tier_type_of_class
 from tiered_kv.stack import AnyStack
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
@@ -84,8 +85,14 @@ def plugged(*tier_types: TierType) -> Iterator[None]:
         def tiered_kv_register_tiers(self) -> list[TierType]:
             return list(tier_types)
 
-    tier_plugins().register(Plugin(), "plugged")
+    name = " ".join(each.name for each in tier_types)
+    tier_plugins().register(Plugin(), name)
     try:
         yield
     finally:
-        tier_plugins().unregister("plugged")
+        tier_plugins().unregister(name)
+
+
+def plugged_class(name: str, tier: Any) -> AbstractContextManager[None]:
+    """Register a class, or a callable that returns one, during the `with` block."""
+    return plugged(tier_type_of_class(name, tier) if isinstance(tier, type) else TierType(name, ClassArguments, tier))

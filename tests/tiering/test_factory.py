@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from tests.support.stacks import Register, plugged
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError, MissingExtraError, TierError, TierUnavailableError
-from tiered_kv.hooks import TierType
+from tiered_kv.hooks import TierType, tier_plugins
 from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
@@ -46,7 +46,7 @@ class VaultTier(FourMethodTier):
 
 def test_a_class_with_the_three_arguments_is_built_by_its_name(view: memoryview, register: Register) -> None:
     register("four", FourMethodTier)
-    assert SecondaryTierFactory.known()["four"].description.startswith("Keeps copies of blocks")
+    assert tier_plugins().tier_types()["four"].description.startswith("Keeps copies of blocks")
     tier = SecondaryTierFactory.create(SPEC, view, {"type": "four", "name": "mine", "job_timeout": "1s"})
     assert isinstance(tier, FourMethodTier)
     assert tier.tier_type == "four"
@@ -135,5 +135,5 @@ def test_a_property_that_raises_names_its_tier(view: memoryview, name: str, regi
 def test_a_name_is_registered_once(register: Register) -> None:
     register("four", FourMethodTier)
     with pytest.raises(ConfigError, match="four"):
-        SecondaryTierFactory.register("four", FourMethodTier)
-    assert "four" in SecondaryTierFactory.known()
+        register("four", FourMethodTier)
+    assert "four" in tier_plugins().tier_types()

@@ -9,7 +9,7 @@ from tiered_kv.config.redaction import scrub
 from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.config.validation import suggestion
 from tiered_kv.errors import ConfigError, ResourceError, TieredKVError, TierError, remedy_of
-from tiered_kv.hooks import TierType, hookimpl, tier_plugins, tier_settings, tier_type_of, tier_type_of_class
+from tiered_kv.hooks import TierType, tier_settings, tier_type_of
 from tiered_kv.tiering.base import SecondaryTierManager
 
 _SEED_ARGUMENTS = 3
@@ -19,34 +19,7 @@ _NO_SUPER = "its class does not call super().__init__(offloading_spec, primary_k
 
 
 class SecondaryTierFactory:
-    """Registers and constructs tiers. The state is in `tier_plugins()`."""
-
-    @staticmethod
-    def register(name: str, tier: type[SecondaryTierManager] | Callable[[], type[SecondaryTierManager]]) -> TierType:
-        """Register a class without a plugin.
-
-        Args:
-            name: Its `type` in a YAML entry.
-            tier: The class, or a callable that imports and returns it. It is constructed as
-                `cls(offloading_spec, primary_kv_view, tier_type, **keys)`. `keys` are the keys of its YAML entry that
-                are not settings of every tier.
-
-        Raises:
-            ConfigError: The name is taken or cannot name a tier type.
-        """
-        tier_type = tier_type_of_class(name, tier) if isinstance(tier, type) else TierType(name, ClassArguments, tier)
-        tier_plugins().register(_Registration(tier_type), _label(name))
-        return tier_type
-
-    @staticmethod
-    def unregister(name: str) -> None:
-        """Undo `register`."""
-        tier_plugins().unregister(_label(name))
-
-    @staticmethod
-    def known() -> dict[str, TierType]:
-        """Return every tier type by name."""
-        return tier_plugins().tier_types()
+    """Constructs tiers. `tier_plugins()` knows their types."""
 
     @staticmethod
     def create(
@@ -106,21 +79,6 @@ def _check_keywords(tier_class: Callable[..., object], keywords: Mapping[str, ob
             f"tier '{name}' has unknown keys {unknown}; besides those of every tier its class takes: "
             f"{', '.join(accepted) or 'none'}"
         )
-
-
-class _Registration:
-    """A plugin for one class."""
-
-    def __init__(self, tier_type: TierType) -> None:
-        self._tier_type = tier_type
-
-    @hookimpl
-    def tiered_kv_register_tiers(self) -> list[TierType]:
-        return [self._tier_type]
-
-
-def _label(name: str) -> str:
-    return f"SecondaryTierFactory.register({name!r})"
 
 
 def _load(tier_type: TierType, name: str) -> Callable[..., SecondaryTierManager]:
