@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +32,7 @@ from tiered_kv.toolkit.codecs import (
 from tiered_kv.toolkit.encryption import Cipher
 
 HEX = "a1" * 32
-BASE64 = base64.b64encode(bytes(range(32))).decode()
+OTHER = bytes(range(32)).hex()
 BINDING = binding_of(bytes(16), b"key")
 
 
@@ -59,7 +58,7 @@ def reads(codecs: CodecSet, payload: bytes, codec_id: int = AES_ID) -> RecordSta
 def key_file(tmp_path: Path) -> Path:
     path = tmp_path / "kv.key"
     path.touch(mode=0o600)
-    path.write_text(f"{BASE64}\n")
+    path.write_text(f"{OTHER}\n")
     return path
 
 
@@ -92,13 +91,13 @@ def test_keys_come_from_variables_and_files(key_file: Path) -> None:
     assert codecs.name == "aes-256-gcm"
     assert codecs.draft(memoryview(b"block")).key_id == 2
     payload = payload_of(codecs)
-    assert reads(settings_of(keys={2: BASE64}).open_codecs(), payload) is RecordStatus.OK
-    assert reads(settings_of("raw", keys={2: BASE64}).open_codecs(), payload) is RecordStatus.OK
+    assert reads(settings_of(keys={2: OTHER}).open_codecs(), payload) is RecordStatus.OK
+    assert reads(settings_of("raw", keys={2: OTHER}).open_codecs(), payload) is RecordStatus.OK
     assert reads(settings_of(keys={2: HEX}).open_codecs(), payload) is RecordStatus.UNKNOWN_KEY
     assert reads(codecs, payload_of(settings_of(keys={1: HEX}).open_codecs())) is RecordStatus.OK
     shown = repr(config)
     assert HEX not in shown
-    assert BASE64 not in shown
+    assert OTHER not in shown
     assert str(key_file) in shown, "a path is no secret"
 
 
@@ -127,7 +126,7 @@ def test_encryption_is_turned_off_by_the_codec_and_its_keys_stay(codec: str) -> 
         ({"keys": {"first": HEX}}, "expected a whole number"),
         ({"keys": {HEX: 7}}, "expected a whole number"),
         ({"key_files": {HEX: "x"}}, "expected a whole number"),
-        ({"keys": {1: HEX[:-1]}}, "key 1: expected a key: 32 bytes as 64 hexadecimal digits or as base64"),
+        ({"keys": {1: HEX[:-1]}}, "key 1: expected a key: 32 bytes as 64 hexadecimal digits"),
         ({"keys": {1: [HEX]}}, "expected a text"),
         ({"keys": HEX}, "expected a mapping"),
         ({"keys": {1: HEX}, "write_key": 0}, "write_key"),
@@ -144,7 +143,7 @@ def test_the_error_for_wrong_settings_does_not_show_the_key(encryption: dict[str
     said = str(raised.value)
     assert message in said
     assert HEX[:-1] not in said
-    assert BASE64[:-4] not in said
+    assert OTHER[:-4] not in said
 
 
 @pytest.mark.parametrize("encryption", [HEX, [HEX]])

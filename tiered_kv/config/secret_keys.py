@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import os
 import re
 import stat
@@ -15,39 +13,20 @@ from tiered_kv.permissions import OTHERS
 KEY_BYTES = 32
 KEY_FILE_BYTES_MAX = 1024
 
-_HEX = re.compile(r"[0-9A-Fa-f]{64}")
-_BASE64 = re.compile(r"[A-Za-z0-9+/_-]{43}=?")
-_ACCEPTED = f"{KEY_BYTES} bytes as 64 hexadecimal digits or as base64, such as `openssl rand -hex {KEY_BYTES}` prints"
+_KEY = re.compile(r"\s*([0-9A-Fa-f]{64})\s*")
+_WANTED = f"expected a key: {KEY_BYTES} bytes as 64 hexadecimal digits, as `openssl rand -hex {KEY_BYTES}` prints them"
 
 
 def parse_key(text: str) -> bytes:
-    """Return the 32 bytes of a key: 64 hexadecimal digits, or base64 (RFC 4648, either alphabet, padding optional).
-
-    White space around it is ignored.
-
-    Raises:
-        ConfigError: It is no key. The message shows neither the text nor its length.
-    """
-    stripped = text.strip()
-    if _HEX.fullmatch(stripped):
-        return bytes.fromhex(stripped)
-    if _BASE64.fullmatch(stripped):
-        standard = stripped.rstrip("=").replace("-", "+").replace("_", "/")
-        try:
-            return base64.b64decode(f"{standard}=", validate=True)
-        except binascii.Error:
-            pass
-    # Raised outside of the handler, so that the library's error is not chained: it may hold the text.
-    raise ConfigError(f"expected a key: {_ACCEPTED}")
+    """Return the bytes of a key; raises `ConfigError` if it is none, without showing the text or its length."""
+    if problem := problem_of_key(text):
+        raise ConfigError(problem)
+    return bytes.fromhex(text)
 
 
 def problem_of_key(text: str) -> str:
     """Return why `text` is no key, without showing it; empty if it is one."""
-    try:
-        parse_key(text)
-    except ConfigError as error:
-        return error.message
-    return ""
+    return "" if _KEY.fullmatch(text) else _WANTED
 
 
 def read_key_file(path: str | os.PathLike[str], *, location: str = "") -> bytes:

@@ -238,8 +238,7 @@ class EncryptionSettings(StrictModel):
     keys: dict[KeyId, SecretStr] = Field(
         default={},
         max_length=KEYS_MAX,
-        description="Keys by their ids, numbers from 1: each 32 bytes in hexadecimal or base64; "
-        'write {1: "${KV_KEY_1}"}.',
+        description='Keys by their ids, numbers from 1: each 32 bytes in hexadecimal; write {1: "${KV_KEY_1}"}.',
     )
     key_files: dict[KeyId, FilePath] = Field(
         default={},
