@@ -112,19 +112,13 @@ def tier_type_of_class(name: str, tier_class: type[SecondaryTierManager]) -> Tie
 
 @dataclass(frozen=True, slots=True)
 class PluginState:
-    """A plugin that was loaded, or could not be.
-
-    Args:
-        plugin: The name under which it was registered; for an installed plugin, its entry point's name.
-        distribution: Its distribution and version; empty if a program registered it.
-        tiers: Its tier types.
-        error: Why the plugin, or one of its tier types, cannot be used; empty if it can.
-    """
+    """A plugin that was loaded, or could not be."""
 
     plugin: str
-    distribution: str
+    """The name under which it was registered; for an installed plugin, its entry point's name."""
+    distribution: str  # and its version; empty if a program registered it
     tiers: tuple[TierType, ...]
-    error: str = ""
+    error: str = ""  # why the plugin, or one of its tier types, cannot be used; empty if it can
 
     @property
     def origin(self) -> str:
@@ -161,9 +155,7 @@ class TierPlugins:
     def register(self, plugin: object, name: str | None = None) -> PluginState:
         """Add a plugin: a module or object with the `tiered_kv_register_tiers` hook.
 
-        Args:
-            plugin: The plugin.
-            name: Its name in messages; by default its `__name__`, or its class's.
+        `name` stands in messages; it is by default its `__name__`, or its class's.
 
         Raises:
             ConfigError: The plugin is registered already, raises, has no valid tier types, or a name of them is taken.
@@ -318,11 +310,7 @@ def tier_settings(entry: object) -> TierSettings:
 
 
 def tier_type_of(settings: TierSettings) -> TierType:
-    """Return the type of an entry. It was found when the entry was checked; for other settings it is found now.
-
-    Raises:
-        ConfigError: There is none, or it cannot be used.
-    """
+    """Return the type of an entry. It was found when the entry was checked; for other settings it is found now."""
     tier_type = getattr(settings, "_tier_type", None)
     if not isinstance(tier_type, TierType):
         settings._tier_type = tier_type = tier_plugins().resolve(settings.type)
@@ -335,10 +323,6 @@ def check_entry(entry: object, location: Location) -> TierSettings | list[Config
         return entry
     name = entry.get("type") if isinstance(entry, Mapping) else None
     if not isinstance(name, str):
-        if isinstance(entry, Mapping) and "type" in entry:
-            problems = check(TierSettings, {"type": name}, location)
-            if isinstance(problems, list):
-                return problems
         known = ", ".join([*tier_plugins().tier_types(), "'module:Class'"])
         message = f"expected a mapping with the key 'type', which is one of: {known}"
         return [ConfigError(message, location=dotted(location))]

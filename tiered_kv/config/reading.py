@@ -51,7 +51,7 @@ def from_source(
         raise ConfigError(f"{what} cannot be read: {getattr(error, 'strerror', error)}", location=path) from error
     if len(text) > FILE_BYTES_MAX:
         raise ConfigError(f"{what} has at most {format_bytes(FILE_BYTES_MAX)}", location=path)
-    raw, lines = _parse(text, path, keys)
+    raw, lines = parse_stack_text(text, path, keys)
     token = LINES.set(lines)
     try:
         return use(raw)
@@ -79,13 +79,10 @@ def placed(error: ConfigError, path: str) -> ConfigError:
         return found if found.message == error.message else error
 
 
-def parse_stack_text(text: str | bytes, source: str = "the stack", keys: str = _STACK_KEYS) -> dict[str, object]:
-    """Return the mapping in a YAML `text`; `source` names it in errors."""
-    return _parse(text, source, keys)[0]
-
-
-def _parse(text: str | bytes, source: str, keys: str) -> tuple[dict[str, object], dict[str, int]]:
-    """Return the mapping in a YAML `text`, and the line of each key by its path."""
+def parse_stack_text(
+    text: str | bytes, source: str = "the stack", keys: str = _STACK_KEYS
+) -> tuple[dict[str, object], dict[str, int]]:
+    """Return the mapping in a YAML `text`, and the line of each key by its path; `source` names the text in errors."""
     data, lines, problem = _load(text)
     if problem:
         # Raised outside of the handler: PyYAML's own error repeats lines of the file.
@@ -99,7 +96,7 @@ def _parse(text: str | bytes, source: str, keys: str) -> tuple[dict[str, object]
 
 
 def _load(text: str | bytes) -> tuple[object, dict[str, int], str]:
-    """Return what `_parse` does, and the problem with a YAML `text`, if any."""
+    """Return what `parse_stack_text` does, and the problem with a YAML `text`, if any."""
     try:
         data, lines = yaml.load(text, _StackLoader)  # noqa: S506  # a subclass of SafeLoader
         return data, lines, ""

@@ -59,9 +59,8 @@ def _size(value: object, accepted: str, times: int) -> int:
 
 
 def format_bytes_per_day(bytes_per_day: int) -> str:
-    """Return the shortest exact text of a rate: 2199023255552 is "2TiB/day"."""
-    whole = [(time, bytes_per_day // times) for time, times in _PER_DAY.items() if bytes_per_day % times == 0]
-    return min((f"{format_bytes(size_bytes)}/{time}" for time, size_bytes in reversed(whole)), key=len)
+    """Return the exact text of a rate: 2199023255552 is "2TiB/day"."""
+    return f"{format_bytes(bytes_per_day)}/day"
 
 
 def format_bytes(size_bytes: int) -> str:

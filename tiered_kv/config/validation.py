@@ -203,7 +203,8 @@ def _fields_at(model: type[BaseModel], location: Location) -> tuple[type[BaseMod
         owner = inner
         field = owner.model_fields.get(str(part)) if owner else None
         fields.append(field)
-        models = [each for each in _types_in(field.annotation) if _is_model(each)] if field else []
+        known = _types_in(field.annotation) if field else ()
+        models = [each for each in known if isinstance(each, type) and issubclass(each, BaseModel)]
         inner = models[0] if len(models) == 1 else None
     return owner, fields
 
@@ -212,7 +213,3 @@ def _types_in(annotation: object) -> Iterator[Any]:  # Any: whatever a field is 
     yield annotation
     for argument in get_args(annotation):
         yield from _types_in(argument)
-
-
-def _is_model(candidate: object) -> bool:
-    return isinstance(candidate, type) and issubclass(candidate, BaseModel)

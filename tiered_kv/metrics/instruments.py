@@ -51,25 +51,17 @@ class Counters:
         self._lock = threading.Lock()
 
     def add(self, name: str, *labels: str, count: int = 1) -> None:
-        """Count `count` events.
-
-        Raises:
-            KeyError: The name is unknown, or `labels` are missing or not expected.
-        """
+        """Count `count` events; raises `KeyError` for an unknown name, or labels that are missing or not expected."""
         path = (name, *labels)
         with self._lock:
             if path not in self._counts:
-                path = self._new_path(name, labels)
+                if not labels or name not in self._labelled:
+                    raise KeyError(name)
+                if self._labelled[name] < LABELS_MAX:
+                    self._labelled[name] += 1
+                else:
+                    path = (name, *labels[:-1], OTHER)
             self._counts[path] = self._counts.get(path, 0) + count
-
-    def _new_path(self, name: str, labels: tuple[str, ...]) -> tuple[str, ...]:
-        """Return where to count a new combination of labels; called under the lock."""
-        if not labels or name not in self._labelled:
-            raise KeyError(name)
-        if self._labelled[name] >= LABELS_MAX:
-            return (name, *labels[:-1], OTHER)
-        self._labelled[name] += 1
-        return (name, *labels)
 
     def __getitem__(self, name: str) -> int:
         """Return a counter without labels."""
