@@ -110,10 +110,6 @@ class StackCalls(Generic[M]):
             self._manager.on_schedule_end()
             return self._manager.jobs_in_flight
 
-    def _reserve(self, num_blocks: int, end_s: float) -> bool:
-        """Wait until every tier has reserved room for `num_blocks`; a tier without room skips them."""
-        return self._wait(lambda: self._manager.reserve_stores(num_blocks), end_s)
-
     def _wait(self, is_over: Callable[[], bool], end_s: float) -> bool:
         """Step until `is_over()`, called under the lock; return whether that happened in time."""
         pause_s = PAUSE_MIN_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
@@ -179,7 +180,9 @@ class BlockFacade(StackCalls[M]):
                 # Without secondary tiers an evicted block is lost. So the blocks that this call has stored are named
                 # again: the manager does not evict them for blocks that come after them.
                 first, stop = (done if has_secondary else 0), min(done + batch, count)
-                reserved = stop - done if has_secondary and self._reserve(stop - done, end_s) else 0
+                # Wait until every tier has reserved room; a tier without room skips them.
+                is_reserved = has_secondary and self._wait(partial(self._manager.reserve_stores, stop - done), end_s)
+                reserved = stop - done if is_reserved else 0
                 if self._store(keys[first:stop], blocks[first:stop], context, reserved):
                     done = stop
                     batch, pause_s = self._batch_blocks, PAUSE_MIN_S

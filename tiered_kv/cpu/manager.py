@@ -86,9 +86,9 @@ class CPUOffloadingManager(OffloadingManager):
         """Requests that load nothing: those with the hint `skip: load`, and the outdated ones."""
         self._clock = clock
         self._chains: dict[str, RequestChain] = {}
-        # Blocks that were in use at a reset_cache(). Their keys cannot be stored again before the engine completes its
-        # transfer: that call names only the key, and must find this block.
-        self._orphans: dict[OffloadKey, CPUBlock] = {}
+        self.orphans: dict[OffloadKey, CPUBlock] = {}
+        """Blocks that were in use at a reset_cache(). Their keys cannot be stored again before the engine completes its
+        transfer: that call names only the key, and must find this block."""
         self._events: deque[OffloadingEvent] | None = deque(maxlen=EVENTS_MAX) if enable_events else None
 
     # The engine's interface.
@@ -151,8 +151,8 @@ class CPUOffloadingManager(OffloadingManager):
             else:
                 block.step = step  # not to be evicted for the sake of its own request's tail
                 has_present = True
-        if self._orphans:
-            absent = dict.fromkeys(key for key in absent if key not in self._orphans)
+        if self.orphans:
+            absent = dict.fromkeys(key for key in absent if key not in self.orphans)
         chain = self.chain_of(req_context)
         if chain.hints is not None and chain.hints.skips_store:
             self.skipped_blocks += len(absent)
@@ -242,7 +242,7 @@ class CPUOffloadingManager(OffloadingManager):
                 self.backend.free(block)
             else:
                 block.chain = None
-                self._orphans[key] = block
+                self.orphans[key] = block
         self.blocks.clear()
 
     def shutdown(self, *, unmap: bool = True) -> None:
@@ -251,7 +251,7 @@ class CPUOffloadingManager(OffloadingManager):
         Args:
             unmap: False if a tier may still write into the region.
         """
-        is_in_use = any(block.ref_cnt for block in (*self.blocks.values(), *self._orphans.values()))
+        is_in_use = any(block.ref_cnt for block in (*self.blocks.values(), *self.orphans.values()))
         self.blocks.clear()
         self._chains.clear()
         if unmap and not is_in_use:
@@ -320,14 +320,9 @@ class CPUOffloadingManager(OffloadingManager):
     ) -> list[CPUBlock] | None:
         """Allocate a block in state writing for each of `keys`, which are distinct and absent.
 
-        Args:
-            keys: The keys.
-            writer: The request that will write the blocks, or `PROMOTION`.
-            chain: The request that needs them. The policy may spare its blocks while others are left.
-            evicted: Evicted keys are appended to it.
-
-        Returns:
-            The blocks in order, without a chain; or None, with nothing changed, if there is no room.
+        `writer` is the request that will write the blocks, or `PROMOTION`; `chain` that of the request that needs them,
+        whose blocks the policy may spare while others are left. `evicted` receives evicted keys. Returns the blocks in
+        order, without a chain; or None, with nothing changed, if there is no room.
         """
         if not self._make_room(len(keys), chain, evicted, ahead=self._rows_ahead if writer is PROMOTION else 0):
             return None
@@ -361,7 +356,7 @@ class CPUOffloadingManager(OffloadingManager):
             return list(rows)
         adopted, unused = [], []
         for key, block in zip(keys, rows, strict=True):
-            if key in self.blocks or key in self._orphans:
+            if key in self.blocks or key in self.orphans:
                 unused.append(block)
                 continue
             block.key, block.writer = key, req_context.req_id
@@ -397,10 +392,6 @@ class CPUOffloadingManager(OffloadingManager):
         # The request's own blocks go last: its tail is worth little without its head.
         return evict(missing, step, chain) or evict(missing, step)
 
-    def is_orphan(self, key: OffloadKey) -> bool:
-        """Return whether a transfer from before a `reset_cache` still uses the key."""
-        return key in self._orphans
-
     def written_blocks(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[CPUBlock]:
         """Return the blocks of `keys` that this request was to write; free them if a reset has removed them.
 
@@ -411,14 +402,14 @@ class CPUOffloadingManager(OffloadingManager):
         written = []
         for key in dict.fromkeys(keys):
             block = get(key)
-            if block is None and self._orphans:
-                block = self._orphans.get(key)
+            if block is None and self.orphans:
+                block = self.orphans.get(key)
             if block is None or block.ref_cnt >= 0 or block.writer != req_id:
                 continue
             if block.chain is not None:
                 written.append(block)
             else:
-                del self._orphans[key]
+                del self.orphans[key]
                 self.backend.free(block)
         chain = written[0].chain if written else None
         if chain is not None and chain.step > 1:
@@ -446,8 +437,8 @@ class CPUOffloadingManager(OffloadingManager):
         """Remove a block in state writing from the index; `backend.free` frees its row."""
         if self.blocks.get(block.key) is block:
             del self.blocks[block.key]
-        elif self._orphans.get(block.key) is block:
-            del self._orphans[block.key]
+        elif self.orphans.get(block.key) is block:
+            del self.orphans[block.key]
         block.chain = None
 
     def pin(self, blocks: Collection[CPUBlock]) -> None:
@@ -466,7 +457,7 @@ class CPUOffloadingManager(OffloadingManager):
                 if block.chain is not None:
                     evictable.append(block)
                 else:
-                    del self._orphans[block.key]
+                    del self.orphans[block.key]
                     self.backend.free(block)
         if evictable:
             self.policy.add(evictable)
@@ -475,7 +466,7 @@ class CPUOffloadingManager(OffloadingManager):
         """Return the blocks of `keys` that an engine loads, and end one load of each."""
         found = []
         for key in dict.fromkeys(keys):
-            block = self.blocks.get(key) or self._orphans.get(key)
+            block = self.blocks.get(key) or self.orphans.get(key)
             if block is not None and block.loads:  # the other pins are not the engine's to release
                 block.loads -= 1
                 found.append(block)

@@ -46,11 +46,8 @@ class TierQueue:
     """A guarded tier, and the blocks that wait for its budgets. Owned by the tiers' thread.
 
     Blocks over a budget wait. They fail without a job if the tier is disabled, its breaker is open, expired jobs hold
-    its budget, or they have waited too long.
-
-    Args:
-        end: Called with a task when one of its pieces has ended.
-        load_below: Called with a task and the blocks that this tier could not load, before their piece ends.
+    its budget, or they have waited too long. `load_below` is called with the blocks that this tier could not load, and
+    then `end` at the end of their piece.
     """
 
     def __init__(
@@ -117,7 +114,7 @@ class TierQueue:
         guarded = self.guarded
         while self._has_waiting(self._loads, now_s):
             room = guarded.load_room()
-            if room <= 0 and guarded.is_loading and not guarded.refusal():
+            if room <= 0 and guarded.loads.will_grow and not guarded.refusal():
                 break  # room will become free
             task, blocks = self._take(self._loads, room)
             if room <= 0 or not self._submit(task, blocks, is_load=True):
@@ -125,7 +122,7 @@ class TierQueue:
             self._end(task)
         while self._has_waiting(self._stores, now_s):
             room = guarded.store_room()
-            if room <= 0 and guarded.is_storing and not guarded.refusal():
+            if room <= 0 and guarded.stores.will_grow and not guarded.refusal():
                 break
             task, blocks = self._take(self._stores, room)
             selected = guarded.select(blocks, task.context)

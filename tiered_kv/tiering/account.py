@@ -244,19 +244,12 @@ class TierAccount:
 
 
 class EventSink(Protocol):
-    """Receives the events of all tiers at the end of each step, on the manager's thread. Only `close` may wait."""
+    """Receives the events of all tiers at each step's end, as `EventPublisher`. Only `close` may wait."""
 
-    def publish(self, events: Sequence[OffloadingEvent]) -> None:
-        """Take events, oldest first. Their keys do not change any more; the medium is the tier's name."""
-
-    def clear(self) -> None:
-        """Note that every block of every tier was removed."""
-
-    def snapshot(self) -> dict[str, int]:
-        """Return counts by name, for the primary tier's counters."""
-
-    def close(self) -> None:
-        """Deliver the remaining events, within a short time."""
+    def publish(self, events: Sequence[OffloadingEvent]) -> None: ...
+    def clear(self) -> None: ...
+    def snapshot(self) -> dict[str, int]: ...
+    def close(self) -> None: ...
 
 
 class PrimaryAccount:

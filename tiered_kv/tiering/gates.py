@@ -114,7 +114,6 @@ class Admission:
 
     def begin(self, req_id: str) -> None:
         """Note that a request begins. An earlier request with this id has ended."""
-        return
 
     def select(self, offered: list[CPUBlock], room: int, req_id: str) -> Selection:
         """Choose at most `room` blocks of one request. An offer over `room` is not counted."""
@@ -134,11 +133,9 @@ class Admission:
 
     def note_hits(self, keys: Sequence[OffloadKey]) -> None:
         """Note that the tier loads these blocks."""
-        return
 
     def tick(self) -> None:
         """Note the time; called once a step, if it `has_clock`."""
-        return
 
     def snapshot(self) -> Mapping[str, int]:
         """Return counters; any thread may call."""

@@ -64,15 +64,8 @@ class GuardedTier:
     can take its budgets and no more. A tier that is not `is_nonblocking` runs on its own thread (`IsolatedTier`).
 
     Args:
-        tier: The tier.
-        settings: Its limits, and its name in counters.
-        block_bytes: Bytes of one block.
         budget_bytes: Default of `load_budget` and of `store_budget`.
-        clock: Seconds of a monotonic clock.
-        cost: What computing costs the engine; by default it is unknown.
         number: The tier's position in the search order; the primary tier's is 0.
-        notices: Receives changes of the tier's state.
-        history: Receives what happens to blocks; optional.
         reports_events: Whether events are collected for `TierAccount.take_events`.
         wear_clock: Clock of the write budget; default `clock`.
     """
@@ -123,17 +116,7 @@ class GuardedTier:
         """Whether lookups ask this tier. They do not if none of its blocks could be loaded."""
         if self.is_disabled or self.breaker.state is BreakerState.OPEN:
             return False
-        return self.loads.blocks < self.loads.blocks_max or self.is_loading
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether load budget will become free."""
-        return self.loads.will_grow
-
-    @property
-    def is_storing(self) -> bool:
-        """Whether store budget will become free."""
-        return self.stores.will_grow
+        return self.loads.blocks < self.loads.blocks_max or self.loads.will_grow
 
     def store_room(self) -> int:
         """Return how many blocks may be stored now."""
@@ -141,7 +124,8 @@ class GuardedTier:
 
     def is_full_for(self, num_blocks: int) -> bool:
         """Return whether a store of `num_blocks` has no room now, and may have room later."""
-        return not self.refusal() and (self.is_storing or self.store_room() > 0) and self.store_room() < num_blocks
+        room = self.stores.room
+        return not self.refusal() and room < num_blocks and (room > 0 or self.stores.will_grow)
 
     def load_room(self) -> int:
         """Return how many blocks may be loaded now."""
@@ -374,12 +358,7 @@ class GuardedTier:
     def _judge(self, job: SubmittedJob, result: JobResult) -> None:
         """Count a job's result, and inform the breaker."""
         total = len(job.blocks)
-        if result.success:
-            done = total
-        elif result.successful_keys is None:
-            done = 0
-        else:
-            done = len(frozenset(result.successful_keys).intersection(job.metadata.keys))
+        done = total if result.success else len(job.loaded_keys(result).intersection(job.metadata.keys))
         self.account.ended(job.metadata, result, done, total)
         if done or not total:
             self.breaker.succeed()

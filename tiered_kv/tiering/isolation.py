@@ -53,13 +53,7 @@ class IsolatedTier(WrapperTier):
     The scheduler's thread appends messages and reads answers; the tier's thread reads messages and appends answers.
     Both use only atomic operations of deque and set. The condition is never held while `inner` runs.
 
-    Args:
-        inner: The tier to isolate.
-        lookup_timeout_s: A lookup without an answer after this time is a miss.
-        clock: Seconds of the monotonic clock of the jobs' deadlines.
-
-    Attributes:
-        note_exception: Called on the tier's thread with a method's name when the tier has raised; optional.
+    `note_exception` is called on the tier's thread with a method's name when the tier has raised.
     """
 
     is_nonblocking = True
@@ -290,12 +284,9 @@ class IsolatedTier(WrapperTier):
     def _collect(self) -> None:
         num_running = len(self._running)
         self._attempt("get_finished", self._collect_results)
-        self._attempt("take_events", self._collect_events)
+        self._attempt("take_events", lambda: self._events.extend(map(checked_event, self.inner.take_events())))
         if len(self._running) < num_running:
             self._attempt("stats", self._note_stats)
-
-    def _collect_events(self) -> None:
-        self._events.extend(map(checked_event, self.inner.take_events()))
 
     def _collect_results(self) -> None:
         for raw in self.inner.get_finished() or ():  # one by one: the iterator may raise, and a result comes only once

@@ -48,12 +48,8 @@ class BatchedLookups:
     The scheduler's thread calls all methods except `take` and `answer`, which belong to the runners. It owns all state
     except the two deques that carry messages, `_gathered` to the runners and `_arrived` back.
 
-    Args:
-        start_probe: Starts a runner, and must not wait. The runner calls `take` until it returns None, and `answer`
-            for each probe.
-        timeout_s: How long a key may go without an answer.
-        clock: Seconds, monotonic.
-        on_answered: Called after each `answer`, on the runner's thread; must not wait.
+    `start_probe` starts a runner, and must not wait. The runner calls `take` until it returns None, and `answer` for
+    each probe. `on_answered` is called after each `answer`, on the runner's thread; it must not wait.
     """
 
     def __init__(

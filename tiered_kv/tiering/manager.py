@@ -44,16 +44,13 @@ class TieringOffloadingManager(OffloadingManager):
     The others do no I/O and take no lock that a worker holds across I/O.
 
     Args:
-        primary: The primary tier.
         secondary_tiers: The tiers below it, in search order. One that is not `is_nonblocking` runs on its own thread.
         settings: The limits and the name of each tier; by default those of its `tier_type`.
-        limits: The limits of all tiers together.
         block_tokens: Tokens of a block; 0 if unknown.
         compute_block_s: Seconds in which the engine computes a block. Blocks that would arrive later are not promoted.
         history: Receives why requests missed blocks; optional. Its names are those of all tiers. `shutdown` closes it.
         event_sink: Receives the events of all tiers at the end of each step; optional. `take_events` is then empty.
             `shutdown` closes it. Tiers have events if the primary tier `reports_events`.
-        clock: Seconds of a monotonic clock; deadlines of jobs are in its time.
         wear_clock: Clock of write budgets; default `clock`. A simulation passes the time of its requests.
 
     Attributes:
@@ -218,14 +215,7 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         STEP.pauses_left = PAUSES_MAX
         spec = self.primary.prepare_load(keys, req_context)
-        state = self._requests.state_of(req_context)
-        log = None if self._history is None else self._requests.log_of(state)
-        self._account.loaded(keys, log, state.sources)
-        self._prefetches.leave(state)
-        if state.held:
-            self._promotions.release(state, keys)
-        if state.request_level:
-            state.keys.update(dict.fromkeys(keys))
+        self._prefetches.leave(self._note_load(keys, req_context))
         return spec
 
     @timed
@@ -238,7 +228,9 @@ class TieringOffloadingManager(OffloadingManager):
         """Pin distinct ready blocks for a request's load. Unlike `prepare_load`, it does not end the prefetch."""
         STEP.pauses_left = PAUSES_MAX
         self.primary.lease(blocks, req_context)
-        keys = [block.key for block in blocks]
+        self._note_load([block.key for block in blocks], req_context)
+
+    def _note_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> RequestState:
         state = self._requests.state_of(req_context)
         log = None if self._history is None else self._requests.log_of(state)
         self._account.loaded(keys, log, state.sources)
@@ -246,6 +238,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._promotions.release(state, keys)
         if state.request_level:
             state.keys.update(dict.fromkeys(keys))
+        return state
 
     @timed
     def end_leases(self, blocks: Collection[CPUBlock], req_context: ReqContext) -> None:

@@ -83,9 +83,6 @@ class Pace:
     Both are a least-squares fit over the last loads. The size of a load is the number of blocks in flight at its
     submission, including its own: it waits for the loads before it. Stores share the device, so as many of their blocks
     count too. The time of the tier's answers to lookups is estimated too.
-
-    Args:
-        cost: What computing costs.
     """
 
     def __init__(self, cost: EngineCost) -> None:
@@ -135,7 +132,6 @@ class Pace:
         """Return how many of `blocks` blocks, from the first one on, arrive before the engine would have computed them.
 
         Args:
-            blocks: Blocks to load.
             in_flight: Blocks in flight before them, as in `add`.
             saved: Returns how many seconds the engine saves by so many of them.
             backlog_s: How long the engine is busy before it would compute them.
@@ -183,10 +179,7 @@ class Pace:
     ) -> int:
         """Return how many blocks come in time if the tier has all, after its answer; all of them if a try is due.
 
-        Args:
-            blocks, in_flight, saved, is_whole: As in `worth`.
-            waited_s: How long the request has waited for the answer.
-            now_s: The time.
+        The request has waited `waited_s` for the answer. The others are as in `worth`.
         """
         answer_s, compute_s = max(self._lookup_s, waited_s), self.cost.backlog_s + saved(blocks)
         if self.is_known or answer_s <= compute_s:

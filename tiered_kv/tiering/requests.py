@@ -18,21 +18,15 @@ PAUSE_S_MAX = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ManagerLimits:
-    """The limits of all secondary tiers together.
-
-    Args:
-        promotion_blocks_max: Primary blocks that may be in promotion or held for requests at one time; default half of
-            the primary tier.
-        hold_s: How long a promoted block is held for a request that does not load it.
-        wait_max_s: How long a request may be answered None until it loads a block that it waited for. After that,
-            blocks that are not ready are misses for it until it ends. Its end waits as long for its last stores.
-        requests_max: Requests whose state is kept; the oldest is forgotten first.
-    """
+    """The limits of all secondary tiers together."""
 
     promotion_blocks_max: int | None = None
-    hold_s: float = 10.0
+    """Primary blocks that may be in promotion or held for requests at one time; default half of the primary tier."""
+    hold_s: float = 10.0  # for a request that does not load a promoted block
     wait_max_s: float = 30.0
-    requests_max: int = 100_000
+    """How long a request may be answered None until it loads a block that it waited for. After that, blocks that are
+    not ready are misses for it until it ends. Its end waits as long for its last stores."""
+    requests_max: int = 100_000  # whose state is kept; the oldest is forgotten first
 
 
 @dataclass(slots=True, eq=False)

@@ -129,8 +129,8 @@ class Promotions:
         if len(self._table) + len(self._held) >= self.blocks_max:
             return may_wait
         if guarded.load_room() <= 0:
-            return guarded.is_loading
-        if self.primary.is_orphan(key):
+            return guarded.loads.will_grow
+        if key in self.primary.orphans:
             return False
         chain = self.primary.chain_of(state.req_context)
         blocks = self.primary.allocate([key], PROMOTION, chain, [])

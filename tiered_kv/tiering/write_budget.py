@@ -93,11 +93,7 @@ class WriteBudget(Admission):
     Each block belongs to a group. The budget learns how many blocks of each group are asked for again after the primary
     tier has lost them (*returns*). Each minute it chooses the groups with most returns.
 
-    Args:
-        hour_bytes: The most bytes that may be stored in an hour.
-        block_bytes: Bytes of a block.
-        clock: Seconds of a monotonic clock.
-        moved_blocks: Returns how many blocks the tier has relocated, and so written again, since it was opened.
+    `moved_blocks` returns how many blocks the tier has relocated, and so written again, since it was opened.
     """
 
     reason = "write_budget"

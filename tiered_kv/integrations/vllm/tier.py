@@ -181,7 +181,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
                 guarded.loads.reserved_blocks += 1
                 notes.asked_s.pop(key, None)
                 return LookupResult.HIT
-            if guarded.is_loading and notes.may_wait(key, time.monotonic(), ROOM_WAIT_S):
+            if guarded.loads.will_grow and notes.may_wait(key, time.monotonic(), ROOM_WAIT_S):
                 return LookupResult.RETRY
         guarded.account.refused_promotion()
         return LookupResult.MISS
