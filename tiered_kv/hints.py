@@ -35,21 +35,13 @@ BY_REQUEST: Final = "by_request"
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """The hints of a request about the blocks that it is the last to use.
+    """The hints of a request about the blocks that it is the last to use."""
 
-    Args:
-        priority: Value of their hits beside other requests': -1, 0 or 1.
-        ttl_s: Seconds after which no request will use them.
-        expect_return_s: Seconds after which a request will probably use them.
-        skips_store: The request's new blocks are not stored.
-        skips_load: The request loads no blocks, and computes its whole prompt.
-    """
-
-    priority: int = 0
-    ttl_s: float | None = None
-    expect_return_s: float | None = None
-    skips_store: bool = False
-    skips_load: bool = False
+    priority: int = 0  # value of their hits beside other requests': -1, 0 or 1
+    ttl_s: float | None = None  # after which no request will use them
+    expect_return_s: float | None = None  # after which a request will probably use them
+    skips_store: bool = False  # its new blocks are not stored
+    skips_load: bool = False  # it loads no blocks, and computes its whole prompt
 
     @classmethod
     def parse(cls, given: object, allowed: Collection[str] = HINT_NAMES) -> Hints:

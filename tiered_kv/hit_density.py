@@ -45,28 +45,19 @@ _WIDTHS: Final[Table] = np.diff(EDGES)
 class HitDensity:
     """Counts of tails and of their returns, and the densities computed from them.
 
-    A cell is a group at an age: cell `group * BUCKETS + bucket`.
-
-    Args:
-        kinds: Number of kinds of tails; each kind has its own hazard.
-        groups: Groups of each kind. Groups are numbered kind by kind.
-        decay: Factor of the evidence at each computation.
-
-    Attributes:
-        seen: Tails that reached a cell, without the parts that were used before.
-        hits: The parts of them that a request has used there.
-        level: The density of each cell, in steps of its logarithm.
-        weights: The value of a hit of each kind.
+    A cell is a group at an age: cell `group * BUCKETS + bucket`. Each of `kinds` kinds of tails has its own hazard, and
+    `groups` groups, which are numbered kind by kind. `decay` is the factor of the evidence at each computation.
     """
 
     def __init__(self, kinds: int, groups: int, *, decay: float = DECAY) -> None:
         self._decay = decay
         self._first_kinds = kinds
         self._groups = groups
-        self.hits, self.seen = array("d"), array("d")
+        self.seen = array("d")  # tails that reached a cell, without the parts that were used before
+        self.hits = array("d")  # the parts of them that a request has used there
         self._factor: Table = np.ones((0, groups, 1))
-        self.level: list[float] = []
-        self.weights: list[float] = []
+        self.level: list[float] = []  # the density of each cell, in steps of its logarithm
+        self.weights: list[float] = []  # the value of a hit of each kind
         for _ in range(kinds):
             self.add_kind()
         self.learn()

@@ -61,7 +61,6 @@ class HugePages:
     where: str  # what sets the limit
 
     def pages_of(self, size_bytes: int) -> int:
-        """Return how many pages so many bytes take."""
         return -(-size_bytes // self.page_bytes)
 
 

@@ -29,13 +29,9 @@ class NotPrivateError(OSError):
 
 
 def open_directory(path: str, *, make: bool = True) -> int:
-    """Return a descriptor of the directory at an absolute `path`, which must not be a symbolic link.
+    """Return a descriptor of the directory at an absolute `path`; raises `ConfigError` for a symbolic link.
 
     With `make`, missing directories, also above it, are created with mode 0700.
-
-    Raises:
-        ConfigError: It is a symbolic link.
-        OSError: It is missing, no directory, or cannot be opened.
     """
     if make:
         for each in (*reversed(Path(path).parents), Path(path)):
@@ -54,17 +50,10 @@ def check_directory(fd: int, path: str, names: Collection[str]) -> None:
     """Refuse an open directory that other users own, or may have written to; close any other one to them.
 
     Root is a user like any other. A group's rights are taken away: container platforms give them to every file of a
-    volume, and only members of that group, which their administrator chose, could use them.
-
-    Args:
-        fd: The directory.
-        path: Its path, for messages.
-        names: Its entries.
+    volume, and only members of that group, which their administrator chose, could use them. `names` are its entries.
 
     Raises:
         ConfigError: Another user owns it, or an entry of it, or all users can write to it, or its mode cannot be set.
-            The message says what to do.
-        OSError: The file system refuses.
     """
     status, uid = os.fstat(fd), os.geteuid()
     if status.st_uid != uid:
@@ -113,11 +102,10 @@ def _close_to_others(fd: int, path: str) -> None:
 def check_inner_directory(fd: int, name: str) -> None:
     """Refuse a directory inside a private one, into which others may have put something before that was private.
 
-    A group's rights are taken away. The caller has opened it without following a symbolic link. `name` is for messages.
+    A group's rights are taken away. The caller has opened it without following a symbolic link.
 
     Raises:
         NotPrivateError: Another user owns it, or all users can write to it.
-        ConfigError, OSError: Its mode cannot be set.
     """
     status = os.fstat(fd)
     if status.st_uid != os.geteuid():
@@ -139,19 +127,11 @@ def check_file(fd: int, name: str, *, any_owner: bool = False) -> os.stat_result
     """Refuse a file that another user may control, before it is read or written; set its mode to 0600.
 
     A file with several names is refused: a user with access to the directory could have made a hard link to a file
-    that only this process may write to. The caller has opened the file without following a symbolic link.
-
-    Args:
-        fd: The file.
-        name: Its name, for messages.
-        any_owner: Ignore owner and mode, on a file system that does not keep them.
-
-    Returns:
-        The file's status.
+    that only this process may write to. The caller has opened the file without following a symbolic link. `any_owner`
+    ignores owner and mode, on a file system that does not keep them. Returns the file's status.
 
     Raises:
         NotPrivateError: It is no regular file, another user owns it, or it has several names.
-        OSError: Its mode cannot be set.
     """
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):

@@ -106,21 +106,13 @@ SENTENCES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """What a reason of the counters means for the blocks of a store or a load.
-
-    Attributes:
-        sentence: The meaning.
-        fate: What the history makes of it.
-        is_gone: Whether the tier has no usable copy of the block after a load that failed.
-        is_damage: Whether the block was damaged.
-        is_harmless: Whether a healthy tier may fail a whole job for it: the breaker ignores it.
-    """
+    """What a reason of the counters means for the blocks of a store or a load."""
 
     sentence: str
-    fate: Fate = Fate.FAILED
-    is_gone: bool = False
+    fate: Fate = Fate.FAILED  # what the history makes of it
+    is_gone: bool = False  # the tier has no usable copy of the block after a load that failed
     is_damage: bool = False
-    is_harmless: bool = False
+    is_harmless: bool = False  # a healthy tier may fail a whole job for it: the breaker ignores it
 
 
 _gone = partial(Reason, fate=Fate.EVICTED, is_gone=True, is_harmless=True)

@@ -80,7 +80,6 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
     these methods raise ShutdownError, `close` does nothing, and what the parent does is not disturbed.
 
     Args:
-        config: The configuration.
         backend: Rows of an existing region with the sizes of `config`; the stack closes the region. By default the
             stack makes a region, pinned if this process has a GPU.
         enable_events: Whether `EngineStack.manager.take_events` reports stored and removed blocks, if the configuration
@@ -89,10 +88,8 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         on_finished: As of `TierSpec`.
 
     Attributes:
-        config: The configuration.
         region: The primary tier's memory, for workers that map it.
         secondary_tiers: In the order they are searched.
-        tier_names: Their names.
         opened_s: When it was opened, by `time.monotonic`.
         server: The server of `metrics`; None without that setting.
         history: Reasons of misses; None if `config.history` is 0.
@@ -263,10 +260,7 @@ def open_tier(
 
 
 def needs_of(config: StackConfig, *, has_region: bool = False) -> list[Need]:
-    """Return what a stack needs of this process's limits, and what is wrong about it. Opens nothing.
-
-    With `has_region`, the primary tier's memory is there already.
-    """
+    """Return what a stack needs of this process's limits; with `has_region`, beside the primary tier's memory."""
     region_bytes = config.primary_blocks * config.block.bytes
     takes = [] if has_region else [Take("memory", region_bytes, "primary.capacity")]
     for index, tier in enumerate(config.secondary):
@@ -318,20 +312,14 @@ def open_region(config: StackConfig) -> PrimaryRegion:
 
 
 def shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
-    """Close tiers that no manager has, and empty the list. Errors are logged.
-
-    If another tier could not be opened, the traceback of its error keeps this stack alive. Tiers in the list would keep
-    the primary tier's memory mapped.
-    """
+    """Close tiers that no manager has, and empty the list: it would keep the primary tier's memory mapped."""
     while tiers:
         tier = tiers.pop()
         try:
             tier.shutdown()
-        except Exception as error:  # any exception of a third-party tier
-            # Logged as text: the error's traceback keeps the tier alive.
-            _log.warning(
-                "a '%s' tier failed to shut down: %s", tier.tier_type, error_text(error, config.secret_texts())
-            )
+        except Exception as error:  # any exception of a third-party tier, as text: its traceback keeps the tier alive
+            text = error_text(error, config.secret_texts())
+            _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, text)
 
 
 def _history(config: StackConfig) -> BlockHistory | None:

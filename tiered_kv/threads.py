@@ -101,10 +101,7 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let the threads end when the queue is empty; `cancel_futures` empties it. `join` waits for them.
-
-        It never waits itself: `wait` is ignored.
-        """
+        """Let the threads end when the queue is empty; `cancel_futures` empties it. `join` waits, this never does."""
         with self._lock:
             self._is_shut_down = True
             with suppress(Empty):

@@ -39,19 +39,12 @@ _SHOWN_MAX: Final = 1e3
 
 @dataclass(frozen=True, slots=True)
 class AuditRules:
-    """The audit's settings.
+    """The audit's settings."""
 
-    Args:
-        share: Share of the requests that are audited, above 0 and up to 1.
-        tolerance: The largest difference (`difference_of`) that counts as close.
-        stops: Whether a tier whose block differs is not used any more.
-        dtype: The `dtype` of the namespace.
-    """
-
-    share: float
-    tolerance: float
-    stops: bool = False
-    dtype: str = "auto"
+    share: float  # of the requests that are audited, above 0 and up to 1
+    tolerance: float  # the largest difference (`difference_of`) that counts as close
+    stops: bool = False  # a tier whose block differs is not used any more
+    dtype: str = "auto"  # of the namespace
 
 
 class Audit:

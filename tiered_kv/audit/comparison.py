@@ -21,12 +21,8 @@ def difference_of(stored: Bytes, computed: Bytes, dtype: str) -> float:
     """Return the largest difference of a stretch: 0 if all values agree, about 1 if they are unrelated.
 
     The difference of a stretch of 256 values is the sum of |stored - computed| over the sum of the larger magnitudes.
-    A value that is not finite agrees only with the same bits.
-
-    Args:
-        stored: A copy of the block; contiguous.
-        computed: The other copy, of the same length.
-        dtype: The type of the values, a `dtype` of a namespace. Bytes of an unknown type agree or differ infinitely.
+    A value that is not finite agrees only with the same bits. Both copies are contiguous, and equally long. `dtype` is
+    that of a namespace. Bytes of an unknown type agree or differ infinitely.
     """
     if np.array_equal(stored, computed):
         return 0.0

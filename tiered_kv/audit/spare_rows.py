@@ -29,19 +29,12 @@ _SPARE_KEY: Final = b"\0tiered-kv audit "
 
 @dataclass(frozen=True, slots=True)
 class AuditedGroup:
-    """The KV cache group that is audited, if an engine has several.
+    """The KV cache group that is audited, if an engine has several."""
 
-    Args:
-        number: Its index in keys.
-        tokens: Of a whole block. Shorter ones, with keys of their own, leave the rest of a row as it was.
-        used_bytes: Those that a block fills at the beginning of each part of a row. The others are left as they were.
-        parts: Equal parts of a row.
-    """
-
-    number: int
-    tokens: int
-    used_bytes: int
-    parts: int
+    number: int  # its index in keys
+    tokens: int  # of a whole block; shorter ones, with keys of their own, leave the rest of a row as it was
+    used_bytes: int  # that a block fills at the beginning of each part of a row; the others are left as they were
+    parts: int  # equal parts of a row
 
     def has(self, key: OffloadKey) -> bool:
         return get_offload_group_idx(key) == self.number
@@ -146,13 +139,8 @@ class SpareRows:
     ) -> list[Pair]:
         """Pin ready blocks and give each a spare row; return [] if there is no room for all of them.
 
-        Args:
-            audited: The request that the pairs are compared for.
-            blocks: The blocks.
-            req_context: The request that stores them. Its blocks are evicted last.
-            evicted: Receives the keys of evicted blocks.
-            tier: The tier whose load fills the rows. By default `req_context` fills them, and `blocks` are the stored
-                copies.
+        `evicted` receives the keys of evicted blocks. A load of `tier` fills the rows, or by default `req_context`,
+        whose blocks are evicted last; then `blocks` are the stored copies.
         """
         self._primary.pin(blocks)
         names = [OffloadKey(_SPARE_KEY + next(self._numbers).to_bytes(8, "big")) for _ in blocks]

@@ -96,13 +96,9 @@ class PrimaryRegion:
         huge_pages: bool = False,
         numa_node: int | None = None,
     ) -> Self:
-        """Map rows of a file that the caller creates and removes.
+        """Map rows of the open file `fd`, which the caller creates, closes and removes; `path` is for messages.
 
-        Args:
-            fd: The open file; the caller closes it.
-            path: Its name, for messages.
-            num_blocks, block_bytes, huge_pages, numa_node: As of `PrimaryRegion`.
-            offset: Byte offset of the first row, a multiple of the page size. The last row ends the file.
+        The first row is at the byte `offset`, a multiple of the page size. The last row ends the file.
 
         Raises:
             ConfigError: The file has another owner or size, or it cannot be bound to the node.
@@ -182,7 +178,6 @@ class PrimaryRegion:
 
     def unlink(self) -> None:
         """Remove the region's file name, if it has one; mappings stay. A second call does nothing."""
-        return
 
     def close(self) -> bool:
         """Unmap the region.
@@ -264,30 +259,16 @@ def _bind_to_node(address: int, size_bytes: int, node: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What all processes that map a region must agree on.
-
-    Args:
-        rows: Number of rows.
-        row_bytes: Bytes of a row.
-        parts: Parts of every row, one for each worker, or one for all.
-        block_size_factor: Device blocks in a row.
-
-    Raises:
-        ConfigError: A number is less than 1.
-    """
+    """What all processes that map a region must agree on; raises `ConfigError` for a number below 1."""
 
     rows: int
     row_bytes: int
-    parts: int = 1
-    block_size_factor: int = 1
+    parts: int = 1  # of every row, one for each worker, or one for all
+    block_size_factor: int = 1  # device blocks in a row
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.row_bytes < 1:
-            raise ConfigError(f"a region needs at least one block and one byte, not {self.rows} x {self.row_bytes}")
-        if self.parts < 1 or self.block_size_factor < 1:
-            raise ConfigError(
-                f"expected at least one part and one device block, found {self.parts} and {self.block_size_factor}"
-            )
+        if min(dataclasses.astuple(self)) < 1:
+            raise ConfigError(f"a region needs at least one block, byte, part and device block, found {self}")
 
     @property
     def size_bytes(self) -> int:

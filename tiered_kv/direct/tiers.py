@@ -44,7 +44,8 @@ class DirectTiers:
 
     Any thread may call `contains`, `store` and `load`, which return at once. Each calls its `on_done` once, on the
     tiers' thread, with an answer for each key. A callback must return soon, because it blocks that thread. If it
-    raises, that is counted and logged.
+    raises, that is counted and logged. Calls raise `ShutdownError` if the tiers are closed, or another process opened
+    them before a fork, and `ValueError` for an invalid key.
 
     `on_done` is called when no tier touches the blocks any more. Until then the host must not change the blocks of a
     store, nor use those of a load, not even after a deadline: a transfer that hangs keeps its task open.
@@ -136,12 +137,7 @@ class DirectTiers:
         return GuardedTier(tier, settings, self.block_bytes, budget_bytes, clock, reports_events=wants)
 
     def contains(self, keys: Sequence[OffloadKey], on_done: Done) -> None:
-        """Ask which blocks the tiers have. A tier that does not answer within its `lookup_timeout` has none.
-
-        Raises:
-            ValueError: A key is invalid.
-            ShutdownError: The tiers are closed, or another process opened them before a fork.
-        """
+        """Ask which blocks the tiers have. A tier that does not answer within its `lookup_timeout` has none."""
         self._post(self._thread.look_up, self._task(keys, on_done))
 
     def store(self, keys: Sequence[OffloadKey], offsets: Sequence[int], on_done: Done) -> None:
@@ -153,7 +149,6 @@ class DirectTiers:
 
         Raises:
             ValueError: The arguments do not fit each other, or the memory.
-            ShutdownError: As `contains`.
         """
         self._post(self._thread.store, self._task(keys, on_done, offsets, is_store=True))
 
@@ -163,9 +158,6 @@ class DirectTiers:
         Args:
             offsets: As in `store`. The blocks must not overlap. A key may appear twice.
             on_done: Called with True for a block that was loaded and verified. The bytes of other blocks are undefined.
-
-        Raises:
-            ValueError, ShutdownError: As `store`.
         """
         task = self._task(keys, on_done, offsets)
         starts = np.sort([block.block_id for block in task.blocks])
@@ -196,9 +188,6 @@ class DirectTiers:
 
         Calls before it end: `store` and `contains` answer False, and `load` loads no further block. A tier that cannot
         reset is not used any more.
-
-        Raises:
-            ShutdownError: As `contains`.
         """
         self._thread.post(self._thread.reset)
 

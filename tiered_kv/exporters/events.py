@@ -83,11 +83,8 @@ _log = logging.getLogger(__name__)
 class EventPublisher:
     """Publishes the events of a stack on its own thread.
 
-    The manager's thread calls `publish` and `clear`, which append to a queue. Any thread may call `counted`.
-
-    Attributes:
-        publish_address: For subscribers; a port `*` is replaced by its number.
-        replay_address: The same for replays; empty without a replay socket.
+    The manager's thread calls `publish` and `clear`, which append to a queue. In `publish_address` and
+    `replay_address`, which is empty without a replay socket, a port `*` is replaced by its number.
 
     Raises:
         MissingExtraError: pyzmq or msgspec is not installed.
@@ -225,8 +222,10 @@ class EventPublisher:
         room = MESSAGE_KEYS_MAX
         for event in events:
             for start, stop in _cuts(len(event.keys), room):
+                owner = None if event.medium == CPULoadStoreSpec.medium() else event.medium
                 try:
-                    message += list(self._fields(event.medium, event.removed, event.keys[start:stop]))
+                    for group, hashes in hashes_of(event.keys[start:stop]).items():
+                        message.append(self._event(event.removed, hashes, group, owner))
                 except (TypeError, ValueError, IndexError):  # a third-party tier's event without valid keys
                     self._invalid_batches += 1
                 room -= stop - start
@@ -235,12 +234,6 @@ class EventPublisher:
                     message, room = [], MESSAGE_KEYS_MAX
         if message:
             yield message
-
-    def _fields(self, medium: str, is_removed: bool, keys: Sequence[OffloadKey]) -> Iterator[_Fields]:
-        """Yield one event for each KV cache group of `keys`."""
-        is_primary = medium == CPULoadStoreSpec.medium()
-        for group, hashes in hashes_of(keys).items():
-            yield self._event(is_removed, hashes, group, None if is_primary else medium)
 
     def _event(self, is_removed: bool, hashes: NDArray[np.uint64], group: int, owner: str | None) -> _Fields:
         where = {"medium": CPULoadStoreSpec.medium()} if owner is None else {"medium": _STORAGE, "ownership": owner}

@@ -137,12 +137,7 @@ class StackCollector:
 
         REGISTRY.register(StackCollector(stack.counters, secrets=stack.config.secret_texts()))
 
-    A closed stack has no metrics.
-
-    Args:
-        counters: Returns the counters; `Stack.counters`, for example.
-        labels: Further labels of every metric, such as the number of an engine.
-        secrets: Texts that no name and no label may hold.
+    A closed stack has no metrics. Every metric has `labels`, too, and no name and no label holds any of `secrets`.
 
     Raises:
         MissingExtraError: `prometheus_client` is not installed.

@@ -35,8 +35,6 @@ _log = logging.getLogger(__name__)
 
 
 class Body(NamedTuple):
-    """The body of an answer, and its type."""
-
     body: bytes
     content_type: str
 
@@ -47,11 +45,7 @@ Routes = Mapping[str, Callable[[Query], Body]]
 
 
 def routes_of(stack: Observed) -> Routes:
-    """Return the pages of a stack.
-
-    Raises:
-        MissingExtraError: `prometheus_client` is not installed.
-    """
+    """Return the pages of a stack; raises `MissingExtraError` without `prometheus_client`."""
     collector = StackCollector(stack.counters, secrets=stack.config.secret_texts())
     return {
         "/metrics": lambda _: Body(exposition(collector), CONTENT_TYPE),
@@ -68,10 +62,7 @@ def routes_of_all(stacks: Callable[[], Mapping[str, Observed]]) -> Routes:
     """Return the pages of several stacks, by the digests of their namespaces. Which stacks are open may change.
 
     `/metrics` has all of them, with a label `namespace` if there are several. The others take a query `namespace`, the
-    first characters of a digest.
-
-    Raises:
-        MissingExtraError: `prometheus_client` is not installed.
+    first characters of a digest. Raises as `routes_of`.
     """
     StackCollector(dict)
 
@@ -105,12 +96,7 @@ def routes_of_all(stacks: Callable[[], Mapping[str, Observed]]) -> Routes:
 class StatusServer(ThreadingTCPServer):
     """Listens once it is made, and answers from `start` to `close`. Any thread may call its methods.
 
-    Args:
-        host: Address or name to listen on.
-        port: 0 for any free port; the attribute `port` has its number.
-
-    Raises:
-        ConfigError: It cannot listen at the address.
+    With port 0 it takes any free one; the attribute `port` has its number. Raises `ConfigError` if it cannot listen.
     """
 
     allow_reuse_address = True

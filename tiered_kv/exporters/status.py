@@ -116,16 +116,12 @@ def _whole(number: object) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class TierFate:
-    """What became of a block in one tier.
-
-    Attributes:
-        fate: "present" (the primary tier has it), "stored", "unknown", or the reason for a miss as in `misses_total`.
-        age_s: Seconds since that was noted; None for "present" and "unknown".
-    """
+    """What became of a block in one tier."""
 
     tier: str
     fate: str
-    age_s: float | None
+    """"present" (the primary tier has it), "stored", "unknown", or the reason for a miss as in `misses_total`."""
+    age_s: float | None  # since that was noted; None for "present" and "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +146,7 @@ class Observed:
 def explain(
     history: BlockHistory, blocks: Mapping[OffloadKey, CPUBlock], keys: Sequence[OffloadKey]
 ) -> list[Explanation]:
-    """Return what became of each block; any thread may call.
-
-    Args:
-        blocks: The primary tier's index; single keys are read, which needs no lock.
-    """
+    """Return what became of each block; any thread may call. Of `blocks`, the primary tier's index, it reads keys."""
     found = []
     for key, fates in _in_slices(zip(keys, history.fates(keys), strict=True)):
         block = blocks.get(key)
@@ -171,12 +163,8 @@ def explain(
 def explain_query(stack: Observed, query: Mapping[str, Sequence[str]]) -> dict[str, object]:
     """Answer `/explain?key=HEX&key=HEX`, `/explain?request=ID` or `/explain?last=N`; any thread may call.
 
-    Args:
-        query: As `urllib.parse.parse_qs` returns it: `key` in hexadecimal, `request` with an id, and `last` with N, for
-            the last N requests that missed a block, in any combination.
-
-    Returns:
-        The JSON that `docs/reference/command.md` describes.
+    `query` is as `urllib.parse.parse_qs` returns it. `last` asks for the last N requests that missed a block. Returns
+    the JSON that `docs/reference/command.md` describes.
 
     Raises:
         ConfigError: The stack has no history, or the query is invalid.

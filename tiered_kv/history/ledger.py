@@ -68,59 +68,34 @@ class RequestLog:
 
 @dataclass(slots=True)
 class _Asked:
-    """The blocks of a request that has not ended, in parts that may repeat a key.
+    """The blocks of a request that has not ended, in parts that may repeat a key."""
 
-    Attributes:
-        missed: Keys that no tier has.
-        promoted: Keys that a secondary tier has; only the fates of the tiers above count.
-        loaded: Keys that it loaded.
-        first_missed: The first keys of the first parts of `missed`.
-        size_bytes: Memory of all parts.
-    """
-
-    missed: list[Rows] = field(default_factory=list)
-    promoted: list[Rows] = field(default_factory=list)
+    missed: list[Rows] = field(default_factory=list)  # no tier has them
+    promoted: list[Rows] = field(default_factory=list)  # a tier has them: only the fates of the tiers above count
     loaded: list[Rows] = field(default_factory=list)
-    first_missed: list[OffloadKey] = field(default_factory=list)
-    size_bytes: int = 0
+    first_missed: list[OffloadKey] = field(default_factory=list)  # the first keys of the first parts of `missed`
+    size_bytes: int = 0  # of all parts
 
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """The outcome of a request.
-
-    Attributes:
-        ended_s: When it ended, in seconds of the history's clock.
-        hits: Loaded blocks, by the tier that had them.
-        misses: Blocks that did not come, by tier and reason.
-        missed_blocks: Blocks that no tier brought.
-        missed_groups: The same, by KV cache group.
-        first_missed: The first of these.
-        first_because: Why each tier did not have that block.
-    """
+    """The outcome of a request."""
 
     req_id: str
-    ended_s: float
-    hits: Mapping[str, int]
-    misses: Mapping[str, Mapping[str, int]]
-    missed_blocks: int
-    missed_groups: Mapping[int, int]
+    ended_s: float  # of the history's clock
+    hits: Mapping[str, int]  # loaded blocks, by the tier that had them
+    misses: Mapping[str, Mapping[str, int]]  # blocks that did not come, by tier and reason
+    missed_blocks: int  # that no tier brought
+    missed_groups: Mapping[int, int]  # the same, by KV cache group
     first_missed: OffloadKey | None
-    first_because: Mapping[str, str]
+    first_because: Mapping[str, str]  # why each tier did not have that block
 
 
 class Ledger:
     """The table of fates, and the outcomes of requests.
 
-    `BlockHistory` describes the methods that take keys and a time; they get at most `CHUNK_KEYS_MAX` keys. The caller
-    serializes all calls.
-
-    Args:
-        entries: Of the table, 8 bytes each.
-        names: The names of all tiers, the primary one first.
-        ttl_s: For each tier, how long it keeps a block; None if blocks do not expire.
-        blocks: For each tier, its capacity; None if unknown.
-        start_s: The beginning of time, in seconds of the history's clock.
+    `BlockHistory` describes the arguments, and the methods that take keys and a time; they get at most `CHUNK_KEYS_MAX`
+    keys. The caller serializes all calls. Time begins with `start_s`, in seconds of the history's clock.
     """
 
     def __init__(

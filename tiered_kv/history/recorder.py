@@ -62,9 +62,8 @@ class BlockHistory:
 
     Args:
         entries: Of the table, 8 bytes each.
-        names: The names of all tiers, the primary one first.
+        names: Of all tiers, the primary one first.
         ttl_s: For each tier, how long it keeps a block; None if blocks do not expire.
-        clock: Seconds of a monotonic clock.
         blocks: For each tier, its capacity, for its ghosts; None without one. By default no tier has ghosts.
     """
 
@@ -108,8 +107,7 @@ class BlockHistory:
     def ask(self, log: RequestLog, because: BatchFates, *, is_ahead: bool = False) -> Page:
         """Note that a request asks for blocks, `is_ahead` for its prefetch, whose misses do not count.
 
-        Returns:
-            A page: the caller appends the keys that the request misses, until another one asks.
+        The caller appends the keys that the request misses to the returned page, until another one asks.
         """
         self.flush()
         self._asking, self._is_ahead, log.because = log, is_ahead, because
@@ -189,24 +187,19 @@ class BlockHistory:
     def reset(self, tier: int, keys: Collection[OffloadKey] = ()) -> None:
         """Note that a tier has forgotten all blocks: `keys`, and all noted as stored there."""
         self.flush()
-        self._copy(self._ledger.reset, keys, tier)  # rare, and needed even without room
+        self._add(self._ledger.reset, keys, tier)
 
     def _add(self, work: Callable[..., None], keys: Collection[OffloadKey], *arguments: Any) -> bool:
-        """Append a batch of keys if the queue has room; return whether it had."""
+        """Append a batch of keys if the queue has room, or for a reset; return whether it had."""
         has_room = self._has_room()
-        if has_room:
-            self._copy(work, keys, *arguments)
+        if has_room or work == self._ledger.reset:  # which is rare, and needed even without room
+            page = self._page = _next_page(self._page)
+            start = len(page)
+            page.extend(keys)
+            self._append(work, page, start, *arguments)
         return has_room
 
-    def _copy(self, work: Callable[..., None], keys: Collection[OffloadKey], *arguments: Any) -> None:
-        """Append a batch of keys, copied into the page."""
-        page = self._page = _next_page(self._page)
-        start = len(page)
-        page.extend(keys)
-        self._append(work, page, start, *arguments)
-
     def _append(self, work: Callable[..., None], page: Page, start: int, *arguments: Any) -> None:
-        """Append a batch of the keys `page[start:]`, and the time."""
         stop = len(page)
         self._appended_keys += stop - start
         self._pending.append((work, page, start, stop, (self._clock(), *arguments)))

@@ -21,20 +21,12 @@ TOTAL: Final = "_total"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric.
-
-    Attributes:
-        labels: Its labels besides `tier`.
-        bounds: Of a histogram: the largest value of each bucket.
-        values: The values of `labels` that it has from the start, with 0. Others may follow: a tier's own reasons.
-        of: Of a tier's own metric: the built-in tiers that have it; "" for all.
-    """
-
     help: str
-    labels: tuple[str, ...] = ()
-    bounds: tuple[float, ...] = ()
+    labels: tuple[str, ...] = ()  # besides `tier`
+    bounds: tuple[float, ...] = ()  # of a histogram: the largest value of each bucket
     values: tuple[tuple[str, ...], ...] = ()
-    of: str = ""
+    """The values of `labels` that it has from the start, with 0. Others may follow: a tier's own reasons."""
+    of: str = ""  # of a tier's own metric: the built-in tiers that have it; "" for all
 
 
 def _each(*words: str) -> tuple[tuple[str, ...], ...]:
@@ -42,7 +34,6 @@ def _each(*words: str) -> tuple[tuple[str, ...], ...]:
 
 
 DIRECTIONS: Final = ("store", "load")
-
 
 ACCOUNT: Final = {
     "stored_blocks_total": Metric("Blocks stored; in a secondary tier also those that it already had."),

@@ -22,9 +22,6 @@ class GuardedPolicy(CachePolicy):
     """Calls `inner` until it raises, or breaks its contract; from then on `lru` decides. Owned by the manager's thread.
 
     `inner` gets copies of all lists: the manager reads rows from its own ones, in their order.
-
-    Attributes:
-        inner: The policy that decides.
     """
 
     def __init__(self, inner: CachePolicy, num_blocks: int) -> None:

@@ -130,10 +130,8 @@ class _Cell:
 class TailOrder:
     """The evictable blocks by tail. The oldest tail of the lowest level loses blocks first.
 
-    Tails wait in cells, one for each group and age: cell `group * BUCKETS + bucket`. Owned by the manager's thread.
-
-    Args:
-        levels: The level of each cell.
+    Tails wait in cells, one for each group and age: cell `group * BUCKETS + bucket`. `levels` are those of the cells.
+    Owned by the manager's thread.
     """
 
     def __init__(self, levels: Sequence[float]) -> None:
