@@ -47,8 +47,9 @@ class AsyncStack:
     ) -> int:
         """As `Stack.put`."""
         epoch = self.stack.epoch if epoch is None else epoch  # not when a thread is free
-        left = _countdown(timeout)
-        return await _finish(lambda: self.stack.put(keys, blocks, timeout=left(), hints=hints, epoch=epoch))
+        return await _finish(
+            lambda left_s: self.stack.put(keys, blocks, timeout=left_s, hints=hints, epoch=epoch), timeout
+        )
 
     @overload
     async def get(
@@ -69,29 +70,25 @@ class AsyncStack:
         hints: HintsAsGiven = None,
     ) -> Blocks | int:
         """As `Stack.get`."""
-        left = _countdown(timeout)
         if out is None:
-            return await _finish(lambda: self.stack.get(keys, timeout=left(), hints=hints))
-        return await _finish(lambda: self.stack.get(keys, out, left(), hints=hints))
+            return await _finish(lambda left_s: self.stack.get(keys, timeout=left_s, hints=hints), timeout)
+        return await _finish(lambda left_s: self.stack.get(keys, out, left_s, hints=hints), timeout)
 
     async def contains(self, keys: Sequence[bytes], timeout: float = 1.0) -> int:
         """As `Stack.contains`."""
-        left = _countdown(timeout)
-        return await _finish(lambda: self.stack.contains(keys, left()))
+        return await _finish(lambda left_s: self.stack.contains(keys, left_s), timeout)
 
     async def prefetch(self, keys: Sequence[bytes], timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
         """As `Stack.prefetch`."""
-        left = _countdown(timeout)
-        return await _finish(lambda: self.stack.prefetch(keys, left(), hints=hints))
+        return await _finish(lambda left_s: self.stack.prefetch(keys, left_s, hints=hints), timeout)
 
     async def flush(self, timeout: float = 10.0) -> bool:
         """As `Stack.flush`."""
-        left = _countdown(timeout)
-        return await _finish(lambda: self.stack.flush(left()))
+        return await _finish(self.stack.flush, timeout)
 
     async def close(self, timeout: float = 5.0) -> None:
         """As `Stack.close`."""
-        await _finish(lambda: self.stack.close(timeout), always=True)
+        await _finish(lambda _: self.stack.close(timeout), timeout, always=True)
 
     async def __aenter__(self) -> AsyncStack:
         return self
@@ -100,21 +97,16 @@ class AsyncStack:
         await self.close()
 
 
-def _countdown(timeout: float) -> Callable[[], float]:
-    """Return what says how many of `timeout` seconds from now are left."""
-    end_s = time.monotonic() + timeout
-    return lambda: max(0.0, end_s - time.monotonic())
-
-
-async def _finish(call: Callable[[], T], *, always: bool = False) -> T:
-    """Return the result of `call`, which runs on a thread.
+async def _finish(call: Callable[[float], T], timeout: float, *, always: bool = False) -> T:
+    """Return the result of `call`, which runs on a thread with what is left of `timeout`.
 
     If this is cancelled, wait for the call's end, if it has begun or `always` runs.
     """
+    end_s = time.monotonic() + timeout
     claim = threading.Lock()  # taken by the thread that begins the call, or by a cancellation before
 
     def begin() -> T | None:
-        return call() if claim.acquire(blocking=False) else None
+        return call(max(0.0, end_s - time.monotonic())) if claim.acquire(blocking=False) else None
 
     running = asyncio.get_running_loop().run_in_executor(None, begin)
     is_cancelled = False

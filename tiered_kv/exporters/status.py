@@ -20,9 +20,9 @@ from tiered_kv.metrics.instruments import quantile
 from tiered_kv.pauses import give_way
 from tiered_kv.reasons import PRESENT, Fate
 from tiered_kv.stack_config import StackConfig
+from tiered_kv.tiering.gates import BreakerState
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
-_BREAKER = {0: "closed", 1: "half_open", 2: "open"}
 KEYS_MAX: Final = 1024
 """Keys, or requests, in one query."""
 _SLICE: Final = 32
@@ -34,9 +34,6 @@ def status(stack: Observed) -> dict[str, Any]:  # Any: as JSON has it
     """Return the status of a stack; `docs/how-to/metrics.md` describes the fields. Any thread may call.
 
     It has no key, path, address or setting, except for the names of tiers and the namespace's digest.
-
-    Raises:
-        ShutdownError: The stack is closed.
     """
     config, counters = stack.config, stack.counters()
     disabled, secrets = stack.manager.disabled_tiers(), config.secret_texts()
@@ -74,7 +71,7 @@ def _secondary(
     return {
         "name": settings.name,
         "type": safe_label(settings.type, secrets),
-        "breaker": _BREAKER[counted["breaker_state"]],
+        "breaker": BreakerState(counted["breaker_state"]).name.lower(),
         "is_disabled": is_disabled,
         "used_bytes": _whole(own.get("used_bytes")),
         "capacity_bytes": _whole(own.get("capacity_bytes")),
