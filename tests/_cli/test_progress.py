@@ -73,5 +73,5 @@ def test_progress_is_shown_on_a_terminal_only(
 @pytest.mark.usefixtures("drawing_library")
 def test_drawing_a_page_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = ["--report", str(tmp_path / "page.html")]
-    shown = on_a_terminal(monkeypatch, "bench", nvme_stack(tmp_path), "--blocks", "16", *report)
+    shown = on_a_terminal(monkeypatch, "replay", nvme_stack(tmp_path), "--chats", "2", *report)
     assert "drawing the page" in shown

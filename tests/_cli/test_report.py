@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("drawing_library")
 
 CHATS = ["--chats", "12", "--turns", "3", "--active-chats", "6", "--turn-blocks", "3"]
 HOSTILE = "<script>alert('x')</script><img src=http://evil.example/x>\"&"
-PLOTS = ["Hits by tier", "Throughput", "Time of a step", "Use of capacity"]
+PLOTS = ["Hits by tier", "Throughput"]
 
 
 class HostileTier(FourMethodTier):
@@ -173,21 +173,6 @@ def test_a_replay_says_which_blocks_were_computed_instead(tmp_path: Path, capsys
     assert "the load would have ended after the engine had computed the block" in parsed(page).main
 
 
-def test_a_bench_writes_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.html"
-    stack = stack_file(tmp_path, "type: memory, capacity: 1MiB", "type: memory, name: second, capacity: 128KiB")
-    assert main(["bench", stack, "--blocks", "64", "--rounds", "2", "--report", str(page)]) == 0
-    words = r"second: 0 blocks not stored, \d+ not loaded \(jobs by reason: absent \d\)"
-    failed = re.search(words, capsys.readouterr().out)
-    assert failed is not None
-    found = parsed(page)
-    assert found.tags.count("svg") == 1
-    assert "Medians (and spreads) of 2 rounds; each tier was given 512KiB of new blocks" in found.main
-    assert "tiered-kv bench" in found.main
-    assert failed[0] in found.main
-    assert "second" in found.texts["svg"][0]
-
-
 def test_a_page_shows_hostile_names_as_text(tmp_path: Path, hostile: None, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / HOSTILE.replace("/", "")
     directory.mkdir()
@@ -254,7 +239,6 @@ def test_a_replay_that_was_ended_at_once_has_a_page(tmp_path: Path) -> None:
     assert parsed(page).tags.count("svg") == len(PLOTS)
 
 
-@pytest.mark.parametrize("verb", ["replay", "bench"])
 @pytest.mark.parametrize(
     ("target", "message"),
     [
@@ -267,14 +251,13 @@ def test_a_page_that_cannot_be_made_is_known_before_anything_is_measured(
     tmp_path: Path,
     replace_module: ReplaceModule,
     capsys: pytest.CaptureFixture[str],
-    verb: str,
     target: str,
     message: str,
 ) -> None:
     stack = stack_file(tmp_path, f"type: nvme, path: {tmp_path / 'cache'}, capacity: 64MiB")
     if target == "page.html":
         replace_module("matplotlib")
-    assert main([verb, stack, "--report", os.path.join(tmp_path, target)]) == 2
+    assert main(["replay", stack, "--report", os.path.join(tmp_path, target)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
 

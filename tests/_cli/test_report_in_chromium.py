@@ -21,8 +21,8 @@ pytestmark = [
 ]
 
 CHATS = ["--chats", "30", "--turns", "4", "--active-chats", "10", "--turn-blocks", "3"]
-OPTIONS = {"replay": CHATS, "bench": ["--blocks", "64"], "simulate": [*CHATS, "--capacity", "50,100,200"]}
-PLOTS = {"replay": 4, "bench": 1, "simulate": 1}
+OPTIONS = {"replay": CHATS, "simulate": [*CHATS, "--capacity", "50,100,200"]}
+PLOTS = {"replay": 2, "simulate": 1}
 CONTRAST_MIN = 4.5
 """Of text, as the Web Content Accessibility Guidelines have it (level AA)."""
 PAGES_MAX = 6

@@ -13,10 +13,12 @@ from tiered_kv._cli.arguments import file_path, positive_int
 from tiered_kv._cli.output import print_text, progress
 from tiered_kv._cli.report.figures import require_matplotlib
 from tiered_kv._cli.report.page import Run
+from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack_config import StackConfig
 from tiered_kv.workload.request import ChatWorkload, Request, hints_from_sessions, read_trace
 
+_US_PER_S = 1e6
 _CHAT_OPTIONS = {
     "seed": "chooses the chats; another seed shares no block with this one",
     "chats": "chats in all",
@@ -82,6 +84,11 @@ def _chosen_requests(args: argparse.Namespace) -> Workload:
     total = min(chats.requests_total, args.requests or chats.requests_total)
     title = f"{chats.chats:,} built-in chats of {chats.turns} turns, seed {chats.seed}"
     return Workload(title, {"chats": asdict(chats)}, islice(chats.requests(), total), total)
+
+
+def shown_us(microseconds: float) -> str:
+    """Return a time in the unit that fits it: 1787 is "1.79ms"."""
+    return rounded_seconds(microseconds / _US_PER_S) if microseconds >= 1 else f"{microseconds:.2g}us"
 
 
 def add_report_argument(parser: argparse.ArgumentParser) -> None:

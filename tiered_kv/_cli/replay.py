@@ -13,18 +13,12 @@ from tiered_kv._cli.measuring import (
     add_report_argument,
     add_workload_arguments,
     chosen_workload,
+    shown_us,
     start_report,
     write_report,
 )
 from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress, quantity
-from tiered_kv._cli.report.figures import (
-    Sampler,
-    hits_over_requests,
-    shown_us,
-    step_distribution,
-    throughput,
-    use_over_time,
-)
+from tiered_kv._cli.report.figures import Sampler, hits_over_requests, throughput
 from tiered_kv._cli.report.page import (
     MISS,
     Html,
@@ -272,10 +266,7 @@ def _origin(report: ReplayReport) -> Html:
 
 
 def _course(report: ReplayReport, sampler: Sampler) -> Html:
-    tiers, keys, samples, step = list(report.tiers), _keys(report), sampler.samples, report.step_us
-    p50, p99, longest = map(shown_us, (step.p50, step.p99, step.max))
-    reporting = {name for name in tiers if any(sample.use(name) is not None for sample in samples)}
-    silent = ", ".join(name for name in tiers if name not in reporting)
+    tiers, keys, samples = list(report.tiers), _keys(report), sampler.samples
     shown = [
         figure(
             "Hits by tier",
@@ -288,19 +279,6 @@ def _course(report: ReplayReport, sampler: Sampler) -> Html:
             "Bytes that each tier stored (above) and loaded (below). For cpu, those that requests stored and loaded.",
             throughput(samples, tiers),
             keys.items(),
-        ),
-        figure(
-            "Time of a step",
-            f"What {quantity(report.steps, 'step')} spent inside the manager, all requests of a step together. The "
-            f"lines: half took at most {p50}, 99 of 100 at most {p99} (dashed), the longest {longest} (dotted).",
-            step_distribution(sampler.step_s, step),
-        ),
-        figure(
-            "Use of capacity",
-            "How full each tier was, in-flight bytes included where the tier counts them."
-            + (f" Not shown, since they do not tell: {silent}." if silent else ""),
-            use_over_time(samples, tiers),
-            ((name, color) for name, color in keys.items() if name in reporting),
         ),
     ]
     taken = quantity(len(samples), "sample")

@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tiered_kv._cli.report.page import ACCENT, GRID, INK, MISS, QUIET, Html, element, tier_color
-from tiered_kv.config.units import rounded_seconds
+from tiered_kv._cli.report.page import GRID, INK, MISS, QUIET, Html, element, tier_color
 from tiered_kv.errors import MissingExtraError
-from tiered_kv.exporters.metrics import is_finite
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.workload.tally import GB, LatencyUs, Tally
+from tiered_kv.workload.tally import GB, Tally
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,12 +29,10 @@ if TYPE_CHECKING:
 Values = npt.NDArray[Any]  # Any: counts or numbers
 CountersByTier = Mapping[str, Mapping[str, Any]]  # Any: as `Counters.snapshot`
 
-US_PER_S: Final = 1e6
 _LEFT_OUT: Final = re.compile(r'<!--.*?-->|<style.*?</style>|(?<=<g) id="[^"]*"', re.DOTALL)
 """Styles would reach beyond the figure, and the groups of several figures have the same names."""
 _LONG_AXIS: Final = 300.0
 _SIZE_IN: Final = (4.4, 2.4)
-_BINS_A_DECADE: Final = 24
 _RATE_MIN: Final = 4.0
 """The least end of an axis of rates, in bytes a second."""
 _MB: Final = 1e6
@@ -84,9 +80,7 @@ def require_matplotlib() -> None:
         raise MissingExtraError("a report", "report")
 
 
-def draw(
-    name: str, description: str, plot: Callable[[Any], None], *, rows: int = 1, height_in: float = _SIZE_IN[1]
-) -> Html:
+def draw(name: str, description: str, plot: Callable[[Any], None], *, rows: int = 1) -> Html:
     """Return a figure as SVG, for a page.
 
     Args:
@@ -94,7 +88,6 @@ def draw(
         description: For readers who do not see the figure.
         plot: Draws into the axes, or into an array of axes if there are several rows.
         rows: Axes below each other, which share their horizontal axis.
-        height_in: In inches; the width is 4.4.
     """
     from matplotlib import style
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -103,7 +96,7 @@ def draw(
     stream = io.StringIO()
     # The salt makes the ids of each figure unique, and the same in each run.
     with style.context(["default", {**_STYLE, "svg.hashsalt": name}]):  # not the user's settings
-        figure = Figure(figsize=(_SIZE_IN[0], height_in), layout="constrained")
+        figure = Figure(figsize=_SIZE_IN, layout="constrained")
         FigureCanvasSVG(figure)
         plot(figure.subplots(rows, 1, sharex=True))
         figure.align_ylabels()
@@ -111,19 +104,14 @@ def draw(
     return _inline(stream.getvalue(), description)
 
 
-def plain_log(axis: Axis, shown: Callable[[float], str] = lambda value: f"{value:,.12g}") -> None:
-    """Write 1, 2, 5 and 10 at a logarithmic axis; at a long one, the powers of ten only. `shown` writes a value."""
+def plain_log(axis: Axis) -> None:
+    """Write 1, 2, 5 and 10 at a logarithmic axis; at a long one, the powers of ten only."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1.0,) if high / low > _LONG_AXIS else (1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: shown(value)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
     axis.set_minor_locator(NullLocator())
-
-
-def shown_us(microseconds: float) -> str:
-    """Return a time in the unit that fits it: 1787 is "1.79ms"."""
-    return rounded_seconds(microseconds / US_PER_S) if microseconds >= 1 else f"{microseconds:.2g}us"
 
 
 def _inline(svg: str, description: str) -> Html:
@@ -174,44 +162,10 @@ def throughput(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
             axes.set_ylabel(f"{what} ({unit})")
             axes.locator_params(axis="y", nbins=4)
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
-        _over_time(panels[-1], samples)
+        panels[-1].set_xlim(0, max(samples[-1].seconds, _SECONDS_MIN))
+        panels[-1].set_xlabel("seconds since the start")
 
     return draw("throughput", "Throughput of each tier over time, stores above, loads below", plot, rows=2)
-
-
-def step_distribution(step_s: Sequence[float], step_us: LatencyUs) -> Html:
-    """Draw the share of steps by their duration; lines mark the percentiles of `step_us`."""
-    steps_us = np.maximum(np.asarray(step_s, dtype=float) * US_PER_S, 0.1)
-    low, high = (np.floor(np.log10(steps_us.min())), np.ceil(np.log10(steps_us.max()))) if len(steps_us) else (0, 3)
-    edges = np.logspace(low, max(high, low + 1), int(max(high - low, 1)) * _BINS_A_DECADE + 1)
-
-    def plot(axes: Axes) -> None:
-        counts, _ = np.histogram(steps_us, edges)
-        _fill(axes, edges, np.zeros(len(counts)), 100 * counts / max(len(steps_us), 1), ACCENT)
-        axes.set_xscale("log")
-        if len(steps_us):
-            axes.set_xlim(steps_us.min() / 1.5, steps_us.max() * 1.5)
-            for value, dashes in ((step_us.p50, "-"), (step_us.p99, "--"), (step_us.max, ":")):
-                axes.axvline(value, color=INK, linewidth=0.8, linestyle=dashes)
-        axes.set_ylabel("steps (%)")
-        axes.set_xlabel("time of a step inside the manager")
-        plain_log(axes.xaxis, shown_us)
-
-    return draw("steps", "Distribution of the time of a step", plot)
-
-
-def use_over_time(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
-    """Draw the share of its capacity that each tier uses, over time, for tiers that report both."""
-
-    def plot(axes: Axes) -> None:
-        for index, tier in enumerate(tiers):
-            known = [(sample.seconds, use) for sample in samples if (use := sample.use(tier)) is not None]
-            axes.plot(*np.reshape(known, (-1, 2)).T, color=tier_color(index))
-        axes.set_ylim(0, 105)
-        axes.set_ylabel("capacity in use (%)")
-        _over_time(axes, samples)
-
-    return draw("use", "Share of its capacity that each tier uses, over time", plot)
 
 
 def _windows(
@@ -229,11 +183,6 @@ def _fill(axes: Axes, edges: Values, below: Values, top: Values, color: str) -> 
     """Fill the area between two stepped lines."""
     if len(top):
         axes.stairs(top, edges, baseline=below, fill=True, color=color, linewidth=0)
-
-
-def _over_time(axes: Axes, samples: Sequence[ReplaySample]) -> None:
-    axes.set_xlim(0, max(samples[-1].seconds, _SECONDS_MIN))
-    axes.set_xlabel("seconds since the start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,27 +206,17 @@ class ReplaySample:
         """Return a counter of a tier, summed over its labels."""
         return count_of(self.counters, tier, name)
 
-    def use(self, tier: str) -> float | None:
-        """Return the share of its capacity that a tier used, in percent; None if the tier does not report it."""
-        counted = self.counters.get(tier, {})
-        own = counted.get("tier", counted)  # of a secondary tier these are its own counters
-        used, capacity = own.get("used_bytes"), own.get("capacity_bytes")
-        return 100 * used / capacity if is_finite(used) and is_finite(capacity) and capacity else None
-
 
 @dataclass(slots=True)
 class Sampler:
     """Takes samples of a replay between its steps. The thread of the replay uses it.
 
-    Attributes:
-        counters: Returns the manager's counters.
-        step_s: Seconds of each step; known at the end.
+    `counters` returns the manager's counters.
     """
 
     counters: Callable[[], CountersByTier]
     clock: Callable[[], float] = time.monotonic
     samples: list[ReplaySample] = field(default_factory=list)
-    step_s: Sequence[float] = ()
     _interval_s: float = INTERVAL_S
     _next_s: float = 0.0
     _started_s: float = 0.0
@@ -297,7 +236,6 @@ class Sampler:
     def finish(self) -> None:
         """Take the last sample, after the last stores have ended."""
         self._take()
-        self.step_s = self._tally.step_s
 
     def _take(self) -> None:
         if len(self.samples) >= SAMPLES_MAX:

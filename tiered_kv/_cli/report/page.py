@@ -29,9 +29,9 @@ from tiered_kv.stack_config import StackConfig
 _ENDLESS: Final = 1 << 20
 """Columns of YAML: no line is broken, so that no secret is broken and missed."""
 _CPU_MODEL: Final = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
-_COLORS: Final = ("ink", "quiet", "grid", "surface", "miss", "accent", *(f"tier-{index}" for index in range(8)))
+_COLORS: Final = ("ink", "quiet", "grid", "miss", *(f"tier-{index}" for index in range(8)))
 """Variables of the page's style. matplotlib takes none, so each has a placeholder: `#f1e2` and its number here."""
-INK, QUIET, GRID, SURFACE, MISS, ACCENT, *_TIERS = (f"#f1e2{number:02x}" for number in range(len(_COLORS)))
+INK, QUIET, GRID, MISS, *_TIERS = (f"#f1e2{number:02x}" for number in range(len(_COLORS)))
 
 
 def tier_color(index: int) -> str:
