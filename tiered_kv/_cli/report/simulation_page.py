@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from tiered_kv._cli.output import quantity
 from tiered_kv._cli.report.figures import draw, plain_log
-from tiered_kv._cli.report.page import MISS, Html, Run, card, figure, page, plots, section, table, tier_color, tile
+from tiered_kv._cli.report.page import Html, Run, card, figure, page, plots, section, table, tier_color, tile
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.stack_config import StackConfig
 from tiered_kv.workload.hit_rates import HitCurve, HitRate
@@ -104,14 +104,12 @@ def _cost(costs: Costs) -> float:
 
 def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: Sequence[HitRate]) -> str:
     """Return the page of a simulation of policies and sizes."""
-    policies = list(dict.fromkeys([_LRU, *(rate.policy for rate in rates)]))
-    plot = figure(
-        "Hit rate by size",
-        "The share of blocks that were hits, by the room of the primary tier. LRU is a line from the size of "
-        "the longest prompt on. Points are the sizes at which other policies were run.",
-        _curves(curve, rates, policies),
-        [(policy, tier_color(index)) for index, policy in enumerate(policies)],
-    )
+    points = {_LRU: points_of(curve)}
+    for rate in sorted(rates, key=lambda rate: rate.capacity_blocks):
+        if rate.policy != _LRU:
+            points.setdefault(rate.policy, []).append((rate.capacity_blocks, rate.hit_rate))
+    about = "LRU is known from the size of the longest prompt on. Points are the sizes at which others were run."
+    plot = _hit_rates(points, about, "blocks")
     lede = (
         f"{quantity(requests, 'request')} asked for {quantity(curve.blocks, 'block')}, of which "
         f"{curve.distinct_blocks:,} are distinct, one request after the other. No byte was moved."
@@ -128,17 +126,11 @@ def stack_page(
 ) -> str:
     """Return the page of simulations of a stack, whose costs are in `currency`."""
     _, first, _ = runs[0]
-    shown = []
-    for policy in dict.fromkeys(simulated.policy for _, simulated, _ in runs):
-        sized = {simulated.capacity_blocks: simulated for _, simulated, _ in runs if simulated.policy == policy}
-        if len(sized) > 1:
-            plot = figure(
-                f"Hits by tier with {policy}",
-                "The share of blocks that each tier gave, by the room of the primary tier of a server.",
-                _shares([sized[size] for size in sorted(sized)], config.block.bytes, policy),
-                [*((name, tier_color(index)) for index, name in enumerate(first.tiers)), ("misses", MISS)],
-            )
-            shown.append(plot)
+    points: dict[str, list[tuple[float, float]]] = {}
+    for _, simulated, _ in sorted(runs, key=lambda each: each[1].capacity_blocks):
+        gib = simulated.capacity_blocks * config.block.bytes / (1 << 30)
+        points.setdefault(simulated.policy, []).append((gib, simulated.hit_rate))
+    shown = [_hit_rates(points, "Hits of all tiers of a server.", "GiB")] if len(runs) > 1 else []
     about = (
         "Hits, evicted and skipped are blocks, requests those to the tier: a block each, and lookups. Rates are "
         "averages over the time of the prompts, which nothing but the requests limits; 1 GB is 1e9 bytes."
@@ -169,39 +161,26 @@ def _tile(hit_rate: float, of: str) -> Html:
     return tile(f"{100 * hit_rate:.1f}", "%", f"hits: {of}")
 
 
-def _curves(curve: HitCurve, rates: Sequence[HitRate], policies: Sequence[str]) -> Html:
+def _hit_rates(points: Mapping[str, Sequence[tuple[float, float]]], about: str, unit: str) -> Html:
+    """Return a figure of hit rates by size, with a line for each policy."""
+
     def plot(axes: Axes) -> None:
-        points = points_of(curve)
-        axes.plot([size for size, _ in points], [100 * value for _, value in points], color=tier_color(0))
-        for index, policy in enumerate(policies[1:], 1):
-            own = sorted((rate for rate in rates if rate.policy == policy), key=lambda rate: rate.capacity_blocks)
-            sizes, values = [rate.capacity_blocks for rate in own], [100 * rate.hit_rate for rate in own]
-            axes.plot(sizes, values, "o", color=tier_color(index), markersize=3)
+        for index, each in enumerate(points.values()):
+            sizes, rates = zip(*each, strict=True)
+            marker = "o" if len(each) < _POINTS / 2 else ""
+            axes.plot(sizes, [100 * rate for rate in rates], color=tier_color(index), marker=marker, markersize=3)
         axes.set_ylim(bottom=0)
-        _finish(axes, "blocks")
+        axes.set_xscale("log")
+        axes.set_xlabel(f"room of the primary tier ({unit})")
+        axes.set_ylabel("blocks asked for (%)")
+        plain_log(axes.xaxis)
 
-    return draw("curves", "Hit rate of each policy by the room of the primary tier", plot)
-
-
-def _shares(simulations: Sequence[Simulated], block_bytes: int, policy: str) -> Html:
-    def plot(axes: Axes) -> None:
-        names = list(simulations[0].tiers)
-        shares = [[100 * simulated.tiers[name].hit_rate for simulated in simulations] for name in names]
-        shares.append([100 * (1 - simulated.hit_rate) for simulated in simulations])
-        colors = [*(tier_color(index) for index in range(len(names))), MISS]
-        gib = [simulated.capacity_blocks * block_bytes / (1 << 30) for simulated in simulations]
-        axes.stackplot(gib, shares, colors=colors, linewidth=0)
-        axes.set_ylim(0, 100)
-        _finish(axes, "GiB")
-
-    return draw(f"shares-{policy}", "Share of blocks by the tier they came from, by the room of the primary tier", plot)
-
-
-def _finish(axes: Axes, unit: str) -> None:
-    axes.set_xscale("log")
-    axes.set_xlabel(f"room of the primary tier ({unit})")
-    axes.set_ylabel("blocks asked for (%)")
-    plain_log(axes.xaxis)
+    return figure(
+        "Hit rate by size",
+        f"The share of blocks that were hits, by the room of the primary tier. {about}",
+        draw("rates", "Hit rate of each policy by the room of the primary tier", plot),
+        [(policy, tier_color(index)) for index, policy in enumerate(points)],
+    )
 
 
 def _per_second(count: float, seconds: float) -> str:
