@@ -173,21 +173,29 @@ class Checks:
             shown = [each["counters"]["nvme"]["tier"] for each in rig.adapter.report_status()["sets"]]
             assert sum(each["capacity_bytes"] for each in shown) == 64 << 20
 
-    def a_lookup_of_what_was_never_stored_takes_no_place(self) -> None:
-        for entry in (self._tier("fs"), self._tier("memory"), self._tier("nvme")):
-            for_lookups = tier_set.LOOKUP_SETS_MAX if entry["type"] == "fs" else 0
+    def a_lookup_of_what_was_never_stored_takes_no_place_in_own_storage(self) -> None:
+        for entry in (self._tier("memory"), self._tier("nvme")):
             with host(entry) as rig:
-                for number in range(tier_set.LOOKUP_SETS_MAX + 1):
+                for number in range(3):
                     assert rig.lookup(keys_of(1, model_name=f"stranger {number}")) == [False]
                 assert rig.load(keys_of(1, model_name="stranger 0"), rig.objects(1)) == [False]
-                shown = rig.adapter.report_status()["sets"]
-                assert sum("tiers" in each for each in shown) == for_lookups
-                assert for_lookups or not Path(str(entry.get("path"))).exists()
-                assert rig.lookup(keys_of(1)) == [False]
+                assert not any("tiers" in each for each in rig.adapter.report_status()["sets"])
+                assert not Path(str(entry.get("path"))).exists()
                 assert rig.store(keys_of(1), rig.objects(1)).is_successful()
-                assert rig.lookup(keys_of(1)) == [True]
                 assert not rig.store(keys_of(1, model_name="stranger 0"), rig.objects(1)).is_successful()
                 assert "raise adapter_params.sets" in rig.adapter.report_status()["sets"][0]["error"]
+
+    def tiers_that_all_share_their_storage_divide_nothing(self) -> None:
+        places = tier_set.SHARED_SETS_MAX
+        with host(self._tier("fs")) as rig:
+            for number in range(places - 2):
+                assert rig.lookup(keys_of(1, model_name=f"stranger {number}")) == [False]
+            for model in ("one", "two"):
+                assert rig.store(keys_of(1, model_name=model), rig.objects(1)).is_successful()
+            assert rig.lookup(keys_of(1, model_name="three")) == [False]
+            shown = rig.adapter.report_status()["sets"]
+            assert sum("tiers" in each for each in shown) == places
+            assert "raise adapter_params.sets" in shown[-1]["error"]
 
     def tiers_that_open_slowly_hold_no_task_up(self) -> None:
         gate = threading.Event()

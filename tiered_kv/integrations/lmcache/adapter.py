@@ -88,7 +88,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         self._l1 = l1_memory_desc
         self._notifiers = {kind: create_event_notifier() for kind in _Kind}
         self._numbers = itertools.count()
-        self._places = Places(self._settings.sets)
+        self._places = Places(self._settings)
         self._lock = threading.Lock()  # guards the fields below; held for dictionary operations only
         self._results: dict[_Kind, dict[int, Any]] = {kind: {} for kind in _Kind}
         self._sets: dict[tuple[object, ...], TierSet] = {}

@@ -91,8 +91,8 @@ RETRY_S = 10.0
 OPEN_S_MAX = 10.0
 """How long tasks wait for the tiers to open; they hold objects of L1 meanwhile, or a request waits for them."""
 CLOSE_TIMEOUT_S = 30.0
-LOOKUP_SETS_MAX = 16
-"""Sets that may be open for lookups only: their tiers all share their storage, and nothing is stored into them."""
+SHARED_SETS_MAX = 16
+"""Open sets at least, if all tiers share their storage: no capacity is divided, so this limits threads only."""
 KNOWN_MAX = 1 << 20
 """Stored blocks of a set that LMCache counts, in some 200 MiB. Most tiers do not report which blocks they remove."""
 _DIGEST_CHARACTERS = 12
@@ -103,23 +103,14 @@ Task = Callable[[DirectTiers | None], None]
 
 
 class Places:
-    """Limits the open sets: `free` for any use, and `LOOKUP_SETS_MAX` for lookups and loads only. Any thread."""
+    """Limits the open sets: to `sets`, or to `SHARED_SETS_MAX` and more if no capacity is divided. Any thread."""
 
-    def __init__(self, free: int) -> None:
+    def __init__(self, settings: AdapterSettings) -> None:
         self.opening = threading.Lock()  # held while a set opens, so that no two take the last room in a directory
-        self._lock = threading.Lock()
-        self._free = {True: free, False: LOOKUP_SETS_MAX}
-
-    def take(self, *, stores: bool) -> bool:
-        """Take a place for stores, or for lookups only, and return whether there was one."""
-        with self._lock:
-            is_free = self._free[stores] > 0
-            self._free[stores] -= is_free
-            return is_free
-
-    def give_back(self, *, stores: bool) -> None:
-        with self._lock:
-            self._free[stores] += 1
+        divides = any(tier.type in OWN_STORAGE for tier in settings.tiers)
+        self.count = settings.sets if divides else max(settings.sets, SHARED_SETS_MAX)
+        self.free = self.count
+        """The thread that opens changes it."""
 
 
 class TierSet:
@@ -156,11 +147,10 @@ class TierSet:
         self._tiers: DirectTiers | None = None
         self._lock = threading.Lock()  # never held across I/O or a callback
         self._known: OrderedDict[OffloadKey, bool] = OrderedDict()  # all True, in the order of use
-        self._waiting: list[tuple[Task, bool]] = []  # and whether it stores
+        self._waiting: list[Task] = []
         self._opener: threading.Thread | None = None
         self._is_closed = False
         self._stores = False  # a store has been submitted
-        self._may_store = False  # the open tiers have a place for stores
         self._retry_at_s = 0.0
         self._error = ""
 
@@ -177,7 +167,7 @@ class TierSet:
                 try:
                     if self._opener is None:
                         self._opener = start_thread(self._open, "tiered-kv-open")
-                    self._waiting.append((task, stores))
+                    self._waiting.append(task)
                     return
                 except ResourceError as error:
                     # A later task tries again. An exception would let LMCache reuse the memory of its whole task, while
@@ -185,23 +175,7 @@ class TierSet:
                     is_new, self._error = not self._error, str(error)
         if is_new:
             _log.error("no tiers for %s: %s", self._what, self._error)
-        self._begin(task, tiers, stores)
-
-    def _begin(self, task: Task, tiers: DirectTiers | None, stores: bool) -> None:
-        task(None if tiers is not None and stores and not self._takes_stores() else tiers)
-
-    def _takes_stores(self) -> bool:
-        """Return whether the open tiers have a place for stores; they exchange that for lookups for it."""
-        with self._lock:
-            if not self._may_store and self._places.take(stores=True):
-                self._places.give_back(stores=False)
-                self._may_store, self._error = True, ""
-            if self._may_store:
-                return True
-            is_new, self._error = not self._error, self._no_place
-        if is_new:
-            _log.error("nothing is stored for %s: %s", self._what, self._no_place)
-        return False
+        task(tiers)
 
     def _open(self) -> None:
         timer = threading.Timer(OPEN_S_MAX, self._stop_waiting)
@@ -235,32 +209,20 @@ class TierSet:
         directory = digest[:_DIGEST_CHARACTERS]
         if not may_have_blocks(settings.tiers, directory) and not self._stores:
             return None
-        # Tiers with their own storage take a part of the capacity, and a directory, when they open.
-        stores = self._stores or any(tier.type in OWN_STORAGE for tier in settings.tiers)
-        if not self._places.take(stores=stores):
+        if not self._places.free:
             raise ConfigError(
-                self._no_place
-                if stores
-                else f"{LOOKUP_SETS_MAX} other models or layouts have been looked up, and not stored"
+                f"{self._places.count} other models or layouts use the tiers already; raise {LOCATION}.sets"
             )
-        try:
-            tiers = DirectTiers(
-                self._memory,
-                block_bytes=self.block_bytes,
-                tiers=[own_part(tier, directory, settings.sets) for tier in settings.tiers],
-                namespace=namespace,
-                on_removed=self._removed,
-                wait_s_max=QUEUE_S_MAX,
-            )
-        except BaseException:
-            self._places.give_back(stores=stores)
-            raise
-        self._may_store = stores
+        tiers = DirectTiers(
+            self._memory,
+            block_bytes=self.block_bytes,
+            tiers=[own_part(tier, directory, settings.sets) for tier in settings.tiers],
+            namespace=namespace,
+            on_removed=self._removed,
+            wait_s_max=QUEUE_S_MAX,
+        )
+        self._places.free -= 1
         return tiers
-
-    @property
-    def _no_place(self) -> str:
-        return f"{self._settings.sets} other models or layouts use the tiers already; raise {LOCATION}.sets"
 
     def _stop_waiting(self) -> None:
         """End the tasks that wait for tiers that take too long to open. Later tasks use them when they are open."""
@@ -276,8 +238,8 @@ class TierSet:
         with self._lock:
             tiers = self._tiers
             waiting, self._waiting = self._waiting, []
-        for task, stores in waiting:
-            self._begin(task, tiers, stores)
+        for task in waiting:
+            task(tiers)
 
     @property
     def _what(self) -> str:
