@@ -3,7 +3,8 @@
     python engine_variables_program.py DIRECTORY vllm|sglang
 
 Prints a line of JSON: the names that the engine registers, or reads directly; which of them count for our integration;
-which names it has as irrelevant; and which settings it has as irrelevant that the engine does not have.
+which names it has as irrelevant; which settings it names that the engine does not have; and of sections of which it
+names those that count, the other settings.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def main() -> None:
     engine = importlib.import_module(f"tiered_kv.integrations.{name}.engine")
     irrelevant = importlib.import_module(f"tiered_kv.integrations.{name}.irrelevant")
     package = Path(str(importlib.import_module(name).__file__)).parent
-    settings = irrelevant.FIELDS if name == "vllm" else irrelevant.SETTINGS
+    settings, few = (irrelevant.FIELDS, {}) if name == "vllm" else (irrelevant.SETTINGS, irrelevant.COUNTING)
     registered, fields = {"vllm": of_vllm, "sglang": of_sglang}[name](settings)
     read = registered | read_directly(package)
     print(
@@ -75,7 +76,12 @@ def main() -> None:
                 ),
                 "irrelevant": sorted(irrelevant.VARIABLES),
                 "settings_not_there": sorted(
-                    f"{section}.{each}" for section, names in settings.items() for each in names - fields[section]
+                    f"{section}.{each}"
+                    for section, names in [*settings.items(), *few.items()]
+                    for each in names - fields[section]
+                ),
+                "other_settings": sorted(
+                    f"{section}.{each}" for section, names in few.items() for each in fields[section] - names
                 ),
             }
         )

@@ -25,10 +25,10 @@ _NEVER_COUNTS = re.compile(
     r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|ADDR))?)?$|"
     r"_HOST_IP$|_HOSTNAME$|_(POD|NODE)_(ID|IP|NAME|UID)$|"
     r"_(API_KEY|(API|AUTH|ACCESS)_TOKEN|PASSWORD)$|_(CACHE|DUMP|LOG|PROFILER)_DIR$|_LOG(GING)?_?(LEVEL|DEST|FILE)$|"
-    r"_VERBOSE$"
+    r"_VERBOSE$|_TIMEOUT(_|$)|_(RETRIES|WORKERS)$|NUMA_|NVTX|PROFIL"
 )
 """Ports, and what Kubernetes sets for each of its services: a service "vllm" makes variables with vLLM's prefix. Then
-names of machines and pods, credentials, directories of caches, and logs."""
+names of machines and pods, credentials, directories of caches, logs, times to wait, processes, and profiles."""
 
 _IRRELEVANT = names(
     """

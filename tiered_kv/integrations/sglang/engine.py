@@ -1,7 +1,8 @@
 """HiCache's extra config; what shapes the bytes of an engine's pages; and the namespace of each host pool.
 
 Everything counts that is not known to be irrelevant, so what a later SGLang adds counts by default: settings, variables
-of the environment, packages. `irrelevant` names the rest. The page docs/reference/namespaces.md lists all.
+of the environment, packages. `irrelevant` names the rest, and sections of settings about other things than the model.
+The page docs/reference/namespaces.md lists all.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.environment import computing_packages, counting_variables, instruction_sets
 from tiered_kv.integrations.model_files import content_of, depends_on_length, weights_in_files, without_origin
 from tiered_kv.integrations.settings import HostSettings, UserModelNamespace
-from tiered_kv.integrations.sglang.irrelevant import SETTINGS, VARIABLES
+from tiered_kv.integrations.sglang.irrelevant import COUNTING, SETTINGS, VARIABLES
 from tiered_kv.integrations.sglang.pools import PagePool
 
 LOCATION = "hicache_storage_backend_extra_config"
@@ -111,13 +112,15 @@ _PLUGINS = re.compile(r"^sglang\.")
 """Groups of entry points whose packages count: they bring models, platforms, hooks."""
 
 _VARIABLES = re.compile(
-    "^(SGLANG|SGL|AITER|ASCEND_USE|CK|CUBLAS|CUBLASLT|CUTE_DSL|DEEP_NORMAL|DG|DNNL|FA|FLA|FLASHINFER|FLASH_ATTENTION|FLYDSL|"
+    r"^(?!SGLANG_(BUCKET|CUDA_COREDUMP|DISAGG\w*|EXA|FAILED_SESSION|GRAMMAR|HICACHE|LOG\w*|OLLAMA|OTLP|PREFILL_DELAYER|"
+    "SCHEDULER|ZMQ)_)(SGLANG|SGL|AITER|ASCEND_USE|CK|CUBLAS|CUBLASLT|CUTE_DSL|DEEP_NORMAL|DG|DNNL|FA|FLA|FLASHINFER|FLASH_ATTENTION|FLYDSL|"
     "FMHA|GDN|HIPBLASLT|HUMMING|MINIMAX|NVTE|ONEDNN|QUACK|ROCBLAS|ROCM_QUICK_REDUCE|TILELANG|TRITON|TRTLLM|USE_AITER|"
     "USE_ROCM|USE_TRITON)_|"
     "^(ATEN_CPU_CAPABILITY|IS_H200|NVIDIA_TF32_OVERRIDE|TIMM_FUSED_ATTN|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|"
     "VIDEO_MAX_PIXELS|XHS_VIDEO_JPEG_QUALITY)$"
 )
-"""Variables that count, of SGLang and of the libraries that it computes with, unless `irrelevant` names them."""
+"""Variables that count, of SGLang and of the libraries that it computes with, unless `irrelevant` names them. Those for
+metrics, logs, transfers, schedules and parts of the server do not."""
 _GEOMETRY = ("start_layer", "end_layer", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
 """Attributes that host pools may have for their layers and heads."""
 
@@ -136,7 +139,8 @@ def engine_facts(user: UserModelNamespace) -> dict[str, str]:
     is_drafting = _has_draft()
     for name, path in sorted(sections_of(ServerArgs).items()):
         section = path.partition(".")[0]
-        if name not in SETTINGS.get(section, ()) and (section != "spec" or is_drafting):
+        counts = name in COUNTING[section] if section in COUNTING else name not in SETTINGS.get(section, ())
+        if counts and (section != "spec" or is_drafting):
             values = sections.setdefault(section, {})
             assert isinstance(values, dict)
             value = _value(name, path)
