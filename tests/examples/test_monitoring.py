@@ -26,7 +26,7 @@ from tests.support.stacks import Register, stack_of
 from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
 from tiered_kv.stack import EngineStack, open_engine_stack
 from tiered_kv.testing.control import Gate
-from tiered_kv.testing.faults import HeldJobsTier, RaisingTier
+from tiered_kv.testing.faults import HangingTier, HeldJobsTier
 from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.request import ChatWorkload
@@ -113,11 +113,11 @@ class Faulty:
     def register(self, register: Register) -> None:
         faulty = self
 
-        class Raising(RaisingTier):
+        class Raising(HangingTier):
             is_nonblocking = True  # so that its exceptions are the manager's to count
 
             def __init__(self, spec: Any, view: memoryview, tier_type: str) -> None:  # Any: as the interface
-                super().__init__(FourMethodTier(spec, view, tier_type))
+                super().__init__(FourMethodTier(spec, view, tier_type), Gate())
 
             def _before(self, call: str) -> None:
                 self.raising = faulty.is_raising

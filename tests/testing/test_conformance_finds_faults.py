@@ -9,7 +9,7 @@ import pytest
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.control import Gate
-from tiered_kv.testing.faults import FailingTier, HeldJobsTier, Lie, LyingTier, PartialTier
+from tiered_kv.testing.faults import FailingTier, HeldJobsTier, Lie, LyingTier
 from tiered_kv.testing.rig import FourMethodTier, OpenTier, TierRig
 from tiered_kv.tiering.base import JobMetadata, SecondaryTierManager
 from tiered_kv.tiering.wrapper import WrapperTier
@@ -88,7 +88,11 @@ FAULTS: dict[str, tuple[MakeTier, str, str]] = {
     "names unasked keys": (liar(Lie.NAMES_UNASKED_KEYS), BYTES, "not in its job"),
     "fails": (wrapped(lambda tier: FailingTier(tier, failing=True)), BYTES, "assert"),
     "never begins": (wrapped(lambda tier: HeldJobsTier(tier, Gate(is_open=False))), BYTES, "were not reported"),
-    "stores a part": (wrapped(lambda tier: PartialTier(tier, lambda key: key[0] % 2 == 0)), JOBS, "assert"),
+    "stores a part": (
+        wrapped(lambda tier: FailingTier(tier, failing=True, fails=lambda key: key[0] % 2 == 1)),
+        JOBS,
+        "assert",
+    ),
     "overwrites": (OverwritingTier, "test_a_present_block_is_not_overwritten", "wrong bytes"),
     "ignores groups": (wrapped(GrouplessTier), "test_groups_of_one_hash_are_different_blocks", "assert not"),
     "resets nothing": (ForgetfulResetTier, "test_a_reset_forgets_every_block_and_takes_new_ones", "assert"),

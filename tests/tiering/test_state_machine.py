@@ -24,7 +24,7 @@ from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.testing.control import Gate, ManualClock
-from tiered_kv.testing.faults import FailingTier, HangingTier, HeldJobsTier, PromptTier, RaisingTier
+from tiered_kv.testing.faults import FailingTier, HangingTier, HeldJobsTier, PromptTier
 from tiered_kv.testing.model import RowLedger, StackUnderTest, WatchedTier
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv.testing.rig import FourMethodTier
@@ -133,15 +133,15 @@ def open_stack_over_blocking_tier(directory: Path) -> StackUnderTest:
     """Open a stack with a tier whose methods block and raise, so that it runs on a separate thread."""
     clock, gate = ManualClock(), Gate()
     region = PrimaryRegion(NUM_BLOCKS, BLOCK_BYTES)
-    raising = RaisingTier(smallest_with_reset(TierSpec("blocking", BLOCK_BYTES), region.kv_view, directory))
+    blocking = HangingTier(smallest_with_reset(TierSpec("blocking", BLOCK_BYTES), region.kv_view, directory), gate)
     manager = TieringOffloadingManager(
         CPUOffloadingManager(CPUBackend(region)),
-        [HangingTier(raising, gate)],
+        [blocking],
         settings=[TierSettings(type="tier", store_budget=8 * BLOCK_BYTES)],
         clock=clock,
     )
     return StackUnderTest(
-        manager, clock, {"calls hang": partial(switch_gate, gate), "calls raise": partial(setattr, raising, "raising")}
+        manager, clock, {"calls hang": partial(switch_gate, gate), "calls raise": partial(setattr, blocking, "raising")}
     )
 
 

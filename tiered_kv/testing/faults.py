@@ -42,11 +42,29 @@ class JobWrapperTier(WrapperTier):
         (self.inner.submit_load if job.is_promotion else self.inner.submit_store)(job)
 
 
-class _InterruptedTier(WrapperTier):
-    """Calls `_before` before each call that may carry data, and before the shutdown."""
+class HangingTier(WrapperTier):
+    """The methods named in `calls` hang in their thread while the gate is closed.
+
+    While `raising` is set, every call that may carry data raises OSError.
+    """
+
+    raising = False
+
+    def __init__(
+        self,
+        inner: SecondaryTierManager,
+        gate: Gate,
+        calls: Collection[str] = ("lookup", "submit_store", "submit_load", "get_finished"),
+    ) -> None:
+        super().__init__(inner)
+        self._gate = gate
+        self._calls = frozenset(calls)
 
     def _before(self, call: str) -> None:
-        raise NotImplementedError
+        if call in self._calls:
+            self._gate.pass_through()
+        if self.raising and call != "shutdown":
+            raise OSError("injected")
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         self._before("lookup")
@@ -67,34 +85,6 @@ class _InterruptedTier(WrapperTier):
     def shutdown(self) -> None:
         self._before("shutdown")
         super().shutdown()
-
-
-class HangingTier(_InterruptedTier):
-    """The methods named in `calls` hang in their thread while the gate is closed."""
-
-    def __init__(
-        self,
-        inner: SecondaryTierManager,
-        gate: Gate,
-        calls: Collection[str] = ("lookup", "submit_store", "submit_load", "get_finished"),
-    ) -> None:
-        super().__init__(inner)
-        self._gate = gate
-        self._calls = frozenset(calls)
-
-    def _before(self, call: str) -> None:
-        if call in self._calls:
-            self._gate.pass_through()
-
-
-class RaisingTier(_InterruptedTier):
-    """Every call that may carry data raises OSError while `raising` is set."""
-
-    raising = False
-
-    def _before(self, call: str) -> None:
-        if self.raising and call != "shutdown":
-            raise OSError("injected")
 
 
 class HeldJobsTier(JobWrapperTier):
@@ -136,34 +126,29 @@ class HeldJobsTier(JobWrapperTier):
 
 
 class FailingTier(JobWrapperTier):
-    """While `failing` is set, reports every job as failed and does not execute it; lookups are not changed."""
+    """While `failing` is set, leaves keys for which `fails` is true out of each job, and reports them as failed.
 
-    def __init__(self, inner: SecondaryTierManager, *, failing: bool = False) -> None:
+    By default these are all keys. Lookups are not changed.
+    """
+
+    def __init__(
+        self,
+        inner: SecondaryTierManager,
+        *,
+        failing: bool = False,
+        fails: Callable[[OffloadKey], bool] = lambda key: True,
+    ) -> None:
         super().__init__(inner)
         self.failing = failing
+        self._fails = fails
         self._failed: list[JobId] = []
-
-    def submit(self, job: JobMetadata) -> None:
-        if self.failing:
-            self._failed.append(job.job_id)
-        else:
-            super().submit(job)
-
-    def get_finished(self) -> Iterable[JobResult]:
-        failed, self._failed = self._failed, []
-        return [JobResult(job_id, False, reason="injected") for job_id in failed] + list(super().get_finished())
-
-
-class PartialTier(JobWrapperTier):
-    """Leaves keys for which `succeeds` is false out of each job, and reports them as failed."""
-
-    def __init__(self, inner: SecondaryTierManager, succeeds: Callable[[OffloadKey], bool]) -> None:
-        super().__init__(inner)
-        self._succeeds = succeeds
         self._kept: dict[JobId, list[OffloadKey]] = {}
 
     def submit(self, job: JobMetadata) -> None:
-        kept = [index for index, key in enumerate(job.keys) if self._succeeds(key)]
+        kept = [index for index, key in enumerate(job.keys) if not (self.failing and self._fails(key))]
+        if self.failing and not kept:
+            self._failed.append(job.job_id)
+            return
         if len(kept) < len(job.keys):
             keys = list(job.keys)
             self._kept[job.job_id] = [keys[index] for index in kept]
@@ -171,7 +156,10 @@ class PartialTier(JobWrapperTier):
         super().submit(job)
 
     def get_finished(self) -> Iterable[JobResult]:
-        return [self._partial(result) for result in super().get_finished()]
+        failed, self._failed = self._failed, []
+        return [JobResult(job_id, False, reason="injected") for job_id in failed] + [
+            self._partial(result) for result in super().get_finished()
+        ]
 
     def _partial(self, result: JobResult) -> JobResult:
         kept = self._kept.pop(result.job_id, None)
