@@ -84,6 +84,30 @@ def test_stores_wait_while_the_engine_computes_for_a_limited_time(
     assert waited_s - 1e-9 <= slept_s[0] <= min(2 * waited_s, IDLE_WAIT_S_MAX) + 1e-9
 
 
+def test_a_step_that_has_just_begun_is_not_taken_for_the_pause_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, began_s, busy_s = [100.0], 100.0, 0.01
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+
+    clock = SimpleNamespace(
+        monotonic=lambda: now_s[0],
+        sleep=sleep,
+        pthread_getcpuclockid=lambda thread: 7,
+        clock_gettime=lambda clock_id: min(max(0.0, now_s[0] - began_s), busy_s),
+    )
+    monkeypatch.setattr(pauses, "time", clock)
+    monkeypatch.setattr(pauses, "STEP", step := Step())
+    step.end()
+    step.is_busy()  # the last sample, before a pause of the engine
+    began_s = now_s[0] = 101.0
+    assert wait_for_idle(IDLE_WAIT_S_MAX)
+    assert busy_s <= now_s[0] - began_s <= 3 * busy_s
+    began_s, busy_s = now_s[0], math.inf
+    assert not wait_for_idle(IDLE_WAIT_S_MAX)
+    assert now_s[0] - began_s == pytest.approx(IDLE_WAIT_S_MAX)
+
+
 def test_the_next_thread_of_an_engine_may_have_the_identity_of_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks, now_s = iter((1, 2)), [100.0]
 
