@@ -40,6 +40,22 @@ def test_a_result_names_what_succeeded_in_order() -> None:
     assert result.reason == "from 3"
 
 
+def test_no_worker_is_woken_for_a_store_that_may_not_begin() -> None:
+    woken: list[str] = []
+    queue = PartQueue(lambda: woken.append("worker"), stores_running_max=1)
+    for number in range(3):
+        queue.put(job_of(6, is_load=False, job_id=number))
+    woken.clear()
+    part = queue.take()
+    queue.put(job_of(1, is_load=False, job_id=3))
+    assert part is not None
+    assert woken == []
+    queue.end(part)
+    assert woken == ["worker"], "another may begin now"
+    queue.put(job_of(1, job_id=4))
+    assert len(woken) == 2
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_every_block_is_served_or_dropped_once_by_concurrent_workers(seed: int) -> None:
     choice = random.Random(seed)

@@ -158,7 +158,9 @@ class PartQueue:
     def put(self, job: Job) -> None:
         """Add a job that has at least one block."""
         self._queue_of(job).append(job)
-        self._wake()
+        # Without the lock: the job is queued, so if the limit is reached, the worker whose part ends wakes one.
+        if job.metadata.is_promotion or self._stores_running < self._stores_limit or self._has_stalled:
+            self._wake()
 
     def put_lookups(self) -> None:
         self._has_lookups = True
@@ -190,7 +192,7 @@ class PartQueue:
             job.next_block = stop = min(start + job.part_blocks, job.end_block)
             if stop == job.end_block:
                 queue.popleft()
-            has_more = bool(self._loads or self._stores)
+            has_more = bool(self._loads or (self._stores and self._stores_running < self._stores_limit))
         if has_more:
             self._wake()
         return Part(job, start, stop)
@@ -251,6 +253,10 @@ class PartQueue:
     @property
     def stores_waiting(self) -> int:
         return len(self._stores)
+
+    @property
+    def _has_stalled(self) -> bool:
+        return self._climb is not None and self._climb.has_stalled
 
     @property
     def _stores_limit(self) -> int:
@@ -325,8 +331,13 @@ class Climb:
         return self._judge(rate)
 
     def rise_if_stalled(self) -> None:
-        if self._running >= self.limit and self._clock() - self._since_s > STALL_S:
+        if self.has_stalled:
             self.limit = min(self._running + 1, self._limit_max)
+
+    @property
+    def has_stalled(self) -> bool:
+        """Whether all parts hang."""
+        return self._running >= self.limit and self._clock() - self._since_s > STALL_S
 
     def _judge(self, rate: float) -> bool:
         before, self._before = self._before, None
