@@ -35,7 +35,7 @@ class RequestChain:
         step: The distance between the positions of neighbouring blocks: 1, or larger if the engine gives positions.
     """
 
-    __slots__ = ("_next_position", "_positions", "hints", "last_use", "note", "position_of", "step")
+    __slots__ = ("_next_position", "_ordered", "_positions", "hints", "last_use", "note", "position_of", "step")
 
     def __init__(self) -> None:
         self.hints: Hints | None = None
@@ -44,6 +44,7 @@ class RequestChain:
         self.position_of: Callable[[OffloadKey], int | None] | None = None
         self.step = 1
         self._next_position = 0
+        self._ordered: tuple[Sequence[CPUBlock], list[int]] | None = None  # the last list in order, and its positions
         self._positions: dict[OffloadKey, int] = {}
 
     def refresh(self) -> None:
@@ -55,7 +56,11 @@ class RequestChain:
         positions = self._given_positions(blocks) if len(blocks) > 1 else None
         if positions is None:
             return blocks
-        return [blocks[index] for index in sorted(range(len(blocks)), key=positions.__getitem__)]
+        ordered = sorted(positions)
+        if ordered != positions:
+            blocks = [blocks[index] for index in sorted(range(len(blocks)), key=positions.__getitem__)]
+        self._ordered = blocks, ordered
+        return blocks
 
     def extend(self, blocks: Sequence[CPUBlock]) -> None:
         """Append `blocks` to the request's blocks, or place them where the engine says.
@@ -91,12 +96,14 @@ class RequestChain:
     def finish(self) -> None:
         """Forget the positions: the request has ended and uses no block again."""
         self._positions = {}
-        self.position_of = None
+        self._ordered = self.position_of = None
 
     def _place(self, blocks: Sequence[CPUBlock]) -> bool:
         """Place blocks where the engine says; return False if it does not."""
         before = self._next_position >> _GROUP_BITS
-        given = self._given_positions(blocks)
+        ordered, self._ordered = self._ordered, None
+        is_known = ordered is not None and ordered[0] is blocks and len(ordered[1]) == len(blocks)
+        given = ordered[1] if ordered is not None and is_known else self._given_positions(blocks)
         if given is None:
             return False
         for index, block in enumerate(blocks):  # a promoted block is alone: `zip(strict=True)` costs more than the loop
@@ -117,6 +124,13 @@ class RequestChain:
         if position_of is None:
             return None
         given: list[int] = []
+        if len(blocks) > 1:
+            keys = [block.key for block in blocks]
+            ends = [end for end in map(position_of, keys) if end is not None]
+            if len(ends) == len(keys):  # as always with most engines
+                given = [(end << _GROUP_BITS) + key[-1] for end, key in zip(ends, keys, strict=True)]
+                self._next_position = max(following, max(given) + 1)
+                return given
         for block in blocks:
             key = block.key
             end_token = position_of(key)
@@ -205,14 +219,20 @@ class CPUBackend(Backend):
 
     def free(self, block: BlockStatus) -> None:
         assert isinstance(block, CPUBlock)
-        assert block.key is not NO_KEY, "block freed twice"
-        block.ref_cnt = -1
-        block.key = NO_KEY
-        block.chain = None
-        block.step = -1
-        block.is_frequent = False
-        block.source = ""
-        self._free.append(block)
+        self.free_all((block,))
+
+    def free_all(self, blocks: Iterable[CPUBlock]) -> None:
+        """Free blocks; cheaper than one by one."""
+        append = self._free.append
+        for block in blocks:
+            assert block.key is not NO_KEY, "block freed twice"
+            block.ref_cnt = -1
+            block.key = NO_KEY
+            block.chain = None
+            block.step = -1
+            block.is_frequent = False
+            block.source = ""
+            append(block)
 
     def get_load_store_spec(
         self, block_hashes: Iterable[OffloadKey], blocks: Iterable[BlockStatus]

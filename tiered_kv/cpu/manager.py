@@ -329,7 +329,7 @@ class CPUOffloadingManager(OffloadingManager):
         blocks = self.backend.allocate_blocks(keys)
         for block in blocks:
             block.writer = writer
-            self.blocks[block.key] = block
+        self.blocks.update(zip(keys, blocks, strict=True))
         self.policy.admit(chain.in_order(blocks), chain)
         return blocks
 
@@ -374,9 +374,9 @@ class CPUOffloadingManager(OffloadingManager):
             if victims is None:
                 return False
             gone = [block.key for block in victims]
-            for block in victims:
-                del self.blocks[block.key]
-                self.backend.free(block)
+            for key in gone:
+                del self.blocks[key]
+            self.backend.free_all(victims)
             evicted += gone
             self.evicted_blocks += len(gone)
             if self.on_evicted is not None:
