@@ -46,6 +46,7 @@ from vllm.v1.request import Request, RequestStatus  # noqa: E402
 
 from tiered_kv.integrations.vllm import TieredKVConnector  # noqa: E402 - which asks for the device
 from tiered_kv.integrations.vllm.engine import configured  # noqa: E402
+from tiered_kv.pauses import STEP  # noqa: E402
 
 TOKENS = 32
 SHAPE = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -262,6 +263,21 @@ class Checks:
                 assert queue.connector.get_num_new_matched_tokens(request, 0) == (None, False)
                 assert queue.stack.manager.promoting(ReqContext("a")) == promoting
                 late.clear()
+
+    def stores_that_are_prepared_at_the_end_of_a_step_do_not_mark_the_next(self) -> None:
+        with queue_of(self.directory) as queue:
+            manager, keys = queue.connector._tiered_kv, [make_offload_key(each, 0) for each in hashes_of("late", 2)]
+            end = manager.on_schedule_end
+
+            def end_and_prepare(context: Any) -> None:  # in the order of vLLM's scheduler
+                end(context)
+                assert manager.prepare_store(keys, ReqContext("late")).keys_to_store == keys
+                assert STEP.pauses_left > 0
+
+            manager.on_schedule_end = end_and_prepare
+            queue.step()
+            assert STEP.pauses_left == 0
+            manager.complete_store(keys, ReqContext("late"))
 
     def steps_tell_what_computing_costs(self) -> None:
         with queue_of(self.directory / "measured") as queue:

@@ -145,7 +145,9 @@ class CopyHandler(OffloadingHandler):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        results = []
+        results: list[TransferResult] = []
+        if not self._transfers:
+            return results
         for job_id, (copy, total_bytes) in list(self._transfers.items()):
             if not copy.has_ended():
                 break

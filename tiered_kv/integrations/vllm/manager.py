@@ -19,10 +19,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.base import OffloadPolicy as OurPolicy
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
-from tiered_kv.integrations.prefill_meter import PrefillMeter
+from tiered_kv.integrations.prefill_meter import PROMPT_TOKENS_MIN, PrefillMeter
 from tiered_kv.integrations.vllm.attached import HostCache
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, vllm_events
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.pauses import STEP
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.stack import EngineStack
 from tiered_kv.tiering.manager import TieringOffloadingManager
@@ -218,16 +219,20 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
 
     def step_began(self, output: Any) -> None:
         """Note the tokens of a scheduled step. vLLM calls `get_stats` at the end of each, in the same order."""
+        STEP.pauses_left = 0  # vLLM prepares stores behind `on_schedule_end`
         running, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
         if self._meter is not None:
-            before = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
-            before |= {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
-            self._meter.begin((tokens, before.get(name, 0)) for name, tokens in scheduled.items())
+            before: dict[str, int] = {}
+            if max(scheduled.values(), default=0) >= PROMPT_TOKENS_MIN:  # else the meter ignores it
+                before |= zip(running.req_ids, running.num_computed_tokens, strict=True)
+                before |= {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
+            self._meter.begin([(tokens, before.get(name, 0)) for name, tokens in scheduled.items()])
         self._requests -= output.finished_req_ids  # `on_request_finished` comes when their stores have ended
         self._set_stalled()
-        left = ((name, tokens - scheduled.get(name, 0)) for name, tokens in self._uncomputed.items())
-        self._uncomputed = {name: tokens for name, tokens in left if tokens > 0}
-        self._set_backlog()
+        if self._uncomputed or self._manager.cost.backlog_s:
+            left = ((name, tokens - scheduled.get(name, 0)) for name, tokens in self._uncomputed.items())
+            self._uncomputed = {name: tokens for name, tokens in left if tokens > 0}
+            self._set_backlog()
 
     def on_request_finished(self, req_context: Any) -> None:
         self._requests.discard(req_context.req_id)

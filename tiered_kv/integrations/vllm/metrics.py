@@ -79,6 +79,8 @@ class CounterReport:
         self._secrets = secrets
         self._next_s = time.monotonic()
         self._left: Iterator[Series] | None = None
+        self._read: Counters = {}
+        """The counters as they were read last."""
         self._sent: dict[tuple[str, ...], Any] = {}  # Any: as `Series.value`
 
     def take(self, counters: Callable[[], Counters]) -> Any:  # Any: vLLM's own
@@ -88,7 +90,8 @@ class CounterReport:
             if now_s < self._next_s:
                 return None
             self._next_s = now_s + _INTERVAL_S
-            self._left = series_of(counters(), self._secrets)
+            before, self._read = self._read, counters()
+            self._left = series_of(_changed(before, self._read), self._secrets)
         part = list(islice(self._left, _STEP_SERIES_MAX))
         if not part:
             self._left = None
@@ -101,6 +104,15 @@ class CounterReport:
                 self._sent[identity] = series.value
                 _add(stats, series, before)
         return stats
+
+
+def _changed(before: Counters, now: Counters) -> Counters:
+    """Return the counters that differ: most do not, and their series need not be made."""
+    changed: dict[str, dict[str, Any]] = {}  # Any: as `Counters`
+    for tier, values in now.items():
+        old = before.get(tier, {})
+        changed[tier] = {name: value for name, value in values.items() if name not in old or old[name] != value}
+    return changed
 
 
 def _add(stats: Any, series: Series, before: Any) -> None:  # Any: vLLM's own, and as `Series.value`

@@ -363,6 +363,8 @@ class HandlerWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not ther
     def get_finished(self) -> list[TransferResult]:
         """Return the transfers that have ended."""
         results = [*self._handlers.store.get_finished(), *self._handlers.load.get_finished()]
+        if not results:
+            return []
         failed = [each for each in results if not each.success]
         if failed:
             source, destination = failed[0].transfer_type or ("?", "?")
