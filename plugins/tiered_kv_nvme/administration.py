@@ -31,7 +31,7 @@ from tiered_kv.toolkit.administration import (
     matching_description,
 )
 from tiered_kv.toolkit.claimed import LOST_AND_FOUND, ClaimedDirectory, Identity, walk
-from tiered_kv.toolkit.codecs import CodecSet
+from tiered_kv.toolkit.codecs import CodecSet, ThreadBuffer
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv.toolkit.listed import Census
 from tiered_kv.toolkit.small_files import read_file
@@ -46,7 +46,7 @@ from tiered_kv_nvme.directory import (
     segment_pattern,
     take_lock,
 )
-from tiered_kv_nvme.disk import OPEN_FLAGS, Disk, Scratch, StoreCounters
+from tiered_kv_nvme.disk import OPEN_FLAGS, Disk, StoreCounters
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentHeader
@@ -196,7 +196,7 @@ class Inspection:
         self._digest = self.identity.digest.hex()
         self._pattern = segment_pattern(self.identity.digest)
         self._counters = StoreCounters(self.path)  # not reported
-        self._scratch = Scratch()
+        self._scratch = ThreadBuffer()
         data = read_file(f"{self.path}/{EPOCH_NAME}", PAGE_BYTES)
         mark = EpochMark.decode((data or b"")[:MARK_BYTES_MAX].rstrip(b"\0"))
         self._epoch = 0 if mark is None else int(mark.value, 16)  # without a mark no block is valid
@@ -226,7 +226,7 @@ class Inspection:
         """Check the payload of every valid block; if the directory is `owned`, delete damaged blocks."""
         files = None if owned is None else SegmentFiles(Disk(), owned, False, self._counters, 0, 0, 0)
         scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters)
-        self._codecs, self._block = codecs, Scratch().take(self.identity.block_bytes)
+        self._codecs, self._block = codecs().take(self.identity.block_bytes)
         for slot, fd, segment in self._segments(scan, "verify", for_writing=files is not None):
             path = f"{self.path}/segment-{self._digest[:8]}-{slot:06d}.kv"
             if segment is None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
 import os
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
-
-import numpy as np
 
 from tiered_kv.errors import remedy_of
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.pauses import give_way
+from tiered_kv.toolkit.codecs import HUGE_PAGE_BYTES, ThreadBuffer
 from tiered_kv.toolkit.small_files import FirstFailures, opened, read_all, remove, write_all
 from tiered_kv_nvme.layout import PAGE_BYTES
 
@@ -23,10 +19,7 @@ OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 FILE_MODE = 0o600
 
 PROBE_NAME = "probe.tmp"
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _NOT_ALLOCATED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV})
-_HUGE_PAGE_BYTES = 2 << 20
-"""In huge pages, a large request reaches the disk at once; otherwise in pieces of about 1 MiB."""
 
 _log = logging.getLogger("tiered_kv.nvme")
 
@@ -60,7 +53,7 @@ class Disk:
             if error.errno not in _NOT_ALLOCATED:
                 raise
             self.writes_zeros = True
-            zeros = Scratch().take(min(size_bytes, _HUGE_PAGE_BYTES))
+            zeros = ThreadBuffer().take(min(size_bytes, HUGE_PAGE_BYTES))
             for offset in range(0, size_bytes, len(zeros)):
                 write_all(fd, [zeros[: size_bytes - offset]], offset, pwritev=self.pwritev)
 
@@ -73,36 +66,12 @@ def is_alignment_error(error: OSError) -> bool:
     return error.errno == errno.EINVAL
 
 
-class Scratch(threading.local):
-    """A page-aligned buffer for each calling thread. It only grows."""
-
-    def __init__(self) -> None:
-        self._memory = _map(PAGE_BYTES)
-
-    def take(self, size_bytes: int) -> memoryview:
-        """Return `size_bytes` of this thread's buffer, which still holds the bytes of its last use."""
-        if size_bytes > len(self._memory):
-            self._memory = _map(1 << (size_bytes - 1).bit_length())
-        return self._memory[:size_bytes]
-
-
-def _map(size_bytes: int) -> memoryview:
-    """Map memory, in huge pages if it is large enough and the kernel has them."""
-    if size_bytes < _HUGE_PAGE_BYTES:
-        return memoryview(mmap.mmap(-1, size_bytes, flags=_PRIVATE))
-    mapping = mmap.mmap(-1, size_bytes + _HUGE_PAGE_BYTES, flags=_PRIVATE)
-    with suppress(OSError):  # a kernel without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    start = -np.frombuffer(mapping, dtype=np.uint8).ctypes.data % _HUGE_PAGE_BYTES
-    return memoryview(mapping)[start : start + size_bytes]
-
-
 def probe_direct(disk: Disk, directory_fd: int) -> str:
     """Write and read a page with O_DIRECT; return why that failed, or an empty string.
 
     Raises `OSError`: the system gave no descriptor or memory.
     """
-    page = Scratch().take(PAGE_BYTES)
+    page = ThreadBuffer().take(PAGE_BYTES)
     try:
         with opened(PROBE_NAME, os.O_RDWR | os.O_CREAT | os.O_DIRECT, dir_fd=directory_fd) as fd:
             write_all(fd, [page], 0, pwritev=disk.pwritev)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tiered_kv.permissions import check_file
+from tiered_kv.toolkit.codecs import ThreadBuffer
 from tiered_kv.toolkit.small_files import write_all
 from tiered_kv_nvme.directory import SEGMENT_RESERVE_BYTES, SegmentDirectory
-from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, Scratch, StoreCounters
+from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, StoreCounters
 from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader, Summary, checksum, pages
 from tiered_kv_nvme.segment import Segment
 
@@ -107,7 +108,7 @@ class SegmentFiles:
         if segment.end_offset + table_bytes + PAGE_BYTES > segment.segment_bytes:
             return False  # the file's header has a wrong, smaller size: a summary would overwrite payloads
         try:
-            buffer = Scratch().take(table_bytes + PAGE_BYTES)
+            buffer = ThreadBuffer().take(table_bytes + PAGE_BYTES)
             buffer[: len(table)] = table
             buffer[len(table) : table_bytes] = bytes(table_bytes - len(table))
             Summary(
@@ -152,7 +153,7 @@ class SegmentFiles:
         return True
 
     def _write_header(self, segment: Segment, generation: int) -> None:
-        page = Scratch().take(PAGE_BYTES)
+        page = ThreadBuffer().take(PAGE_BYTES)
         identity = self.directory.identity
         header = SegmentHeader(identity.digest, generation, segment.segment_bytes, identity.block_bytes)
         header.encode(page)

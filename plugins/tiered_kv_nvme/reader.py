@@ -12,10 +12,10 @@ from typing import NamedTuple
 from tiered_kv.base import OffloadKey
 from tiered_kv.pauses import give_way
 from tiered_kv.reasons import UNREADABLE, RecordStatus
-from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, binding_of
+from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, ThreadBuffer, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.small_files import read_all
-from tiered_kv_nvme.disk import Disk, Scratch, StoreCounters, is_alignment_error
+from tiered_kv_nvme.disk import Disk, StoreCounters, is_alignment_error
 from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentEntry, checksum, pages
 from tiered_kv_nvme.pool import SegmentPool, ordinal_of, place_of, slot_of
 from tiered_kv_nvme.segment import Segment
@@ -71,7 +71,7 @@ class BlockReader:
     codecs: CodecSet
 
     def __post_init__(self) -> None:
-        self._scratch = Scratch()
+        self._scratch = ThreadBuffer()
         self._may_scatter = self.block_bytes % PAGE_BYTES == 0 and self.codecs.accepts_plain
 
     def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float = math.inf) -> Outcome:
@@ -201,7 +201,7 @@ class BlockReader:
         return statuses
 
 
-def read_payloads(disk: Disk, scratch: Scratch, fd: int, entries: Sequence[SegmentEntry]) -> list[memoryview]:
+def read_payloads(disk: Disk, scratch: ThreadBuffer, fd: int, entries: Sequence[SegmentEntry]) -> list[memoryview]:
     """Read neighbouring payloads, sorted by offset, in one call. Payloads behind the end of the file are short."""
     start = entries[0].offset // PAGE_BYTES * PAGE_BYTES
     span = scratch.take(pages(max(map(_end, entries))) - start)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from tiered_kv.threads import run_all
 from tiered_kv.toolkit.claimed import Identity
-from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
+from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX, ThreadBuffer
 from tiered_kv.toolkit.small_files import read_all
-from tiered_kv_nvme.disk import Disk, Scratch, StoreCounters
+from tiered_kv_nvme.disk import Disk, StoreCounters
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.layout import PAGE_BYTES, BatchHeader, EntryTable, SegmentHeader, Summary, checksum
 from tiered_kv_nvme.pool import SegmentPool, place_of
@@ -106,7 +106,7 @@ class SegmentScan:
 
     def __post_init__(self) -> None:
         self._stored_bytes_max = self.identity.block_bytes + OVERHEAD_BYTES_MAX
-        self._scratch = Scratch()
+        self._scratch = ThreadBuffer()
         self._file_bytes = 0
 
     def read(self, fd: int, slot: int) -> Segment | None:

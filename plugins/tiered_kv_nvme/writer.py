@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.pauses import give_way
-from tiered_kv.toolkit.codecs import CodecSet, Draft, binding_of
+from tiered_kv.toolkit.codecs import CodecSet, Draft, ThreadBuffer, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
 from tiered_kv.toolkit.small_files import write_all
-from tiered_kv_nvme.disk import Disk, Scratch, StoreCounters, is_alignment_error
+from tiered_kv_nvme.disk import Disk, StoreCounters, is_alignment_error
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, SegmentEntry, checksum
 from tiered_kv_nvme.pool import Reservation, SegmentPool, WriteStream
 from tiered_kv_nvme.segment import Demand
@@ -44,7 +44,7 @@ class BatchWriter:
     room_timeout_s: float  # how long a store waits for a free segment
 
     def __post_init__(self) -> None:
-        self._scratch = Scratch()
+        self._scratch = ThreadBuffer()
 
     def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int, deadline: float) -> Outcome:
         """Store blocks, except existing ones; return the keys that are stored now, and why others are not.

@@ -24,10 +24,10 @@ from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.toolkit.claimed import Identity
-from tiered_kv.toolkit.codecs import AES_ID, ZSTD_AES_ID, CodecSet
+from tiered_kv.toolkit.codecs import AES_ID, ZSTD_AES_ID, CodecSet, ThreadBuffer
 from tiered_kv.toolkit.encryption import Cipher
 from tiered_kv_nvme.directory import SegmentDirectory
-from tiered_kv_nvme.disk import Disk, Scratch
+from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, EntryTable, SegmentEntry
 from tiered_kv_nvme.pool import Index, place_of
@@ -96,7 +96,7 @@ def test_without_direct_transfers_blocks_go_through_the_page_cache(
 
 def test_a_large_buffer_begins_on_a_huge_page() -> None:
     for size in (2 << 20, (2 << 20) + PAGE_BYTES):
-        buffer = Scratch().take(size)
+        buffer = ThreadBuffer().take(size)
         assert len(buffer) == size
         assert np.frombuffer(buffer, np.uint8).ctypes.data % (2 << 20) == 0
 

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import functools
+import mmap
 import threading
+from contextlib import suppress
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
@@ -23,6 +25,9 @@ _LEVEL: Final = 1
 """Higher levels gain nothing on KV blocks, whose mantissas are noise, and take up to three times as long."""
 _WINDOW_BYTES_MIN: Final = 1 << 20
 _FRAME_LENGTH_BYTES: Final = 4
+_PRIVATE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+HUGE_PAGE_BYTES: Final = 2 << 20
+"""In huge pages, a large request reaches a disk at once; otherwise in pieces of about 1 MiB."""
 
 
 class Zstd:
@@ -107,18 +112,30 @@ def binding_of(namespace_digest: bytes, key: bytes) -> bytes:
     return namespace_digest + key  # unique, since all digests have one length
 
 
-class ThreadBuffer:
-    """A reusable buffer for each calling thread. New memory costs more than the codec: the kernel clears each page."""
+class ThreadBuffer(threading.local):
+    """A page-aligned buffer for each calling thread, which only grows.
 
-    def __init__(self) -> None:
-        self._local = threading.local()
+    New memory costs more than a codec: the kernel clears each page.
+    """
+
+    _memory = memoryview(b"")
 
     def take(self, size_bytes: int) -> memoryview:
         """Return `size_bytes` of this thread's buffer, with undefined content. Earlier results become invalid."""
-        buffer: memoryview | None = getattr(self._local, "buffer", None)
-        if buffer is None or len(buffer) < size_bytes:
-            buffer = self._local.buffer = memoryview(bytearray(size_bytes))
-        return buffer[:size_bytes]
+        if size_bytes > len(self._memory):
+            self._memory = _map(-(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        return self._memory[:size_bytes]
+
+
+def _map(size_bytes: int) -> memoryview:
+    """Map memory, in huge pages if it is large enough and the kernel has them."""
+    if size_bytes < HUGE_PAGE_BYTES:
+        return memoryview(mmap.mmap(-1, size_bytes, flags=_PRIVATE))
+    mapping = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=_PRIVATE)
+    with suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    start = -np.frombuffer(mapping, dtype=np.uint8).ctypes.data % HUGE_PAGE_BYTES
+    return memoryview(mapping)[start : start + size_bytes]
 
 
 class Draft(NamedTuple):
