@@ -7,12 +7,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from aiofiles.os import wrap
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.errors import ConfigError
 from tiered_kv.limits import disk_need
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.metrics.vocabulary import own_names
@@ -68,7 +69,8 @@ class FsTier(AsyncTier):
         self._directory = Directory(settings.path, identity, tier=name, private=settings.private)
         self._counters = Counters(*own_names("fs"))
         self._cache_epoch = Epoch(EpochFile(self._directory))
-        self._saving = BackgroundTask(self._save_epoch, f"tiered-kv-{name}-reset")
+        save = partial(self._cache_epoch.try_to_save, _SHUTDOWN_TIMEOUT_S)
+        self._saving = BackgroundTask(save, f"tiered-kv-{name}-reset")
         try:
             self._cache_epoch.value(time.monotonic() + _OPEN_TIMEOUT_S)
             self._keeper = Keeper(
@@ -163,16 +165,12 @@ class FsTier(AsyncTier):
     def _contains_part(self, deadline: float, keys: Sequence[OffloadKey]) -> list[bool]:
         return self._files.contains(self._cache_epoch.value(deadline), keys)
 
-    def _save_epoch(self) -> None:
-        with suppress(OSError, TieredKVError):  # the keeper tries again, and logs why that fails
-            self._cache_epoch.saved_value(time.monotonic() + _SHUTDOWN_TIMEOUT_S)
-
     # The scheduler's thread.
 
     def reset_cache(self) -> bool:
         self.begin_epoch()
         self._cache_epoch.renew()
-        self._saving.ask()  # where that fails, the keeper and the next store try again
+        self._saving.ask()  # where that fails, the keeper tries again, and logs why
         return True
 
     def stats(self) -> Mapping[str, Any]:

@@ -6,12 +6,12 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.units import rounded_seconds
-from tiered_kv.errors import ConfigError, TierError
+from tiered_kv.errors import ConfigError
 from tiered_kv.reasons import UNREADABLE
 from tiered_kv.threads import BackgroundTask
 from tiered_kv.toolkit.blocking import BlockingTier
@@ -83,7 +83,7 @@ class S3Tier(BlockingTier):
         self._loaded_s = -math.inf  # the last answer of the bucket to a load
         self._namespace: Mapping[str, object] = getattr(offloading_spec, "namespace", {})
         self._is_described = False
-        self._saving = BackgroundTask(self._save_epoch, f"tiered-kv-{name}-reset")
+        self._saving = BackgroundTask(partial(self._epoch.try_to_save, _SAVE_S), f"tiered-kv-{name}-reset")
         self._sweeper = Sweeper(
             self._control, self._naming, self._presence, self._counters, settings, f"tiered-kv-{name}-sweeper"
         )
@@ -162,7 +162,7 @@ class S3Tier(BlockingTier):
 
     def shutdown(self) -> None:
         self._sweeper.stop()
-        self._save_epoch(_SHUTDOWN_S / 2)
+        self._epoch.try_to_save(_SHUTDOWN_S / 2)
         self._bucket.close()  # makes the requests in flight fail, so that the threads end
         super().shutdown()
         self._saving.join(_SHUTDOWN_S)
@@ -259,13 +259,6 @@ class S3Tier(BlockingTier):
         self._presence.note(name, Verdict.ABSENT if is_deleted else Verdict.UNREADABLE, time.monotonic())
 
     # The namespace's objects.
-
-    def _save_epoch(self, timeout_s: float = _SAVE_S) -> None:
-        """Try to write the mark of a reset to the bucket; if this fails, the next store writes it."""
-        if self._epoch.is_saved:
-            return
-        with suppress(TierError, TimeoutError):
-            self._epoch.saved_value(time.monotonic() + timeout_s)
 
     def _describe_namespace(self, deadline: float) -> None:
         """Store the namespace's readable form once; workers that come meanwhile do not wait."""

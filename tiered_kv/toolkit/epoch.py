@@ -23,12 +23,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import xxhash
 
-from tiered_kv.errors import FormatError
+from tiered_kv.errors import FormatError, TieredKVError
 
 FORMAT_VERSION = 1
 MARK_BYTES_MAX = 128  # bytes of the longest mark of any version
@@ -153,6 +154,12 @@ class Epoch:
             return self._settle(deadline)
         finally:
             self._io_lock.release()
+
+    def try_to_save(self, timeout_s: float) -> None:
+        """Write the mark of a reset, if the storage lacks it. If that fails, the next `saved_value` writes it."""
+        with suppress(OSError, TieredKVError):
+            if not self.is_saved:
+                self.saved_value(time.monotonic() + timeout_s)
 
     def _saved_mark(self) -> EpochMark | None:
         with self._lock:
