@@ -7,9 +7,10 @@ lists and reads blocks. A subclass says how to list, delete, read and describe. 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from tiered_kv.reasons import RecordStatus
@@ -149,14 +150,25 @@ def _with(ages: Ages | None, age_s: float | None) -> Ages | None:
     if age_s is None:
         return ages
     age_s = max(0.0, age_s)  # the writer's clock may be ahead
-    return Ages(age_s, age_s) if ages is None else Ages(max(ages.oldest_s, age_s), min(ages.newest_s, age_s))
+    if ages is None:
+        return Ages(age_s, age_s)
+    is_new = not ages.newest_s <= age_s <= ages.oldest_s
+    return Ages(max(ages.oldest_s, age_s), min(ages.newest_s, age_s)) if is_new else ages
+
+
+@dataclass(eq=False, slots=True)
+class _Tally:
+    blocks: int = 0
+    size_bytes: int | None = 0
+    written: Ages | None = None
+    used: Ages | None = None
 
 
 class Census:
     """Counts the entries of a storage, in bounded memory."""
 
     def __init__(self) -> None:
-        self._tallies: dict[str, StoredNamespace] = {}
+        self._tallies: defaultdict[str, _Tally] = defaultdict(_Tally)
         self._foreign_entries = self._foreign_bytes = 0
         self._foreign_names: list[str] = []
 
@@ -173,14 +185,11 @@ class Census:
         if digest not in self._tallies and len(self._tallies) >= NAMESPACES_MAX:
             self.add_foreign(digest, size_bytes or 0)
             return
-        tally = self._tallies.get(digest, StoredNamespace(digest, {}, 0, 0))
-        self._tallies[digest] = replace(
-            tally,
-            blocks=(tally.blocks or 0) + blocks,
-            size_bytes=None if None in (tally.size_bytes, size_bytes) else (tally.size_bytes or 0) + (size_bytes or 0),
-            written=_with(tally.written, written_s if blocks else None),
-            used=_with(tally.used, used_s if blocks else None),
-        )
+        tally = self._tallies[digest]
+        tally.blocks += blocks
+        tally.size_bytes = None if tally.size_bytes is None or size_bytes is None else tally.size_bytes + size_bytes
+        if blocks:
+            tally.written, tally.used = _with(tally.written, written_s), _with(tally.used, used_s)
 
     def add_foreign(self, name: str, size_bytes: int) -> None:
         self._foreign_entries += 1
@@ -188,8 +197,8 @@ class Census:
         if len(self._foreign_names) < FOREIGN_NAMED_MAX:
             self._foreign_names.append(name[:256])
 
-    def of(self, digest: str) -> tuple[int | None, int | None]:
-        tally = self._tallies.get(digest, StoredNamespace(digest, {}, 0, 0))
+    def of(self, digest: str) -> tuple[int, int | None]:
+        tally = self._tallies[digest]
         return tally.blocks, tally.size_bytes
 
     def left(self) -> list[str]:
@@ -202,8 +211,15 @@ class Census:
     def survey(self, describe: Callable[[str], object], segments: SurveyedSegments | None = None) -> Survey:
         """Return the result. `describe` returns the stored readable form of a namespace."""
         namespaces = tuple(
-            replace(tally, described=matching_description(describe(digest), digest))
-            for digest, tally in sorted(self._tallies.items())
+            StoredNamespace(
+                digest,
+                matching_description(describe(digest), digest),
+                each.blocks,
+                each.size_bytes,
+                each.written,
+                each.used,
+            )
+            for digest, each in sorted(self._tallies.items())
         )
         foreign = SurveyedForeign(self._foreign_entries, self._foreign_bytes, tuple(self._foreign_names))
         return Survey(namespaces, segments, foreign)
