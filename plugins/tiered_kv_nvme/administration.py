@@ -226,7 +226,7 @@ class Inspection:
         """Check the payload of every valid block; if the directory is `owned`, delete damaged blocks."""
         files = None if owned is None else SegmentFiles(Disk(), owned, False, self._counters, 0, 0, 0)
         scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters)
-        self._codecs, self._block = codecs().take(self.identity.block_bytes)
+        self._codecs, self._block = codecs, ThreadBuffer().take(self.identity.block_bytes)
         for slot, fd, segment in self._segments(scan, "verify", for_writing=files is not None):
             path = f"{self.path}/segment-{self._digest[:8]}-{slot:06d}.kv"
             if segment is None:
