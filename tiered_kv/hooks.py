@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from tiered_kv.config.redaction import HIDDEN, EnvironmentText, redact
+from tiered_kv.config.redaction import HIDDEN, EnvironmentText, redact, scrub
 from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.config.validation import Location, check, dotted, raise_problems, suggestion
 from tiered_kv.errors import ConfigError, MissingExtraError, ResourceError, remedy_of
@@ -333,9 +333,7 @@ def check_entry(entry: object, location: Location) -> TierSettings | list[Config
     try:
         tier_type = tier_plugins().resolve(name)
     except ConfigError as error:
-        known = ", ".join(tier_plugins().tier_types())
-        hidden = f"expected one of {known}, or 'module:Class', found {HIDDEN}"
-        message = hidden if isinstance(name, EnvironmentText) else str(error)
+        message = scrub(str(error), {name}) if isinstance(name, EnvironmentText) else str(error)
         return [ConfigError(message, location=dotted((*location, "type")))]
     checked = check(tier_type.settings, entry, location)
     if isinstance(checked, TierSettings):

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json, print_table, print_text
-from tiered_kv.config.units import formatted_setting
+from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.errors import ConfigError
@@ -178,4 +178,5 @@ def _default(tier: TierType, setting: dict[str, object]) -> str:
         return "-"
     if isinstance(value, bool):
         return str(value).lower()
-    return str(formatted_setting(value, tier.settings.model_fields[str(setting["name"])]))
+    shown = {"duration": rounded_seconds, "size": rounded_bytes}.get(str(setting["accepts"]))
+    return str(value) if shown is None else shown(float(str(value)))

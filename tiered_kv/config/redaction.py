@@ -56,11 +56,6 @@ def is_secret_name(name: str) -> bool:
     return _SECRET_NAME.search(name) is not None
 
 
-def has_environment_text(value: object) -> bool:
-    """Return whether `value`, or anything in it, came from an environment variable."""
-    return any(isinstance(leaf, EnvironmentText) for _, leaf in _leaves(value))
-
-
 def variables_in(value: object) -> frozenset[str]:
     """Return the values of environment variables that are parts of the texts in `value`."""
     return frozenset().union(*(leaf.values for _, leaf in _leaves(value) if isinstance(leaf, EnvironmentText)))

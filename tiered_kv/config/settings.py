@@ -14,8 +14,8 @@ from pydantic import (
     model_validator,
 )
 
-from tiered_kv.config.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in, variables_in
-from tiered_kv.config.units import Bytes, BytesPerDay, Count, Seconds, formatted_setting
+from tiered_kv.config.redaction import HIDDEN, redact, secrets_in, texts_in, variables_in
+from tiered_kv.config.units import Bytes, BytesPerDay, Count, Seconds
 from tiered_kv.limits import Take
 
 PRIMARY_NAME: Final = "cpu"
@@ -32,6 +32,8 @@ class StrictModel(BaseModel):
 
     _from_environment: Mapping[str, frozenset[str]] = PrivateAttr(default={})
     """Settings whose value came from environment variables, and the variables' values."""
+    _written: Mapping[str, str] = PrivateAttr(default={})
+    """Sizes, rates and durations as the file has them."""
 
     def secret_texts(self) -> set[str]:
         """Return every secret text in the settings, for use with `redaction.scrub`."""
@@ -51,9 +53,8 @@ class StrictModel(BaseModel):
         shown: dict[str, object] = {}
         for name, value in self:
             if name in self.model_fields_set:
-                info = type(self).model_fields.get(name)
-                readable = formatted_setting(value, info) if info is not None else value
-                shown[name] = HIDDEN if name in self._from_environment else _shown(readable, name)
+                written = self._written.get(name, value)
+                shown[name] = HIDDEN if name in self._from_environment else _shown(written, name)
         return shown
 
     def __repr_args__(self) -> list[tuple[str | None, object]]:
@@ -67,10 +68,15 @@ class StrictModel(BaseModel):
     def _note_variables(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
         model = handler(data)
         if isinstance(data, Mapping):
-            model._from_environment = {
-                name: variables_in(value)
+            model._written = {
+                name: value
                 for name, value in data.items()
-                if has_environment_text(value)
+                if type(value) is str and isinstance(getattr(model, name), (int, float))  # no EnvironmentText
+            }
+            model._from_environment = {
+                name: variables
+                for name, value in data.items()
+                if (variables := variables_in(value))
                 and not any(isinstance(each, StrictModel) for each in _items(getattr(model, name)))
             }
         return model

@@ -1,6 +1,6 @@
 """Sizes, rates, durations and paths: the types of such settings, and functions that parse and format them.
 
-The `format_` functions are exact: the parser reads back the same number. `rounded_bytes` and `rounded_seconds` are not.
+`format_bytes` is exact: the parser reads back the same number. `rounded_bytes` and `rounded_seconds` are not.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import math
 import os
 import re
 from decimal import Decimal
-from typing import Annotated, get_args
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
-from pydantic.fields import FieldInfo
 
 BYTES_MAX = 2**63 - 1
 
@@ -23,7 +22,6 @@ _SECONDS = {"us": "1e-6", "ms": "1e-3", "s": "1", "m": "60", "min": "60", "h": "
 _DURATIONS = {unit: Decimal(seconds) for unit, seconds in _SECONDS.items()}
 HOURS_A_DAY = 24
 _PER_DAY = {"s": 86400, "h": HOURS_A_DAY, "day": 1}
-_CANONICAL_DURATIONS = ("d", "h", "m", "s", "ms", "us")
 
 _QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
 _SIZE_ACCEPTED = "a size such as 64MiB or 1.5GB, or a number of bytes"
@@ -56,11 +54,6 @@ def _size(value: object, accepted: str, times: int) -> int:
     if size > BYTES_MAX:
         raise ValueError(f"expected {accepted}, less than 8192PiB")
     return int(size)
-
-
-def format_bytes_per_day(bytes_per_day: int) -> str:
-    """Return the exact text of a rate: 2199023255552 is "2TiB/day"."""
-    return f"{format_bytes(bytes_per_day)}/day"
 
 
 def format_bytes(size_bytes: int) -> str:
@@ -100,18 +93,6 @@ def parse_seconds(value: object) -> float:
     if unit not in _DURATIONS and unit:
         raise ValueError(f"expected {_DURATION_ACCEPTED}; the units are {', '.join(_DURATIONS)}")
     return float(number * _DURATIONS[unit or "s"])
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a duration in the largest unit that makes it whole: 3600.0 is "1h", 1.5 is "1500ms"."""
-    exact = Decimal(repr(seconds))
-    if exact == 0:
-        return "0s"
-    for unit in _CANONICAL_DURATIONS:
-        count = exact / _DURATIONS[unit]
-        if count == int(count) and count < 10**9:
-            return f"{int(count)}{unit}"
-    return f"{exact:f}s"
 
 
 def expanded_path(path: str) -> str:
@@ -170,20 +151,6 @@ FilePath = Annotated[str, Field(min_length=1), AfterValidator(expanded_path)]
 
 Share = Annotated[float, _number("a number from 0 to 1"), Field(ge=0, le=1)]
 """A number from 0 to 1."""
-
-
-def formatted_setting(value: object, info: FieldInfo) -> object:
-    """Return a setting as a file has it: sizes, rates and durations as text with their unit, all else unchanged."""
-    if not isinstance(value, (int, float)):
-        return value
-    # An optional setting has its parser in the metadata of one of its types.
-    metadata = [info.metadata, *(getattr(each, "__metadata__", ()) for each in get_args(info.annotation))]
-    parsers = {getattr(item, "func", None) for each in metadata for item in each}
-    if parse_bytes in parsers:
-        return format_bytes(int(value))
-    if parse_bytes_per_day in parsers:
-        return format_bytes_per_day(int(value))
-    return format_seconds(float(value)) if parse_seconds in parsers else value
 
 
 def _split(value: object, accepted: str) -> tuple[Decimal, str]:
