@@ -156,7 +156,7 @@ def test_blocks_that_no_tier_takes_are_answered_false(pool: Any, register: Regis
     register("failing", lambda inner: FailingTier(inner, failing=True))
     with open_direct(pool, {"type": "failing", **PATIENT, "breaker_failures": 1, "breaker_cooldown": "1h"}) as tiers:
         assert tiers.wait("store", make_keys(1), [0]) == [False]
-        assert tiers.status()["failing"]["breaker"] == "open"
+        assert tiers.counters()["failing"]["breaker_state"] == 2
         assert tiers.wait("store", make_keys(2), offsets(2)) == [False] * 2
         assert tiers.wait("load", make_keys(2), offsets(2)) == [False] * 2
         assert tiers.counters()["failing"]["skipped_blocks_total"] == {"breaker": 2}
@@ -207,7 +207,7 @@ def test_a_load_from_before_a_reset_asks_no_further_tier(pool: Any, register: Re
     with open_direct(pool, {"type": "held", **PATIENT, "load_budget": BLOCK_BYTES}, MEMORY) as tiers:
         gate.close()
         tiers.load(keys, offsets(2, TARGET), answers.append)  # one is in flight, the other waits
-        wait_until(lambda: tiers.status()["held"]["jobs_in_flight"] == 1, WAIT_S)
+        wait_until(lambda: tiers.counters()["held"]["jobs_in_flight"] == 1, WAIT_S)
         tiers.reset()
         tiers.store(keys, offsets(2), lambda _: None)
         wait_until(lambda: tiers.counters()["memory"].get("stored_blocks_total") == 2, WAIT_S)
@@ -299,8 +299,8 @@ def test_blocks_over_a_budget_wait_and_are_not_skipped(open_held: OpenHeld, gate
     with open_held(store_budget=4 * BLOCK_BYTES) as tiers:
         for number in range(5):
             tiers.store(make_keys(4, str(number)), offsets(4, number << 16), reports.append)
-        wait_until(lambda: tiers.status()["held"]["waiting_blocks"] == 16, WAIT_S)
-        assert tiers.status()["held"]["jobs_in_flight"] == 1
+        wait_until(lambda: tiers.counters()["held"]["waiting_blocks"] == 16, WAIT_S)
+        assert tiers.counters()["held"]["jobs_in_flight"] == 1
         gate.open()
         wait_until(lambda: len(reports) == 5, WAIT_S)
         assert reports == [[True] * 4] * 5
@@ -410,8 +410,8 @@ def test_a_task_that_does_not_end_in_time_continues(pool: Any, open_held: OpenHe
     with open_held() as tiers:
         with pytest.raises(TimeoutError, match=f"store of {blocks} blocks"):
             tiers.wait("store", make_keys(blocks), offsets(blocks), timeout_s=0.01)
-        wait_until(lambda: tiers.status()["held"]["jobs_in_flight"] == 1, WAIT_S)
-        assert tiers.status()["held"]["waiting_blocks"] == 0
+        wait_until(lambda: tiers.counters()["held"]["jobs_in_flight"] == 1, WAIT_S)
+        assert tiers.counters()["held"]["waiting_blocks"] == 0
         gate.open()
         wait_until(lambda: tiers.wait("contains", make_keys(blocks)) == [True] * blocks, WAIT_S)
 
@@ -424,7 +424,7 @@ def test_close_waits_for_transfers_and_fails_what_waits(open_held: OpenHeld, gat
     gate.close()
     tiers = open_held(store_budget=2 * BLOCK_BYTES)
     tiers.store(make_keys(4), offsets(4), reports.append)
-    wait_until(lambda: tiers.status()["held"]["waiting_blocks"] == 2, WAIT_S)
+    wait_until(lambda: tiers.counters()["held"]["waiting_blocks"] == 2, WAIT_S)
     threading.Timer(0.05, gate.open).start()
     assert tiers.close(WAIT_S)
     assert reports == [[True, True, False, False]]

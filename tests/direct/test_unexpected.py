@@ -56,9 +56,9 @@ def test_an_unexpected_error_answers_every_task_and_closes_the_tiers(
     with open_direct(pool, {"type": "held", "store_budget": BLOCK_BYTES, **PATIENT}) as tiers:
         gate.close()
         tiers.store(make_keys(1), [0], answers["in flight"].put)
-        wait_until(lambda: tiers.status()["held"]["jobs_in_flight"] == 1, WAIT_S)
+        wait_until(lambda: tiers.counters()["held"]["jobs_in_flight"] == 1, WAIT_S)
         tiers.store(make_keys(1, "waiting"), [0], answers["waiting"].put)
-        wait_until(lambda: tiers.status()["held"]["waiting_blocks"] == 1, WAIT_S)
+        wait_until(lambda: tiers.counters()["held"]["waiting_blocks"] == 1, WAIT_S)
 
         def fail(*_: object) -> None:
             raise KeyError("unforeseen")

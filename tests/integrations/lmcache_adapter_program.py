@@ -179,7 +179,7 @@ class Checks:
                 for number in range(3):
                     assert rig.lookup(keys_of(1, model_name=f"stranger {number}")) == [False]
                 assert rig.load(keys_of(1, model_name="stranger 0"), rig.objects(1)) == [False]
-                assert not any("tiers" in each for each in rig.adapter.report_status()["sets"])
+                assert not any("counters" in each for each in rig.adapter.report_status()["sets"])
                 assert not Path(str(entry.get("path"))).exists()
                 assert rig.store(keys_of(1), rig.objects(1)).is_successful()
                 assert not rig.store(keys_of(1, model_name="stranger 0"), rig.objects(1)).is_successful()
@@ -194,7 +194,7 @@ class Checks:
                 assert rig.store(keys_of(1, model_name=model), rig.objects(1)).is_successful()
             assert rig.lookup(keys_of(1, model_name="three")) == [False]
             shown = rig.adapter.report_status()["sets"]
-            assert sum("tiers" in each for each in shown) == places
+            assert sum("counters" in each for each in shown) == places
             assert "raise adapter_params.sets" in shown[-1]["error"]
 
     def tiers_that_open_slowly_hold_no_task_up(self) -> None:
@@ -218,7 +218,7 @@ class Checks:
                 assert "have not opened" in shown["error"]
             finally:
                 gate.set()
-            wait_until(lambda: "tiers" in rig.adapter.report_status()["sets"][0])
+            wait_until(lambda: "counters" in rig.adapter.report_status()["sets"][0])
             assert rig.lookup(keys_of(1)) == [False]  # what was given up is not stored later
             assert rig.store(keys_of(1), [source]).is_successful()
 

@@ -203,8 +203,8 @@ class DirectSubject:
         return has_stored and all(self._answers)
 
     def held(self) -> str:
-        status = [state for state in self.tiers.status().values() if state["jobs_in_flight"] or state["waiting_blocks"]]
-        return str(status or "")
+        _, *of_tiers = self.tiers.counters().values()
+        return str([each for each in of_tiers if each["jobs_in_flight"] or each["waiting_blocks"]] or "")
 
 
 class WorkerSubject:

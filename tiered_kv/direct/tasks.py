@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
@@ -68,6 +69,10 @@ class TierQueue:
     def is_idle(self) -> bool:
         """Whether no job is in flight, not even an expired one."""
         return not self._in_flight
+
+    def snapshot(self) -> dict[str, Any]:  # Any: as `Counters.snapshot`
+        is_disabled = self.guarded.is_disabled
+        return {**self.guarded.snapshot(), "waiting_blocks": self.waiting_blocks, "is_disabled": is_disabled}
 
     def tasks_in_flight(self) -> list[Task]:
         """Return the tasks of jobs that the tier has not reported. After an error: it drops the jobs' results."""

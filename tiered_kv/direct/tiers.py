@@ -192,24 +192,12 @@ class DirectTiers:
         self._thread.post(self._thread.reset)
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return the counters of each tier by its name, as in a stack, and under "" those of no tier."""
+        """Return the counters and the state of each tier by its name, and under "" the counters of no tier."""
         return self._call_thread.run(self._counters)  # the tiers take locks for it
 
     def _counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         own = {**self._thread.counters.snapshot(), "open_tasks": self._thread.open_tasks}
-        return {"": own, **{queue.guarded.name: queue.guarded.snapshot() for queue in self._thread.queues}}
-
-    def status(self) -> dict[str, dict[str, object]]:
-        """Return the state of each tier by its name."""
-        return {
-            queue.guarded.name: {
-                "breaker": queue.guarded.breaker.state.name.lower(),
-                "is_disabled": queue.guarded.is_disabled,
-                "jobs_in_flight": len(queue.guarded.jobs),
-                "waiting_blocks": queue.waiting_blocks,
-            }
-            for queue in self._thread.queues
-        }
+        return {"": own, **{queue.guarded.name: queue.snapshot() for queue in self._thread.queues}}
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Refuse further calls, wait up to `timeout_s` for transfers, and close the tiers, each in bounded time.

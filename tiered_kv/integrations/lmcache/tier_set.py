@@ -280,12 +280,12 @@ class TierSet:
             with suppress(ShutdownError):
                 tiers.contains(known, report)
 
-    def status(self) -> dict[str, Any]:  # Any: as `DirectTiers.status`
+    def status(self) -> dict[str, Any]:  # Any: as `DirectTiers.counters`
         """Return the set for LMCache's status."""
         tiers = self._tiers
         shown: dict[str, Any] = {"model": self.model, "layout": self.layout, "block_bytes": self.block_bytes}
         if tiers is not None:
-            shown |= {"tiers": tiers.status(), "counters": tiers.counters()}
+            shown["counters"] = tiers.counters()
         if tiers is None or self._error:
             shown["error"] = self._error
         return shown
