@@ -80,8 +80,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
     these methods raise ShutdownError, `close` does nothing, and what the parent does is not disturbed.
 
     Args:
-        backend: Rows of an existing region with the sizes of `config`; the stack closes the region. By default the
-            stack makes a region, pinned if this process has a GPU.
+        backend: Rows of an existing region with the sizes of `config`; the stack closes the region.
         enable_events: Whether `EngineStack.manager.take_events` reports stored and removed blocks, if the configuration
             has no publisher of events.
         is_checked: Whether the configuration was compared with the limits of the process (`require`).
@@ -100,7 +99,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         self,
         config: StackConfig,
         *,
-        backend: CPUBackend | None = None,
+        backend: CPUBackend,
         enable_events: bool = False,
         is_checked: bool = False,
         on_finished: Callable[[], None] | None = None,
@@ -108,15 +107,12 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         self.config = config
         self.opened_s = time.monotonic()
         with needing_resources("the stack cannot be opened"), ExitStack() as undo:
-            if backend is not None:
-                undo.callback(backend.region.close)
+            undo.callback(backend.region.close)
             if not is_checked:
-                require(needs_of(config, has_region=backend is not None))
+                require(needs_of(config, has_region=True))
             self.server = open_server(config)
             if self.server is not None:
                 undo.callback(self.server.close)
-            backend = backend or CPUBackend(open_region(config))
-            undo.callback(backend.region.close)
             kv_view = backend.region.kv_view
             self.events = open_publisher(config)
             if self.events is not None:
@@ -198,7 +194,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
 class Stack(AnyStack, BlockFacade[TieringOffloadingManager]):
     """An open stack of a program that stores and loads blocks itself: `open_stack` opens it. Any thread may call it."""
 
-    def __init__(self, config: StackConfig, *, backend: CPUBackend | None = None, is_checked: bool = False) -> None:
+    def __init__(self, config: StackConfig, *, backend: CPUBackend, is_checked: bool = False) -> None:
         self._batch_blocks = _batch_blocks(config)
         super().__init__(config, backend=backend, is_checked=is_checked)
 

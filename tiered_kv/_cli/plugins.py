@@ -178,5 +178,6 @@ def _default(tier: TierType, setting: dict[str, object]) -> str:
         return "-"
     if isinstance(value, bool):
         return str(value).lower()
-    shown = {"duration": rounded_seconds, "size": rounded_bytes}.get(str(setting["accepts"]))
-    return str(value) if shown is None else shown(float(str(value)))
+    if isinstance(value, (int, float)) and setting["accepts"] in ("duration", "size"):
+        return rounded_seconds(value) if setting["accepts"] == "duration" else rounded_bytes(int(value))
+    return str(value)
