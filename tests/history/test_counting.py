@@ -28,7 +28,7 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.history.recorder import PAGE_KEYS, BlockHistory
+from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.history.tables import CHUNK_KEYS_MAX, SIZES, Ghosts, hashes
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
@@ -147,16 +147,16 @@ def test_prefetch_asks_for_nothing(stack: Stack) -> None:
 
 
 def test_keys_that_were_noted_are_not_kept_for_ever(stack: Stack) -> None:
-    manager, engine, asked = manager_of(stack), Engine(manager_of(stack)), make_keys(3 * PAGE_KEYS)
+    manager, engine, asked = manager_of(stack), Engine(manager_of(stack)), make_keys(3 << 14)
     for first in range(0, len(asked), 512):
         context = engine.begin(f"r-{first}")
         assert not any(manager.lookup_many(asked[first : first + 512], context))
         engine.end(context)
         put(stack, asked[first : first + 16])
     assert stack.history is not None
-    missed, noted = manager._search._missed, stack.history._page
-    assert missed is not None
-    assert max(len(missed), len(noted)) <= PAGE_KEYS + 512
+    assert len(stack.history.misses) <= 512
+    stack.history.settle()
+    assert not stack.history._pending
 
 
 def test_calls_without_an_id_are_one_request(stack: Stack) -> None:

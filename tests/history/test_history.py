@@ -137,16 +137,18 @@ def test_what_comes_too_fast_is_counted_and_bounds_memory(history: BlockHistory)
     assert sum(misses(history, CPU).values()) == len(keys), "it goes on"
 
 
-def test_a_reader_that_is_interrupted_loses_one_chunk(history: BlockHistory) -> None:
-    class Interrupting(list[OffloadKey]):
-        def __getitem__(self, place: Any) -> Any:  # Any: as a list's
-            if place.start == 0:
-                raise KeyboardInterrupt
-            return super().__getitem__(place)
+def test_a_reader_that_is_interrupted_loses_one_chunk(history: BlockHistory, monkeypatch: pytest.MonkeyPatch) -> None:
+    miss, interrupts = history._ledger.miss, iter([KeyboardInterrupt])
+
+    def interrupted(*arguments: Any) -> None:  # Any: as `miss` takes
+        for interrupt in interrupts:
+            raise interrupt
+        miss(*arguments)
 
     history.close()  # its thread takes nothing
     log = RequestLog("r", 0.0)
-    history.missed(log, b"", Interrupting(make_keys(1000)))
+    monkeypatch.setattr(history._ledger, "miss", interrupted)
+    history.missed(log, b"", make_keys(1000))
     history.ended(log)
     with pytest.raises(KeyboardInterrupt):
         history.requests()

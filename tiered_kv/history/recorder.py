@@ -7,8 +7,7 @@ The scheduler's thread appends batches to a queue. The history's thread, or a re
 
 The order matters: a block that a request misses is computed and stored again, and that must not hide why it was missed.
 
-Keys wait in pages of many batches. Python's garbage collector visits each key of a new list, but not of an old one. So
-a list for each batch would cost the scheduler's thread more than its making.
+Keys wait in tuples: Python's garbage collector visits each key of a new list up to three times, of a tuple once.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from tiered_kv.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
-PAGE_KEYS: Final = 1 << 14
 PENDING_KEYS_MAX: Final = 1 << 17
 """Keys in the queue. Further ones are not noted; those that a request asked for are counted as unexplained."""
 PENDING_BATCHES_MAX: Final = 1 << 14
@@ -43,15 +41,9 @@ THREAD_SHARE_MAX: Final = 0.2
 _KEYS_A_BATCH: Final = 4
 """A batch costs the thread as much as so many keys more."""
 
-Page = list[OffloadKey]
-_Batch = tuple[Callable[..., None], Page, int, int, tuple[Any, ...]]
-"""A method of the ledger, the part of a page that has its keys, and its other arguments (Any: as it takes)."""
-_NO_KEYS: Final[Page] = []
-
-
-def _next_page(page: Page) -> Page:
-    """Return a page that has room for a batch: this one, or a new one."""
-    return page if len(page) < PAGE_KEYS else []
+_Keys = tuple[OffloadKey, ...]
+_Batch = tuple[Callable[..., None], _Keys, int, tuple[Any, ...]]
+"""A method of the ledger, keys, the first of them that it gets, and its other arguments (Any: as it takes)."""
 
 
 class BlockHistory:
@@ -78,15 +70,13 @@ class BlockHistory:
     ) -> None:
         self.names = tuple(names)
         self._clock = clock
-        self._evicted: Page = []
-        self._noted_evicted = 0  # so many keys of the page are in the queue already
-        self._missed: Page = []
-        self._noted_missed = 0
+        self._evicted: list[OffloadKey] = []
+        self.misses: list[OffloadKey] = []
+        """Receives the keys that the request misses which asks, on the manager's thread."""
         self._asking: RequestLog | None = None
         self._is_ahead = False
         # Each count has one writer: the manager's thread for appended keys, the holder of the lock for taken ones.
         self._pending: deque[_Batch] = deque()
-        self._page: Page = []
         self._appended_keys = self._dropped_keys = 0
         self._lock = threading.Lock()
         """Guards what follows; held for one chunk, never across I/O."""
@@ -104,33 +94,28 @@ class BlockHistory:
 
     # The manager's thread.
 
-    def ask(self, log: RequestLog, because: BatchFates, *, is_ahead: bool = False) -> Page:
-        """Note that a request asks for blocks, `is_ahead` for its prefetch, whose misses do not count.
-
-        The caller appends the keys that the request misses to the returned page, until another one asks.
-        """
+    def ask(self, log: RequestLog, because: BatchFates, *, is_ahead: bool = False) -> None:
+        """Note that a request asks for blocks, `is_ahead` for its prefetch, whose misses do not count."""
         self.flush()
         self._asking, self._is_ahead, log.because = log, is_ahead, because
-        self._missed = page = _next_page(self._missed)
-        self._noted_missed = len(page)
-        return page
 
     def flush(self) -> None:
         """Note what was evicted, and what the request that asks has missed and waits for, since the last call."""
-        self._note_evicted()
-        log, page, start = self._asking, self._missed, self._noted_missed
+        if self._evicted:
+            self._add(self._ledger.note, self._evicted, CPU, Fate.EVICTED)
+            self._evicted.clear()
+        log = self._asking
         if log is None:
             return
-        if len(page) > start:
+        if self.misses:
+            missed = tuple(self.misses)
+            self.misses.clear()
             # A waiting request asks in each step. Its first two misses are noted, then only those that differ. Most
             # requests ask once, and need no hash.
-            misses_hash = 0 if log.misses_hash is None else hash(tuple(page[start:]))
-            if self._is_ahead or misses_hash == log.misses_hash:
-                del page[start:]
-            else:
+            misses_hash = 0 if log.misses_hash is None else hash(missed)
+            if not self._is_ahead and misses_hash != log.misses_hash:
                 log.misses_hash = misses_hash
-                self.missed(log, log.because, page, start)
-                self._noted_missed = len(page)
+                self.missed(log, log.because, missed)
         if log.found:
             self._add(self._ledger.promote, log.found, log, log.because)
             log.found = []
@@ -139,29 +124,14 @@ class BlockHistory:
         """Note keys that the primary tier has evicted, before the next miss is noted."""
         self._evicted.extend(keys)
 
-    def _note_evicted(self) -> None:
-        page, start = self._evicted, self._noted_evicted
-        if len(page) > start:
-            if self._has_room():
-                self._append(self._ledger.note, page, start, CPU, Fate.EVICTED)
-            else:
-                del page[start:]
-            self._evicted = _next_page(page)
-            self._noted_evicted = len(self._evicted)
-
     def note(self, tier: int, fate: Fate, keys: Collection[OffloadKey]) -> None:
         """Note the fate of blocks in a tier."""
         self._add(self._ledger.note, keys, tier, fate)
 
-    def missed(self, log: RequestLog, because: BatchFates, page: Page, start: int = 0) -> None:
-        """Note the keys `page[start:]`, for which a request got a miss; with repetitions, if it asked again.
-
-        This part of the page must not change; the page may become longer.
-        """
-        if self._has_room():
-            self._append(self._ledger.miss, page, start, log, because, log.failures)
-        else:
-            self._dropped_keys += len(page) - start
+    def missed(self, log: RequestLog, because: BatchFates, keys: Collection[OffloadKey]) -> None:
+        """Note keys for which a request got a miss; with repetitions, if it asked again."""
+        if not self._add(self._ledger.miss, keys, log, because, log.failures):
+            self._dropped_keys += len(keys)
 
     def loaded(self, log: RequestLog, keys: Collection[OffloadKey], sources: Mapping[OffloadKey, str]) -> None:
         """Note keys that a request loads, and the secondary tiers of promoted ones."""
@@ -171,8 +141,7 @@ class BlockHistory:
     def ended(self, log: RequestLog) -> None:
         """Count the blocks of a request that has ended; without room in the queue it is forgotten later."""
         self.flush()
-        if self._has_room():
-            self._append(self._ledger.end, _NO_KEYS, 0, log, log.failures)
+        self._add(self._ledger.end, (), log, log.failures)
 
     def stored(self, keys: Collection[OffloadKey]) -> None:
         """Note keys that the engine has computed and stored, after a miss."""
@@ -181,32 +150,24 @@ class BlockHistory:
 
     def note_lookup_timeout(self, tier: int) -> None:
         """Note that a lookup in a tier timed out, and counts as a miss."""
-        if self._has_room():
-            self._append(self._ledger.lookup_timeout, _NO_KEYS, 0, tier)
+        self._add(self._ledger.lookup_timeout, (), tier)
 
     def reset(self, tier: int, keys: Collection[OffloadKey] = ()) -> None:
         """Note that a tier has forgotten all blocks: `keys`, and all noted as stored there."""
         self.flush()
-        self._add(self._ledger.reset, keys, tier)
+        self._append(self._ledger.reset, tuple(keys), tier)  # rare, and needed even without room
 
     def _add(self, work: Callable[..., None], keys: Collection[OffloadKey], *arguments: Any) -> bool:
-        """Append a batch of keys if the queue has room, or for a reset; return whether it had."""
-        has_room = self._has_room()
-        if has_room or work == self._ledger.reset:  # which is rare, and needed even without room
-            page = self._page = _next_page(self._page)
-            start = len(page)
-            page.extend(keys)
-            self._append(work, page, start, *arguments)
+        """Append a batch of keys if the queue has room; return whether it had."""
+        waiting, batches = self._appended_keys - self._taken_keys, len(self._pending)
+        has_room = waiting <= PENDING_KEYS_MAX and batches <= PENDING_BATCHES_MAX
+        if has_room:
+            self._append(work, tuple(keys), *arguments)
         return has_room
 
-    def _append(self, work: Callable[..., None], page: Page, start: int, *arguments: Any) -> None:
-        stop = len(page)
-        self._appended_keys += stop - start
-        self._pending.append((work, page, start, stop, (self._clock(), *arguments)))
-
-    def _has_room(self) -> bool:
-        waiting = self._appended_keys - self._taken_keys
-        return waiting <= PENDING_KEYS_MAX and len(self._pending) <= PENDING_BATCHES_MAX
+    def _append(self, work: Callable[..., None], keys: _Keys, *arguments: Any) -> None:
+        self._appended_keys += len(keys)
+        self._pending.append((work, keys, 0, (self._clock(), *arguments)))
 
     # Any thread.
 
@@ -272,13 +233,13 @@ class BlockHistory:
         done = 0
         with self._lock:
             while done < CHUNK_KEYS_MAX and (self._batch or self._pending):
-                work, page, start, stop, arguments = self._batch or self._pending.popleft()
-                end = min(start + CHUNK_KEYS_MAX, stop)
+                work, keys, start, arguments = self._batch or self._pending.popleft()
+                end = min(start + CHUNK_KEYS_MAX, len(keys))
                 # Before the work, so that Ctrl-C in a reader costs one chunk only.
-                self._batch = (work, page, end, stop, arguments) if end < stop else None
+                self._batch = (work, keys, end, arguments) if end < len(keys) else None
                 self._taken_keys += end - start
                 try:
-                    work(page[start:end], *arguments)
+                    work(keys[start:end], *arguments)
                 except Exception:  # the thread, and readers, go on without these keys
                     if not self._has_failed:
                         self._has_failed = True

@@ -7,7 +7,7 @@ from enum import Enum
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
-from tiered_kv.history.recorder import BlockHistory, Page
+from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.reasons import TOO_SLOW, Fate, reason_of
 from tiered_kv.tiering.answers import WrongValueError, checked_answer, checked_answers, tier_exceptions
 from tiered_kv.tiering.guarded import GuardedTier
@@ -48,8 +48,7 @@ class Search:
         self._history = history
         self._asking: RequestState | None = None
         """The request that asked last since `refresh`."""
-        self._missed: Page | None = None
-        """Receives the keys that `_asking` misses, for the history; None without one."""
+        self._missed = None if history is None else history.misses
         self._promotions = promotions
         self._requests = requests
         self._states = requests.states
@@ -268,7 +267,7 @@ class Search:
         if self._history is not None:
             log = state.log or self._requests.log_of(state)
             because = self._reasons_not_asked(state) if is_new else log.because
-            self._missed = self._history.ask(log, because, is_ahead=not state.is_asking)
+            self._history.ask(log, because, is_ahead=not state.is_asking)
 
     def _reasons_not_asked(self, state: RequestState) -> bytes:
         """Return why tiers are not asked for this request, one byte for each tier; b"" if all are asked."""
