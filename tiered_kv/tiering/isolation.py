@@ -51,7 +51,7 @@ class IsolatedTier(WrapperTier):
     """Runs the methods of `inner` on one daemon thread, loads before stores.
 
     The scheduler's thread appends messages and reads answers; the tier's thread reads messages and appends answers.
-    Both use only atomic operations of deque and set. The condition is never held while `inner` runs.
+    Both use only atomic operations of deque and set.
 
     `note_exception` is called on the tier's thread with a method's name when the tier has raised.
     """
@@ -68,7 +68,7 @@ class IsolatedTier(WrapperTier):
         self._lookups = BatchedLookups(
             self._post_probe, timeout_s=lookup_timeout_s, clock=clock, on_answered=self._on_finished
         )
-        self._wake = threading.Condition(threading.Lock())
+        self._wake = threading.Event()
         self._urgent: deque[Callable[[], object]] = deque()
         self._hints: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=HINTS_MAX)
         self._stores: deque[tuple[int, JobMetadata | ReqContext]] = deque()
@@ -81,7 +81,6 @@ class IsolatedTier(WrapperTier):
         self._lookup_exceptions = 0
         self._inner_failures = 0  # `inner.lookup_failures`, read once a round
         self._stats: Mapping[str, Any] = {}  # `inner.stats()`, read at the start, after each job and at the end
-        self._is_idle = False
         self._is_closing = False
         self._resets = 0  # written by the scheduler's thread
         self._resets_done = 0  # written by the tier's thread
@@ -162,8 +161,7 @@ class IsolatedTier(WrapperTier):
         self._ensure_thread()
         is_first, self._is_closing = not self._is_closing, True
         if self._thread is not None:
-            with self._wake:
-                self._wake.notify()
+            self._wake.set()
             self._thread.join(CLOSE_TIMEOUT_S)
         elif is_first:
             self._run()  # no thread can be started: it ends at once
@@ -177,11 +175,8 @@ class IsolatedTier(WrapperTier):
         self._notify()
 
     def _notify(self) -> None:
-        # The tier's thread sets `_is_idle` before it checks its queues and waits. So it either finds the message that
-        # was appended before this test, or it is notified.
-        if self._is_idle:
-            with self._wake:
-                self._wake.notify()
+        if not self._wake.is_set():  # else the tier's thread has not begun to look for the message
+            self._wake.set()
 
     def _ensure_thread(self) -> None:
         """Start the tier's thread if there is none; each step tries again."""
@@ -194,13 +189,11 @@ class IsolatedTier(WrapperTier):
     def _run(self) -> None:
         self._attempt("stats", self._note_stats)
         while True:
-            with self._wake:
-                self._is_idle = True
-                if not (self._urgent or self._stores or self._has_probe or self._hints or self._is_closing):
-                    self._wake.wait(POLL_INTERVAL_S if self._running else None)
-                self._is_idle = False
-                if self._is_closing and not self._urgent and not self._stores:
-                    break
+            if not (self._urgent or self._stores or self._has_probe or self._hints or self._is_closing):
+                self._wake.wait(POLL_INTERVAL_S if self._running else None)
+            self._wake.clear()
+            if self._is_closing and not self._urgent and not self._stores:
+                break
             self._attempt("its thread", self._do_one_round)
         self._attempt("shutdown", self.inner.shutdown)
         self._collect()
