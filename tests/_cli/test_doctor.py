@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.command import Command
+from tests.support.faulty import HeldJobsTier
 from tests.support.pages import undescribed
 from tests.support.stacks import Register, stack_of
 from tests.support.status_server import StatusServer, response
@@ -21,7 +22,7 @@ from tiered_kv.cli import main
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.stack import Stack
 from tiered_kv.testing.control import Gate
-from tiered_kv.testing.faults import FailingTier, HeldJobsTier
+from tiered_kv.testing.faults import FailingTier
 from tiered_kv.testing.rig import FourMethodTier, make_keys
 
 BLOCK_BYTES = 4096

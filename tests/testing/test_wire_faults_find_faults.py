@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import pytest
 
+from tests.support.faulty import Lie, LyingTier
 from tests.support.key_value import LOOKUP_S, Connection, KeyValueServer, KeyValueTier, wire_name
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.testing.control import wait_until
-from tiered_kv.testing.faults import Lie, LyingTier
 from tiered_kv.testing.proxy import Direction, FaultProxy
 from tiered_kv.testing.rig import TierRig
 from tiered_kv.testing.wire_faults import (

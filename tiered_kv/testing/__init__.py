@@ -6,7 +6,7 @@ wire_faults     a pytest class to subclass: a tier whose server is behind a bad 
 state_machine   a Hypothesis state machine over a whole stack
 model           what the stack may answer, and a wrapper that checks which job uses which row of the primary region
 rig             drives one tier, with known bytes in every block; has the smallest possible tier
-faults          wrappers that make a tier hang, fail, come late or lie, and one that makes threads repeatable
+faults          a wrapper that makes jobs fail, and one that makes threads repeatable
 proxy           a TCP proxy with the faults of networks
 control         control of threads and time, in place of sleeping; what a test leaves behind
 """

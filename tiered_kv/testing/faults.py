@@ -1,4 +1,4 @@
-"""Wrappers that make a good tier misbehave; the test decides when, by an attribute or a `Gate`.
+"""Wrappers of a tier: one fails jobs when the test says so, one makes threads repeatable.
 
     tier = FailingTier(MemoryTier(spec, view, "memory"))
     tier.failing = True
@@ -9,19 +9,14 @@ The scheduler's thread calls a wrapper with `is_nonblocking`, so the wrapped tie
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from enum import Enum
 from typing import ClassVar
 
-from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
-from tiered_kv.testing.control import Gate
+from tiered_kv.base import OffloadKey
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.wrapper import WrapperTier
 
-_UNKNOWN_JOB: JobId = 1 << 60
-_UNASKED_KEY = make_offload_key(b"not in the job", 0)
 _POLL_S = 0.0002
 _WAIT_S_MAX = 20.0
 
@@ -40,89 +35,6 @@ class JobWrapperTier(WrapperTier):
     def submit(self, job: JobMetadata) -> None:
         """Submit a store or a load to the wrapped tier; override it."""
         (self.inner.submit_load if job.is_promotion else self.inner.submit_store)(job)
-
-
-class HangingTier(WrapperTier):
-    """The methods named in `calls` hang in their thread while the gate is closed.
-
-    While `raising` is set, every call that may carry data raises OSError.
-    """
-
-    raising = False
-
-    def __init__(
-        self,
-        inner: SecondaryTierManager,
-        gate: Gate,
-        calls: Collection[str] = ("lookup", "submit_store", "submit_load", "get_finished"),
-    ) -> None:
-        super().__init__(inner)
-        self._gate = gate
-        self._calls = frozenset(calls)
-
-    def _before(self, call: str) -> None:
-        if call in self._calls:
-            self._gate.pass_through()
-        if self.raising and call != "shutdown":
-            raise OSError("injected")
-
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        self._before("lookup")
-        return super().lookup(key, req_context)
-
-    def submit_store(self, job_metadata: JobMetadata) -> None:
-        self._before("submit_store")
-        super().submit_store(job_metadata)
-
-    def submit_load(self, job_metadata: JobMetadata) -> None:
-        self._before("submit_load")
-        super().submit_load(job_metadata)
-
-    def get_finished(self) -> Iterable[JobResult]:
-        self._before("get_finished")
-        return super().get_finished()
-
-    def shutdown(self) -> None:
-        self._before("shutdown")
-        super().shutdown()
-
-
-class HeldJobsTier(JobWrapperTier):
-    """No job begins while the gate is closed; then all do, even past their deadlines.
-
-    A late load writes into rows whose job has expired long ago. With `hold_lookups` every lookup is answered None, too,
-    while the gate is closed.
-    """
-
-    def __init__(self, inner: SecondaryTierManager, gate: Gate, *, hold_lookups: bool = False) -> None:
-        super().__init__(inner)
-        self._gate = gate
-        self._hold_lookups = hold_lookups
-        self._held: deque[JobMetadata] = deque()
-        self._void: set[JobId] = set()
-
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        if self._hold_lookups and not self._gate.is_open:
-            return None
-        return super().lookup(key, req_context)
-
-    def submit(self, job: JobMetadata) -> None:
-        self._held.append(job)
-
-    def get_finished(self) -> Iterable[JobResult]:
-        void: list[JobResult] = []
-        while self._held and self._gate.is_open:
-            job = self._held.popleft()
-            if job.job_id in self._void:
-                self._void.remove(job.job_id)
-                void.append(JobResult(job.job_id, False, reason="reset"))
-            else:
-                super().submit(job)
-        return void + list(super().get_finished())
-
-    def reset_cache(self) -> bool:
-        self._void |= {job.job_id for job in self._held if not job.is_promotion}
-        return super().reset_cache()
 
 
 class FailingTier(JobWrapperTier):
@@ -167,82 +79,6 @@ class FailingTier(JobWrapperTier):
             return result
         succeeded = kept if result.success else list(result.successful_keys or ())
         return JobResult(result.job_id, False, succeeded, reason="injected")
-
-
-class Lie(Enum):
-    """What a `LyingTier` does wrong."""
-
-    HAS_EVERYTHING = "lookup is True for every key"
-    STORES_NOTHING = "stores are reported as done, and not done"
-    LOADS_NOTHING = "loads are reported as done, and not done"
-    FLIPS_BYTES = "a byte of every loaded block is wrong"
-    WRITES_ELSEWHERE = "a load also writes into a block outside its job"
-    CHANGES_SOURCES = "a store changes the block that it copies"
-    REPORTS_TWICE = "each job is reported twice"
-    REPORTS_NOTHING = "jobs are done, and never reported"
-    REPORTS_UNKNOWN_JOBS = "jobs are reported that were not submitted"
-    NAMES_UNASKED_KEYS = "results name keys that were not in the job"
-
-
-class LyingTier(JobWrapperTier):
-    """Tells one lie while `lying` is set."""
-
-    def __init__(self, inner: SecondaryTierManager, lie: Lie) -> None:
-        super().__init__(inner)
-        shape = inner._primary_kv_view.shape
-        assert shape is not None
-        self._num_blocks, self._block_bytes = shape
-        memory = getattr(inner._offloading_spec, "memory", None)
-        self._row_bytes = self._block_bytes if memory is None else 1
-        self._region = (inner._primary_kv_view if memory is None else memory).cast("B")
-        self._lie = lie
-        self._jobs: dict[JobId, JobMetadata] = {}
-        self._made_up: list[JobResult] = []
-        self.lying = True
-
-    def _tells(self, lie: Lie) -> bool:
-        return self.lying and self._lie is lie
-
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return True if self._tells(Lie.HAS_EVERYTHING) else super().lookup(key, req_context)
-
-    def submit(self, job: JobMetadata) -> None:
-        if self._tells(Lie.LOADS_NOTHING if job.is_promotion else Lie.STORES_NOTHING):
-            self._made_up.append(JobResult(job.job_id, True))
-            return
-        self._jobs[job.job_id] = job
-        super().submit(job)
-
-    def get_finished(self) -> Iterable[JobResult]:
-        results, self._made_up = self._made_up, []
-        for result in super().get_finished():
-            results += self._falsified(result, self._jobs.pop(result.job_id, None))
-        if self._tells(Lie.REPORTS_UNKNOWN_JOBS):
-            results.append(JobResult(_UNKNOWN_JOB, True))
-        return results
-
-    def _falsified(self, result: JobResult, job: JobMetadata | None) -> list[JobResult]:
-        if not self.lying or job is None:
-            return [result]
-        match self._lie:
-            case Lie.REPORTS_TWICE:
-                return [result, result]
-            case Lie.REPORTS_NOTHING:
-                return []
-            case Lie.NAMES_UNASKED_KEYS:
-                return [JobResult(result.job_id, False, [_UNASKED_KEY, *job.keys])]
-            case Lie.FLIPS_BYTES if job.is_promotion:
-                self._flip(job.block_ids.tolist())
-            case Lie.WRITES_ELSEWHERE if job.is_promotion:
-                own = set(job.block_ids.tolist())
-                self._flip(next([block] for block in range(self._num_blocks) if block not in own))
-            case Lie.CHANGES_SOURCES if not job.is_promotion:
-                self._flip(job.block_ids.tolist())
-        return [result]
-
-    def _flip(self, block_ids: Iterable[int]) -> None:
-        for block_id in block_ids:
-            self._region[block_id * self._row_bytes] ^= 0xFF
 
 
 class PromptTier(JobWrapperTier):
