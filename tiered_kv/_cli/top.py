@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import select
 import shutil
 import signal
 import sys
-import termios
 import time
-import tty
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Final
 
@@ -46,7 +43,6 @@ _TABLE_WIDTH_MAX: Final = 110
 _NAME_MAX: Final = 24
 _REASONS_MAX: Final = 10
 _NOTICES_MAX: Final = 5
-_KEYS_MAX: Final = 1024
 _BUDGET_WARNING: Final = 0.9
 """The used share of a budget from which it is red: blocks are about to be skipped."""
 
@@ -55,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show what a running stack does: hits, throughput, use and breaker of each tier, why blocks are missed or not "
         "stored, and the last events. It asks the process that has the stack open, which needs 'metrics' in the "
-        "stack's file. It opens no tier, and changes nothing. The key q ends it, as Ctrl-C does.\n\n"
-        "Where standard output is no terminal, it prints a table for each interval."
+        "stack's file. It opens no tier, and changes nothing. Ctrl-C ends it.\n\n"
+        "Where standard output is no terminal, it shows one interval and ends, as with --once."
     )
     parser.add_argument(
         "where",
@@ -83,15 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Status:
     address = address_of(args.where)
     watcher = Watcher(lambda: read_status(fetch(address, "/status")))
-    if args.once or args.json:
+    can_draw = sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+    if args.once or args.json or not can_draw:
         return _once(watcher, str(address), args)
     _end_by_signals()
-    try:
-        if sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
-            return _draw(watcher, str(address), args.interval)
-        _print(watcher, str(address), args.interval)
-    except KeyboardInterrupt:  # the usual end
-        pass
+    _draw(watcher, str(address), args.interval)
     return Status.INTERRUPTED
 
 
@@ -108,16 +100,19 @@ def _once(watcher: Watcher, where: str, args: argparse.Namespace) -> Status:
     if args.json:
         print_json({"url": where, **view})
     else:
-        _print_view(watcher, where, args.interval, notices_s=float("inf"))
+        width = min(_TABLE_WIDTH_MAX, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _TABLE_WIDTH_MAX
+        console = _console(width=width, color_system=None, force_terminal=False)
+        print_text(time.strftime("%Y-%m-%d %H:%M:%S"))
+        console.print(screen(watcher, where, args.interval, console))
     has_problem = any(tier["is_disabled"] or tier["breaker"] not in ("", "closed") for tier in view["tiers"])
     return Status.FOUND if has_problem else Status.OK
 
 
-def _draw(watcher: Watcher, where: str, interval_s: float) -> Status:
-    """Draw on the terminal's alternate screen until the key q is pressed."""
+def _draw(watcher: Watcher, where: str, interval_s: float) -> None:
+    """Draw on the terminal's alternate screen until Ctrl-C."""
     console = _console()
     with (
-        _keys() as is_ended,
+        suppress(KeyboardInterrupt),
         Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
     ):
         live.update(Text(f"asking {where}"), refresh=True)
@@ -125,53 +120,7 @@ def _draw(watcher: Watcher, where: str, interval_s: float) -> Status:
             next_s = time.monotonic() + interval_s
             watcher.look()
             live.update(screen(watcher, where, interval_s, console), refresh=True)
-            if is_ended(next_s):
-                return Status.OK
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yield a function that waits until a time of `time.monotonic`, and returns whether the key q was pressed."""
-    descriptor = sys.stdin.fileno() if sys.stdin.isatty() else None
-
-    def is_ended(until_s: float) -> bool:
-        while (left_s := until_s - time.monotonic()) > 0:
-            if descriptor is None:
-                time.sleep(left_s)
-            elif select.select([descriptor], [], [], left_s)[0]:
-                keys = os.read(descriptor, _KEYS_MAX)
-                if b"q" in keys.lower() or not keys:  # or the terminal has gone
-                    return True
-        return False
-
-    if descriptor is None:
-        yield is_ended
-        return
-    before = termios.tcgetattr(descriptor)
-    try:
-        tty.setcbreak(descriptor)  # keys come at once, and are not shown
-        yield is_ended
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _print(watcher: Watcher, where: str, interval_s: float) -> None:
-    """Print what a screen shows for each interval, with the events since the previous one."""
-    printed_s = time.monotonic() - interval_s
-    while True:
-        watcher.look()
-        now_s = time.monotonic()
-        _print_view(watcher, where, interval_s, notices_s=now_s - printed_s)
-        printed_s = now_s
-        sys.stdout.flush()
-        time.sleep(max(0.0, now_s + interval_s - time.monotonic()))
-
-
-def _print_view(watcher: Watcher, where: str, interval_s: float, *, notices_s: float) -> None:
-    width = min(_TABLE_WIDTH_MAX, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _TABLE_WIDTH_MAX
-    console = _console(width=width, color_system=None, force_terminal=False)
-    print_text(time.strftime("%Y-%m-%d %H:%M:%S"))
-    console.print(screen(watcher, where, interval_s, console, notices_s=notices_s))
+            time.sleep(max(0.0, next_s - time.monotonic()))
 
 
 def _console(**settings: Any) -> Console:  # Any: rich's
@@ -191,24 +140,22 @@ def _end_by_signals() -> None:
             signal.signal(number, end)
 
 
-def screen(
-    watcher: Watcher, where: str, interval_s: float, console: Console, *, notices_s: float = float("inf")
-) -> RenderableType:
-    """Return what is known, the most important first; events are those of the last `notices_s` seconds."""
+def screen(watcher: Watcher, where: str, interval_s: float, console: Console) -> RenderableType:
+    """Return what is known, the most important first."""
     view = watcher.view
     title = Text("tiered-kv top", style="bold", no_wrap=True, overflow="ellipsis")
     if view is not None:
         title.append(
             f"  {view['version']}  up {rounded_seconds(view['uptime_seconds'])}  pid {view['pid']}", style="not bold"
         )
-    title.append(f"  {where}{'  q ends' if console.is_terminal else ''}", style="not bold dim")
+    title.append(f"  {where}{'  Ctrl-C ends' if console.is_terminal else ''}", style="not bold dim")
     if view is None:
         return Group(title, _lost(watcher, where, interval_s))
     parts: list[RenderableType] = [title, _lost(watcher, where, interval_s) if watcher.error else _headline(view)]
     parts += ["", _tier_table(view["tiers"], "dim" if watcher.error else "")]
     if view["reasons"]:
         parts += ["", _reason_table(view["reasons"])]
-    if notices := [each for each in view["notices"] if each["age_s"] <= notices_s][:_NOTICES_MAX]:
+    if notices := view["notices"][:_NOTICES_MAX]:
         parts += ["", Text("last events", style="bold"), *map(_notice, notices)]
     return Group(*parts)
 
