@@ -24,6 +24,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 from tests.support.figures import FIGURES, Figures, Profile
+from tests.support.footprint import Footprint, left_behind
 from tests.support.patient_nvme import patient_nvme
 from tests.support.places import place_of
 from tests.support.redis_groups import redis_cluster, redis_sentinel, tls_redis_cluster, tls_redis_sentinel
@@ -31,7 +32,7 @@ from tests.support.redis_servers import redis_server, tls_redis_server
 from tests.support.s3_servers import installed_server, moto_bucket, moto_server
 from tests.support.server_process import fake_redis_url
 from tests.support.stacks import Register, ReplaceModule, plugged_class
-from tiered_kv.testing.control import Footprint, Gate, ManualClock, left_behind
+from tiered_kv.testing.control import Gate, ManualClock
 
 # Fixtures of all tests. One that lasts for the session is made once, which an import into each module would not do.
 __all__ = [

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.support.figures import Figures, Profile
+from tests.support.footprint import Footprint, left_behind
 from tests.support.places import PlaceOf
 from tests.support.shortages import DescriptorsLeft, Resource, Shortage
 from tests.support.stacks import manager_of, plugged, stack_of
@@ -36,7 +37,6 @@ from tiered_kv.hooks import TierType
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.control import Footprint, left_behind
 from tiered_kv.worker import SharedStack
 from tiered_kv_memory.settings import MemorySettings
 from tiered_kv_memory.tier import MemoryTier

@@ -8,7 +8,7 @@ model           what the stack may answer, and a wrapper that checks which job u
 rig             drives one tier, with known bytes in every block; has the smallest possible tier
 faults          a wrapper that makes jobs fail, and one that makes threads repeatable
 proxy           a TCP proxy with the faults of networks
-control         control of threads and time, in place of sleeping; what a test leaves behind
+control         control of threads and time, in place of sleeping
 """
 
 from __future__ import annotations

@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import TierError
-from tiered_kv.testing.control import Footprint, left_behind
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 
@@ -35,6 +36,7 @@ _TRANSFER_S = 0.5
 """The time of a transfer that a fault is to interrupt."""
 _LOOKUPS_MAX = 100
 _POLL_S = 0.005
+_DESCRIPTORS = "/proc/self/fd"
 
 
 class ByteFault(Enum):
@@ -236,13 +238,16 @@ class TierUnderWireFaults:
         raise NotImplementedError("a subclass of TierUnderWireFaults defines the fixture 'open_tier'")
 
     @pytest.fixture
-    def proxy(self, server_address: tuple[str, int], tmp_path: Path) -> Iterator[FaultProxy]:
+    def proxy(self, server_address: tuple[str, int]) -> Iterator[FaultProxy]:
         """The network; checks after the test that no thread or descriptor is left."""
-        before = Footprint.take(tmp_path)
+        threads, descriptors = set(threading.enumerate()), len(os.listdir(_DESCRIPTORS))
         with FaultProxy(server_address) as proxy:
             yield proxy
-        left = left_behind(before, tmp_path, self.shutdown_limit_s)
-        assert not left, f"the tier left behind: {left}"
+
+        def is_nothing_left() -> bool:
+            return set(threading.enumerate()) <= threads and len(os.listdir(_DESCRIPTORS)) <= descriptors
+
+        wait_until(is_nothing_left, self.shutdown_limit_s, what="the end of all threads and descriptors of the tier")
 
     @pytest.fixture
     def bench(self, open_tier: OpenTier, proxy: FaultProxy) -> Iterator[WireBench]:
