@@ -7,26 +7,22 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Final
 
 from tiered_kv._cli.arguments import describe_use, seconds
-from tiered_kv._cli.ask import DEFAULT_ADDRESS, StatusAddress, address_of, fetch, is_address, read_status
+from tiered_kv._cli.ask import DEFAULT_ADDRESS, address_of, fetch, is_address
 from tiered_kv._cli.output import Status, one_line, print_json, print_text, printable, progress
-from tiered_kv._cli.stacks import administer
+from tiered_kv._cli.stacks import administer, operated_stack
 from tiered_kv.config.namespace import differences
-from tiered_kv.config.reading import fill_variables, from_source
-from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
+from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
-from tiered_kv.config.validation import raise_problems
-from tiered_kv.errors import ConfigError, TieredKVError, TierUnavailableError
-from tiered_kv.hooks import check_entry
+from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.vocabulary import PREFIX, TIER_PREFIX
 from tiered_kv.reasons import reason_of
 from tiered_kv.toolkit.administration import StoredNamespace
@@ -89,7 +85,7 @@ def run(args: argparse.Namespace) -> Status:
                 f"{address}/metrics has no counter of Tiered KV: is its connector in the engine's configuration, or "
                 "'metrics' in the stack's file? Send a request, and ask again"
             )
-    limits = [*advice(readings), *(() if file is None else _of_storage(file, _own_digest(address), args.timeout))]
+    limits = [*advice(readings), *(() if file is None else _of_storage(file, args.timeout))]
     if args.json:
         print_json({"url": str(address), "gains": [*gains(readings)], "limits": [asdict(each) for each in limits]})
     else:
@@ -102,32 +98,18 @@ def run(args: argparse.Namespace) -> Status:
     return Status.FOUND if limits else Status.OK
 
 
-def _own_digest(address: StatusAddress) -> str:
-    """Return the namespace of the running stack; "" if only an engine answers, which does not show it."""
-    try:
-        return read_status(fetch(address, "/status")).namespace
-    except (TieredKVError, OSError):
-        return ""
-
-
-def _of_storage(file: str, own: str, timeout_s: float) -> Iterator[Advice]:
+def _of_storage(file: str, timeout_s: float) -> Iterator[Advice]:
     """Yield advice about namespaces of the same model in the storage of the tiers of a stack's file."""
-
-    def entries(raw: Mapping[str, object]) -> list[TierSettings]:
-        found = fill_variables({"secondary": raw.get("secondary") or []}, os.environ)["secondary"]
-        if not isinstance(found, list):
-            raise ConfigError("expected a list of tiers", location="secondary")
-        return [raise_problems(check_entry(each, ("secondary", at))) for at, each in enumerate(found)]
-
+    stack = operated_stack(argparse.Namespace(stack=file))
     with progress("looking for namespaces", None):
-        for settings in from_source(file, entries):
+        for settings in stack.config.secondary:
             stored: list[StoredNamespace] = []
             deadline = time.monotonic() + timeout_s
             administer(settings, lambda found: stored.extend(found.survey(deadline).namespaces))  # noqa: B023
-            yield from _of_namespaces(settings.name, own, stored)
+            yield from _of_namespaces(settings.name, stack.digest, stored)
 
 
-def _of_namespaces(tier: str, own: str, stored: list[StoredNamespace]) -> Iterator[Advice]:
+def _of_namespaces(tier: str, own: str | None, stored: list[StoredNamespace]) -> Iterator[Advice]:
     newest = min(stored, key=lambda each: each.written.newest_s if each.written else float("inf"), default=None)
     ours = next((each for each in stored if each.digest == own), newest)
     if ours is None:
