@@ -35,9 +35,6 @@ _LONG_AXIS: Final = 300.0
 _SIZE_IN: Final = (4.4, 2.4)
 _RATE_MIN: Final = 4.0
 """The least end of an axis of rates, in bytes a second."""
-_MB: Final = 1e6
-_SLOW_BYTES_PER_S: Final = 0.1 * GB
-"""Below this average rate a plot is in megabytes a second."""
 _SECONDS_MIN: Final = 0.001
 SAMPLES_MAX: Final = 100
 INTERVAL_S: Final = 0.05
@@ -145,10 +142,7 @@ def hits_over_requests(samples: Sequence[ReplaySample], tiers: Sequence[str]) ->
 
 def throughput(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
     """Draw bytes stored and bytes loaded a second by each tier, over time."""
-    last, names = samples[-1], ("stored_bytes_total", "loaded_bytes_total")
-    moved = max((last.count(tier, name) for tier in tiers for name in names), default=0)
-    is_slow = moved / max(last.seconds, _SECONDS_MIN) < _SLOW_BYTES_PER_S
-    unit, scale = ("MB/s", _MB) if is_slow else ("GB/s", GB)
+    names = ("stored_bytes_total", "loaded_bytes_total")
     windows = _windows(samples, lambda sample: sample.seconds)
     seconds = np.array([after.seconds - before.seconds for before, after in windows])
     middles = [(before.seconds + after.seconds) / 2 for before, after in windows]
@@ -157,9 +151,9 @@ def throughput(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
         for axes, name, what in zip(panels, names, ("stored", "loaded"), strict=True):
             for index, tier in enumerate(tiers):
                 grown = np.array([after.count(tier, name) - before.count(tier, name) for before, after in windows])
-                axes.plot(middles, grown / seconds / scale, color=tier_color(index))
-            axes.set_ylim(0, max(axes.get_ylim()[1], _RATE_MIN / scale))
-            axes.set_ylabel(f"{what} ({unit})")
+                axes.plot(middles, grown / seconds / GB, color=tier_color(index))
+            axes.set_ylim(0, max(axes.get_ylim()[1], _RATE_MIN / GB))
+            axes.set_ylabel(f"{what} (GB/s)")
             axes.locator_params(axis="y", nbins=4)
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
         panels[-1].set_xlim(0, max(samples[-1].seconds, _SECONDS_MIN))
