@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.status_server import JSON, Status, answer, busy, histogram, status, tier
-from tiered_kv._cli.ask import StackStatus, Watcher, read_status, view_of
+from tiered_kv._cli.ask import read_status, view_of
 from tiered_kv._cli.output import printable
-from tiered_kv.errors import FormatError, TierUnavailableError
+from tiered_kv.errors import FormatError
 
 
 def test_rates_are_of_what_lies_between_two_answers() -> None:
@@ -89,37 +87,6 @@ def test_an_answer_of_wrong_types_is_refused(level: str, data: st.DataObject, va
 def test_what_is_no_status_is_an_error(body: bytes) -> None:
     with pytest.raises(FormatError):
         read_status(body)
-
-
-def watcher(*answers: Status | str) -> tuple[Watcher, Callable[[float], None]]:
-    """Return a watcher of a process that gives these answers, a text being an error, and what sets its clock."""
-    now_s = 100.0
-    stated: Iterator[Status | str] = iter(answers)
-
-    def ask() -> StackStatus:
-        each = next(stated)
-        if isinstance(each, str):
-            raise TierUnavailableError(each)
-        return answer(each)
-
-    def set_clock(time_s: float) -> None:
-        nonlocal now_s
-        now_s = time_s
-
-    return Watcher(ask, lambda: now_s), set_clock
-
-
-def test_how_long_a_process_has_not_answered_is_shown() -> None:
-    watch, set_clock = watcher(busy(10.0, 1), "refused", "refused", busy(20.0, 2))
-    for time_s, error, lost_s in ((100.0, "", 0.0), (102.0, "refused", 0.0), (107.0, "refused", 5.0)):
-        set_clock(time_s)
-        watch.look()
-        assert (watch.error, watch.lost_s, watch.view is not None) == (error, lost_s, True)
-    set_clock(110.0)
-    watch.look()
-    assert (watch.error, watch.lost_s) == ("", 0.0)
-    assert watch.view is not None
-    assert watch.view["interval_seconds"] == 10.0
 
 
 def test_a_notice_says_how_old_it_is_and_how_often_it_came() -> None:

@@ -10,9 +10,8 @@ import http.client
 import os
 import re
 import ssl
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
@@ -21,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Validati
 from tiered_kv._cli.output import printable
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.validation import validate
-from tiered_kv.errors import ConfigError, FormatError, TieredKVError, TierUnavailableError
+from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError
 from tiered_kv.metrics.instruments import quantile
 from tiered_kv.stack_config import MetricsSettings
 
@@ -293,38 +292,3 @@ class _Change:
             return quantile({"count": sum(counts.values()), "buckets": counts}, 0.99)
         except ValueError:
             raise FormatError("the answer is not the status of a stack") from None
-
-
-@dataclass(slots=True)
-class Watcher:
-    """Views of a process from repeated requests. One thread uses it.
-
-    Args:
-        ask: Returns an answer, or raises a `TieredKVError`.
-        clock: Seconds of a monotonic clock.
-
-    Attributes:
-        view: The last one.
-        error: Of the last request; empty after an answer.
-        lost_s: Seconds without an answer.
-    """
-
-    ask: Callable[[], StackStatus]
-    clock: Callable[[], float] = time.monotonic
-    view: View | None = None
-    error: str = ""
-    lost_s: float = 0.0
-    _last: StackStatus | None = field(default=None, init=False)
-    _lost_since_s: float | None = field(default=None, init=False)
-
-    def look(self) -> None:
-        """Ask once."""
-        began_s = self.clock()
-        try:
-            now = self.ask()
-            self.view = view_of(self._last, now)
-        except TieredKVError as error:
-            self._lost_since_s = began_s if self._lost_since_s is None else self._lost_since_s
-            self.error, self.lost_s = str(error), self.clock() - self._lost_since_s
-        else:
-            self.error, self.lost_s, self._last, self._lost_since_s = "", 0.0, now, None

@@ -20,10 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tiered_kv._cli.arguments import describe_use, interval
-from tiered_kv._cli.ask import DEFAULT_ADDRESS, View, Watcher, address_of, fetch, read_status
+from tiered_kv._cli.ask import DEFAULT_ADDRESS, StackStatus, View, address_of, fetch, read_status, view_of
 from tiered_kv._cli.output import Status, print_json, print_text, progress
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
-from tiered_kv.errors import TierUnavailableError
+from tiered_kv.errors import TieredKVError, TierUnavailableError
 
 _INTERVAL_S: Final = 2.0
 _STATES: Final = {
@@ -78,39 +78,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Status:
     address = address_of(args.where)
-    watcher = Watcher(lambda: read_status(fetch(address, "/status")))
+
+    def ask() -> StackStatus:
+        return read_status(fetch(address, "/status"))
+
     can_draw = sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
     if args.once or args.json or not can_draw:
-        return _once(watcher, str(address), args)
+        return _once(ask, str(address), args)
     _end_by_signals()
-    _draw(watcher, str(address), args.interval)
+    _draw(ask, str(address), args.interval)
     return Status.INTERRUPTED
 
 
-def _once(watcher: Watcher, where: str, args: argparse.Namespace) -> Status:
+def _once(ask: Callable[[], StackStatus], where: str, args: argparse.Namespace) -> Status:
     """Show one interval; raise TierUnavailableError without an answer."""
-    with progress(f"looking twice in {rounded_seconds(args.interval)}", None):
-        watcher.look()
-        if not watcher.error:
+    try:
+        with progress(f"looking twice in {rounded_seconds(args.interval)}", None):
+            before = ask()
             time.sleep(args.interval)
-            watcher.look()
-    view = watcher.view
-    if view is None or watcher.error:
-        raise TierUnavailableError(f"{where}: {watcher.error}; is the stack open there, with 'metrics' in its file?")
+            view = view_of(before, ask())
+    except TieredKVError as error:
+        raise TierUnavailableError(f"{where}: {error}; is the stack open there, with 'metrics' in its file?") from error
     if args.json:
         print_json({"url": where, **view})
     else:
         width = min(_TABLE_WIDTH_MAX, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _TABLE_WIDTH_MAX
         console = _console(width=width, color_system=None, force_terminal=False)
         print_text(time.strftime("%Y-%m-%d %H:%M:%S"))
-        console.print(screen(watcher, where, args.interval, console))
+        console.print(screen(view, "", where, console))
     has_problem = any(tier["is_disabled"] or tier["breaker"] not in ("", "closed") for tier in view["tiers"])
     return Status.FOUND if has_problem else Status.OK
 
 
-def _draw(watcher: Watcher, where: str, interval_s: float) -> None:
+def _draw(ask: Callable[[], StackStatus], where: str, interval_s: float) -> None:
     """Draw on the terminal's alternate screen until Ctrl-C."""
     console = _console()
+    last: StackStatus | None = None
+    view: View | None = None
+    error = lost_at = ""
     with (
         suppress(KeyboardInterrupt),
         Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
@@ -118,8 +123,13 @@ def _draw(watcher: Watcher, where: str, interval_s: float) -> None:
         live.update(Text(f"asking {where}"), refresh=True)
         while True:
             next_s = time.monotonic() + interval_s
-            watcher.look()
-            live.update(screen(watcher, where, interval_s, console), refresh=True)
+            try:
+                now = ask()
+                view, last, error, lost_at = view_of(last, now), now, "", ""
+            except TieredKVError as problem:
+                lost_at = lost_at or time.strftime("%H:%M:%S")
+                error = f"NO ANSWER since {lost_at}: {problem}; again in {rounded_seconds(interval_s)}"
+            live.update(screen(view, error, where, console), refresh=True)
             time.sleep(max(0.0, next_s - time.monotonic()))
 
 
@@ -140,30 +150,24 @@ def _end_by_signals() -> None:
             signal.signal(number, end)
 
 
-def screen(watcher: Watcher, where: str, interval_s: float, console: Console) -> RenderableType:
-    """Return what is known, the most important first."""
-    view = watcher.view
+def screen(view: View | None, error: str, where: str, console: Console) -> RenderableType:
+    """Return what is known, the most important first; `error` is that of the last question."""
     title = Text("tiered-kv top", style="bold", no_wrap=True, overflow="ellipsis")
     if view is not None:
         title.append(
             f"  {view['version']}  up {rounded_seconds(view['uptime_seconds'])}  pid {view['pid']}", style="not bold"
         )
     title.append(f"  {where}{'  Ctrl-C ends' if console.is_terminal else ''}", style="not bold dim")
+    lost = Text(error, style="bold white on red", no_wrap=True, overflow="ellipsis")
     if view is None:
-        return Group(title, _lost(watcher, where, interval_s))
-    parts: list[RenderableType] = [title, _lost(watcher, where, interval_s) if watcher.error else _headline(view)]
-    parts += ["", _tier_table(view["tiers"], "dim" if watcher.error else "")]
+        return Group(title, lost)
+    parts: list[RenderableType] = [title, lost if error else _headline(view)]
+    parts += ["", _tier_table(view["tiers"], "dim" if error else "")]
     if view["reasons"]:
         parts += ["", _reason_table(view["reasons"])]
     if notices := view["notices"][:_NOTICES_MAX]:
         parts += ["", Text("last events", style="bold"), *map(_notice, notices)]
     return Group(*parts)
-
-
-def _lost(watcher: Watcher, where: str, interval_s: float) -> Text:
-    since = f" for {rounded_seconds(watcher.lost_s)}" if watcher.lost_s >= 1 else ""
-    lost = f"NO ANSWER from {where}{since}: {watcher.error}; again in {rounded_seconds(interval_s)}"
-    return Text(lost, style="bold white on red", no_wrap=True, overflow="ellipsis")
 
 
 def _headline(view: View) -> Text:
