@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from tiered_kv.backend import BlockStatus
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
@@ -47,10 +46,9 @@ class HostBackend(CPUBackend):
         super().__init__(region)
         self.generations = generations
 
-    def free(self, block: BlockStatus) -> None:
-        super().free(block)
-        assert isinstance(block, CPUBlock)
-        self.generations.bump((block.block_id,))
+    def free_all(self, blocks: Collection[CPUBlock]) -> None:
+        super().free_all(blocks)
+        self.generations.bump([block.block_id for block in blocks])
 
 
 class HostSession(Protocol):
@@ -200,10 +198,9 @@ class Host:
             for session in self.sessions.values():
                 session.send(protocol.EPOCH, self.epoch, session is by)
 
-    def free(self, blocks: Iterable[CPUBlock]) -> None:
+    def free(self, blocks: Collection[CPUBlock]) -> None:
         """Free rows that were granted."""
-        for block in blocks:
-            self._backend.free(block)
+        self._backend.free_all(blocks)
 
     def outdate_rows(self, blocks: Iterable[CPUBlock]) -> None:
         """Let engines forget what they believe of rows whose blocks were not taken."""
