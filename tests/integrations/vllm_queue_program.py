@@ -266,12 +266,15 @@ class Checks:
 
     def stores_that_are_prepared_at_the_end_of_a_step_do_not_mark_the_next(self) -> None:
         with queue_of(self.directory) as queue:
-            manager, keys = queue.connector._tiered_kv, [make_offload_key(each, 0) for each in hashes_of("late", 2)]
+            manager: Any = queue.connector._tiered_kv
+            keys = [make_offload_key(each, 0) for each in hashes_of("late", 2)]
             end = manager.on_schedule_end
 
             def end_and_prepare(context: Any) -> None:  # in the order of vLLM's scheduler
                 end(context)
-                assert manager.prepare_store(keys, ReqContext("late")).keys_to_store == keys
+                output = manager.prepare_store(keys, ReqContext("late"))
+                assert output is not None
+                assert output.keys_to_store == keys
                 assert STEP.pauses_left > 0
 
             manager.on_schedule_end = end_and_prepare

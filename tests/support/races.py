@@ -10,13 +10,12 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tests.support.stacks import block_hashes
-from tiered_kv.backend import BlockStatus
 from tiered_kv.base import OffloadKey
 from tiered_kv.buffers import Blocks
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
@@ -211,10 +210,10 @@ class GuardedBackend(CPUBackend):
         self._check([block.block_id for block in blocks])
         return blocks
 
-    def free(self, block: BlockStatus) -> None:
-        super().free(block)
-        assert isinstance(block, CPUBlock)
-        self._rows[block.block_id] = self._free_row
+    def free_all(self, blocks: Collection[CPUBlock]) -> None:
+        super().free_all(blocks)
+        for block in blocks:
+            self._rows[block.block_id] = self._free_row
 
     def check(self) -> None:
         """Check every block that is free now, or was when the stack was closed."""

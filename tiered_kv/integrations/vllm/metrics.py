@@ -90,8 +90,8 @@ class CounterReport:
             if now_s < self._next_s:
                 return None
             self._next_s = now_s + _INTERVAL_S
-            before, self._read = self._read, counters()
-            self._left = series_of(_changed(before, self._read), self._secrets)
+            last, self._read = self._read, counters()
+            self._left = series_of(_changed(last, self._read), self._secrets)
         part = list(islice(self._left, _STEP_SERIES_MAX))
         if not part:
             self._left = None
