@@ -29,7 +29,10 @@ class Rows:
         self.index = RowIndex(self, self.generations)
 
     def find(self, keys: Sequence[OffloadKey]) -> list[int]:
-        return self.index.find_all([(b"".join(keys), len(keys))])
+        return self.find_all([(b"".join(keys), len(keys))])
+
+    def find_all(self, parts: Sequence[tuple[bytes, int]]) -> list[int]:
+        return self.index.find_all(parts).tolist()
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ def rows() -> Rows:
 def test_rows_are_found_from_any_key_on_and_across_messages(rows: Rows) -> None:
     assert rows.find(KEYS) == ROWS
     assert rows.find(KEYS[7:93]) == ROWS[7:93]
-    assert rows.index.find_all([(b"".join(KEYS[:50]), 50), (b"".join(KEYS[50:]), 50)]) == ROWS
+    assert rows.find_all([(b"".join(KEYS[:50]), 50), (b"".join(KEYS[50:]), 50)]) == ROWS
 
 
 def test_rows_end_at_a_key_that_is_not_there(rows: Rows) -> None:
@@ -79,7 +82,25 @@ def test_keys_of_another_length_are_not_found(rows: Rows) -> None:
         rows.blocks[key] = CPUBlock(row)
     rows.index.note(odd, [198, 199])
     assert rows.find(odd[:1]) == []
-    assert rows.index.find_all([(b"".join(KEYS), 2 * len(KEYS))]) == []
+    assert rows.find_all([(b"".join(KEYS), 2 * len(KEYS))]) == []
+
+
+def test_what_is_found_after_many_prefixes_is_true(rows: Rows) -> None:
+    """Prefixes that share their heads go round the ring; blocks are freed, and stored again in other rows."""
+    chosen = random.Random(1)
+    for _ in range(200):
+        head, tail = sorted(chosen.sample(range(len(KEYS)), 2))
+        prefix = [*KEYS[:head], *KEYS[tail:]]
+        rows.index.note(prefix, [rows.blocks[key].block_id for key in prefix])
+        for key in chosen.sample(KEYS, 3):
+            rows.generations[rows.blocks[key].block_id] += 1
+            unused = set(range(200)).difference(block.block_id for block in rows.blocks.values())
+            rows.blocks[key] = CPUBlock(chosen.choice(sorted(unused)))
+            rows.blocks[key].ref_cnt = 0
+        found = rows.find(prefix)
+        assert found == [rows.blocks[key].block_id for key in prefix[: len(found)]]
+    rows.index.note(KEYS, [rows.blocks[key].block_id for key in KEYS])
+    assert rows.find(KEYS[3:]) == [rows.blocks[key].block_id for key in KEYS[3:]]
 
 
 def test_no_row_is_found_before_one_is_noted() -> None:

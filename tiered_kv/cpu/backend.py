@@ -35,7 +35,17 @@ class RequestChain:
         step: The distance between the positions of neighbouring blocks: 1, or larger if the engine gives positions.
     """
 
-    __slots__ = ("_next_position", "_ordered", "_positions", "hints", "last_use", "note", "position_of", "step")
+    __slots__ = (
+        "_extended",
+        "_next_position",
+        "_ordered",
+        "_positions",
+        "hints",
+        "last_use",
+        "note",
+        "position_of",
+        "step",
+    )
 
     def __init__(self) -> None:
         self.hints: Hints | None = None
@@ -46,6 +56,8 @@ class RequestChain:
         self._next_position = 0
         self._ordered: tuple[Sequence[CPUBlock], list[int]] | None = None  # the last list in order, and its positions
         self._positions: dict[OffloadKey, int] = {}
+        self._extended: list[tuple[list[OffloadKey], int]] = []
+        """Keys, and the position of their first, that `take` has not sorted into `_positions`: few requests need it."""
 
     def refresh(self) -> None:
         """Note that the request uses blocks now."""
@@ -70,10 +82,10 @@ class RequestChain:
         if self._place(blocks):
             return
         position = self._next_position
-        positions = self._positions
+        self._extended.append(([block.key for block in blocks], position))
         for block in blocks:
             block.chain = self
-            block.position = positions[block.key] = position
+            block.position = position
             position += 1
         self._next_position = position
 
@@ -85,6 +97,9 @@ class RequestChain:
         if self._place(blocks):
             return
         known = self._positions
+        for keys, first in self._extended:
+            known.update(zip(keys, itertools.count(first)))
+        self._extended.clear()
         positions = [known.get(block.key, -1) for block in blocks] if known else []
         if positions and all(before < after for before, after in zip([-1, *positions], positions, strict=False)):
             for block, position in zip(blocks, positions, strict=True):
@@ -95,7 +110,7 @@ class RequestChain:
 
     def finish(self) -> None:
         """Forget the positions: the request has ended and uses no block again."""
-        self._positions = {}
+        self._positions, self._extended = {}, []
         self._ordered = self.position_of = None
 
     def _place(self, blocks: Sequence[CPUBlock]) -> bool:

@@ -118,25 +118,18 @@ class CPUOffloadingManager(OffloadingManager):
             found.append(block)
         distinct = found if len(set(keys)) == len(found) else [self.blocks[key] for key in dict.fromkeys(keys)]
         self.lease(distinct, req_context)
+        for block in distinct:
+            block.loads += 1
         return CPULoadStoreSpec([block.block_id for block in found])
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.unpin(self._loading_blocks(keys))
 
     def lease(self, blocks: list[CPUBlock], req_context: ReqContext) -> None:
-        """Pin distinct ready blocks for a load, as `prepare_load` does; `end_leases` ends that."""
-        self.policy.remove([block for block in blocks if not block.ref_cnt])
-        for block in blocks:
-            block.ref_cnt += 1
-            block.loads += 1
+        """Pin distinct ready blocks that a request uses, until `unpin`."""
+        self.pin(blocks)
         chain = self.chain_of(req_context)
         self.policy.use(chain.in_order(blocks), chain)
-
-    def end_leases(self, blocks: Collection[CPUBlock]) -> None:
-        """Release the pins of `lease`."""
-        for block in blocks:
-            block.loads -= 1
-        self.unpin(blocks)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         if self.is_outdated(req_context):  # not None, after which an engine would try again in each step

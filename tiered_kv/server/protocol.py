@@ -245,6 +245,11 @@ def pack_rows(rows: Sequence[int]) -> bytes:
     return array.array("I", rows).tobytes()
 
 
+def codes_of(code: int, count: int) -> array.array[int]:
+    """Return a code for each of `count` keys."""
+    return array.array("I", (code,)) * count
+
+
 def split_rows(body: memoryview, count: int) -> list[int]:
     """Return the rows of a body that has nothing else.
 

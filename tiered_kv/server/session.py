@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from operator import attrgetter, truth
@@ -178,7 +178,7 @@ class Session:
         self._keys += count
         request.is_ahead = bool(message.flags & protocol.AHEAD)
         request.unsplit.append((bytes(message.body), count))
-        request.codes += [protocol.WAITING] * count
+        request.codes += protocol.codes_of(protocol.WAITING, count)
         self.changed[request.number] = request
 
     def _expect(self, message: Message) -> None:
@@ -290,7 +290,7 @@ class Session:
         rows = index.find_all(request.unsplit_from(first))[: last - first]
         indexed = first + len(rows)
         if indexed < last:
-            rows += self._ready_rows(request.keys[indexed:last])
+            rows.extend(self._ready_rows(request.keys[indexed:last]))
         end = first + len(rows)
         codes[first:end] = rows
         if ends_at_miss and end < last:
@@ -300,8 +300,7 @@ class Session:
                 self._end_prefix(request, end)
         self._answer(request, rows)
         if indexed < end:
-            before = max(indexed - 1, first)
-            index.note(request.keys[before:end], rows[before - first :])
+            index.note(request.keys[first:end], rows)
 
     def _ready_rows(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the rows of the ready blocks at the head of a prefix."""
@@ -314,13 +313,13 @@ class Session:
 
     def _end_prefix(self, request: SessionRequest, index: int) -> None:
         """Note that a block is missing, and with it those behind it."""
-        request.codes[index:] = [protocol.MISSING] * (len(request.codes) - index)
+        request.codes[index:] = protocol.codes_of(protocol.MISSING, len(request.codes) - index)
 
     @property
     def _lease_room(self) -> int:
         return min(self.host.leases_max - self.leases, self.host.lease_room)
 
-    def _answer(self, request: SessionRequest, ready: list[int]) -> None:
+    def _answer(self, request: SessionRequest, ready: Sequence[int]) -> None:
         """Tell the engine what has changed, then pin the `ready` rows: that takes longer, and evicts nothing."""
         codes, first = request.codes, request.answered
         request.unanswered = codes.count(protocol.WAITING) if first + len(ready) < len(codes) else 0
@@ -333,13 +332,15 @@ class Session:
                 self._tell(request, first)
             request.told = codes[request.answered :]
         else:
-            request.answered, request.told = len(codes), []
+            request.answered, request.told = len(codes), codes[:0]
             self.waiting.pop(request.number, None)
             self._tell(request, first)
         self._introduce(request)
         if ready:
-            rows = [row for row in dict.fromkeys(ready) if row not in request.leased]
-            request.leased.update(dict.fromkeys(rows))
+            rows = dict.fromkeys(ready)
+            if request.leased:
+                rows = dict.fromkeys(row for row in rows if row not in request.leased)
+            request.leased |= rows
             self.leases += len(rows)
             self.host.manager.lease(self.host.blocks_of(rows), request.context)
 
@@ -349,7 +350,7 @@ class Session:
             part = request.codes[start : start + protocol.ROWS_MAX]
             keys = request.keys[start : start + protocol.ROWS_MAX] if sources else []
             tiers = self.host.tiers_of(keys, sources) if sources else bytes(len(part))
-            body = protocol.START.pack(start) + protocol.pack_rows(part) + tiers
+            body = protocol.START.pack(start) + part.tobytes() + tiers
             self.send(protocol.ANSWER, request.number, len(part), body)
         if self.channel is not None:
             with suppress(ClosedError, ProtocolError):  # the server notices that, too
@@ -359,7 +360,8 @@ class Session:
     # Rows.
 
     def _finish(self, request: SessionRequest) -> None:
-        self._end_leases(request, [*request.leased])
+        leased, request.leased = request.leased, {}
+        self._let_go(request, leased)
         for requests in (self.requests, self.waiting, self.changed):
             requests.pop(request.number, None)
         self._keys -= len(request.codes)
@@ -372,6 +374,10 @@ class Session:
         if rows:
             for row in rows:
                 del request.leased[row]
+            self._let_go(request, rows)
+
+    def _let_go(self, request: SessionRequest, rows: Collection[int]) -> None:
+        if rows:
             self.leases -= len(rows)
             self.host.manager.end_leases(self.host.blocks_of(rows), request.context)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -14,6 +13,8 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.server import protocol
 
+RING_ROWS: Final = 2
+"""Notes of the ring for each row: prefixes share their heads."""
 RUN_MIN: Final = 16
 """Rows that end a search if fewer follow each other: then to look at each key is as fast."""
 
@@ -28,7 +29,7 @@ class SessionRequest:
     """The namespace's when it began, as the engine knew it."""
     is_known: bool = False
     """Whether the manager knows it."""
-    codes: list[int] = field(default_factory=list)
+    codes: array[int] = field(default_factory=lambda: array("I"))
     """For each key its row, or a code of the protocol."""
     unsplit: list[tuple[bytes, int]] = field(default_factory=list)
     """The last keys, and how many, message by message: if all are found, they are never split."""
@@ -40,7 +41,7 @@ class SessionRequest:
     """Whether it waits in the engine's queue."""
     prefetched: int = 0
     """Keys before this one are ready, or were given to the manager's prefetch."""
-    told: list[int] = field(default_factory=list)
+    told: array[int] = field(default_factory=lambda: array("I"))
     """The codes that were last sent, from `answered` on, if they were not all final."""
     promoting: int = 0
     """How many of its blocks were being promoted when it was last looked up."""
@@ -74,11 +75,11 @@ class ReadyBlocks(Protocol):
 
 
 class RowIndex:
-    """Remembers the key of each row, and the row that followed it in the last prefix. Owned by the server's thread.
+    """Remembers prefixes as they were last seen, one behind the other in a ring. Owned by the server's thread.
 
     To find 512 keys in a dictionary that has left the processor's cache takes 0.2 ms, and an engine's step waits. Here
-    the first key's row leads to the others. That is a guess. It holds for a row that has the key that is asked for, and
-    still the generation of the note: a row gets another when it is freed.
+    the first key's row leads to where its prefix stands. That is a guess. It holds for as many keys as stand there, and
+    whose rows still have the noted generations: a row gets another when it is freed.
 
     Args:
         primary: The primary tier. After a reset, which rows in use outlast with their generation, nothing is noted.
@@ -88,70 +89,73 @@ class RowIndex:
     def __init__(self, primary: ReadyBlocks, generations: memoryview) -> None:
         self._primary = primary
         self._generations = generations
-        self._following = array("I", bytes(generations.nbytes))
+        self._size = RING_ROWS * len(generations)
+        self._places = np.zeros(len(generations), np.uint32)
+        """Where each row was last noted in the ring: that is the next three."""
         self._keys: np.ndarray[Any, np.dtype[np.void]] = np.zeros(0, np.void(0).dtype)
-        self._last = 0
-        self._epoch = -1
-        self._clear_after_reset()
+        self._rows = np.zeros(self._size, np.uint32)
+        self._noted = np.zeros(self._size, np.uint32)
+        self._end = 0
+        self._epoch = primary.epoch
+        self._forget()
 
     def note(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
-        """Note that ready blocks are in these rows."""
+        """Note that ready blocks are in these rows, in the order of a prefix."""
         self._clear_after_reset()
         if not len(self._keys):
-            self._keys = np.zeros(len(self._generations), f"V{len(keys[0])}")
-        if set(map(len, keys)) == {self._keys.itemsize}:  # engines of a namespace have keys of one length
-            index = np.array(rows, np.uint32)
-            self._keys[index] = np.frombuffer(b"".join(keys), self._keys.dtype)
-            self._noted[index] = self._current()[index]
-            for row, following in pairwise(rows):
-                self._following[row] = following
-            if not self._following[self._last]:
-                self._following[self._last] = rows[0]  # an engine stores a prompt part by part
-            self._last = rows[-1]
+            self._keys = np.zeros(self._size, f"V{len(keys[0])}")
+        packed = protocol.pack_keys(keys)
+        if set(map(len, keys)) != {self._keys.itemsize}:  # engines of a namespace have keys of one length
+            return
+        for at in range(0, len(rows), self._size):
+            part = np.array(rows[at : at + self._size], np.uint32)
+            first = self._end if self._end + len(part) <= self._size else 0
+            self._end = end = first + len(part)
+            self._keys[first:end] = np.frombuffer(packed, self._keys.dtype, len(part), at * self._keys.itemsize)
+            self._rows[first:end] = part
+            self._noted[first:end] = self._current().take(part)
+            self._places[part] = np.arange(first, end, dtype=np.uint32)
 
-    def find_all(self, parts: Iterable[tuple[bytes, int]]) -> list[int]:
+    def find_all(self, parts: Iterable[tuple[bytes, int]]) -> array[int]:
         """Return the rows of ready blocks: of all keys, or of some at their beginning.
 
         Args:
             parts: Keys of one length, one behind the other, and how many they are.
         """
         self._clear_after_reset()
-        rows: list[int] = []
+        found = array("I")
         for packed, count in parts:
-            found = self._find(packed, count)
-            rows += found
-            if len(found) < count:
+            wanted = len(found) + count
+            self._find(packed, count, found)
+            if len(found) < wanted:
                 break
-        return rows
+        return found
 
-    def _find(self, packed: bytes, count: int) -> list[int]:
-        rows: list[int] = []
+    def _find(self, packed: bytes, count: int, found: array[int]) -> None:
+        """Append the rows of a message's keys."""
         size = self._keys.itemsize
         while len(packed) == count * size > 0:
             block = self._primary.blocks.get(OffloadKey(packed[:size]))
             if block is None or block.ref_cnt < 0:
                 break
-            row, following = block.block_id, self._following
-            if rows:
-                following[rows[-1]] = row
-            guess = [row, *[row := following[row] for _ in range(count - 1)]]
-            index = np.frombuffer(array("I", guess), np.uint32)
-            keys = self._keys.take(index)
-            is_noted = self._noted.take(index) == self._current().take(index)
-            if is_noted.all() and keys.tobytes() == packed:
-                return rows + guess
-            is_noted &= keys == np.frombuffer(packed, keys.dtype)
-            found = int(is_noted.argmin())
-            rows += guess[:found]
-            packed, count = packed[found * size :], count - found
-            if found < RUN_MIN:
+            place = int(self._places[block.block_id])
+            keys, rows = self._keys[place : place + count], self._rows[place : place + count]
+            is_same = self._noted[place : place + count] == self._current().take(rows)
+            if keys.tobytes() != packed:
+                is_same &= keys == np.frombuffer(packed, keys.dtype, len(keys))
+            same = len(rows) if is_same.all() else int(is_same.argmin())
+            found.frombytes(rows[:same].tobytes())
+            packed, count = packed[same * size :], count - same
+            if same < RUN_MIN:
                 break
-        return rows
 
     def _clear_after_reset(self) -> None:
         if self._epoch != self._primary.epoch:
             self._epoch = self._primary.epoch
-            self._noted = self._current() - np.uint32(1)
+            self._forget()
+
+    def _forget(self) -> None:
+        self._noted[:] = self._current().take(self._rows) - np.uint32(1)
 
     def _current(self) -> np.ndarray[Any, np.dtype[np.uint32]]:
         return np.frombuffer(self._generations, np.uint32)  # not kept: it would keep the memory

@@ -281,7 +281,11 @@ class PrimaryAccount:
         if self._history is not None and log is not None:
             self._history.loaded(log, keys, sources)
         self._loaded_blocks += len(keys)
-        self._loaded_by_group.update(map(group_of, keys))
+        groups = list(map(group_of, keys))
+        if groups and groups.count(groups[0]) == len(groups):  # hot path: `update` takes twice as long
+            self._loaded_by_group[groups[0]] += len(groups)
+        else:
+            self._loaded_by_group.update(groups)
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
         """Record blocks that the engine has stored."""

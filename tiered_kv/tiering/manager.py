@@ -244,7 +244,7 @@ class TieringOffloadingManager(OffloadingManager):
     def end_leases(self, blocks: Collection[CPUBlock], req_context: ReqContext) -> None:
         """Release the pins of `lease`."""
         keys = [block.key for block in blocks] if self._counting_tiers else []
-        self.primary.end_leases(blocks)
+        self.primary.unpin(blocks)
         self._offer_again(keys, req_context)
 
     def _offer_again(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:

@@ -114,7 +114,7 @@ class DensityPolicy(CachePolicy):
         if all(block.chain is chain for block in blocks):
             return
         runs = [(tail, run) for tail, run in runs_of(blocks) if run[0].chain is not chain]
-        held = self._order.take_out(blocks)
+        held = self._order.take_out([block for block in blocks if block.ref_cnt <= 0])
         cut: CPUBlock | None = None  # the last block that is shared
         is_late = own.is_storing or own.end > 0  # other requests stored these blocks meanwhile: no hits of this one
         if runs and is_late:
