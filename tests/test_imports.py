@@ -78,7 +78,6 @@ OF_ANOTHER_SIZE = {
     "tiered_kv.base": "an interface as it was given",
     "tiered_kv.backend": "an interface as it was given",
     "tiered_kv.cpu.manager": "one class",
-    "tiered_kv.server.client": "one class",
     "tiered_kv.tiering.manager": "one class",
     "tiered_kv.integrations.prefill_meter": "other engines may need it",
     "tiered_kv.__main__": "the program",

@@ -123,7 +123,7 @@ def test_a_reset_while_an_engine_has_no_connection_outdates_its_requests(tmp_pat
     with serving(tmp_path) as served:
         engine, other = served.engine(), served.engine()
         before = engine.begin()
-        engine.manager._lose("a test")
+        engine.manager.server.lose("a test")
         other.manager.reset_cache()
         other.step_until(lambda: served.host.epoch == 1)
         engine.step_until(lambda: engine.manager.is_attached)

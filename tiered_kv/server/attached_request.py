@@ -92,6 +92,24 @@ class AttachedRequest:
         self.is_unread, self.waits_for_answer = True, False
         return self.read() if protocol.may_have_codes(body) else 0
 
+    def take_known(self, message: Message) -> None:
+        """Note a KNOWN.
+
+        Raises:
+            ProtocolError: It is none.
+        """
+        count = message.items
+        numbers = protocol.split_rows(message.body, 2 * count)
+        if self.link is not None and self.known_asked:
+            keys = self.known_asked.pop(0)
+            found = [each for each in zip(keys, numbers[:count], numbers[count:], strict=True) if each[1] <= ROW_MAX]
+            self.link.know([key for key, _, _ in found], [row for _, row, _ in found], [each for _, _, each in found])
+
+    def take_stored(self, message: Message) -> None:
+        """Note a STORED."""
+        if self.stored_asked:
+            self.stored.update(zip(self.stored_asked.pop(0), map(bool, message.body), strict=True))
+
     def read(self) -> int:
         """Sort what was asked and answered into `rows`; return how many blocks were found to be missing."""
         codes, keys = self._codes, self.keys

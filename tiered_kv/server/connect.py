@@ -62,16 +62,17 @@ class ProgramManager(AttachedManager):
     @property
     def jobs_in_flight(self) -> int:
         """1 if there are rows to write, or the server may still grant some; else 0."""
-        return int(self._link is not None and (self._link.is_granting or bool(self._link.free)))
+        link = self.link
+        return int(link is not None and (link.is_granting or bool(link.free)))
 
     @property
     def is_granting(self) -> bool:
         """Whether the server will say how many rows this program may write now."""
-        return self._link is not None and self._link.is_granting
+        return self.link is not None and self.link.is_granting
 
     @property
     def has_tiers_below(self) -> bool:
-        return self._link is not None and len(self._link.welcome.tiers) > 1
+        return self.link is not None and len(self.link.welcome.tiers) > 1
 
     def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return for each block whether any tier has it, None while the server has not answered."""
@@ -84,9 +85,9 @@ class ProgramManager(AttachedManager):
             self._tell(request)
             for part, packed in parts_of(asked):
                 request.stored_asked.append(part)
-                self._send(protocol.ACQUIRE, request.number, len(part), packed, protocol.ONLY_STORED)
+                self.server.send(protocol.ACQUIRE, request.number, len(part), packed, protocol.ONLY_STORED)
             request.asked_s, request.waits_for_answer = self._clock(), False
-        if self._link is None:  # it was lost meanwhile
+        if self.link is None:  # it was lost meanwhile
             return [False] * len(keys)
         return [request.stored[key] if request.stored[key] is not None else self._wait(request) for key in keys]
 
@@ -108,33 +109,28 @@ class ProgramManager(AttachedManager):
     def ask_idle(self) -> int:
         """Ask the server to tell when no job of a tier is in flight; `is_idle` has the answer."""
         self._number = self._number % 0xFFFFFFFF + 1
-        self._send(protocol.PING, self._number, flags=protocol.WHEN_IDLE)
-        self._flush()
+        self.server.send(protocol.PING, self._number, flags=protocol.WHEN_IDLE)
+        self.server.flush()
         return self._number
 
     def is_idle(self, number: int) -> bool:
         """Return whether the server has answered `ask_idle`, or is away."""
-        return self._link is None or self._link.pong >= number
+        return self.link is None or self.link.pong >= number
 
     def await_message(self, timeout_s: float) -> None:
         """Wait for a message of the server; not for long, since another thread may take it. Any thread may call."""
         if self._has_heard:
             self._has_heard = False
             return
-        link, poller = self._link, select.poll()
+        link, poller = self.link, select.poll()
         if link is not None:
             with suppress(ValueError):  # the connection has been closed
                 poller.register(link.channel.sock, select.POLLIN)
         poller.poll(timeout_s * 1e3)
 
-    def _handle(self, message: Message, link: HostLink) -> None:
+    def _handle(self, message: Message) -> None:
         self._has_heard = True
-        super()._handle(message, link)
-
-    def _take_stored(self, message: Message) -> None:
-        request = self._by_number.get(message.number)
-        if request is not None and request.stored_asked:
-            request.stored.update(zip(request.stored_asked.pop(0), map(bool, message.body), strict=True))
+        super()._handle(message)
 
 
 class HostStack(BlockFacade[ProgramManager]):
@@ -151,7 +147,7 @@ class HostStack(BlockFacade[ProgramManager]):
         regions: list[PrimaryRegion] = []
         manager = ProgramManager(attachment, on_attached=lambda link: regions.append(_rows_of(link)))
         super().__init__(manager, regions[-1])
-        manager.on_attached = self._attached
+        manager.server.on_attached = self._attached
         link = manager.link
         assert link is not None
         self._attached(link)

@@ -199,6 +199,12 @@ def object_of(body: memoryview) -> dict[str, Any]:  # Any: JSON
     return found
 
 
+def pack_begun(epoch: int, req_id: str, hints: dict[str, Any] | None) -> bytes:  # Any: JSON
+    """Return the body of a BEGIN."""
+    name = req_id[:100].encode(errors="replace")
+    return BEGUN.pack(epoch, len(name)) + name + (b"" if hints is None else json.dumps(hints).encode())
+
+
 def begun_of(body: memoryview) -> tuple[int, str, dict[str, Any] | None]:  # Any: JSON
     """Return the epoch, the id and the hints of a BEGIN.
 

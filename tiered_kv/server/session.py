@@ -348,8 +348,9 @@ class Session:
         sources = self.host.manager.sources_of(request.context)
         for start in range(first, len(request.codes), protocol.ROWS_MAX):
             part = request.codes[start : start + protocol.ROWS_MAX]
-            keys = request.keys[start : start + protocol.ROWS_MAX] if sources else []
-            tiers = self.host.tiers_of(keys, sources) if sources else bytes(len(part))
+            tiers = (
+                self.host.tiers_of(request.keys[start : start + len(part)], sources) if sources else bytes(len(part))
+            )
             body = protocol.START.pack(start) + part.tobytes() + tiers
             self.send(protocol.ANSWER, request.number, len(part), body)
         if self.channel is not None:

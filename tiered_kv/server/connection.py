@@ -1,0 +1,213 @@
+"""An engine's connection to its host's server: whether it answers, the resets that both know of, and rows to write."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from tiered_kv.errors import TieredKVError
+from tiered_kv.server import protocol
+from tiered_kv.server.attach import Attachment, HostLink
+from tiered_kv.server.protocol import Message, ProtocolError
+
+PACKETS_A_TURN: Final = 64
+_ANSWERED: Final = frozenset((protocol.ACQUIRE, protocol.GRANT))
+"""Messages that the server owes an answer."""
+_OF_REQUESTS: Final = frozenset((protocol.ANSWER, protocol.KNOWN, protocol.STORED))
+
+
+class ServerConnection:
+    """Sends an engine's messages and receives the server's. Owned by the manager's thread; no method waits.
+
+    Args:
+        attachment: Connects to the server; `close` closes it.
+        clock: Seconds of a monotonic clock.
+        on_message: Called with each message of the server.
+        on_reset: Called when another engine has reset the namespace, or may have.
+        on_lost: Called when the server has gone: what it has answered is not valid any more, but for copies that run.
+
+    Attributes:
+        link: The open connection; None while the server is away.
+        epoch: The number of resets of the namespace that this engine knows.
+        is_silent: Whether the server does not answer.
+        losses: How many connections were lost.
+        on_attached: If set, it is called with each new connection.
+    """
+
+    def __init__(
+        self,
+        attachment: Attachment,
+        clock: Callable[[], float],
+        *,
+        on_message: Callable[[Message], object],
+        on_reset: Callable[[], object],
+        on_lost: Callable[[], object],
+    ) -> None:
+        self.link: HostLink | None = None
+        self.epoch = 0
+        self.is_silent = False
+        self.losses = 0
+        self.on_attached: Callable[[HostLink], object] | None = None
+        self._attachment = attachment
+        self._clock = clock
+        self._on_message, self._on_reset, self._on_lost = on_message, on_reset, on_lost
+        self._instance = ""
+        self._epochs_before = 0
+        """What `epoch` is more than the server's number, which begins with 0 when a server is started."""
+        self._resets_owed = 0
+        """Resets of this engine that may not have reached the server."""
+        self._lost: HostLink | None = None
+        """The last connection, while copies may run."""
+        self._heard_s: float | None = None
+        """Since when the server owes an answer; None if it owes none."""
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the server answers, and all workers have its rows."""
+        link = self.link
+        return link is not None and not self.is_silent and link.workers >= self._attachment.hello.workers
+
+    def poll(self, now_s: float, *, is_copying: bool) -> None:
+        """Take the server's messages, and notice that it has gone, or has come back.
+
+        With `is_copying`, workers copy to and from the rows of the last connection: there is no other until they end.
+        """
+        link = self.link
+        if link is None:
+            if not is_copying:
+                self._attach()
+            return
+        try:
+            for message in link.channel.receive(PACKETS_A_TURN):
+                self._heard_s, self.is_silent = None, False
+                if message.code not in _OF_REQUESTS:
+                    self._take(message, link)
+                self._on_message(message)
+                if self.link is not link:
+                    return
+            is_late = self._heard_s is not None and now_s - self._heard_s > link.welcome.answer_s
+            if is_late and not self.is_silent:
+                self.is_silent = True
+                link.channel.add(protocol.PING)  # its answer ends the silence, whatever became of the questions
+            link.channel.flush()
+        except (TieredKVError, ValueError, IndexError, struct.error) as error:  # also what is no message
+            self.lose(str(error))
+
+    def send(self, code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
+        """Add a message to those that the next `flush` or `poll` sends."""
+        if self.link is not None:
+            if self._heard_s is None and code in _ANSWERED:
+                self._heard_s = self._clock()
+            try:
+                self.link.channel.add(code, number, count, body, flags)
+            except ProtocolError as error:
+                self.lose(str(error))
+
+    def flush(self) -> None:
+        if self.link is not None:
+            try:
+                self.link.channel.flush()
+            except TieredKVError as error:
+                self.lose(str(error))
+
+    def lose(self, why: str) -> None:
+        """End the connection: the server has gone, or does what it must not do."""
+        link, self.link = self.link, None
+        if link is not None:
+            self.losses += 1
+            self._lost = link
+            link.channel.close()
+            self._attachment.lost(why)
+            self._on_lost()
+
+    def close(self, *, is_copying: bool) -> None:
+        """End the connection. Rows that copies still use stay this engine's until its processes have ended."""
+        link, self.link = self.link, None
+        if link is not None:
+            if not is_copying:
+                link.say_bye()
+            link.close()
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            lost.close()
+        self._attachment.close()
+
+    # Rows to write.
+
+    def ask_rows(self, wanted: int) -> None:
+        """Ask for rows to write if there are fewer than `wanted`."""
+        link = self.link
+        if link is not None and len(link.free) < wanted and not link.is_granting:
+            link.is_granting = True
+            wanted = min(max(wanted, link.welcome.grant_rows), link.welcome.grant_max)
+            self.send(protocol.GRANT, wanted - len(link.free))
+
+    def return_rows(self) -> None:
+        """Return the rows that were granted for stores which have not come: an idle engine keeps few."""
+        link = self.link
+        if link is not None and len(link.free) > link.welcome.grant_rows:
+            excess = link.free[link.welcome.grant_rows :][: protocol.ROWS_MAX]
+            del link.free[link.welcome.grant_rows : link.welcome.grant_rows + len(excess)]
+            self.send(protocol.RETURN, count=len(excess), body=protocol.pack_rows(excess))
+
+    def release(self, number: int, rows: Sequence[int]) -> None:
+        """End the leases that a request has of rows."""
+        for at in range(0, len(rows), protocol.ROWS_MAX):
+            part = rows[at : at + protocol.ROWS_MAX]
+            self.send(protocol.RELEASE, number, len(part), protocol.pack_rows(part))
+
+    # Resets.
+
+    def reset(self) -> None:
+        """Forget every block of the namespace, for all engines."""
+        self.epoch += 1
+        self._resets_owed += 1
+        if self.link is not None:
+            self.link.forget_known()
+            self.send(protocol.RESET)
+            self.flush()
+
+    def epoch_there(self, epoch: int) -> int:
+        """Return the server's number of an epoch."""
+        return epoch - self._epochs_before
+
+    def _take(self, message: Message, link: HostLink) -> None:
+        code = message.code
+        if code == protocol.GRANTED:
+            link.free += protocol.split_rows(message.body, message.items)
+            link.is_granting = False
+        elif code == protocol.EPOCH:
+            if message.items and self._resets_owed:  # others' resets say nothing of this engine's
+                self._resets_owed -= 1
+            self._reach(message.number + self._epochs_before)
+        elif code == protocol.WORKERS:
+            link.workers = message.number
+        elif code == protocol.PONG:
+            link.pong = max(link.pong, message.number)  # 0 answers a silence
+        elif code in (protocol.GOODBYE, protocol.REFUSED):
+            raise ProtocolError(bytes(message.body).decode(errors="replace") or "the server ends")
+
+    def _reach(self, epoch: int) -> None:
+        if epoch > self.epoch:
+            self.epoch = epoch
+            self._on_reset()
+
+    def _attach(self) -> None:
+        if self._lost is not None:
+            self._attachment.discard(self._lost)
+            self._lost = None
+        link = self.link = self._attachment.take_link()
+        if link is None:
+            return
+        self._heard_s, self.is_silent = None, False
+        if self.on_attached is not None:
+            self.on_attached(link)
+        if link.welcome.instance != self._instance:
+            self._instance, self._epochs_before = link.welcome.instance, self.epoch
+        self._resets_owed = min(self._resets_owed, 1)
+        count = link.welcome.epoch + self._resets_owed
+        self._reach(count + self._epochs_before)  # resets of others while this engine had no connection
+        self._epochs_before = self.epoch - count
+        if self._resets_owed:
+            self.send(protocol.RESET)
