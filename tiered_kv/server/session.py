@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from operator import attrgetter, truth
@@ -198,7 +198,10 @@ class Session:
         self.changed[request.number] = request
 
     def _release(self, message: Message) -> None:
-        self._end_leases(self._request(message), protocol.split_rows(message.body, message.items))
+        request, rows = self._request(message), protocol.split_rows(message.body, message.items)
+        if len(set(rows)) < len(rows) or not request.leased.keys() >= set(rows):
+            raise ProtocolError(f"request {request.number} has no lease of a row")
+        self._end_leases(request, rows)
 
     def _commit(self, message: Message) -> None:
         request = self._request(message)
@@ -348,9 +351,8 @@ class Session:
         sources = self.host.manager.sources_of(request.context)
         for start in range(first, len(request.codes), protocol.ROWS_MAX):
             part = request.codes[start : start + protocol.ROWS_MAX]
-            tiers = (
-                self.host.tiers_of(request.keys[start : start + len(part)], sources) if sources else bytes(len(part))
-            )
+            keys = request.keys[start : start + protocol.ROWS_MAX] if sources else []
+            tiers = self.host.tiers_of(keys, sources) if sources else bytes(len(part))
             body = protocol.START.pack(start) + part.tobytes() + tiers
             self.send(protocol.ANSWER, request.number, len(part), body)
         if self.channel is not None:
@@ -361,8 +363,7 @@ class Session:
     # Rows.
 
     def _finish(self, request: SessionRequest) -> None:
-        leased, request.leased = request.leased, {}
-        self._let_go(request, leased)
+        self._end_leases(request, [*request.leased])
         for requests in (self.requests, self.waiting, self.changed):
             requests.pop(request.number, None)
         self._keys -= len(request.codes)
@@ -370,15 +371,9 @@ class Session:
         self.host.manager.on_request_finished(request.context)
 
     def _end_leases(self, request: SessionRequest, rows: Sequence[int]) -> None:
-        if len(set(rows)) < len(rows) or not request.leased.keys() >= set(rows):
-            raise ProtocolError(f"request {request.number} has no lease of a row")
         if rows:
             for row in rows:
                 del request.leased[row]
-            self._let_go(request, rows)
-
-    def _let_go(self, request: SessionRequest, rows: Collection[int]) -> None:
-        if rows:
             self.leases -= len(rows)
             self.host.manager.end_leases(self.host.blocks_of(rows), request.context)
 
