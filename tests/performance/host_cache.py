@@ -4,6 +4,7 @@ It starts `tiered-kv serve`, attaches as an engine, and prints percentiles for a
 blocks of 16. All blocks are stored. A pause between requests stands for an engine's step. The figures are of
 
 - acquire: from the request's arrival until its rows are there;
+- acquire_alone: without what the engine and the server stood ready in the run queue (Linux, schedstat);
 - scheduler: what the engine's thread does for that, when the answer is read a step later: it sends the keys, and reads;
 - lookups: what the thread does then to look all keys up.
 
@@ -19,6 +20,8 @@ import os
 import random
 import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -89,18 +92,23 @@ def measure(address: str, count: int) -> dict[str, list[float]]:
     gc.collect()
     gc.freeze()  # as vLLM does
     taken: defaultdict[str, list[float]] = defaultdict(list)
+    assert manager.link is not None
+    server, _, _ = struct.unpack("iII", manager.link.channel.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     chosen = random.Random(1)
     for number in range(count):
         first = chosen.randrange(len(stored) - KEYS)
         # As an engine makes them when a request arrives: no key has been hashed before.
         wanted = [make_offload_key(hashes[at : at + 32], 0) for at in range(32 * first, 32 * (first + KEYS), 32)]
         context = ReqContext(f"request-{number}")
+        queued_s = run_queue_s(os.getpid(), server)
         manager.on_new_request(context)
         began_s = time.perf_counter()
         manager.prefetch(wanted, context)
         sent_s = time.perf_counter() - began_s
         if number % 2:  # the answer is read as soon as it comes
-            taken["acquire_us"].append(answered_s(manager, wanted, context) - began_s)
+            acquire_s = answered_s(manager, wanted, context) - began_s
+            taken["acquire_us"].append(acquire_s)
+            taken["acquire_alone_us"].append(acquire_s - (run_queue_s(os.getpid(), server) - queued_s))
         else:  # or a step later
             time.sleep(STEP_S)
             began_s = time.perf_counter()
@@ -127,6 +135,11 @@ def answered_s(manager: AttachedManager, wanted: Sequence[OffloadKey], context: 
         read_s = time.perf_counter()
         if manager.has_row(wanted[0], context):
             return read_s
+
+
+def run_queue_s(*processes: int) -> float:
+    """Return how long the main threads of processes have stood ready and not run."""
+    return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) for pid in processes) * 1e-9
 
 
 def attached(address: str) -> AttachedManager:
