@@ -22,7 +22,7 @@ from tiered_kv.server.server import CacheServer, listen
 
 _COLLECT_AFTER: Final = 50_000
 """New objects after which Python looks for garbage: by default 700, a request's worth, and each time up to 2 ms."""
-_SWITCH_S: Final = 0.0005
+_SWITCH_S: Final = 0.0001
 """How long a thread of a tier may keep the interpreter from the server's: by default 5 ms."""
 _FIRST_PASSED_FD: Final = 3
 """systemd's first socket (sd_listen_fds(3))."""

@@ -16,8 +16,8 @@ Hashes = NDArray[np.uint64]
 Fates = NDArray[np.uint8]
 Mask = NDArray[np.bool_]
 
-CHUNK_KEYS_MAX: Final = 256
-"""Keys in one call, which holds the interpreter's lock. For more than 500 numpy would release it, and wait for it."""
+CHUNK_KEYS_MAX: Final = 128
+"""Keys in one call, which holds the interpreter's lock: for 0.1 ms. A manager that needs it meanwhile waits."""
 TICKS_PER_S: Final = 4
 """Resolution of times; 28 bits of them are two years."""
 _TICKS_MAX: Final = (1 << 28) - 1

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.pauses import PAUSES_MAX, STEP
 from tiered_kv.server import protocol
 from tiered_kv.server.host import Host
 from tiered_kv.server.namespaces import Namespaces
@@ -180,6 +181,7 @@ class CacheServer:
         self._selector.register(pidfd, selectors.EVENT_READ, lambda _: self._has_ended(process))
 
     def _receive(self, process: _Process) -> None:
+        STEP.pauses_left = PAUSES_MAX  # until the step ends, so that other threads do not hold the interpreter
         for message in process.channel.receive(_PACKETS_A_TURN):
             if process.hello is None:
                 self._greet(process, message)
