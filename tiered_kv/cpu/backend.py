@@ -139,7 +139,7 @@ class RequestChain:
         if position_of is None:
             return None
         given: list[int] = []
-        if len(blocks) > 1:
+        if len(blocks) > 1 and position_of(blocks[0].key) is not None:
             keys = [block.key for block in blocks]
             ends = [end for end in map(position_of, keys) if end is not None]
             if len(ends) == len(keys):  # as always with most engines
