@@ -57,37 +57,6 @@ def clear_in_chunks(places: dict[OffloadKey, int]) -> None:
         time.sleep(PAUSE_S)
 
 
-class Index:
-    """The blocks that can be loaded now."""
-
-    __slots__ = ("places",)
-
-    def __init__(self) -> None:
-        self.places: dict[OffloadKey, int] = {}  # `clear` replaces it: do not keep a reference
-
-    def add(self, keys: Sequence[OffloadKey], first_place: int) -> None:
-        self.places.update(zip(keys, range(first_place, first_place + len(keys)), strict=True))
-
-    def move(self, keys: Sequence[OffloadKey], old_places: Sequence[int], first_place: int) -> None:
-        """Change the places of blocks that are still at `old_places`."""
-        places = self.places
-        for new_place, (key, old_place) in enumerate(zip(keys, old_places, strict=True), first_place):
-            if places.get(key) == old_place:
-                places[key] = new_place
-
-    def drop(self, key: OffloadKey, place: int) -> bool:
-        """Remove a block if it is still at `place`; return whether it was removed."""
-        if self.places.get(key) != place:
-            return False
-        del self.places[key]
-        return True
-
-    def clear(self) -> dict[OffloadKey, int]:
-        """Replace the dictionary by an empty one, and return the old one, which takes long to clear."""
-        old, self.places = self.places, {}
-        return old
-
-
 class WriteStream(Enum):
     """A kind of writer. Each has a segment, so that stores cannot take the space of relocated blocks."""
 
@@ -116,7 +85,7 @@ class SegmentPool:
         self.epoch = epoch
         self.closed = False
         self.segments: dict[int, Segment] = {}  # by slot
-        self.index = Index()
+        self.places: dict[OffloadKey, int] = {}  # the index; `clear` replaces it: do not keep a reference
         self.worth = worth
         self.events = EventLog(wants_events)  # additions to and removals from the index
         self._generation = 0  # the greatest so far
@@ -175,10 +144,13 @@ class SegmentPool:
             first_place = place_of(segment.slot, len(segment.table))
             segment.table.append(keys, entries, states)
             if old_places is None:
-                self.index.add(keys, first_place)
+                self.add(keys, first_place)
                 self.events.stored(keys)
-            else:
-                self.index.move(keys, old_places, first_place)
+                return True
+            places = self.places
+            for place, (key, old_place) in enumerate(zip(keys, old_places, strict=True), first_place):
+                if places.get(key) == old_place:
+                    places[key] = place
         return True
 
     def abandon(self, reservation: Reservation) -> None:
@@ -226,6 +198,24 @@ class SegmentPool:
         segment.writers -= 1
         if not segment.writers and segment.state is not SegmentState.ACTIVE:
             self.changed.notify_all()
+
+    # The index.
+
+    def add(self, keys: Sequence[OffloadKey], first_place: int) -> None:
+        """Locked."""
+        self.places.update(zip(keys, range(first_place, first_place + len(keys)), strict=True))
+
+    def drop(self, key: OffloadKey, place: int) -> bool:
+        """Locked. Remove a block if it is still at `place`; return whether it was removed."""
+        if self.places.get(key) != place:
+            return False
+        del self.places[key]
+        return True
+
+    def clear(self) -> dict[OffloadKey, int]:
+        """Locked. Replace the index by an empty one, and return the old one, which takes long to clear."""
+        old, self.places = self.places, {}
+        return old
 
     # For readers.
 

@@ -131,7 +131,7 @@ class BlockReader:
         wanted: list[Wanted] = []
         pool = self.pool
         with pool.changed:
-            places = self.pool.index.places
+            places = self.pool.places
             for key, block in zip(keys, blocks, strict=True):
                 place = places.get(key)
                 if place is not None:
@@ -145,7 +145,7 @@ class BlockReader:
         dropped: list[RecordStatus] = []
         with self.pool.changed:
             for item, status in lost:
-                if self.pool.index.drop(item.key, place_of(item.segment.slot, item.ordinal)):
+                if self.pool.drop(item.key, place_of(item.segment.slot, item.ordinal)):
                     dropped.append(status)
                     self.pool.events.removed((item.key,))
             self.pool.unpin(slots)

@@ -217,7 +217,7 @@ class Reclaimer:
         for start in range(0, len(table), CHUNK_KEYS):
             ordinals = range(start, min(start + CHUNK_KEYS, len(table)))
             with self.pool.changed:
-                drop = self.pool.index.drop
+                drop = self.pool.drop
                 evicted = [at for at in ordinals if drop(table.keys[at], place_of(segment.slot, at))]
                 keys = [table.keys[at] for at in evicted]
                 self.pool.events.removed(keys)
@@ -281,7 +281,7 @@ class Reclaimer:
 
 def survivors(pool: SegmentPool, segment: Segment) -> Iterator[list[int]]:
     """Yield the ordinals of the blocks to move when a segment is reclaimed, neighbours together."""
-    table, places = segment.table, pool.index.places
+    table, places = segment.table, pool.places
     budget_bytes = int(segment.segment_bytes * RELOCATED_SHARE_MAX)
     chosen: list[int] = []
     for count, ordinal in enumerate(pool.worth.movable(table), 1):

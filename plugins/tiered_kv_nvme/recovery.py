@@ -45,7 +45,7 @@ def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
         for segment in found:
             os.close(segment.fd)
         raise
-    files.counters.add("recovered_blocks_total", count=len(pool.index.places))
+    files.counters.add("recovered_blocks_total", count=len(pool.places))
 
 
 def _newest(files: SegmentFiles, slots: Sequence[int]) -> list[int]:
@@ -67,7 +67,7 @@ def _adopt(found: Sequence[Segment], pool: SegmentPool) -> None:
     with pool.changed:
         for segment in found:
             pool.adopt(segment)
-            pool.index.add(segment.table.keys, place_of(segment.slot, 0))
+            pool.add(segment.table.keys, place_of(segment.slot, 0))
             if len(segment.table) and not segment.damaged:
                 resumable = segment
         if resumable is not None:

@@ -30,7 +30,7 @@ class NvmeKeys(KeyStore):
         self._sizing = Sizing.of(settings.capacity, block_bytes, settings.segment, overhead_bytes=self.overhead_bytes)
         worth = Worth(settings.capacity // block_bytes, self._sizing.segments_max)
         self._pool = SegmentPool(bytes(16), 0, worth)
-        self._places = self._pool.index.places
+        self._places = self._pool.places
         self._entry = SegmentEntry(0, block_bytes + self.overhead_bytes, RAW_ID, bytes(CHECKSUM_BYTES))
         self._batch_blocks = max(1, min(BATCH_BLOCKS_MAX, PART_BYTES // block_bytes))
 
@@ -100,7 +100,7 @@ class NvmeKeys(KeyStore):
                 while keys and (count := self._write(keys, WriteStream.RELOCATIONS, places)):
                     keys, places = keys[count:], places[count:]
         with pool.changed:
-            gone = [at for at, key in enumerate(table.keys) if pool.index.drop(key, place_of(segment.slot, at))]
+            gone = [at for at, key in enumerate(table.keys) if pool.drop(key, place_of(segment.slot, at))]
             pool.worth.remember_evicted([table.keys[at] for at in gone], [table.states[at] for at in gone])
             self.evicted_blocks += len(gone)
             segment.renew(pool.next_generation())

@@ -99,27 +99,26 @@ class SegmentStore:
             sizing.descriptors_max,
         )
         worth = Worth(sizing.capacity_bytes // identity.block_bytes, sizing.segments_max)
-        self._pool = SegmentPool(identity.digest, self._epoch.value, worth, wants_events=options.wants_events)
-        self.index = self._pool.index
-        self.events = self._pool.events
-        recover(self._files, self._pool, threads=options.threads)
-        for segment in self._pool.segments.values():
+        self.pool = SegmentPool(identity.digest, self._epoch.value, worth, wants_events=options.wants_events)
+        self.events = self.pool.events
+        recover(self._files, self.pool, threads=options.threads)
+        for segment in self.pool.segments.values():
             undo.callback(os.close, segment.fd)
 
         codecs = options.codecs
-        self._reader = BlockReader(disk, self._pool, self.counters, identity.block_bytes, codecs)
+        self._reader = BlockReader(disk, self.pool, self.counters, identity.block_bytes, codecs)
         self.load = self._reader.load
         gather = codecs.writes_raw and identity.block_bytes % PAGE_BYTES == 0
-        self._writer = BatchWriter(disk, self._pool, self.counters, codecs, gather, options.room_timeout_s)
+        self._writer = BatchWriter(disk, self.pool, self.counters, codecs, gather, options.room_timeout_s)
         thread_name = f"tiered-kv-{tier}-reclaimer"
         self._reclaimer = Reclaimer(
-            self._files, self._pool, self.counters, self._reader, self._writer, self._remake, thread_name
+            self._files, self.pool, self.counters, self._reader, self._writer, self._remake, thread_name
         )
         self._released = False
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Return for each key whether its block can be loaded. Takes no lock."""
-        places = self.index.places
+        places = self.pool.places
         return [key in places for key in keys]
 
     def store(
@@ -132,17 +131,17 @@ class SegmentStore:
         """Store blocks, except existing ones; see `BatchWriter.store`."""
         if self._old_indexes:  # `reset` may not have got a thread
             self._reset_task.ask()
-        return self._writer.store(keys, blocks, self._pool.epoch if epoch is None else epoch, deadline)
+        return self._writer.store(keys, blocks, self.pool.epoch if epoch is None else epoch, deadline)
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         """Note that blocks are used. Takes no lock."""
-        places, segments = self.index.places, self._pool.segments
+        places, segments = self.pool.places, self.pool.segments
         for key in keys:
             place = places.get(key)
             segment = segments.get(slot_of(place)) if place is not None else None
             if segment is not None and place is not None:
                 try:
-                    self._pool.worth.use(segment.table, ordinal_of(place))
+                    self.pool.worth.use(segment.table, ordinal_of(place))
                 except IndexError:
                     pass  # the segment has been reclaimed meanwhile
 
@@ -152,7 +151,7 @@ class SegmentStore:
 
     @property
     def epoch(self) -> int:
-        return self._pool.epoch
+        return self.pool.epoch
 
     def reset(self) -> int:
         """Remove every block, and return the new epoch. A background task writes it into the directory.
@@ -160,9 +159,9 @@ class SegmentStore:
         Loads in flight fail. The scheduler's thread; no I/O.
         """
         epoch = self._epoch.renew()
-        with self._pool.changed:
-            self._pool.reset(epoch)
-            self._old_indexes.append(self.index.clear())
+        with self.pool.changed:
+            self.pool.reset(epoch)
+            self._old_indexes.append(self.pool.clear())
             self.events.clear()
         self._reset_task.ask()
         return epoch
@@ -174,8 +173,8 @@ class SegmentStore:
                 self._epoch.sync()
             except OSError as error:
                 self.counters.note_io_error("writing a reset", error)
-                with self._pool.changed:
-                    if self._pool.changed.wait_for(lambda: self._pool.closed, _RETRY_S):
+                with self.pool.changed:
+                    if self.pool.changed.wait_for(lambda: self.pool.closed, _RETRY_S):
                         return
                 continue
             for _ in range(count):
@@ -187,10 +186,10 @@ class SegmentStore:
         self._epoch.remake()
 
     def stats(self) -> dict[str, Any]:  # Any: as `SecondaryTierManager.stats`
-        with self._pool.changed:
-            segments = list(self._pool.segments.values())
+        with self.pool.changed:
+            segments = list(self.pool.segments.values())
         return {
-            "blocks": len(self.index.places),
+            "blocks": len(self.pool.places),
             "used_bytes": sum(segment.segment_bytes for segment in segments),
             "capacity_bytes": self._options.sizing.capacity_bytes,
             "segments": len(segments),
@@ -225,8 +224,8 @@ class SegmentStore:
 
     def stop_stores(self) -> None:
         """Let stores that wait for space fail, and refuse new ones; loads continue."""
-        with self._pool.changed:
-            self._pool.close()
+        with self.pool.changed:
+            self.pool.close()
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Write the missing summaries and release the directory. Return False if a thread is still busy: call again.
@@ -236,23 +235,23 @@ class SegmentStore:
         """
         if self._released:
             return True
-        with self._pool.changed:
-            self._pool.close()
-            self.index.clear()
+        with self.pool.changed:
+            self.pool.close()
+            self.pool.clear()
         deadline = time.monotonic() + (CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
         for stop in (self._reclaimer.stop, self._reset_task.join):
             if not stop(max(0.0, deadline - time.monotonic())):
                 return False
-        with self._pool.changed:
-            segments = list(self._pool.segments.values())
+        with self.pool.changed:
+            segments = list(self.pool.segments.values())
             idle = [segment for segment in segments if not segment.readers and not segment.writers]
             for segment in idle:
-                self._pool.remove(segment)
+                self.pool.remove(segment)
         with ExitStack() as release:
             for segment in idle:
                 release.callback(os.close, segment.fd)
             for segment in idle:
-                if segment.state is SegmentState.FULL and segment.epoch == self._pool.epoch:
+                if segment.state is SegmentState.FULL and segment.epoch == self.pool.epoch:
                     self._files.seal(segment)
         if len(idle) < len(segments):
             return False

@@ -58,12 +58,12 @@ class NvmeTier(BlockingTier):
             self._store.close()
             raise
         self.epoch = self._store.epoch
-        self._index = self._store.index  # saves an attribute lookup per call of `lookup`
+        self._pool = self._store.pool  # saves an attribute lookup per call of `lookup`
 
     # The scheduler's thread.
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        return key in self._index.places
+        return key in self._pool.places
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         return [*self._store.contains(keys)]

@@ -52,7 +52,7 @@ class BatchWriter:
         If the cache was reset since `epoch`, no block is stored. After the deadline no batch begins: the host may have
         given the memory to other blocks.
         """
-        places = self.pool.index.places
+        places = self.pool.places
         wanted = {key: block for key, block in zip(keys, blocks, strict=True) if key not in places}
         if not wanted:
             return ALL_DONE

@@ -95,7 +95,7 @@ def test_a_failed_read_fails_its_run_and_keeps_the_blocks(bench: StoreBench) -> 
     store = bench.open_ready()
     keys = make_keys(100)  # two segments
     bench.put(store, keys)
-    slots = {key: slot_of(store.index.places[key]) for key in keys}
+    slots = {key: slot_of(store.pool.places[key]) for key in keys}
     first = {key for key in keys if slots[key] == slots[keys[0]]}
     interfere = chain([fail(errno.EIO)], repeat(without_faults))
     bench.disk.on_read = lambda buffers, offset: next(interfere)(buffers, offset)
@@ -182,7 +182,7 @@ def test_a_failed_write_between_others_leaves_a_hole_that_loses_nothing_else(ben
     with bench.held(gate, lambda: bench.put(store, make_keys(5, "unlucky"))):
         bench.put(store, behind)
     bench.put(store, later)
-    assert slot_of(store.index.places[later[0]]) != slot_of(store.index.places[behind[0]])
+    assert slot_of(store.pool.places[later[0]]) != slot_of(store.pool.places[behind[0]])
     store.close()
     assert bench.get(bench.open(), behind + later) == {*behind, *later}
 

@@ -197,7 +197,7 @@ def test_the_blocks_to_move_are_chosen_in_chunks_that_give_way_to_a_step(monkeyp
     pool, segment = SegmentPool(bytes(16), 1, Worth(4096, 4)), Segment(0, -1, 1 << 30, 1)
     keys = make_keys(4 * CHUNK_KEYS)
     segment.table.append(keys, [SegmentEntry(4096, 4096, RAW_ID, bytes(16))] * len(keys), [0] * len(keys))
-    pool.index.add(keys, 0)
+    pool.add(keys, 0)
     move_every_block(pool, monkeypatch)
     STEP.pauses_left = 10
     try:
@@ -214,10 +214,10 @@ def test_blocks_that_were_written_out_of_order_can_move(
     bench.disk.on_write = hold(gate, "held")
     with bench.held(gate, lambda: bench.put(store, first)):
         bench.put(store, second)
-    segment = store._pool.segments[slot_of(store.index.places[first[0]])]
+    segment = store.pool.segments[slot_of(store.pool.places[first[0]])]
     assert segment.table.keys == second + first
-    move_every_block(store._pool, monkeypatch)
-    (ordinals,) = survivors(store._pool, segment)
+    move_every_block(store.pool, monkeypatch)
+    (ordinals,) = survivors(store.pool, segment)
     assert len(ordinals) == 10
     assert None not in store._reader.read_stored(segment, ordinals)
 

@@ -30,10 +30,11 @@ from tiered_kv_nvme.directory import SegmentDirectory
 from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, EntryTable, SegmentEntry
-from tiered_kv_nvme.pool import Index, place_of
+from tiered_kv_nvme.pool import SegmentPool, place_of
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.tier import NvmeTier
+from tiered_kv_nvme.worth import Worth
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,19 +110,19 @@ def test_the_index_takes_at_most_150_bytes_a_block_beyond_its_key() -> None:
         keys = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(count)]
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()
-        index = Index()
+        pool = SegmentPool(bytes(16), 0, Worth(1, 1))
         tables = []
         for slot, start in enumerate(range(0, count, 1000)):
             table = EntryTable()
             for first in range(start, min(start + 1000, count), 32):
                 batch = keys[first : min(first + 32, start + 1000)]
                 entries = [SegmentEntry(4096 * number, 4096, 0, bytes(16)) for number in range(len(batch))]
-                index.add(batch, place_of(slot, len(table)))
+                pool.add(batch, place_of(slot, len(table)))
                 table.append(batch, entries, bytes(len(batch)))
             tables.append(table)
         after, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert len(index.places) == count
+        assert len(pool.places) == count
         assert (after - before) / count <= 150, f"{(after - before) / count:.0f} bytes a block"
         del tables
 
