@@ -36,28 +36,18 @@ class Wanted(NamedTuple):
     segment: Segment
     ordinal: int
     entry: SegmentEntry
+    scatter: bool  # whether it can be read into its destination, and not only through a buffer
 
-
-@dataclass(slots=True)
-class BlockRun:
-    """Blocks of one segment that one call reads, in the order of their offsets."""
-
-    blocks: list[Wanted]
-    scatter: bool  # read each block into its destination; otherwise through a buffer
-
-    def extend(self, wanted: Wanted, scatter: bool) -> bool:
-        """Add a block after the run, if it is near enough; return whether it was added."""
-        gap_bytes = wanted.entry.offset - _end(self.blocks[-1].entry)
-        if (
-            wanted.segment is not self.blocks[0].segment
-            or scatter is not self.scatter
-            or not 0 <= gap_bytes <= GAP_BYTES_MAX
-            or len(self.blocks) >= RUN_BLOCKS_MAX
-            or _end(wanted.entry) - self.blocks[0].entry.offset > RUN_BYTES_MAX
-        ):
-            return False
-        self.blocks.append(wanted)
-        return True
+    def follows(self, run: Sequence[Wanted]) -> bool:
+        """Return whether one call can read this block after `run`."""
+        first = run[0]
+        return (
+            self.segment is first.segment
+            and self.scatter is first.scatter
+            and 0 <= self.entry.offset - _end(run[-1].entry) <= GAP_BYTES_MAX
+            and len(run) < RUN_BLOCKS_MAX
+            and _end(self.entry) - first.entry.offset <= RUN_BYTES_MAX
+        )
 
 
 @dataclass(eq=False)
@@ -86,21 +76,21 @@ class BlockReader:
         lost: list[tuple[Wanted, RecordStatus]] = []
         reason = "absent" if len(wanted) < len(keys) else ""
         try:
-            for run in self._runs(wanted):
+            for run in _runs(wanted):
                 if time.monotonic() >= deadline:
                     reason = "expired"
-                    failed.update(item.key for item in run.blocks)
+                    failed.update(item.key for item in run)
                     continue
                 try:
                     statuses = self._read(run)
                 except OSError as error:
                     self.counters.note_io_error("reading blocks", error)
                     with self.pool.changed:
-                        run.blocks[0].segment.damaged |= error.errno != errno.ENOMEM
+                        run[0].segment.damaged |= error.errno != errno.ENOMEM
                     reason = "io_error"
-                    failed.update(item.key for item in run.blocks)
+                    failed.update(item.key for item in run)
                     continue
-                for item, status in zip(run.blocks, statuses, strict=True):
+                for item, status in zip(run, statuses, strict=True):
                     if status is RecordStatus.OK:
                         self.pool.worth.use(item.segment.table, item.ordinal, READ)
                         loaded.add(item.key)
@@ -136,7 +126,10 @@ class BlockReader:
                 place = places.get(key)
                 if place is not None:
                     segment, ordinal = pool.segments[slot_of(place)], ordinal_of(place)
-                    wanted.append(Wanted(key, block, segment, ordinal, segment.table[ordinal]))
+                    entry = segment.table[ordinal]
+                    is_raw = entry.codec == RAW_ID and entry.stored_bytes == self.block_bytes
+                    scatter = self._may_scatter and is_raw and entry.offset % PAGE_BYTES == 0
+                    wanted.append(Wanted(key, block, segment, ordinal, entry, scatter))
             pool.pin({item.segment.slot for item in wanted})
             return wanted, pool.epoch
 
@@ -155,19 +148,8 @@ class BlockReader:
             self.counters.add(kind, status.value)
         return still_valid
 
-    def _runs(self, wanted: list[Wanted]) -> list[BlockRun]:
-        wanted.sort(key=lambda item: (item.segment.slot, item.entry.offset))
-        runs: list[BlockRun] = []
-        for item in wanted:
-            entry = item.entry  # whether it can be read into the caller's memory
-            is_raw = entry.codec == RAW_ID and entry.stored_bytes == self.block_bytes
-            scatter = self._may_scatter and is_raw and entry.offset % PAGE_BYTES == 0
-            if not runs or not runs[-1].extend(item, scatter):
-                runs.append(BlockRun([item], scatter))
-        return runs
-
-    def _read(self, run: BlockRun) -> list[RecordStatus]:
-        if run.scatter:
+    def _read(self, run: Sequence[Wanted]) -> list[RecordStatus]:
+        if run[0].scatter:
             try:
                 return self._read_scattered(run)
             except OSError as error:
@@ -175,30 +157,41 @@ class BlockReader:
                     raise
         return self._read_buffered(run)
 
-    def _read_scattered(self, run: BlockRun) -> list[RecordStatus]:
+    def _read_scattered(self, run: Sequence[Wanted]) -> list[RecordStatus]:
         buffers: list[memoryview] = []
-        start = at = run.blocks[0].entry.offset
-        for item in run.blocks:
+        start = at = run[0].entry.offset
+        for item in run:
             if item.entry.offset > at:
                 buffers.append(self._scratch.take(GAP_BYTES_MAX)[: item.entry.offset - at])
             buffers.append(item.block)
             at = _end(item.entry)
-        came_bytes = read_all(run.blocks[0].segment.fd, buffers, start, preadv=self.disk.preadv)
+        came_bytes = read_all(run[0].segment.fd, buffers, start, preadv=self.disk.preadv)
         statuses: list[RecordStatus] = []
-        for item in run.blocks:
+        for item in run:
             give_way()
             is_sound = _end(item.entry) - start <= came_bytes and checksum(item.block) == item.entry.checksum
             statuses.append(RecordStatus.OK if is_sound else RecordStatus.BAD_CHECKSUM)
         return statuses
 
-    def _read_buffered(self, run: BlockRun) -> list[RecordStatus]:
-        entries = [item.entry for item in run.blocks]
-        payloads = read_payloads(self.disk, self._scratch, run.blocks[0].segment.fd, entries)
+    def _read_buffered(self, run: Sequence[Wanted]) -> list[RecordStatus]:
+        entries = [item.entry for item in run]
+        payloads = read_payloads(self.disk, self._scratch, run[0].segment.fd, entries)
         statuses: list[RecordStatus] = []
-        for item, payload in zip(run.blocks, payloads, strict=True):
+        for item, payload in zip(run, payloads, strict=True):
             give_way()
             statuses.append(decode_payload(item.entry, item.key, payload, item.block, self.pool.digest, self.codecs))
         return statuses
+
+
+def _runs(wanted: list[Wanted]) -> list[list[Wanted]]:
+    wanted.sort(key=lambda item: (item.segment.slot, item.entry.offset))
+    runs: list[list[Wanted]] = []
+    for item in wanted:
+        if runs and item.follows(runs[-1]):
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+    return runs
 
 
 def read_payloads(disk: Disk, scratch: ThreadBuffer, fd: int, entries: Sequence[SegmentEntry]) -> list[memoryview]:
