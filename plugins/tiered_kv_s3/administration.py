@@ -60,7 +60,7 @@ class S3Administration(ListedStorage):
     def entries(self, digest: str | None, deadline: float) -> Iterator[Sequence[Entry]]:
         root = f"{self._settings.prefix}/"
         unmarked = set[str]()  # marks whose delete marker was on an earlier page: a purge may have deleted that
-        for page in self._control.versions(f"{root}{digest}/" if digest else root, deadline):
+        for page in self._control.versions(f"{root}{digest}/" if digest else root):
             entries = []
             for each, is_marker in page:
                 name, size_bytes = each["Key"], each.get("Size", 0)

@@ -100,7 +100,7 @@ class Control:
         found = self._call("list", request).get("CommonPrefixes", ())
         return [each["Prefix"].removeprefix(prefix).rstrip("/") for each in found]
 
-    def versions(self, prefix: str, deadline: float) -> Iterator[list[tuple[Mapping[str, Any], bool]]]:
+    def versions(self, prefix: str) -> Iterator[list[tuple[Mapping[str, Any], bool]]]:
         """Yield boto3's entries for the versions under a prefix, and whether each is a delete marker.
 
         The markers of a page come first. Yields the objects if the server cannot list versions, or lists none although
@@ -110,7 +110,6 @@ class Control:
         try:
             can_list = self.without_versions in ("", _IGNORED)
             for page in self._pages("list_object_versions", prefix) if can_list else ():
-                self._check(deadline)
                 markers = [(each, True) for each in page.get("DeleteMarkers", ())]
                 entries = markers + [(each, False) for each in page.get("Versions", ())]
                 found |= bool(entries)
@@ -122,7 +121,6 @@ class Control:
         if found:
             return
         for page in self._object_pages(prefix):
-            self._check(deadline)
             if page.get("Contents"):
                 self.without_versions = self.without_versions or _IGNORED
                 yield [(each, False) for each in page["Contents"]]
@@ -279,10 +277,6 @@ class Control:
     def _is_late(self, error: BucketError) -> bool:
         """Return whether a smaller request might be answered in time, and there is time for it."""
         return error.reason in _LATE and not self._closing.is_set()
-
-    def _check(self, deadline: float) -> None:
-        if time.monotonic() >= deadline:
-            raise self._error("list", Verdict.TIMEOUT, "the time was over")
 
     def _call(self, operation: str, call: Callable[[Any], Any], *, has_other: bool = False) -> Any:
         """Return the result of boto3's `call`; with `has_other`, there is another request with the same effect."""
