@@ -147,7 +147,8 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
             if self.server is not None:
                 from tiered_kv.exporters.server import routes_of
 
-                self.server.start(routes_of(self.observed()))
+                observed = {config.identity.digest.hex(): self.observed()}
+                self.server.start(routes_of(lambda: observed))
             undo.pop_all()
 
     def _close(self, timeout: float) -> None:

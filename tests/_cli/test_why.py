@@ -45,7 +45,7 @@ def stack() -> Iterator[Stack]:
 def served(stack: Stack) -> Iterator[str]:
     """Serve the stack as its setting `metrics` does; yield the URL."""
     server = StatusServer("127.0.0.1", 0)
-    server.start(routes_of(stack.observed()))
+    server.start(routes_of(lambda: {"a digest": stack.observed()}))
     try:
         yield f"http://127.0.0.1:{server.port}"
     finally:

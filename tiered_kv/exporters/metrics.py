@@ -10,7 +10,8 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
 
@@ -150,9 +151,7 @@ class StackCollector:
             import prometheus_client  # noqa: F401
         except ImportError as error:
             raise MissingExtraError("the metrics of a stack", "metrics") from error
-        self._counters = counters
-        self._labels = dict(labels or {})
-        self._secrets = secrets or set()
+        self._sources = [(counters, dict(labels or {}), secrets or set())]
 
     def describe(self) -> list[Family]:
         """Return nothing, so that a registry need not read counters to register this."""
@@ -160,57 +159,41 @@ class StackCollector:
 
     def collect(self) -> Iterator[Family]:
         """Yield all metrics."""
-        try:
-            counters = self._counters()
-        except ShutdownError:
-            return
         families: dict[str, Any] = {}  # Any: a family, whose `add_metric` depends on its type
-        for series in series_of(counters, self._secrets):
-            give_way()
-            family = families.get(series.name)
-            if family is None:
-                family = families[series.name] = self._family(series)
-            labels = [*self._labels.values(), *series.labels]
-            if series.metric.bounds:
-                buckets: Mapping[str, int] = series.value["buckets"]
-                cumulative = list(zip(buckets, accumulate(buckets.values()), strict=True))
-                family.add_metric(labels, cumulative, series.value["sum"])
-            else:
-                family.add_metric(labels, series.value)
+        for read, labels, secrets in self._sources:
+            with suppress(ShutdownError):
+                for series in series_of(read(), secrets):
+                    give_way()
+                    family = families.get(series.name)
+                    if family is None:
+                        family = families[series.name] = _family(series, labels)
+                    values = [*labels.values(), *series.labels]
+                    if series.metric.bounds:
+                        buckets: Mapping[str, int] = series.value["buckets"]
+                        cumulative = list(zip(buckets, accumulate(buckets.values()), strict=True))
+                        family.add_metric(values, cumulative, series.value["sum"])
+                    else:
+                        family.add_metric(values, series.value)
         for family in families.values():
             give_way()  # to write a family takes some 30 us
             yield family
 
-    def _family(self, series: Series) -> Any:  # Any: as above
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        about = series.metric.help
-        names = [*self._labels, "tier", *series.metric.labels]
-        if series.metric.bounds:
-            return HistogramMetricFamily(series.name, about, labels=names)
-        kind = CounterMetricFamily if series.name.endswith(TOTAL) else GaugeMetricFamily
-        return kind(series.name, about, labels=names)
+def _family(series: Series, labels: Iterable[str]) -> Any:  # Any: as above
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    about, names = series.metric.help, [*labels, "tier", *series.metric.labels]
+    if series.metric.bounds:
+        return HistogramMetricFamily(series.name, about, labels=names)
+    kind = CounterMetricFamily if series.name.endswith(TOTAL) else GaugeMetricFamily
+    return kind(series.name, about, labels=names)
 
 
 def exposition(*collectors: StackCollector) -> bytes:
     """Return all metrics in Prometheus' text format 0.0.4. Several collectors differ in their labels."""
     from prometheus_client import CollectorRegistry, generate_latest
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Together(collectors))
+    together, registry = StackCollector(dict), CollectorRegistry(auto_describe=False)
+    together._sources = [source for collector in collectors for source in collector._sources]
+    registry.register(together)
     return generate_latest(registry)
-
-
-class _Together:
-    """Yields each family once, with the samples of all collectors."""
-
-    def __init__(self, collectors: Sequence[StackCollector]) -> None:
-        self._collectors = collectors
-
-    def collect(self) -> Iterable[Family]:
-        families: dict[str, Family] = {}
-        for family in itertools.chain.from_iterable(each.collect() for each in self._collectors):
-            known = families.setdefault(family.name, family)
-            if known is not family:
-                known.samples.extend(family.samples)
-        return families.values()

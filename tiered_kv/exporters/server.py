@@ -44,25 +44,12 @@ Routes = Mapping[str, Callable[[Query], Body]]
 """For each path, a function that any thread may call. The text of a `ConfigError` is sent to the client."""
 
 
-def routes_of(stack: Observed) -> Routes:
-    """Return the pages of a stack; raises `MissingExtraError` without `prometheus_client`."""
-    collector = StackCollector(stack.counters, secrets=stack.config.secret_texts())
-    return {
-        "/metrics": lambda _: Body(exposition(collector), CONTENT_TYPE),
-        "/status": lambda _: _json(status(stack)),
-        "/explain": lambda query: _json(explain_query(stack, query)),
-        **HEALTH,
-    }
-
-
-HEALTH: Final[Routes] = {"/healthz": lambda _: _text("ok")}
-
-
-def routes_of_all(stacks: Callable[[], Mapping[str, Observed]]) -> Routes:
-    """Return the pages of several stacks, by the digests of their namespaces. Which stacks are open may change.
+def routes_of(stacks: Callable[[], Mapping[str, Observed]]) -> Routes:
+    """Return the pages of stacks, by the digests of their namespaces. Which stacks are open may change.
 
     `/metrics` has all of them, with a label `namespace` if there are several. The others take a query `namespace`, the
-    first characters of a digest. Raises as `routes_of`.
+    first characters of a digest; of a single stack they need none. Raises `MissingExtraError` without
+    `prometheus_client`.
     """
     StackCollector(dict)
 
@@ -78,19 +65,20 @@ def routes_of_all(stacks: Callable[[], Mapping[str, Observed]]) -> Routes:
         ]
         return Body(exposition(*collectors), CONTENT_TYPE)
 
-    def of_one(path: str) -> Callable[[Query], Body]:
-        def page(query: Query) -> Body:
-            start = "".join(query.get("namespace", []))
-            found = stacks()
-            chosen = [stack for digest, stack in found.items() if digest.startswith(start)]
-            if len(chosen) != 1:
-                digests = " ".join(digest[:_DIGEST_CHARACTERS] for digest in found) or "none yet, as no engine attached"
-                raise ConfigError(f"expected a query 'namespace' that begins one of the open namespaces: {digests}")
-            return routes_of(chosen[0])[path]({name: texts for name, texts in query.items() if name != "namespace"})
+    def chosen(query: Query) -> Observed:
+        start, found = "".join(query.get("namespace", [])), stacks()
+        fitting = [stack for digest, stack in found.items() if digest.startswith(start)]
+        if len(fitting) != 1:
+            digests = " ".join(digest[:_DIGEST_CHARACTERS] for digest in found) or "none yet, as no engine attached"
+            raise ConfigError(f"expected a query 'namespace' that begins one of the open namespaces: {digests}")
+        return fitting[0]
 
-        return page
-
-    return {"/metrics": metrics, "/status": of_one("/status"), "/explain": of_one("/explain"), **HEALTH}
+    return {
+        "/metrics": metrics,
+        "/status": lambda query: _json(status(chosen(query))),
+        "/explain": lambda query: _json(explain_query(chosen(query), query)),
+        "/healthz": lambda _: _text("ok"),
+    }
 
 
 class StatusServer(ThreadingTCPServer):

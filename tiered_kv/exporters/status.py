@@ -168,7 +168,7 @@ def explain_query(stack: Observed, query: Mapping[str, Sequence[str]]) -> dict[s
     """
     if stack.history is None:
         raise ConfigError("the stack keeps no history: its setting 'history' is 0", location="history")
-    if unknown := query.keys() - {"key", "request", "last"}:
+    if unknown := query.keys() - {"key", "request", "last", "namespace"}:
         raise ConfigError(f"expected 'key', 'request' or 'last', found {sorted(unknown)}")
     keys = [_key(text) for text in query.get("key", [])]
     wanted = query.get("request", [])

@@ -91,9 +91,9 @@ class Namespaces:
         """
         if self._metrics is None:
             return None
-        from tiered_kv.exporters.server import StatusServer, routes_of_all
+        from tiered_kv.exporters.server import StatusServer, routes_of
 
-        routes = routes_of_all(lambda: {host.config.identity.digest.hex(): host.observed() for host in self.hosts})
+        routes = routes_of(lambda: {host.config.identity.digest.hex(): host.observed() for host in self.hosts})
         pages = StatusServer(*self._metrics.address)
         pages.start(routes)
         return pages
