@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.tiering.base import JobId, JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 
+Kind = Literal["contains", "store", "load"]
 Done = Callable[[list[bool]], None]
 """Called with an answer for each key of a task."""
 
@@ -22,6 +23,7 @@ Done = Callable[[list[bool]], None]
 class Task:
     """One call of a host. It has ended when no piece is open. A piece is blocks that wait, a job or a lookup."""
 
+    kind: Kind
     keys: Sequence[OffloadKey]
     on_done: Done
     context: ReqContext
@@ -30,7 +32,6 @@ class Task:
     repeats: list[tuple[int, int]] = field(default_factory=list)  # places without a block, and whose answer they get
     answers: list[bool] = field(init=False)
     pieces: int = 1  # open pieces; one is the call itself, until it has been divided
-    is_load: bool = False
     is_outdated: bool = False  # it began before a reset
     # Of a lookup.
     asked: list[list[int]] = field(default_factory=list)  # places of keys by the tier to ask next; last: no tier left

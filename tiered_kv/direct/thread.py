@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from queue import Empty, SimpleQueue
-from typing import Final, NamedTuple
+from typing import Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
@@ -31,9 +31,8 @@ SHUTDOWN_TIMEOUT_S: Final = 6.0
 _CLOSE_POLL_S: Final = 0.001
 
 
-class _Message(NamedTuple):
-    act: Callable[[], None]
-    task: Task | None  # that the message begins
+_Message = Task | Callable[[], None] | None
+"""A task to begin, something to call, or only to wake the thread."""
 
 
 class TierThread:
@@ -48,7 +47,7 @@ class TierThread:
         self._open: dict[Task, None] = {}
         self._on_removed = on_removed
         self._pid = os.getpid()
-        self._messages: SimpleQueue[_Message | None] = SimpleQueue()
+        self._messages: SimpleQueue[_Message] = SimpleQueue()
         self.wake = partial(self._messages.put, None)
         self._close_by_s: float | None = None
         self._has_failed = False
@@ -78,18 +77,15 @@ class TierThread:
     def open_tasks(self) -> int:
         return len(self._open)
 
-    def post(self, act: Callable[[], None], task: Task | None = None) -> None:
-        """Call `act`, which begins `task`, on the thread.
-
-        Raises `ShutdownError` if it is closed, and in a forked child.
-        """
+    def post(self, message: _Message) -> None:
+        """Send a message; raises `ShutdownError` if the tiers are closed, and in a forked child."""
         if os.getpid() != self._pid:
             raise ShutdownError(f"the tiers belong to process {self._pid}; open others after a fork")
         if self._has_failed:
             raise ShutdownError("the tiers were closed after an error, which is in the log")
         if self._close_by_s is not None:
             raise ShutdownError("the tiers are closed")
-        self._messages.put(_Message(act, task))
+        self._messages.put(message)
         if self._has_ended:  # the tiers were closed meanwhile
             self._take_messages(0)
 
@@ -111,24 +107,22 @@ class TierThread:
 
     # Messages: they run on the thread.
 
-    def store(self, task: Task) -> None:
+    def _begin(self, task: Task) -> None:
         self._open[task] = None
-        self.counters.add("tasks_total", "store")
+        self.counters.add("tasks_total", task.kind)
+        {"contains": self._look_up, "store": self._store, "load": self._load}[task.kind](task)
+
+    def _store(self, task: Task) -> None:
         for queue in self.queues if task.blocks else ():
             queue.add(task, task.blocks, is_load=False)
         self._end_piece(task)
 
-    def load(self, task: Task) -> None:
-        self._open[task] = None
-        self.counters.add("tasks_total", "load")
-        task.is_load = True
+    def _load(self, task: Task) -> None:
         for blocks in _each_key_once(task.blocks):
             self._load_at(0, task, blocks)
         self._end_piece(task)
 
-    def look_up(self, task: Task) -> None:
-        self._open[task] = None
-        self.counters.add("tasks_total", "contains")
+    def _look_up(self, task: Task) -> None:
         task.asked = [list(range(len(task.keys))), *([] for _ in self.queues)]
         # Each tier's own timeout ends before. One tier is asked after the other.
         timeouts_s = [queue.guarded.settings.lookup_timeout + TICK_S for queue in self.queues]
@@ -170,13 +164,14 @@ class TierThread:
             for _ in range(self._messages.qsize()):
                 self._process(self._messages.get_nowait())
 
-    def _process(self, message: _Message | None) -> None:
-        if message is None:
-            return
-        if not self._is_shut_down:
-            message.act()
-        elif message.task is not None:  # it was posted while the tiers were closed
-            self._call(message.task.on_done, message.task.answers)
+    def _process(self, message: _Message) -> None:
+        if isinstance(message, Task):
+            if self._is_shut_down:  # it was posted while the tiers were closed
+                self._call(message.on_done, message.answers)
+            else:
+                self._begin(message)
+        elif message is not None and not self._is_shut_down:
+            message()
 
     def _step(self, now_s: float) -> None:
         for queue in self.queues:
@@ -229,7 +224,7 @@ class TierThread:
         del self._open[task]
         for place, first in task.repeats:
             task.answers[place] = task.answers[first]
-        is_gone = task.is_outdated and not task.is_load  # no tier has its blocks any more
+        is_gone = task.is_outdated and task.kind != "load"  # no tier has its blocks any more
         self._call(task.on_done, [False] * len(task.keys) if is_gone else task.answers)
 
     def _call(self, callback: Callable[..., None], *args: object) -> None:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from tiered_kv.buffers import bytes_in
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.direct.tasks import Done, Task
+from tiered_kv.direct.tasks import Done, Kind, Task
 from tiered_kv.direct.thread import TierThread
 from tiered_kv.errors import ConfigError, needing_resources
 from tiered_kv.hooks import tier_settings
@@ -138,7 +138,7 @@ class DirectTiers:
 
     def contains(self, keys: Sequence[OffloadKey], on_done: Done) -> None:
         """Ask which blocks the tiers have. A tier that does not answer within its `lookup_timeout` has none."""
-        self._post(self._thread.look_up, self._task(keys, on_done))
+        self._thread.post(self._task("contains", keys, on_done))
 
     def store(self, keys: Sequence[OffloadKey], offsets: Sequence[int], on_done: Done) -> None:
         """Offer blocks to every tier. A key that appears twice is stored once, from its first offset.
@@ -150,7 +150,7 @@ class DirectTiers:
         Raises:
             ValueError: The arguments do not fit each other, or the memory.
         """
-        self._post(self._thread.store, self._task(keys, on_done, offsets, is_store=True))
+        self._thread.post(self._task("store", keys, on_done, offsets))
 
     def load(self, keys: Sequence[OffloadKey], offsets: Sequence[int], on_done: Done) -> None:
         """Load blocks from the first tier that has them. If it fails, the next tier is tried.
@@ -159,15 +159,13 @@ class DirectTiers:
             offsets: As in `store`. The blocks must not overlap. A key may appear twice.
             on_done: Called with True for a block that was loaded and verified. The bytes of other blocks are undefined.
         """
-        task = self._task(keys, on_done, offsets)
+        task = self._task("load", keys, on_done, offsets)
         starts = np.sort([block.block_id for block in task.blocks])
         if (np.diff(starts) < self.block_bytes).any():
             raise ValueError(f"blocks to load must not overlap; two begin less than {self.block_bytes} bytes apart")
-        self._post(self._thread.load, task)
+        self._thread.post(task)
 
-    def wait(
-        self, method: Literal["contains", "store", "load"], *args: Any, timeout_s: float | None = None
-    ) -> list[bool]:
+    def wait(self, method: Kind, *args: Any, timeout_s: float | None = None) -> list[bool]:
         """Call a method with `args`, which omit the callback, and return the answers.
 
         Raises:
@@ -224,27 +222,19 @@ class DirectTiers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _post(self, begin: Callable[[Task], None], task: Task) -> None:
-        self._thread.post(partial(begin, task), task)
-
     def _task(
-        self,
-        keys: Sequence[OffloadKey],
-        on_done: Done,
-        offsets: Sequence[int] | None = None,
-        *,
-        is_store: bool = False,
+        self, kind: Kind, keys: Sequence[OffloadKey], on_done: Done, offsets: Sequence[int] | None = None
     ) -> Task:
         keys = list(keys)
         for key in keys:
             if not isinstance(key, bytes) or len(key) < _KEY_BYTES_MIN:
                 raise ValueError(f"a key is a block hash and a 4-byte group index, by make_offload_key; found {key!r}")
         context = ReqContext(req_id=f"direct-{next(self._numbers)}")
-        task = Task(keys, on_done, context, begin_by_s=time.monotonic() + self._wait_s_max)
+        task = Task(kind, keys, on_done, context, begin_by_s=time.monotonic() + self._wait_s_max)
         if offsets is not None:
             first_of: dict[object, int] = {}
             for position, (key, offset) in enumerate(zip(keys, self._checked(offsets, len(keys)), strict=True)):
-                first = first_of.setdefault(key if is_store else (key, offset), position)
+                first = first_of.setdefault(key if kind == "store" else (key, offset), position)
                 if first < position:
                     task.repeats.append((position, first))
                     continue
