@@ -102,11 +102,7 @@ class BlockFacade(StackCalls[M]):
         offload_keys = keys_of(keys)
         shape = len(keys), self.region.block_bytes
         rows = np.empty(shape, np.uint8) if out is None else rows_in(out, *shape, "out", writable=True)
-
-        def load(wanted: Sequence[OffloadKey], first: int, context: ReqContext) -> tuple[int, int]:
-            return self._load(wanted, rows[first:], context)
-
-        loaded = self._run(lambda: self._prefix("get", offload_keys, timeout, hints, load))
+        loaded = self._run(lambda: self._prefix("get", offload_keys, timeout, hints, self._manager.lookup_many, rows))
         return rows[:loaded] if out is None else loaded
 
     def contains(self, keys: Sequence[bytes], timeout: float = 1.0) -> int:
@@ -123,7 +119,7 @@ class BlockFacade(StackCalls[M]):
             TypeError: A key is not a block hash.
         """
         offload_keys, ask = keys_of(keys), self._manager.contains_many
-        return self._run(lambda: self._count_prefix("contains", offload_keys, timeout, None, ask))
+        return self._run(lambda: self._prefix("contains", offload_keys, timeout, None, ask))
 
     def prefetch(self, keys: Sequence[bytes], timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
         """Load the longest available prefix of `keys` into the primary tier, before a `get` needs it.
@@ -144,7 +140,7 @@ class BlockFacade(StackCalls[M]):
             TypeError, ValueError: A key is not a block hash, or hints cannot be used.
         """
         ahead = keys_of(keys)[: max(self.region.num_blocks // 2, 1)]
-        return self._run(lambda: self._count_prefix("prefetch", ahead, timeout, hints, self._manager.lookup_many))
+        return self._run(lambda: self._prefix("prefetch", ahead, timeout, hints, self._manager.lookup_many))
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until no transfer to or from a secondary tier is in flight, `timeout` seconds at most.
@@ -194,21 +190,6 @@ class BlockFacade(StackCalls[M]):
                     pause_s = pause(pause_s)  # not for a message: each refusal is one
             return 0 if self._manager.is_outdated(context) else done
 
-    def _count_prefix(
-        self, verb: str, keys: Sequence[OffloadKey], timeout: float, hints: HintsAsGiven, ask: _Ask
-    ) -> int:
-        """Return the length of the prefix that `ask` answers True; 0 after a reset."""
-        epoch = self.epoch
-
-        def take(wanted: Sequence[OffloadKey], _: int, context: ReqContext) -> tuple[int, int]:
-            with self._lock:
-                found = self._look_up(wanted, context, ask)
-                self._manager.on_schedule_end()
-            return found
-
-        count = self._prefix(verb, keys, timeout, hints, take)
-        return count if self.epoch == epoch else 0
-
     def _flush(self, end_s: float) -> bool:
         with self._call():
             self._step()  # an idle stack publishes what its tiers have removed meanwhile
@@ -224,20 +205,20 @@ class BlockFacade(StackCalls[M]):
         keys: Sequence[OffloadKey],
         timeout: float,
         hints: HintsAsGiven,
-        take: Callable[[Sequence[OffloadKey], int, ReqContext], tuple[int, int]],
+        ask: _Ask,
+        out: Blocks | None = None,
     ) -> int:
-        """Take the longest prefix of `keys` that is available in time; return its length.
+        """Return the length of the longest prefix that `ask` answers True in time, and load it into `out`, if given.
 
-        `take(keys, first, context)` tries the next keys, which follow `first` others. It returns how many it took, and
-        how many precede the first miss.
+        Without `out` it is 0 after a reset.
         """
-        end_s = time.monotonic() + timeout
+        epoch, end_s = self.epoch, time.monotonic() + timeout
         taken, count = 0, len(keys)
         with self._request(verb, hints) as context:
             pause_s = PAUSE_MIN_S
             while taken < count:
                 wanted = keys[taken : min(taken + self._batch_blocks, count)]
-                ready, known = take(wanted, taken, context)
+                ready, known = self._take(wanted, None if out is None else out[taken:], context, ask)
                 taken += ready
                 if known < len(wanted):  # a miss: the blocks after it are useless
                     count = taken - ready + known
@@ -247,7 +228,7 @@ class BlockFacade(StackCalls[M]):
                     pause_s = PAUSE_MIN_S
                 elif taken < count:
                     pause_s = self._pause(pause_s)
-        return taken
+        return taken if out is not None or self.epoch == epoch else 0
 
     # One step each, under the lock but for the copies.
 
@@ -279,15 +260,21 @@ class BlockFacade(StackCalls[M]):
                     self._manager.on_schedule_end()
         return True
 
-    def _load(self, keys: Sequence[OffloadKey], out: Blocks, context: ReqContext) -> tuple[int, int]:
-        """Load the ready blocks at the head of `keys`; return their number, and how many precede the first miss."""
+    def _take(self, keys: Sequence[OffloadKey], out: Blocks | None, context: ReqContext, ask: _Ask) -> tuple[int, int]:
+        """Return how many at the head of `keys` are answered True, and how many precede the first False.
+
+        The former are loaded into `out`, if it is given.
+        """
         with self._lock:
-            ready, known = self._look_up(keys, context, self._manager.lookup_many)
-            # In the step of the lookup: an answer is valid until the step ends.
-            spec = self._manager.prepare_load(keys[:ready], context) if ready else None
-            if spec is None:
+            self._raise_if_closed()
+            answers = ask(keys, context)
+            known = answers.index(False) if False in answers else len(answers)
+            ready = next((index for index in range(known) if not answers[index]), known)
+            if out is None or not ready:
                 self._manager.on_schedule_end()
-                return 0, known
+                return ready, known
+            # In the step of the lookup: an answer is valid until the step ends.
+            spec = self._manager.prepare_load(keys[:ready], context)
         try:
             for index, row in enumerate(rows_of(spec)):
                 self._call_thread.check()
@@ -298,13 +285,6 @@ class BlockFacade(StackCalls[M]):
                 self._manager.complete_load(keys[:ready], context)
                 self._manager.on_schedule_end()
         return ready, known
-
-    def _look_up(self, keys: Sequence[OffloadKey], context: ReqContext, ask: _Ask) -> tuple[int, int]:
-        """Return how many at the head of `keys` are answered True, and how many precede the first False."""
-        self._raise_if_closed()
-        answers = ask(keys, context)
-        known = answers.index(False) if False in answers else len(answers)
-        return next((index for index in range(known) if not answers[index]), known), known
 
 
 def keys_of(block_hashes: Sequence[bytes]) -> list[OffloadKey]:
