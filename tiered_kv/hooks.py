@@ -192,8 +192,7 @@ class TierPlugins:
         """Return the usable tier types by name, sorted."""
         self._load()
         names = sorted({tier.name for state in self._states for tier in state.tiers})
-        owned = {name: self._owned(name) for name in names}
-        return {name: tier_type for name, tier_type in owned.items() if tier_type is not None}
+        return {name: tier_type for name in names if (tier_type := self._owner(name)[0]) is not None}
 
     def resolve(self, name: str) -> TierType:
         """Return the tier type called `name`, or the one that `name` points to as "module:attribute".
@@ -207,17 +206,14 @@ class TierPlugins:
         if ":" in name:
             return _from_reference(name)
         self._load(name)
-        if not any(self._is_named(state, name) for state, _ in self._claims(name)):
+        if not any(_is_named(state, name) for state in self._states):
             self._load()
-        tier_type = self._owned(name)
+        tier_type, conflict = self._owner(name)
         if tier_type is None:
-            raise ConfigError(self._explain(name))
+            raise ConfigError(conflict or self._unknown(name))
         return tier_type
 
-    def _explain(self, name: str) -> str:
-        """Return why no tier type called `name` can be used, and what to do."""
-        if self._claims(name):
-            return self._conflict(name)
+    def _unknown(self, name: str) -> str:
         broken = [f"; {each.origin} cannot be loaded: {each.error}" for each in self._states if each.error]
         known, note = list(self.tier_types()), "".join(broken)
         return (
@@ -246,32 +242,22 @@ class TierPlugins:
             _log.warning("%s cannot be loaded and is left out: %s", state.origin, state.error)
             return state
 
-    def _claims(self, name: str) -> list[tuple[PluginState, TierType]]:
-        """Return the tier types of that name, with their plugins."""
-        return [(state, tier) for state in self._states for tier in state.tiers if tier.name == name]
-
-    def _owned(self, name: str) -> TierType | None:
-        """Return the tier type of that name; None if there is none, or if plugins are in conflict about it.
+    def _owner(self, name: str) -> tuple[TierType | None, str]:
+        """Return the tier type of that name, if there is one, and what to do about plugins in conflict about it.
 
         A plugin whose entry point is called by the name has precedence. So the answer does not depend on which
         plugins are loaded.
         """
-        claims = self._claims(name)
-        owners = [tier for state, tier in claims if self._is_named(state, name)] or [tier for _, tier in claims]
-        return owners[0] if len(owners) == 1 else None
-
-    def _is_named(self, state: PluginState, name: str) -> bool:
-        """Return whether a plugin's entry point is called by the name of its tier type."""
-        return bool(state.distribution) and state.plugin == name
-
-    def _conflict(self, name: str) -> str:
-        origins = " and ".join(state.origin for state, _ in self._claims(name))
-        return f"tier type '{name}' is registered by {origins}; uninstall one of them"
+        claims = [(state, tier) for state in self._states for tier in state.tiers if tier.name == name]
+        owners = [tier for state, tier in claims if _is_named(state, name)] or [tier for _, tier in claims]
+        origins = " and ".join(state.origin for state, _ in claims)
+        conflict = f"tier type '{name}' is registered by {origins}; uninstall one of them"
+        return owners[0] if len(owners) == 1 else None, conflict if len(claims) > 1 else ""
 
     def _conflicts(self, state: PluginState) -> str:
         """Return an error message about the names that `state` claims and other plugins have, or ""."""
-        lost = (tier.name for tier in state.tiers if self._owned(tier.name) is not tier)
-        return "; ".join(map(self._conflict, lost))
+        owners = ((tier, *self._owner(tier.name)) for tier in state.tiers)
+        return "; ".join(conflict for tier, owner, conflict in owners if owner is not tier)
 
     def _tiers_of(self, plugin: object, name: str) -> tuple[TierType, ...]:
         """Register `plugin` with pluggy and return its tier types; on an error it is not registered."""
@@ -294,6 +280,11 @@ class TierPlugins:
             self._manager.unregister(plugin)
             raise
         return tiers
+
+
+def _is_named(state: PluginState, name: str) -> bool:
+    """Return whether a plugin has a tier type that its entry point is called by."""
+    return bool(state.distribution) and state.plugin == name and any(tier.name == name for tier in state.tiers)
 
 
 @functools.cache
