@@ -13,7 +13,7 @@ from tiered_kv.config.namespace import Namespace, NamespaceIdentity
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.settings import PRIMARY_NAME, ClassArguments, StrictModel, TierSettings
 from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, Seconds, Share, format_bytes
-from tiered_kv.config.validation import Problems, UnknownWord, validate
+from tiered_kv.config.validation import Problems, suggestion, validate
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import HINT_NAMES, HintName
@@ -90,8 +90,8 @@ class PrimarySettings(StrictModel):
     @classmethod
     def _policy_has_a_name(cls, policy: str) -> str:
         if policy not in BUILT_IN_POLICIES and not REFERENCE.fullmatch(policy):
-            message = f"expected {', '.join(BUILT_IN_POLICIES)}, or 'module:Class' of a policy"
-            raise UnknownWord(message, [*BUILT_IN_POLICIES])
+            nearest = suggestion(policy, [*BUILT_IN_POLICIES])
+            raise ValueError(f"expected {', '.join(BUILT_IN_POLICIES)}, or 'module:Class' of a policy{nearest}")
         return policy
 
 

@@ -97,6 +97,6 @@ def test_an_error_says_what_to_write(tmp_path: Path, added: str, problem: str) -
 def test_a_wrong_policy_or_codec_gets_the_nearest_right_one(tmp_path: Path) -> None:
     policy = error_of(tmp_path, STACK.replace("1MiB\n", "1MiB\n  policy: ark\n", 1))
     assert policy.startswith(":6: primary.policy: expected lru, arc, density, or 'module:Class' of a policy")
-    assert policy.endswith("found 'ark' (did you mean 'arc'?)")
+    assert policy.endswith(" (did you mean 'arc'?), found 'ark'")
     codec = error_of(tmp_path, STACK.replace("type: memory", "type: memory, codec: zstandard"))
     assert codec.endswith("found 'zstandard' (did you mean 'zstd'?)")

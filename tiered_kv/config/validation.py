@@ -63,14 +63,6 @@ def raise_problems(checked: Model | list[ConfigError]) -> Model:
     raise ConfigError(f"{len(checked)} settings cannot be used:\n{lines}")
 
 
-class UnknownWord(ValueError):
-    """A setting is none of the `known` words, for a validator of a pydantic model to raise."""
-
-    def __init__(self, message: str, known: Sequence[str]) -> None:
-        super().__init__(message)
-        self.known = known
-
-
 class Problems(ValueError):
     """Errors of several settings, for a validator of a pydantic model to raise; `check` returns them one by one."""
 
@@ -155,16 +147,8 @@ def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
     if wanted == _TEXT_WANTED and value is not None and not isinstance(value, (Mapping, list, tuple)):
         return f"{wanted}; put it in quotes"  # what YAML has read is not what the file says: 1.10 is 1.1, `on` is true
     found = HIDDEN if is_hidden else _shown(value, name)
-    return f"{wanted}, found {found}{suggestion(str(value), _known(detail))}"
-
-
-def _known(detail: ErrorDetails) -> Sequence[str]:
-    """Return the words of which a setting had to be one."""
-    context = detail.get("ctx", {})
-    if detail["type"] == "literal_error":
-        return re.findall(r"'([^']*)'", context["expected"])
-    error = context.get("error")
-    return error.known if isinstance(error, UnknownWord) else ()
+    known = re.findall(r"'([^']*)'", detail["ctx"]["expected"]) if detail["type"] == "literal_error" else []
+    return f"{wanted}, found {found}{suggestion(str(value), known)}"
 
 
 def _reworded(message: str) -> str:
