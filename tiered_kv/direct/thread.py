@@ -51,8 +51,7 @@ class TierThread:
         self.wake = partial(self._messages.put, None)
         self._close_by_s: float | None = None
         self._has_failed = False
-        self._is_settled = False  # the tiers are shut down, and `_is_over` is valid
-        self._is_over = False
+        self._is_over: bool | None = None  # whether all transfers have ended; None until the tiers are shut down
         self._has_ended = False  # the thread takes no message any more
         # Only the thread uses these.
         self._lookups: dict[Task, None] = {}
@@ -99,11 +98,11 @@ class TierThread:
         if self.is_current:
             return False
         end_s = time.monotonic() + timeout_s + SHUTDOWN_TIMEOUT_S * len(self.queues)
-        while not self._is_settled and time.monotonic() < end_s:
+        while self._is_over is None and time.monotonic() < end_s:
             time.sleep(_CLOSE_POLL_S)
         if self._is_over:
             self._thread.join()
-        return self._is_over
+        return bool(self._is_over)
 
     # Messages: they run on the thread.
 
@@ -252,7 +251,6 @@ class TierThread:
         self._report()
         if self._is_shut_down:
             self._is_over = all(queue.is_idle for queue in self.queues)
-            self._is_settled = True
 
     def _end_after_error(self) -> None:
         """Close the tiers, and answer every task whose memory they do not use."""
@@ -264,7 +262,7 @@ class TierThread:
             busy = {task for queue in self.queues for task in queue.tasks_in_flight()}
             for task in [task for task in self._open if task not in busy]:
                 self._answer(task)
-            self._is_over, self._is_settled = not busy, True
+            self._is_over = not busy
             if busy:
                 self._take_messages(TICK_S)
 
