@@ -81,10 +81,6 @@ def check_directory(fd: int, path: str, names: Collection[str]) -> None:
                     f"it {name!r} of uid {owner}; remove it, or give another directory; {_ACCEPT}",
                     location="path",
                 )
-    _close_to_others(fd, path)
-
-
-def _close_to_others(fd: int, path: str) -> None:
     try:
         os.fchmod(fd, DIRECTORY_MODE)
     except OSError as error:
@@ -97,30 +93,6 @@ def _close_to_others(fd: int, path: str) -> None:
             f"file system does not change; give a directory on another; {_ACCEPT}",
             location="path",
         )
-
-
-def check_inner_directory(fd: int, name: str) -> None:
-    """Refuse a directory inside a private one, into which others may have put something before that was private.
-
-    A group's rights are taken away. The caller has opened it without following a symbolic link.
-
-    Raises:
-        NotPrivateError: Another user owns it, or all users can write to it.
-    """
-    status = os.fstat(fd)
-    if status.st_uid != os.geteuid():
-        raise NotPrivateError(
-            errno.EPERM,
-            f"{name} belongs to another user (uid {status.st_uid}), who may have put anything into it; remove it",
-        )
-    if status.st_mode & stat.S_IWOTH:
-        raise NotPrivateError(
-            errno.EPERM,
-            f"{name} can be written to by others (mode {stat.S_IMODE(status.st_mode):04o}); remove it, or make sure "
-            f"that nobody has put anything into it, and run: chmod -R go-w {name}",
-        )
-    if status.st_mode & OTHERS:
-        _close_to_others(fd, name)
 
 
 def check_file(fd: int, name: str, *, any_owner: bool = False) -> os.stat_result:

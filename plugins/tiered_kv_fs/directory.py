@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from tiered_kv.permissions import check_inner_directory, open_directory
+from tiered_kv.permissions import check_directory, open_directory
 from tiered_kv.toolkit.claimed import ClaimedDirectory, Identity, absolute, refuse_other_device
 from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, as_text, fields_of, read_file, replace_file
 from tiered_kv_fs.files import make_directory
@@ -76,7 +76,7 @@ class Directory:
         if self.claimed.private:
             fd = open_directory(self.namespace_path, make=False)
             try:
-                check_inner_directory(fd, self.namespace_path)
+                check_directory(fd, self.namespace_path, os.listdir(fd))
             finally:
                 os.close(fd)
         path = f"{self.namespace_path}/{NAMESPACE_NAME}"
