@@ -24,9 +24,9 @@ from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.tiering.answers import checked_answers, tier_exceptions
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
+from tiered_kv.tiering.search import ask_tier
 
 logger = logging.getLogger("tiered_kv.audit")
 
@@ -269,14 +269,7 @@ class Audit:
         for guarded in self._tiers:
             if not rest:
                 return
-            if not guarded.is_searched:
-                continue
-            try:
-                replies = checked_answers(guarded.tier.lookup_many(rest, audited.context), len(rest))
-            except tier_exceptions():
-                guarded.account.note_exception("lookup_many")
-                continue
-            answers = dict(zip(rest, replies, strict=True))
+            answers = dict(zip(rest, ask_tier(guarded, rest, audited.context, self._clock()), strict=True))
             audited.asked.update({key: guarded for key, answer in answers.items() if answer})
             rest = [key for key, answer in answers.items() if answer is not None and not answer]
         for key in rest:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from tiered_kv.config.redaction import scrub
 from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.errors import ConfigError, ResourceError, TieredKVError, TierError, remedy_of
-from tiered_kv.hooks import TierType, tier_settings, tier_type_of
+from tiered_kv.hooks import tier_settings, tier_type_of
 from tiered_kv.tiering.base import SecondaryTierManager
 
 _NO_SUPER = "its class does not call super().__init__(offloading_spec, primary_kv_view, tier_type)"
@@ -34,7 +34,6 @@ class SecondaryTierFactory:
         """
         checked = tier_settings(settings)
         tier_type = tier_type_of(checked)
-        tier_class = _load(tier_type, checked.name)
         arguments: list[object] = [offloading_spec, primary_kv_view, tier_type.name]
         keywords: dict[str, object] = {}
         if isinstance(checked, ClassArguments):
@@ -42,6 +41,10 @@ class SecondaryTierFactory:
         elif tier_type.settings is not TierSettings:
             arguments.append(checked)
         try:
+            tier_class: Callable[..., SecondaryTierManager] = tier_type.load()
+            if not (isinstance(tier_class, type) and issubclass(tier_class, SecondaryTierManager)):
+                message = f"loads {tier_class!r}, which is no subclass of SecondaryTierManager"
+                raise ConfigError(f"tier type '{tier_type.name}' {message}")
             tier = tier_class(*arguments, **keywords)
             # A property of a third-party class may raise; here that names the tier.
             if not all(hasattr(tier, name) for name in ("tier_type", "is_nonblocking", "takes_offsets")):
@@ -51,23 +54,7 @@ class SecondaryTierFactory:
             reason = str(error)
         except TieredKVError:
             raise
-        except Exception as error:  # a third-party constructor may raise anything
+        except Exception as error:  # a third-party module or constructor may raise anything
             reason = f"{type(error).__name__}: {scrub(str(error), checked.secret_texts())}{remedy_of(error)}"
         # Raised outside of the handler, without a context: the original message may contain secrets.
         raise TierError(reason, tier=checked.name, operation="open")
-
-
-def _load(tier_type: TierType, name: str) -> Callable[..., SecondaryTierManager]:
-    try:
-        tier_class = tier_type.load()
-    except TieredKVError:
-        raise
-    except Exception as error:  # a third-party module may raise anything
-        raise TierError(
-            f"its class cannot be loaded: {type(error).__name__}: {error}", tier=name, operation="open"
-        ) from error
-    if not (isinstance(tier_class, type) and issubclass(tier_class, SecondaryTierManager)):
-        raise ConfigError(
-            f"tier type '{tier_type.name}' loads {tier_class!r}, which is no subclass of SecondaryTierManager"
-        )
-    return tier_class

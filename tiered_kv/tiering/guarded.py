@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from tiered_kv.tiering.gates import Breaker, BreakerState, Budget
 from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.pace import EngineCost, Pace
 from tiered_kv.tiering.write_budget import admission_of
+
+T = TypeVar("T")
 
 _job_ids = itertools.count()
 
@@ -275,12 +277,8 @@ class GuardedTier:
 
     def _count_failures(self, now_s: float) -> None:
         """Count lookup failures that the tier reports; those since the last call are one failure for the breaker."""
-        try:
-            failures = operator.index(self.tier.lookup_failures)
-        except tier_exceptions():
-            self.account.note_exception("lookup_failures")
-            return
-        before, self._lookup_failures = self._lookup_failures, failures
+        before = self._lookup_failures
+        self._lookup_failures = failures = self._ask("lookup_failures", operator.index, before)
         if failures > before:
             self.account.lookups_timed_out(failures - before, is_for_history=True)
             self.breaker.fail(now_s)
@@ -331,12 +329,7 @@ class GuardedTier:
 
     def reset_cache(self) -> None:
         """Reset the tier; disable it if it cannot reset."""
-        try:
-            has_reset = checked_flag(self.tier.reset_cache())
-        except tier_exceptions():
-            self.account.note_exception("reset_cache")
-            has_reset = False
-        if not has_reset:
+        if not self._ask("reset_cache", checked_flag, False):
             self.disable("it cannot reset")
         self.account.reset([job.metadata for job in self.jobs.values()])
 
@@ -346,11 +339,16 @@ class GuardedTier:
         return count if isinstance(count, int) else 0
 
     def _stats(self) -> dict[str, Any]:
+        return self._ask("stats", checked_stats, {})
+
+    def _ask(self, name: str, check: Callable[[Any], T], otherwise: T) -> T:
+        """Return what a method or property of the tier says; `otherwise` after an exception, which is counted."""
         try:
-            return checked_stats(self.tier.stats())
+            found = getattr(self.tier, name)
+            return check(found() if callable(found) else found)
         except tier_exceptions():
-            self.account.note_exception("stats")
-            return {}
+            self.account.note_exception(name)
+            return otherwise
 
     def _budget_of(self, job: SubmittedJob) -> Budget:
         return self.loads if job.metadata.is_promotion else self.stores
