@@ -274,9 +274,8 @@ def located(config: StackConfig, settings: TierSettings) -> Iterator[None]:
     except MissingExtraError:
         raise
     except ConfigError as error:
-        message = str(error).removeprefix(f"{error.location}: ")
-        index = str(config.secondary.index(settings))
-        raise ConfigError(message, location=".".join(filter(None, ("secondary", index, error.location)))) from error
+        location = ".".join(filter(None, ("secondary", str(config.secondary.index(settings)), error.location)))
+        raise ConfigError(error.message, location=location) from error
 
 
 def limits_of(config: StackConfig) -> ManagerLimits:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
-from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.tiering.base import SecondaryTierManager
+
+
+def _passed_on(name: str) -> Any:  # Any: a method as the contract has it
+    def method(self: WrapperTier, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.inner, name)(*arguments, **named)
+
+    return method
 
 
 class WrapperTier(SecondaryTierManager):
@@ -31,46 +38,23 @@ class WrapperTier(SecondaryTierManager):
             return super().lookup_many(keys, req_context)
         return self.inner.lookup_many(keys, req_context)
 
+    submit_store = _passed_on("submit_store")
+    submit_load = _passed_on("submit_load")
+    get_finished = _passed_on("get_finished")
+    touch = _passed_on("touch")
+    on_new_request = _passed_on("on_new_request")
+    on_request_finished = _passed_on("on_request_finished")
+    on_schedule_end = _passed_on("on_schedule_end")
+    reset_cache = _passed_on("reset_cache")
+    take_events = _passed_on("take_events")
+    stats = _passed_on("stats")
+    describe = _passed_on("describe")
+    shutdown = _passed_on("shutdown")
+
     @property
     def lookup_failures(self) -> int:
         return self.inner.lookup_failures
 
-    def submit_store(self, job_metadata: JobMetadata) -> None:
-        self.inner.submit_store(job_metadata)
-
-    def submit_load(self, job_metadata: JobMetadata) -> None:
-        self.inner.submit_load(job_metadata)
-
-    def get_finished(self) -> Iterable[JobResult]:
-        return self.inner.get_finished()
-
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.inner.touch(keys, req_context)
-
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        return self.inner.on_new_request(req_context)
-
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        self.inner.on_request_finished(req_context)
-
-    def on_schedule_end(self) -> None:
-        self.inner.on_schedule_end()
-
-    def reset_cache(self) -> bool:
-        return self.inner.reset_cache()
-
     @property
     def reports_stored(self) -> bool:
         return self.inner.reports_stored
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        return self.inner.take_events()
-
-    def stats(self) -> Mapping[str, Any]:
-        return self.inner.stats()
-
-    def describe(self) -> Mapping[str, object]:
-        return self.inner.describe()
-
-    def shutdown(self) -> None:
-        self.inner.shutdown()
