@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from tiered_kv.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.cpu.region import PrimaryRegion
@@ -80,6 +80,12 @@ class StackCalls(Generic[M]):
         self._pid = os.getpid()
         self._request_numbers = itertools.count()
         self._call_thread = CallThread("tiered-kv-calls")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self, timeout: float = 5.0) -> None:
         """Wait for calls and for transfers, `timeout` seconds each at most, and close every tier.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.calls import StackCalls
@@ -168,12 +168,6 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         from tiered_kv.exporters.status import Observed
 
         return Observed(self.config, self.history, self._manager, self.opened_s, self.counters)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         with self._call(), self._lock:

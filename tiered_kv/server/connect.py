@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.buffers import Blocks
@@ -152,12 +152,6 @@ class HostStack(BlockFacade[ProgramManager]):
         assert link is not None
         self._attached(link)
         self._idle_poll = IdlePoll(manager, self._lock)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self, timeout: float = 5.0) -> None:
         self._idle_poll.stop()
