@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ DESCRIPTORS_SHARE: Final = 2
 _COUNTS: Final = ("descriptors", "threads")
 _CGROUP: Final = re.compile(r"^\d+:([^:]*):(.*)$", re.M)
 _MOUNT: Final = re.compile(r"^\S+ \S+ \S+ (\S+) (\S+) .*- (cgroup2?) \S+ (\S+)$", re.M)
+_MEMORY: Final = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 
 _log = logging.getLogger("tiered_kv")
@@ -90,7 +91,7 @@ class Limits:
 
     def memory(self, numa_node: int | None = None) -> list[Limit]:
         """Return the limits at which a process is killed: of every cgroup above this process, and of the machine."""
-        found = list(self._of_cgroups("memory", ("memory.max", "memory.limit_in_bytes")))
+        found = [limit for _, limit, _ in self._of_cgroups("memory", _MEMORY)]
         for folder in self._cgroups("memory"):  # of version 1: also of cgroups that a container does not show
             if match := re.search(r"^hierarchical_memory_limit (\d+)$", self._read(f"{folder}/memory.stat"), re.M):
                 found.append(Limit(int(match[1]), f"memory.limit_in_bytes of a cgroup above {folder}"))
@@ -104,7 +105,7 @@ class Limits:
 
     def slow_memory(self) -> list[Limit]:
         """Return the limits above which processes are slowed down."""
-        return list(self._of_cgroups("memory", ("memory.high",)))
+        return [limit for _, limit, _ in self._of_cgroups("memory", {"memory.high": "memory.current"})]
 
     def free_memory(self) -> list[Limit]:
         """Return how much more memory can be had now: of the machine, and below the limits of the cgroups.
@@ -114,13 +115,11 @@ class Limits:
         found = []
         if match := re.search(r"MemAvailable: *(\d+) kB", self._read("/proc/meminfo")):
             found.append(Limit(int(match[1]) << 10, "MemAvailable of this machine"))
-        for folder in self._cgroups("memory"):
-            for limit in self._limits(folder, ("memory.max", "memory.limit_in_bytes")):
-                used = self._read(f"{folder}/memory.current") or self._read(f"{folder}/memory.usage_in_bytes")
-                kept = re.findall(r"^(?:total_)?(?:in)?active_file (\d+)$", self._read(f"{folder}/memory.stat"), re.M)
-                # Version 1 gives both the cgroup's own and, behind them, the totals.
-                free = limit.amount - int(used or 0) + sum(int(each) for each in kept[-2:])
-                found.append(Limit(max(0, free), f"{limit.where}, less what it uses"))
+        for folder, limit, used in self._of_cgroups("memory", _MEMORY):
+            kept = re.findall(r"^(?:total_)?(?:in)?active_file (\d+)$", self._read(f"{folder}/memory.stat"), re.M)
+            # Version 1 gives both the cgroup's own and, behind them, the totals.
+            free = limit.amount - used + sum(int(each) for each in kept[-2:])
+            found.append(Limit(max(0, free), f"{limit.where}, less what it uses"))
         return found
 
     def huge_pages(self) -> HugePages:
@@ -132,10 +131,9 @@ class Limits:
         page_bytes = page_kib << 10 or 2 << 20
         limits = [Limit((free - promised) * page_bytes, "/proc/meminfo")]
         name = f"hugetlb.{rounded_bytes(page_bytes).replace('i', '')}"
-        for folder in self._cgroups("hugetlb"):
-            for limit in self._limits(folder, (f"{name}.max", f"{name}.limit_in_bytes")):
-                used = self._read(f"{folder}/{name}.current") or self._read(f"{folder}/{name}.usage_in_bytes")
-                limits.append(Limit(max(0, limit.amount - int(used or 0)), limit.where))
+        names = {f"{name}.max": f"{name}.current", f"{name}.limit_in_bytes": f"{name}.usage_in_bytes"}
+        for _, limit, used in self._of_cgroups("hugetlb", names):
+            limits.append(Limit(max(0, limit.amount - used), limit.where))
         least = min(limits, key=lambda each: each.amount)
         return HugePages(page_bytes, total * page_bytes, least.amount, least.where)
 
@@ -147,9 +145,8 @@ class Limits:
     def threads(self) -> list[Limit]:
         """Return how many more threads the cgroups allow, and how many all processes of this user may have."""
         found = [
-            Limit(limit.amount - int(self._read(f"{folder}/pids.current") or 0), f"{limit.where}, less pids.current")
-            for folder in self._cgroups("pids")
-            for limit in self._limits(folder, ("pids.max",))
+            Limit(limit.amount - used, f"{limit.where}, less pids.current")
+            for _, limit, used in self._of_cgroups("pids", {"pids.max": "pids.current"})
         ]
         soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         if soft != resource.RLIM_INFINITY and os.geteuid():  # root has no such limit
@@ -166,14 +163,13 @@ class Limits:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         return rounded_bytes(soft) if soft != resource.RLIM_INFINITY else "unlimited"
 
-    def _of_cgroups(self, controller: str, names: Sequence[str]) -> Iterator[Limit]:
+    def _of_cgroups(self, controller: str, names: Mapping[str, str]) -> Iterator[tuple[str, Limit, int]]:
+        """Yield the directories of cgroups, their limits and what they use of them, by the names of both files."""
         for folder in self._cgroups(controller):
-            yield from self._limits(folder, names)
-
-    def _limits(self, folder: str, names: Sequence[str]) -> Iterator[Limit]:
-        for name in names:
-            if (text := self._read(f"{folder}/{name}").strip()).isdecimal():  # else "max", or no such file
-                yield Limit(int(text), f"{name} of the cgroup {folder}")
+            for name, usage in names.items():
+                if (text := self._read(f"{folder}/{name}").strip()).isdecimal():  # else "max", or no such file
+                    limit = Limit(int(text), f"{name} of the cgroup {folder}")
+                    yield folder, limit, int(self._read(f"{folder}/{usage}") or 0)
 
     def _cgroups(self, controller: str) -> list[str]:
         """Return the directories of this process's cgroups and of all above it, as far as they are mounted.
