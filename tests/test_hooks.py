@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ import pytest
 
 from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.errors import ConfigError, ResourceError
-from tiered_kv.hooks import TierPlugins, TierType, hookimpl, tier_plugins
+from tiered_kv.hooks import PROJECT, TierPlugins, TierType, hookimpl, tier_plugins
 from tiered_kv.testing.rig import FourMethodTier
 
 HOOK = """
@@ -59,9 +59,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[Install
 
 
 def find_installed() -> TierPlugins:
-    plugins = TierPlugins()
-    plugins.find_installed()
-    return plugins
+    return TierPlugins(importlib.metadata.entry_points(group=PROJECT))
 
 
 def test_a_plugin_is_imported_when_a_tier_of_its_entry_point_s_name_is_asked_for(install: Install) -> None:
@@ -102,15 +100,6 @@ def test_an_installed_plugin_is_found(install: Install) -> None:
     assert plugins.resolve("outside").load() is FourMethodTier
     (state,) = [state for state in plugins.states() if state.plugin == "outsider"]
     assert (state.distribution, state.error) == ("outsider 1.0", "")
-
-
-def test_plugins_that_were_loaded_are_not_loaded_again(install: Install) -> None:
-    install("outsider", HOOK.format(name="outside"))
-    plugins = find_installed()
-    plugins.resolve("outside")
-    before = plugins.states()
-    plugins.find_installed()
-    assert plugins.states() == before
 
 
 @pytest.mark.parametrize(

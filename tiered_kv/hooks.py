@@ -127,27 +127,19 @@ class TierPlugins:
     """The plugins of one process, or of one test, and their tier types.
 
     Any thread may ask for them. One thread at a time may call `register` and `unregister`.
+
+    Installed plugins, given by their entry points, are loaded when they are needed. One that cannot be loaded then is
+    logged, reported and left out. If the system gives no descriptor, thread or memory to load it, the method that needs
+    it raises `ResourceError`; it may be called again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, installed: Iterable[importlib.metadata.EntryPoint] = ()) -> None:
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(_Hooks)
         self._lock = threading.RLock()  # held while plugins are loaded, which may register others
-        self._waiting: list[importlib.metadata.EntryPoint] = []  # installed, and not loaded
+        # Not loaded yet. An editable installation may be found twice, by its own path and by PYTHONPATH.
+        self._waiting = list({_origin(each): each for each in installed}.values())
         self._states: list[PluginState] = []
-
-    def find_installed(self) -> None:
-        """Find the installed plugins that were not found yet. They are loaded when they are needed.
-
-        A plugin that cannot be loaded then is logged, reported and left out. If the system gives no descriptor, thread
-        or memory to load it, the method that needs it raises `ResourceError`; it may be called again.
-        """
-        found = {_origin(each) for each in self._waiting} | {(each.plugin, each.distribution) for each in self._states}
-        for entry_point in importlib.metadata.entry_points(group=PROJECT):
-            # An editable installation may be found twice, by its own path and by PYTHONPATH.
-            if _origin(entry_point) not in found:
-                found.add(_origin(entry_point))
-                self._waiting.append(entry_point)
 
     def register(self, plugin: object, name: str | None = None) -> PluginState:
         """Add a plugin: a module or object with the `tiered_kv_register_tiers` hook.
@@ -287,9 +279,7 @@ def _is_named(state: PluginState, name: str) -> bool:
 @functools.cache
 def tier_plugins() -> TierPlugins:
     """Return this process's plugins, the installed ones among them."""
-    plugins = TierPlugins()
-    plugins.find_installed()
-    return plugins
+    return TierPlugins(importlib.metadata.entry_points(group=PROJECT))
 
 
 def tier_settings(entry: object) -> TierSettings:
