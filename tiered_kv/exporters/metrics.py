@@ -28,8 +28,8 @@ Counters = Mapping[str, Mapping[str, Any]]  # Any: as `Stack.counters`
 Read = Callable[[], Counters]
 """Returns counters; any thread may call."""
 
-THIRD_PARTY_SERIES_MAX: Final = 64
-"""Numbers of one tier with names that the vocabulary does not have. They are one metric, by name."""
+NAME_SERIES_MAX: Final = LABELS_MAX + 8
+"""Of one name in a tier. The numbers that the vocabulary does not have are one metric, by name."""
 DROPPED: Final = "dropped_series"
 DROPPED_METRIC: Final = Metric("Numbers of the tier that are no metrics: too many, or unfit names or values.")
 THIRD_PARTY: Final = f"{TIER_PREFIX}number"
@@ -93,16 +93,11 @@ def _own_series(tier: str, values: Mapping[str, Any], secrets: set[str]) -> Iter
     for name, texts, number in numbers_of(values):
         value, metric = _float(number), TIER.get(name)
         labels = tuple(safe_label(text, secrets) for text in texts)
-        is_fit = value is not None and (metric is None or len(metric.labels) == len(labels))
+        identity = Series(TIER_PREFIX + name, metric or THIRD_PARTY_METRIC, (tier, *labels), None)
         if metric is None:
-            identity = Series(
-                THIRD_PARTY, THIRD_PARTY_METRIC, (tier, safe_label(name, secrets), ",".join(labels)), None
-            )
-            is_fit &= counts[identity.name] < THIRD_PARTY_SERIES_MAX
-        else:
-            identity = Series(TIER_PREFIX + name, metric, (tier, *labels), None)
-            is_fit &= counts[identity.name] < LABELS_MAX + 8
-        if is_fit and identity not in seen:
+            identity = identity._replace(name=THIRD_PARTY, labels=(tier, safe_label(name, secrets), ",".join(labels)))
+        is_fit = value is not None and len(identity.metric.labels) + 1 == len(identity.labels)
+        if is_fit and identity not in seen and counts[identity.name] < NAME_SERIES_MAX:
             seen.add(identity)
             counts[identity.name] += 1
             yield identity._replace(value=value)
