@@ -12,6 +12,7 @@ import numpy as np
 
 from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.units import HOURS_A_DAY
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.metrics.instruments import Notices
@@ -19,10 +20,10 @@ from tiered_kv.reasons import reason_of
 from tiered_kv.tiering.account import TierAccount
 from tiered_kv.tiering.answers import WrongValueError, checked_flag, checked_result, checked_stats, tier_exceptions
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.tiering.gates import Breaker, BreakerState, Budget
+from tiered_kv.tiering.gates import Admission, Breaker, BreakerState, Budget
 from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.pace import EngineCost, Pace
-from tiered_kv.tiering.write_budget import admission_of
+from tiered_kv.tiering.write_budget import WriteBudget
 
 T = TypeVar("T")
 
@@ -93,7 +94,10 @@ class GuardedTier:
         self.tier = tier if is_nonblocking else IsolatedTier(tier, settings.lookup_timeout, clock)
         self.settings = settings
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_cooldown)
-        self.admission = admission_of(settings, block_bytes, wear_clock or clock, self._moved_blocks)
+        self.admission = Admission(settings.admit_after)
+        if settings.write_budget is not None:
+            hour_bytes = settings.write_budget // HOURS_A_DAY
+            self.admission = WriteBudget(hour_bytes, block_bytes, wear_clock or clock, self._moved_blocks)
         self.pace = Pace(cost or EngineCost())
         event_source = self.tier if reports_events else None
         self.account = TierAccount(self.name, number, block_bytes, notices or Notices(), history, event_source)

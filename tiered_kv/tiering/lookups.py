@@ -193,10 +193,7 @@ class BatchedLookups:
             self._has_runner = False
 
     def _settle(self, question: Question, answer: bool) -> None:
-        answers = self.answers.get(question.req_context.req_id)
-        if answers is not None:
-            answers[question.key] = answer
-        for req_id in question.others or ():
+        for req_id in (question.req_context.req_id, *(question.others or ())):
             answers = self.answers.get(req_id)
             if answers is not None:
                 answers[question.key] = answer

@@ -10,8 +10,6 @@ from itertools import islice
 from typing import Final
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.config.settings import TierSettings
-from tiered_kv.config.units import HOURS_A_DAY
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.tiering.gates import Admission, Selection
 
@@ -42,15 +40,6 @@ HELD, LOST, NEW = range(3)
 A request's known and new blocks are in separate groups: together they lost 3 % of the hits at a quarter of the bytes.
 """
 GROUPS: Final = NEW + 2 * (len(SIZES) + 1)
-
-
-def admission_of(
-    settings: TierSettings, block_bytes: int, clock: Callable[[], float], moved_blocks: Callable[[], int]
-) -> Admission:
-    """Return the admission of a tier with these settings; the other arguments are those of `WriteBudget`."""
-    if settings.write_budget is None:
-        return Admission(settings.admit_after)
-    return WriteBudget(settings.write_budget // HOURS_A_DAY, block_bytes, clock, moved_blocks)
 
 
 @dataclass(slots=True)
