@@ -156,16 +156,14 @@ class BackgroundTask:
         return thread is None or not thread.is_alive()
 
     def _run(self) -> None:
-        while self._take_request():
+        while True:
+            with self._lock:
+                if not self._is_asked:
+                    self._thread = None
+                    return
+                self._is_asked = False
             try:
                 self._action()
             except BaseException:  # SystemExit too: later requests would not run
                 with suppress(Exception):  # of a log handler
                     _log.exception("%s failed", self._name)
-
-    def _take_request(self) -> bool:
-        with self._lock:
-            is_asked, self._is_asked = self._is_asked, False
-            if not is_asked:
-                self._thread = None
-            return is_asked

@@ -112,7 +112,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._gathering_tiers = tuple(guarded for guarded in self._tiers if guarded.overrides("on_schedule_end"))
         self._has_event_sink = event_sink is not None
         self._counting_tiers = tuple(guarded for guarded in self._tiers if not guarded.admission.is_open())
-        self._prefetches = Prefetches(self, primary, self._promotions, self._search)
+        self._prefetches = Prefetches(self, self._promotions, self._search)
         accounts = [guarded.account for guarded in self._tiers]
         self._history = history
         self._account = PrimaryAccount(primary, accounts, history, event_sink, block_tokens)

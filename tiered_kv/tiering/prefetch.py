@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadingManager, OffloadKey
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.tiering.requests import RequestState
 from tiered_kv.tiering.search import Search
 from tiered_kv.tiering.transfers import Promotions
@@ -37,11 +36,8 @@ class Prefetches:
     blocks that are needed sooner.
     """
 
-    def __init__(
-        self, manager: OffloadingManager, primary: CPUOffloadingManager, promotions: Promotions, search: Search
-    ) -> None:
+    def __init__(self, manager: OffloadingManager, promotions: Promotions, search: Search) -> None:
         self._manager = manager
-        self._primary = primary
         self._promotions = promotions
         self._search = search
         self.running: dict[RequestState, _Prefetch] = {}
@@ -108,7 +104,7 @@ class Prefetches:
                 if key not in state.promoting:
                     waiting.append(key)
             elif answer:
-                self._promotions.keep(self._primary.blocks[key], state)
+                self._promotions.keep(self._promotions.primary.blocks[key], state)
             else:
                 missed = len(keys) - index
                 break
