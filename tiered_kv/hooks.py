@@ -85,6 +85,9 @@ class TierType:
             )
         if not (isinstance(self.settings, type) and issubclass(self.settings, TierSettings)):
             raise ConfigError(f"tier type '{self.name}' needs a subclass of TierSettings, not {self.settings!r}")
+        for given in (self.load, self.administration or self.load, self.key_store or self.load):
+            if not callable(given):
+                raise ConfigError(f"tier type '{self.name}' needs a callable that returns a class, not {given!r}")
 
 
 def imported(reference: str, *, library: str = "", extra: str = "") -> Callable[[], Any]:  # Any: the class

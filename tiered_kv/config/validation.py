@@ -147,8 +147,8 @@ def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
     if wanted == _TEXT_WANTED and value is not None and not isinstance(value, (Mapping, list, tuple)):
         return f"{wanted}; put it in quotes"  # what YAML has read is not what the file says: 1.10 is 1.1, `on` is true
     found = HIDDEN if is_hidden else _shown(value, name)
-    known = re.findall(r"'([^']*)'", detail["ctx"]["expected"]) if detail["type"] == "literal_error" else []
-    return f"{wanted}, found {found}{suggestion(str(value), known)}"
+    words = re.findall(r"'([^']*)'", detail["ctx"]["expected"]) if detail["type"] == "literal_error" else []
+    return f"{wanted}, found {found}{suggestion(str(value), words)}"
 
 
 def _reworded(message: str) -> str:

@@ -41,10 +41,11 @@ class SecondaryTierFactory:
         elif tier_type.settings is not TierSettings:
             arguments.append(checked)
         try:
-            tier_class: Callable[..., SecondaryTierManager] = tier_type.load()
-            if not (isinstance(tier_class, type) and issubclass(tier_class, SecondaryTierManager)):
-                message = f"loads {tier_class!r}, which is no subclass of SecondaryTierManager"
+            loaded = tier_type.load()
+            if not (isinstance(loaded, type) and issubclass(loaded, SecondaryTierManager)):
+                message = f"loads {loaded!r}, which is no subclass of SecondaryTierManager"
                 raise ConfigError(f"tier type '{tier_type.name}' {message}")
+            tier_class: Callable[..., SecondaryTierManager] = loaded  # each has arguments of its own
             tier = tier_class(*arguments, **keywords)
             # A property of a third-party class may raise; here that names the tier.
             if not all(hasattr(tier, name) for name in ("tier_type", "is_nonblocking", "takes_offsets")):
