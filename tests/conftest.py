@@ -23,6 +23,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [os.environ.get("PYTHONPATH"), str(Path(tiered_kv.__file__).parents[1]), sys.path[-1]])
 )
 
+from tests.support.faulty import Gate
 from tests.support.figures import FIGURES, Figures, Profile
 from tests.support.footprint import Footprint, left_behind
 from tests.support.patient_nvme import patient_nvme
@@ -32,7 +33,7 @@ from tests.support.redis_servers import redis_server, tls_redis_server
 from tests.support.s3_servers import installed_server, moto_bucket, moto_server
 from tests.support.server_process import fake_redis_url
 from tests.support.stacks import Register, ReplaceModule, plugged_class
-from tiered_kv.testing.control import Gate, ManualClock
+from tiered_kv.testing.control import ManualClock
 
 # Fixtures of all tests. One that lasts for the session is made once, which an import into each module would not do.
 __all__ = [

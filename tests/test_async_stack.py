@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from tests.support.faulty import FourMethodTier, Gate
 from tests.support.stacks import PATIENT, Register, stack_of
 from tiered_kv.async_stack import AsyncStack
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import ShutdownError
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.control import Gate
-from tiered_kv.testing.rig import FourMethodTier
 
 BLOCK_BYTES = 4096
 HASHES = [b"one", b"two", b"three"]

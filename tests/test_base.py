@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.faulty import FourMethodTier
 from tests.support.stacks import stack_of
 from tiered_kv import base, mediums
 from tiered_kv.abstract import PrefixOffloadingManager
@@ -33,7 +34,6 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import HINTS_KEY, SECONDS_MAX, HintReader, Hints
 from tiered_kv.stack_config import load_config
-from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 

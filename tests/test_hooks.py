@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faulty import FourMethodTier
 from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.errors import ConfigError, ResourceError
 from tiered_kv.hooks import PROJECT, TierPlugins, TierType, hookimpl, tier_plugins
-from tiered_kv.testing.rig import FourMethodTier
 
 HOOK = """
 from tiered_kv.hooks import TierType, hookimpl
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.testing.rig import FourMethodTier
+from tests.support.faulty import FourMethodTier
 
 @hookimpl
 def tiered_kv_register_tiers():
@@ -206,7 +206,7 @@ def test_the_built_in_tiers_come_through_entry_points_alone() -> None:
 
 
 def test_a_class_and_a_tier_type_are_found_by_their_names() -> None:
-    tier_type = TierPlugins().resolve("tiered_kv.testing.rig:FourMethodTier")
+    tier_type = TierPlugins().resolve("tests.support.faulty:FourMethodTier")
     assert tier_type.load() is FourMethodTier
     assert tier_type.settings is ClassArguments
     assert TierPlugins().resolve("tests.support.obedient:OBEDIENT_TYPE").name == "obedient"

@@ -14,7 +14,7 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from tests.support.faulty import HeldJobsTier
+from tests.support.faulty import FourMethodTier, Gate, HeldJobsTier
 from tests.support.interrupt_cases import BLOCK_BYTES, BLOCKS, CONTENT, INTERRUPTED, WAIT_S, check_stack, new_keys
 from tests.support.interrupts import Interrupt, interrupt, signalled
 from tests.support.shortages import Resource, Shortage, outage
@@ -23,8 +23,6 @@ from tests.support.threads import no_threads
 from tiered_kv import interrupts
 from tiered_kv.errors import ResourceError, ShutdownError
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.control import Gate
-from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.threads import DaemonThreads, run_all, start_thread
 from tiered_kv.tiering.base import TierSpec
 

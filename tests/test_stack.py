@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import tiered_kv
-from tests.support.faulty import HeldJobsTier
+from tests.support.faulty import FourMethodTier, Gate, HeldJobsTier
 from tests.support.shortages import DescriptorsLeft, Resource, Shortage, outage
 from tests.support.stacks import PATIENT, Register, block_hashes, manager_of, stack_of
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
@@ -24,8 +24,8 @@ from tiered_kv.errors import ConfigError, ResourceError, ShutdownError, TierErro
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack, open_region, open_stack
 from tiered_kv.stack_config import load_config
-from tiered_kv.testing.control import Gate, wait_until
-from tiered_kv.testing.rig import FourMethodTier, make_keys
+from tiered_kv.testing.control import wait_until
+from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import TierSpec
 
 BLOCK_BYTES = 4096

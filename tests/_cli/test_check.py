@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import Command
+from tests.support.faulty import FourMethodTier
 from tests.support.redis_servers import RedisServer
 from tests.support.stacks import ReplaceModule, stack_file
 from tests.support.status_server import StatusServer, response
-from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import JobMetadata, JobResult
 
 

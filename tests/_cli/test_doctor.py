@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,16 @@ import numpy as np
 import pytest
 
 from tests.support.command import Command
-from tests.support.faulty import HeldJobsTier
+from tests.support.faulty import FourMethodTier, Gate, HeldJobsTier
 from tests.support.pages import undescribed
 from tests.support.stacks import Register, stack_of
 from tests.support.status_server import StatusServer, response
 from tiered_kv import open_stack
 from tiered_kv._cli.doctor import RULES
 from tiered_kv.cli import main
-from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.stack import Stack
-from tiered_kv.testing.control import Gate
 from tiered_kv.testing.faults import FailingTier
-from tiered_kv.testing.rig import FourMethodTier, make_keys
+from tiered_kv.testing.rig import make_keys
 
 BLOCK_BYTES = 4096
 WAIT_S = 30.0
@@ -92,17 +90,6 @@ def test_a_disk_that_is_too_small_is_told_too(doctor: Command) -> None:
         serve(stack, prompts_of([*range(6)] * 6))
         found = doctor.json(address, status=1)["limits"]
     assert "`capacity` of disk" in next(each["setting"] for each in found if each["tier"] == "disk")
-
-
-def test_small_pages_of_a_host_s_cache_are_told(doctor: Command) -> None:
-    with closing(Namespaces(stack_of(blocks=8, metrics={"listen": "127.0.0.1:0"}))) as namespaces:
-        namespaces.open_own()
-        pages = namespaces.open_pages()
-        assert pages is not None
-        with closing(pages):
-            namespaces.hosts[0].region.has_huge_pages = False
-            setting = limits(doctor, f"127.0.0.1:{pages.port}")["small_pages"]["setting"]
-    assert f"reserve {8 * BLOCK_BYTES >> 10}KiB of huge pages" in setting
 
 
 def test_prompts_without_common_prefixes_are_told(doctor: Command) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.damage import Kind, record_damages
+from tests.support.faulty import FourMethodTier
 from tests.support.places import Place
 from tests.support.stacks import plugged, stack_file
 from tests.support.tenants import BLOCK_BYTES, Tenant
@@ -17,7 +18,6 @@ from tiered_kv.cli import main
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.hooks import TierType
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.toolkit.administration import (
     Ages,
     Purged,

@@ -14,6 +14,7 @@ from typing import ClassVar
 import pytest
 
 from tests.support.command import Command
+from tests.support.faulty import FourMethodTier
 from tests.support.stacks import plugged, stack_file, stack_of
 from tiered_kv.cli import main
 from tiered_kv.config.namespace import Namespace
@@ -21,7 +22,6 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import TierType
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.toolkit.administration import Purged, StoredNamespace, Survey, TierAdministration, matching_description
 
 IDENTITY = Namespace(model="test").identify(block_bytes=4096, block_tokens=16)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.faulty import FourMethodTier
 from tests.support.secret_hunt import Sheet, new_marker
 from tests.support.stacks import Register, ReplaceModule, stack_file, stack_of
 from tiered_kv._cli.replay import replay_page
@@ -23,7 +24,6 @@ from tiered_kv.cli import main
 from tiered_kv.stack import open_engine_stack
 from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.testing.control import ManualClock
-from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.request import ChatWorkload
 from tiered_kv.workload.tally import Tally

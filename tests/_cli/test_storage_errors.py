@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import Command
+from tests.support.faulty import FourMethodTier
 from tests.support.redis_servers import RedisServer, make_tls_files
 from tests.support.stacks import stack_file
 from tests.support.status_server import StatusServer, response
 from tiered_kv.cli import main
-from tiered_kv.testing.rig import FourMethodTier
 
 S3 = "bucket: blocks, access_key_id: an-id, secret_access_key: a-secret, attempts: 1, region: us-east-1"
 VERBS = [["check"], ["inspect"], ["purge", "--yes"], ["bench", "--blocks", "2", "--rounds", "1"]]

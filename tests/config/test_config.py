@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, SecretStr
 
+from tests.support.faulty import FourMethodTier
 from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, plugged
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import FILE_BYTES_MAX, parse_stack_text
@@ -33,7 +34,6 @@ from tiered_kv.cpu.policies import BUILT_IN_POLICIES, make_policy
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import TierType
 from tiered_kv.stack_config import StackConfig, load_config, stack_schema
-from tiered_kv.testing.rig import FourMethodTier
 
 MINIMAL: dict[str, object] = {
     "namespace": {"model": "m"},

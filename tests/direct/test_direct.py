@@ -17,7 +17,7 @@ import pytest
 
 from tests.direct.conftest import BLOCK_BYTES, MEMORY, WAIT_S, Register, offsets, open_direct
 from tests.support.entries import s3_entry
-from tests.support.faulty import HangingTier, HeldJobsTier, Lie, LyingTier
+from tests.support.faulty import FourMethodTier, Gate, HangingTier, HeldJobsTier, Lie, LyingTier
 from tests.support.pages import write_shown
 from tests.support.stacks import PATIENT
 from tests.tiering.test_wedged_tiers import DETECTABLE
@@ -26,9 +26,9 @@ from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers, thread
 from tiered_kv.errors import ConfigError, ShutdownError
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.testing.control import Gate, wait_until
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.faults import FailingTier
-from tiered_kv.testing.rig import FourMethodTier, make_keys
+from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit import Outcome
 from tiered_kv_memory.tier import MemoryTier
 

@@ -15,10 +15,10 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.direct.conftest import WAIT_S, memory_tier, open_direct
-from tests.support.faulty import HeldJobsTier
+from tests.support.faulty import Gate, HeldJobsTier
 from tests.support.stacks import PATIENT, plugged_class
 from tiered_kv.base import OffloadKey
-from tiered_kv.testing.control import Gate, wait_until
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.faults import FailingTier
 from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec

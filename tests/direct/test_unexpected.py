@@ -12,11 +12,11 @@ import pytest
 
 from tests.direct.conftest import BLOCK_BYTES, MEMORY, WAIT_S, Register, offsets, open_direct
 from tests.support.entries import s3_entry
-from tests.support.faulty import HeldJobsTier
+from tests.support.faulty import Gate, HeldJobsTier
 from tests.support.stacks import PATIENT
 from tiered_kv.direct import tasks, thread
 from tiered_kv.errors import ShutdownError
-from tiered_kv.testing.control import Gate, wait_until
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 
 TARGET = 1 << 16

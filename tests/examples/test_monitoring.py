@@ -20,14 +20,12 @@ from typing import Any
 import pytest
 
 from tests.support.damage import Kind, record_damages
-from tests.support.faulty import HangingTier, HeldJobsTier
+from tests.support.faulty import FourMethodTier, Gate, HangingTier, HeldJobsTier
 from tests.support.prometheus import MONITORING, OF_THE_MACHINE, Prometheus, missing_prometheus, panels, wait_for
 from tests.support.server_process import free_port
 from tests.support.stacks import Register, stack_of
 from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
 from tiered_kv.stack import EngineStack, open_engine_stack
-from tiered_kv.testing.control import Gate
-from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.request import ChatWorkload
 

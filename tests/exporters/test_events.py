@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from tests.support.event_subscriber import Index, Message, Subscriber, index_of
+from tests.support.faulty import Gate
 from tests.support.obedient import BLOCK_BYTES, put, stack_of
 from tests.support.stacks import ReplaceModule, block_hashes, manager_of
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, make_offload_key
@@ -32,7 +33,7 @@ from tiered_kv.exporters.events import (
 )
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.stack_config import EventSettings
-from tiered_kv.testing.control import Gate, wait_until
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 
 ANY_PORT = "tcp://127.0.0.1:*"

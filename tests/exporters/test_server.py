@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.faulty import FourMethodTier, Gate
 from tests.support.stacks import Register, ReplaceModule, stack_of
 from tests.support.threads import meanwhile, no_threads
 from tiered_kv.errors import ConfigError, MissingExtraError
@@ -23,8 +24,8 @@ from tiered_kv.exporters import server as server_module
 from tiered_kv.exporters.server import CONNECTIONS_MAX, LINE_BYTES_MAX, Body, StatusServer
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.stack_config import MetricsSettings
-from tiered_kv.testing.control import Gate, wait_until
-from tiered_kv.testing.rig import FourMethodTier, make_keys
+from tiered_kv.testing.control import wait_until
+from tiered_kv.testing.rig import make_keys
 
 BLOCK_BYTES = 4096
 TIMEOUT_S = 20.0

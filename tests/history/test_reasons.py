@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from tests.support.faulty import FourMethodTier
 from tests.support.obedient import (
     BLOCK_BYTES,
     OTHERS,
@@ -28,7 +29,7 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.history.recorder import PENDING_KEYS_MAX
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.control import ManualClock
-from tiered_kv.testing.rig import FourMethodTier, make_keys
+from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.pace import FIRST_LOADS
 

@@ -16,11 +16,12 @@ torch = pytest.importorskip("torch", reason="the extra 'transformers'")
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers'")
 
 from tests.integrations.program_checks import damage  # noqa: E402 - after what it needs
+from tests.support.faulty import Gate  # noqa: E402
 from tests.support.shortages import Resource, outage  # noqa: E402
 from tiered_kv.errors import ConfigError, ShutdownError  # noqa: E402
 from tiered_kv.integrations.transformers import PrefixCache, PrefixCacheStats, prefix_cache  # noqa: E402
 from tiered_kv.metrics.instruments import count_of  # noqa: E402
-from tiered_kv.testing.control import Gate, wait_until  # noqa: E402
+from tiered_kv.testing.control import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

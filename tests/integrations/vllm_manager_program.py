@@ -38,8 +38,8 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
 )
 
 import tiered_kv.integrations.vllm.tier as tier_module
+from tests.support.faulty import FourMethodTier
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.testing.rig import FourMethodTier
 
 PRIMARY_CHUNKS = 16
 WHOLE_PRIMARY = {"store_budget": PRIMARY_CHUNKS * CHUNK_BYTES, "load_budget": PRIMARY_CHUNKS * CHUNK_BYTES}

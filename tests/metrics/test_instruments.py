@@ -6,12 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.faulty import FourMethodTier
 from tests.support.obedient import obedient, put, stack_of
 from tests.support.stacks import Register, manager_of
 from tiered_kv.metrics.instruments import NOTICES_MAX, Counters, Notices, count_of, flat_counts
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.control import ManualClock
-from tiered_kv.testing.rig import FourMethodTier, make_keys
+from tiered_kv.testing.rig import make_keys
 
 
 def test_no_event_is_lost_however_many_threads_count() -> None:

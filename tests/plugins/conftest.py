@@ -14,10 +14,11 @@ import pytest
 
 from tests.support.disks import FaultyDisk
 from tests.support.entries import OpenRig, rig_of
+from tests.support.faulty import Gate
 from tests.support.patient_nvme import waiting_until_closed
 from tests.support.redis_servers import PATIENT, RedisServer
 from tiered_kv.base import OffloadKey
-from tiered_kv.testing.control import Gate, wait_until
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, block_content, make_keys
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import CodecSet

@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.disk_use import fs_blocks, fs_ledger, occupied_bytes
 from tests.support.entries import OpenRig
-from tiered_kv.testing.control import Gate, wait_until
+from tests.support.faulty import Gate
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_fs.files import locked
 from tiered_kv_fs.layout import TEMPORARY_BLOCK

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.disks import FaultyDisk, fail, full_after, hold, without_faults
+from tests.support.faulty import Gate
 from tiered_kv.errors import TierBusyError
-from tiered_kv.testing.control import Gate
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_nvme.pool import slot_of
 from tiered_kv_nvme.reclaimer import Reclaimer

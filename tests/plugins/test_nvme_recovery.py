@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.disks import FaultyDisk, FlushOrder, fail, hold, without_faults
+from tests.support.faulty import Gate
 from tests.support.shortages import Resource, Shortage
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.testing.control import Gate
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_nvme.disk import PROBE_NAME
 from tiered_kv_nvme.layout import PAGE_BYTES

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
-from tiered_kv.testing.control import Gate
+from tests.support.faulty import Gate
 from tiered_kv_nvme.disk import Disk
 
 Interfere = Callable[[Sequence[memoryview], int], int | None]

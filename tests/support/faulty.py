@@ -1,22 +1,59 @@
-"""Wrappers that make a good tier hang, come late, raise or lie: what a manager has to bear. A `Gate` says when.
+"""The smallest tier, and wrappers that make a tier hang, come late, raise or lie. A `Gate` says when.
 
 The scheduler's thread calls a wrapper with `is_nonblocking`, so the wrapped tier must return at once too.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Collection, Iterable
 from enum import Enum
+from typing import Any
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
-from tiered_kv.testing.control import Gate
 from tiered_kv.testing.faults import JobWrapperTier
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.wrapper import WrapperTier
 
 _UNKNOWN_JOB: JobId = 1 << 60
 _UNASKED_KEY = make_offload_key(b"not in the job", 0)
+
+
+class Gate:
+    """Open or closed; any thread may use it."""
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        self._opened = threading.Event()
+        self.waiting = 0
+        """How many threads wait at the gate; read only."""
+        self._lock = threading.Lock()
+        if is_open:
+            self._opened.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
+    def open(self) -> None:
+        """Let all threads pass, from now on."""
+        self._opened.set()
+
+    def close(self) -> None:
+        """Block every thread that arrives from now on."""
+        self._opened.clear()
+
+    def pass_through(self) -> None:
+        """Return once the gate is open; waits without a limit."""
+        if self._opened.is_set():
+            return
+        with self._lock:
+            self.waiting += 1
+        try:
+            self._opened.wait()
+        finally:
+            with self._lock:
+                self.waiting -= 1
 
 
 class HangingTier(WrapperTier):
@@ -176,3 +213,44 @@ class LyingTier(JobWrapperTier):
     def _flip(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
             self._region[block_id * self._row_bytes] ^= 0xFF
+
+
+class FourMethodTier(SecondaryTierManager):
+    """Keeps copies of blocks in a dictionary, and executes each job within its submission.
+
+    It has no partial success, deadlines, verification or resets, which are optional for a tier.
+    """
+
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type)
+        shape = primary_kv_view.shape
+        assert shape is not None
+        self._block_bytes = shape[1]
+        self._region = primary_kv_view.cast("B")
+        self._finished: list[JobResult] = []
+        self.blocks: dict[OffloadKey, bytes] = {}
+        """The stored blocks; tests may read and damage them."""
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return key in self.blocks
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        for key, row in self._rows(job_metadata):
+            if key not in self.blocks:
+                self.blocks[key] = bytes(row)
+        self._finished.append(JobResult(job_metadata.job_id, True))
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        success = all(key in self.blocks for key in job_metadata.keys)
+        if success:
+            for key, row in self._rows(job_metadata):
+                row[:] = self.blocks[key]
+        self._finished.append(JobResult(job_metadata.job_id, success))
+
+    def get_finished(self) -> Iterable[JobResult]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _rows(self, job: JobMetadata) -> Iterable[tuple[OffloadKey, memoryview]]:
+        for key, block_id in zip(job.keys, job.block_ids.tolist(), strict=True):
+            yield key, self._region[block_id * self._block_bytes : (block_id + 1) * self._block_bytes]

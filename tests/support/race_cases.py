@@ -18,6 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.support import stacks
+from tests.support.faulty import Gate
 from tests.support.figures import Figures
 from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
@@ -26,7 +27,7 @@ from tests.support.threads import meanwhile
 from tiered_kv.errors import TierBusyError
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.control import Gate, wait_until
+from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 
 BLOCK_BYTES = 4096

@@ -168,7 +168,7 @@ STACK: dict[str, object] = {
     "block": {"bytes": "4KiB"},
     "primary": {"capacity": "64KiB"},
 }
-BY_CLASS = "tiered_kv.testing.rig:FourMethodTier"
+BY_CLASS = "tests.support.faulty:FourMethodTier"
 """A tier without a model: every further key is an argument of its class."""
 
 ENTRIES: dict[str, dict[str, object]] = {

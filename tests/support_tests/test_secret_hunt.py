@@ -13,6 +13,7 @@ import pytest
 import yaml
 from pydantic import SecretStr, create_model
 
+from tests.support.faulty import FourMethodTier
 from tests.support.secret_hunt import (
     QUICK,
     STACK,
@@ -27,7 +28,6 @@ from tiered_kv.cli import main
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import TierError
 from tiered_kv.hooks import TierType
-from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import JobMetadata
 
 

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.faulty import HeldJobsTier, Lie, LyingTier
+from tests.support.faulty import FourMethodTier, Gate, HeldJobsTier, Lie, LyingTier
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.testing.conformance import TierConformance
-from tiered_kv.testing.control import Gate
 from tiered_kv.testing.faults import FailingTier
-from tiered_kv.testing.rig import FourMethodTier, OpenTier, TierRig
+from tiered_kv.testing.rig import OpenTier, TierRig
 from tiered_kv.tiering.base import JobMetadata, SecondaryTierManager
 from tiered_kv.tiering.wrapper import WrapperTier
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faulty import Gate
 from tests.support.footprint import Footprint, left_behind
 from tests.support.pages import write_shown
-from tiered_kv.testing.control import Gate
 
 
 def test_nothing_is_found_where_nothing_is_left(temporary_directory: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from tests.support.faulty import FourMethodTier
 from tests.support.stacks import Register, plugged
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError, MissingExtraError, TierError, TierUnavailableError
 from tiered_kv.hooks import TierType, tier_plugins
-from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 

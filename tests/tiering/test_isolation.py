@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.faulty import FourMethodTier
 from tests.support.shortages import Resource, outage
 from tests.tiering.conftest import keys
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.testing.control import ManualClock, wait_until
-from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering import isolation
 from tiered_kv.tiering.base import JobMetadata, JobResult
 from tiered_kv.tiering.isolation import HINTS_MAX, IsolatedTier

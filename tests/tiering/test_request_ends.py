@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from tests.support.faulty import FourMethodTier, Gate
 from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext, make_offload_key
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.testing.control import Gate, ManualClock, wait_until
-from tiered_kv.testing.rig import FourMethodTier
+from tiered_kv.testing.control import ManualClock, wait_until
 from tiered_kv.tiering.base import JobMetadata, JobResult
 from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.manager import TieringOffloadingManager

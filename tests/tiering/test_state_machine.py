@@ -15,7 +15,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.support.disk_use import damage_files
 from tests.support.entries import damage_objects, s3_entry
-from tests.support.faulty import HangingTier, HeldJobsTier
+from tests.support.faulty import FourMethodTier, Gate, HangingTier, HeldJobsTier
 from tests.support.redis_servers import RedisServer
 from tests.support.s3_servers import S3Server
 from tiered_kv.audit.audit import AuditRules
@@ -24,11 +24,10 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.testing.control import Gate, ManualClock
+from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.faults import FailingTier, PromptTier
 from tiered_kv.testing.model import RowLedger, StackUnderTest, WatchedTier
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
-from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.testing.state_machine import OpenStack, make_state_machine
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.manager import TieringOffloadingManager

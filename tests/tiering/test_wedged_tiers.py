@@ -11,16 +11,16 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from tests.support.faulty import HangingTier, HeldJobsTier, Lie, LyingTier
+from tests.support.faulty import FourMethodTier, Gate, HangingTier, HeldJobsTier, Lie, LyingTier
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.testing.control import Gate, ManualClock, wait_until
+from tiered_kv.testing.control import ManualClock, wait_until
 from tiered_kv.testing.model import StackModel, StackUnderTest
-from tiered_kv.testing.rig import FourMethodTier, make_keys
+from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.manager import TieringOffloadingManager
 

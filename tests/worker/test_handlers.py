@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.faulty import Gate
 from tests.support.shortages import Resource, outage
 from tiered_kv.base import (
     CanonicalKVCacheRef,
@@ -22,7 +23,7 @@ from tiered_kv.base import (
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.testing.control import Gate, wait_until
+from tiered_kv.testing.control import wait_until
 from tiered_kv.worker import open_handlers
 from tiered_kv.worker.handlers import CopyHandler, HostCopier, HostCopy, WorkerHandlers, copy_runs
 from tiered_kv.worker.plan import LOAD, STORE, CopyPlan, lay_out

@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.faulty import HeldJobsTier, Lie, LyingTier
+from tests.support.faulty import FourMethodTier, Gate, HeldJobsTier, Lie, LyingTier
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, TierUnavailableError
-from tiered_kv.testing.control import Gate
 from tiered_kv.testing.faults import FailingTier
-from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.workload.bench import BenchSettings, bench_tier
 from tiered_kv.workload.content import BlockContent, Rows

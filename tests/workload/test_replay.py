@@ -8,15 +8,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.support.faulty import HeldJobsTier, Lie, LyingTier
+from tests.support.faulty import FourMethodTier, Gate, HeldJobsTier, Lie, LyingTier
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
-from tiered_kv.testing.control import Gate
-from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.workload.replay import ReplaySettings, replay

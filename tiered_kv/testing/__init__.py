@@ -5,10 +5,10 @@ administration  a pytest class to subclass: the contract of its administration
 wire_faults     a pytest class to subclass: a tier whose server is behind a bad network
 state_machine   a Hypothesis state machine over a whole stack
 model           what the stack may answer, and a wrapper that checks which job uses which row of the primary region
-rig             drives one tier, with known bytes in every block; has the smallest possible tier
+rig             drives one tier, with known bytes in every block
 faults          a wrapper that makes jobs fail, and one that makes threads repeatable
 proxy           a TCP proxy with the faults of networks
-control         control of threads and time, in place of sleeping
+control         a clock and bounded waits, in place of sleeping
 """
 
 from __future__ import annotations
