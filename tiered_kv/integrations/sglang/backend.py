@@ -171,24 +171,11 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
             for transfer in transfers
         }
 
-    # Abstract methods, which SGLang calls without `interface_v1` only. That is required here.
-
-    def exists(self, key: str) -> bool:
-        return self.batch_exists([key]) == 1
-
-    def get(self, key: str, target_location: object = None, target_sizes: object = None) -> None:
-        return None
-
-    def batch_get(self, keys: list[str], target_locations: object = None, target_sizes: object = None) -> list[None]:
-        return [None] * len(keys)
-
-    def set(self, key: str, value: object = None, target_location: object = None, target_sizes: object = None) -> bool:
+    def _unused(self, *_: object, **__: object) -> bool:
+        """Stand for the abstract methods that SGLang calls without `interface_v1` only, which is required here."""
         return False
 
-    def batch_set(
-        self, keys: list[str], values: object = None, target_locations: object = None, target_sizes: object = None
-    ) -> bool:
-        return False
+    exists = get = batch_get = set = batch_set = _unused
 
     # Administration.
 
