@@ -15,16 +15,14 @@ import pytest
 
 from tests.support.command import Command
 from tests.support.disk_use import occupied_bytes
+from tests.support.faulty import FourMethodTier
 from tests.support.pages import undescribed
 from tests.support.stacks import Register, stack_file
 from tiered_kv import __version__
 from tiered_kv.cli import main
-from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.policies.lru import LRUPolicy
 from tiered_kv.hooks import PluginState, tier_plugins
-from tiered_kv.testing.rig import FourMethodTier
 from tiered_kv.tiering.base import JobMetadata
-from tiered_kv.toolkit.codecs import CODEC_IDS
 
 ROOT = Path(__file__).parents[1]
 SMALL_CHATS = ["--chats", "20", "--turns", "4", "--active-chats", "10", "--turn-blocks", "3"]
@@ -270,18 +268,6 @@ def test_plugins_lists_tiers_with_their_settings(command: Command) -> None:
     assert "bucket" not in text, "the settings of one type"
     assert [tier["name"] for tier in command.json("plugins", "nvme")["tiers"]] == ["nvme"]
     assert "there is no tier type 'nvm' (did you mean 'nvme'?)" in command.err("plugins", "nvm")
-
-
-def test_policies_and_codecs_are_listed_with_what_they_do(command: Command) -> None:
-    policies = {each["name"]: each["description"] for each in command.json("policies")["policies"]}
-    assert policies.keys() == BUILT_IN_POLICIES.keys()
-    assert all(policies.values())
-    assert "module:Class" in command.out("policies")
-    codecs = {each["name"]: each["needs"] for each in command.json("codecs")["codecs"]}
-    assert codecs.keys() == CODEC_IDS.keys()
-    assert codecs["raw"] == "nothing"
-    assert "zstd" in codecs["zstd"]
-    assert "encrypted" in command.out("codecs")
 
 
 def test_a_broken_plugin_is_shown(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

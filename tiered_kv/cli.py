@@ -32,12 +32,10 @@ _VERBS = {
     "doctor": "say what a running engine gains, what limits that, and which setting to change",
     "why": "say why blocks of a running stack were misses",
     "plugins": "list the tier types that were found, or the settings of one",
-    "policies": "list the eviction policies of the primary tier",
-    "codecs": "list how a tier can compress and encrypt its blocks",
     "schema": "print the JSON schema of a stack's file, for editors",
 }
 
-_MODULES = dict.fromkeys(("policies", "codecs", "schema"), "plugins")
+_MODULES = {"schema": "plugins"}
 """The modules of verbs that have none of their own name."""
 _EPILOG = """examples:
   tiered-kv VERB --help

@@ -49,8 +49,6 @@ def stack_of(directory: Path, *more: str) -> str:
     [
         ["plugins"],
         ["plugins", "s3"],
-        ["policies"],
-        ["codecs"],
         ["check", "STACK"],
         ["inspect", "STACK"],
         ["simulate", "STACK", "--requests", "20", "--policy", "lru"],
@@ -95,7 +93,7 @@ def test_ok_and_failed_are_in_colour_on_a_terminal_and_nowhere_else(tmp_path: Pa
     stack = stack_of(tmp_path)
     assert f"{GREEN}ok" in shown_on(tmp_path, 80, "check", stack)[1]
     assert GREEN not in ESCAPES.sub("", shown_on(tmp_path, 80, "check", stack, NO_COLOR="1")[1])
-    assert "\x1b[3" not in shown_on(tmp_path, 80, "policies", NO_COLOR="1")[1]
+    assert "\x1b[3" not in shown_on(tmp_path, 80, "plugins", NO_COLOR="1")[1]
     (tmp_path / "file").write_text("no directory")
     broken = stack_file(tmp_path, f"type: nvme, path: {tmp_path / 'file'}, capacity: 64MiB")
     status, shown = shown_on(tmp_path, 80, "check", broken)

@@ -1,17 +1,14 @@
-"""`tiered-kv plugins`, `policies`, `codecs` and `schema`: the words that a stack's file may use, and what they mean."""
+"""`tiered-kv plugins` and `schema`: what a stack's file may say."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-from importlib.util import find_spec
 from typing import Any, Final
 
 from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json, print_table, print_text
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.config.validation import suggestion
-from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import PluginState, TierType, tier_plugins
 from tiered_kv.stack_config import stack_schema
@@ -19,32 +16,17 @@ from tiered_kv.stack_config import stack_schema
 Schema = dict[str, Any]  # Any: JSON
 _ABOUT: Final = {
     "plugins": "List the tier types that a stack's file can name, or the settings of one type.",
-    "policies": "List the eviction policies of the primary tier, for 'policy' of 'primary' in a stack's file.",
-    "codecs": "List how a tier can store its blocks, for 'codec' of its entry in a stack's file.",
     "schema": "Print the JSON schema of a stack's file, with the settings of every tier type found here. For an editor "
     "with a YAML language server, save it with `tiered-kv schema > stack.schema.json` and begin the stack's file with "
     "`# yaml-language-server: $schema=stack.schema.json`.",
 }
-_CODECS: Final = {
-    "raw": ("blocks as they are", {}),
-    "zstd": ("compressed", {"zstandard": "zstd"}),
-    "aes-256-gcm": ("encrypted; needs a key in 'encryption'", {"cryptography": "crypto"}),
-    "zstd+aes-256-gcm": (
-        "compressed, then encrypted; needs a key in 'encryption'",
-        {"zstandard": "zstd", "cryptography": "crypto"},
-    ),
-}
-"""What each codec does, and the extras of the libraries that it needs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     verb = parser.prog.split()[-1]
     parser.description = _ABOUT[verb]
-    if verb != "plugins":
-        about = (
-            "for an editor to complete and check stack.yaml" if verb == "schema" else "the words, and what they mean"
-        )
-        describe_use(parser, (f"tiered-kv {verb}", about))
+    if verb == "schema":
+        describe_use(parser, ("tiered-kv schema", "for an editor to complete and check stack.yaml"))
         return
     parser.add_argument("name", metavar="NAME", nargs="?", help="show the settings of this tier type")
     describe_use(
@@ -59,39 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Status:
     if args.verb == "plugins":
         return _plugins(args)
-    if args.verb == "schema":
-        print_json(stack_schema())  # also without --json
-        return Status.OK
-    rows = _policies() if args.verb == "policies" else _codecs()
-    if args.json:
-        print_json({args.verb: [{"name": name, "description": about, "needs": needs} for name, about, needs in rows]})
-    else:
-        columns = ["name", "what it does", *(["needs"] if args.verb == "codecs" else [])]
-        print_table(columns, [row[: len(columns)] for row in rows], numbers=False)
-        if args.verb == "policies":
-            print_text("A policy of your own is 'module:Class'.")
+    print_json(stack_schema())  # also without --json
     return Status.OK
-
-
-def _policies() -> list[list[str]]:
-    rows = []
-    for name, reference in BUILT_IN_POLICIES.items():
-        module, _, policy = reference.partition(":")
-        about = getattr(importlib.import_module(module), policy).__doc__ or ""
-        rows.append([name, about.partition("\n")[0], ""])
-    return rows
-
-
-def _codecs() -> list[list[str]]:
-    rows = []
-    for name, (about, libraries) in _CODECS.items():
-        missing = [extra for library, extra in libraries.items() if find_spec(library) is None]
-        extras = ", ".join(libraries.values())
-        needs = f"{extras}: installed" if extras else "nothing"
-        if missing:
-            needs = f"pip install 'tiered-kv[{','.join(missing)}]'"
-        rows.append([name, about, needs])
-    return rows
 
 
 def _plugins(args: argparse.Namespace) -> Status:
