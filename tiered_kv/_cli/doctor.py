@@ -319,15 +319,6 @@ RULES: Final = (
         "{share} of the bytes that {tier} stored were evicted before anybody read them.",
         "set `admit_after: 2` of {tier}, so that it stores what comes again.",
     ),
-    Rule(
-        "small_pages",
-        lambda tier: tier.count("lacks_huge_pages"),
-        lambda tier: tier.count("lacks_huge_pages"),
-        1.0,
-        "The memory of the host's cache has no huge pages, with which disks are faster.",
-        "reserve {capacity} of huge pages (`sysctl vm.nr_hugepages`), and start the server again.",
-        blocks_min=1,
-    ),
 )
 """What may limit a stack, the most important first.
 
