@@ -395,7 +395,7 @@ class Engine:
         return {output.request_id: output.new_token_ids for output in found}
 
     def is_busy(self) -> bool:
-        if not hasattr(self.manager, "_stack"):  # vLLM's tiering
+        if not hasattr(getattr(self.manager, "_stack", None), "manager"):  # vLLM's tiering, or a host's cache
             return bool(self.manager.has_pending_work())
         manager = self.manager._stack.manager
         manager.poll()

@@ -38,6 +38,7 @@ from vllm_program_parts import (  # type: ignore[import-not-found]
     wait_for,
 )
 
+from tests.support.host_server import serving
 from tests.support.tiny_llama import TINY_LLAMA
 from tiered_kv import cli
 from tiered_kv.config.namespace import differences
@@ -116,6 +117,30 @@ class Checks:
                 assert engine.serve(PROMPT) == (first.tokens, 192), ranks
                 assert engine.counters()["fs"]["loaded_blocks_total"] == 12
 
+    def a_draft_split_as_its_model_does_not_keep_other_ranks_from_sharing(self) -> None:
+        latent = layers_of(LATENT, LATENT, draft(LATENT))
+        cases: dict[str, tuple[Any, ...]] = {
+            "latent-draft": ({**DEEPSEEK, "num_nextn_predict_layers": 1}, (2, 1), lambda _: latent, {}, 16),
+            "canonical-draft": (
+                GLM,
+                (2, 4, 1),
+                lambda ranks: layers_of(full(ranks), full(ranks), draft(full(ranks))),
+                {"canonical_layout": True},
+                32,
+            ),
+        }
+        for name, (config, counts, layers, extra, size) in cases.items():
+            model, stack, found = self._model(name, config), self._stack(name), 0
+            options = {**MTP, "block_size": size, "max_num_batched_tokens": 512}
+            for ranks in counts:
+                with Engine(model, [layers(ranks)] * ranks, stack, extra=extra, **options) as engine:
+                    first = engine.serve(PROMPT, tokens=40)
+                    engine.drop()
+                    again = engine.serve(PROMPT, tokens=40)
+                    assert (first.found, again.tokens) == (found, first.tokens), (name, ranks)
+                    found = again.found
+                    assert found >= 160, (name, ranks)
+
     def no_rank_loads_a_row_before_the_one_that_stores_has_written_it(self) -> None:
         model, stack = self._model("latent", DEEPSEEK), self._stack("written")
         with Engine(model, [layers_of(LATENT, LATENT)] * 2, stack, block_size=16) as engine:
@@ -130,6 +155,21 @@ class Checks:
             copier.get_finished = finished
             engine.drop()
             assert engine.serve(PROMPT).found == 192
+
+    def the_same_in_a_host_s_cache(self) -> None:
+        model = self._model("latent", DEEPSEEK)
+        with serving(self.directory, {"primary": {"capacity": "1MiB"}, "prefill": "off"}, namespaces=2) as served:
+            for ranks, found in ((8, 0), (2, 192), (1, 192)):
+                attached, layers = {"attach": served.address}, [layers_of(LATENT, LATENT)] * ranks
+                with Engine(model, layers, None, extra=attached, block_size=16) as engine:
+                    first = engine.serve(PROMPT)
+                    engine.drop()
+                    engine.serve(PROMPT)  # in whose steps the server learns of the last blocks
+                    engine.drop()
+                    assert (first.found, engine.serve(PROMPT)) == (found, (first.tokens, 192)), ranks
+                    assert engine.manager._stack.block_bytes == 2 * LATENT.page_size_bytes
+                    stored = [worker.stored_bytes > 0 for worker in engine.executor.workers]
+                    assert stored == [not found, *[False] * (ranks - 1)]
 
     def the_same_below_vllm_s_tiering(self) -> None:
         tier = {"type": "fs", "path": str(self.directory / "tiering"), "capacity": "64MiB"}

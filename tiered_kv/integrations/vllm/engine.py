@@ -142,8 +142,8 @@ def _check_user_namespace(config: Any, user: UserModelNamespace) -> None:
         )
 
 
-def _sections(config: Any) -> dict[str, object]:
-    found: dict[str, object] = {}
+def _sections(config: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}  # Any: as JSON
     for name in (each.name for each in dataclasses.fields(config)):
         value = getattr(config, name)
         if name in SECTIONS or value is None:
@@ -153,6 +153,8 @@ def _sections(config: Any) -> dict[str, object]:
         elif name == "speculative_config":
             if _has_draft(value):
                 found[name] = {**_counting_fields(name, value), "draft_model_config": _model(value.draft_model_config)}
+                if value.draft_tensor_parallel_size == config.parallel_config.tensor_parallel_size:
+                    del found[name]["draft_tensor_parallel_size"]  # vLLM's summary has it where it shapes the bytes
         else:
             found[name] = _counting_fields(name, value)
     return found
