@@ -8,6 +8,7 @@ docs/explanation/hit-rates.md, as round numbers.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
@@ -49,10 +50,14 @@ MEAN_WEIGHT = 0.01
 """Weight of a request in the mean number of new blocks, and in the mean priority."""
 RETURNS_S = (2.0, 8.0, 32.0, 128.0, 512.0)
 """Limits between the classes of the hint `expect_return`. Each class is a kind. Only factors of four were tried."""
-RIGHT_WITHIN = 4.0
-"""A hint `expect_return` was right if the return took at most this factor longer or shorter."""
-DOUBTED = len(RETURNS_S) + 1
-"""What is added to the class of `expect_return` of a session whose last ones were wrong: it has kinds of its own."""
+CORRECTED = (math.log(6.0), math.log(60.0))
+"""A session is corrected if its returns take over so many times longer or shorter than it says, and not if over as
+many as the second: then its clock tells nothing, as in a replay that runs faster than its trace.
+
+From a factor of 4 on, times that are wrong at random would cost 0.8 points more.
+"""
+SOONEST_S = 0.1
+"""A return that comes sooner counts as this: it is soon enough for every class."""
 PRIORITY_WEIGHT = 2.0
 """Factor of a hit's value for each priority above the mean.
 
@@ -96,7 +101,7 @@ class DensityPolicy(CachePolicy):
                 new -= tail.lost
                 if not own.turn:
                     own.turn = tail.turn + 1
-                    self._judge(own, tail, chain.hints)
+                    self._correct(own, tail, chain.hints)
                 self._returned(tail, tail.lost)
                 tail.lost, tail.ghost = 0, NO_KEY
         own.new_blocks += new
@@ -125,7 +130,7 @@ class DensityPolicy(CachePolicy):
             cut = run[-1]
             if not source.is_shared and cut.position >= source.end - (1 + SLACK_BLOCKS) * source.step:
                 own.turn = source.turn + 1
-                self._judge(own, source, chain.hints)
+                self._correct(own, source, chain.hints)
                 source, cut = (runs[-2][0], runs[-2][1][-1]) if len(runs) > 1 else (source, None)
             if cut is not None:
                 turn = source.turn + 1 if source.is_shared else 1
@@ -186,7 +191,7 @@ class DensityPolicy(CachePolicy):
     # Hints.
 
     def _apply_hints(self, tail: Tail, hints: Hints) -> None:
-        tail.kind = self._kind_of((_class_of(hints), hints.priority))
+        tail.kind = self._kind_of((_class_of(hints.expect_return_s), hints.priority))
         tail.began_s, tail.said_s = self.now_s, hints.expect_return_s or 0.0
         if hints.ttl_s is not None:
             expired = self._kind_of(EXPIRED)
@@ -194,14 +199,13 @@ class DensityPolicy(CachePolicy):
             if not hints.ttl_s:
                 tail.kind, tail.said_s = expired, 0.0
 
-    def _judge(self, own: Tail, before: Tail, hints: Hints | None) -> None:
-        """Note whether the session's last request said when this one comes; doubt what this one says if it did not."""
-        own.trust = before.trust
+    def _correct(self, own: Tail, before: Tail, hints: Hints | None) -> None:
+        """Note when a session's last request said that this one comes, and correct by that what this one says."""
+        own.late = before.late
         if before.said_s:
-            is_right = 1 / RIGHT_WITHIN <= (self.now_s - before.began_s) / before.said_s <= RIGHT_WITHIN
-            own.trust += ((1 if is_right else -1) - own.trust) / 2
-        if own.trust < 0 and own.said_s and hints is not None:
-            own.kind = self._kind_of((DOUBTED + _class_of(hints), hints.priority))
+            own.late += (math.log(max(self.now_s - before.began_s, SOONEST_S) / before.said_s) - own.late) / 2
+        if own.said_s and hints is not None and CORRECTED[0] < abs(own.late) < CORRECTED[1]:
+            own.kind = self._kind_of((_class_of(own.said_s * math.exp(own.late)), hints.priority))
 
     def _kind_of(self, hinted: tuple[int, int]) -> int:
         """Return the kind of tails with this class of `expect_return` and priority; add it if it is new."""
@@ -280,5 +284,5 @@ class DensityPolicy(CachePolicy):
         self._order.enter(tail)
 
 
-def _class_of(hints: Hints) -> int:
-    return 0 if hints.expect_return_s is None else 1 + bisect_right(RETURNS_S, hints.expect_return_s)
+def _class_of(return_s: float | None) -> int:
+    return 0 if return_s is None else 1 + bisect_right(RETURNS_S, return_s)

@@ -37,7 +37,7 @@ class Tail:
     expires_s: float = math.inf
     began_s: float = 0.0  # when the request began
     said_s: float = 0.0  # its hint `expect_return`; 0 without one
-    trust: float = 0.0  # from -1 to 1: how right the hints of earlier requests of its session were
+    late: float = 0.0  # logarithm of how many times later than said its session's requests came
     new_blocks: int = 0  # that the request added
     blocks: dict[int, CPUBlock] = field(default_factory=dict)  # evictable, by block_id
     is_sorted: bool = True  # whether `blocks` is in the order of positions
