@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tiered_kv.toolkit.small_files import rest_of
 from tiered_kv_redis import reasons as why
 from tiered_kv_redis.reasons import NodeError, reason_of_code
 
@@ -39,13 +38,18 @@ class Stream:
         self._armed_us: dict[int, int] = {}  # the kernel's timeout, by socket option
 
     def send(self, parts: Sequence[Buffer], deadline: float) -> None:
-        rest = [memoryview(part) for part in parts]
-        while rest:
+        rest, at = list(parts), 0
+        while at < len(rest):
             self._arm(socket.SO_SNDTIMEO, deadline)
             try:
-                rest = rest_of(rest, self._sock.sendmsg(rest[:_IOV_MAX]))
+                sent = self._sock.sendmsg(rest[at : at + _IOV_MAX])
             except BlockingIOError:
                 raise TimeoutError("nothing was sent in time") from None
+            while at < len(rest) and sent >= len(rest[at]):
+                sent -= len(rest[at])
+                at += 1
+            if sent:  # a part of a part was sent, which happens only when the socket is slow
+                rest[at] = memoryview(rest[at])[sent:]
 
     def receive(self, views: Sequence[memoryview], deadline: float) -> int:
         """Receive available bytes into the beginning of `views`, none of which is empty; return how many."""
