@@ -254,7 +254,7 @@ def test_connections_that_do_not_open_cost_no_answer_of_the_others(
     opened = 0
     rig = open_rig(presence_ttl=0)
     assert rig.store(keys[:BLOCKS]).success
-    rig = open_rig(presence_ttl=0)
+    rig = open_rig(presence_ttl=0, request_timeout=1)  # those that do not open take that long
     assert not rig.lookup(make_keys(1, "another")[0]), "it has read the mark, with one connection"
     with ExitStack() as waiting, socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         for _ in range(4):  # from now on it answers nobody
