@@ -53,6 +53,7 @@ from tests.support.host_server import serving
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.exporters.metrics import StackCollector
 from tiered_kv.integrations.vllm.connector import TieredKVConnector
+from tiered_kv.integrations.vllm.metrics import CounterReport
 from tiered_kv.integrations.vllm.spec import stack_config
 from tiered_kv.integrations.vllm.tier import TieredKVTier
 from tiered_kv.mediums import CPULoadStoreSpec
@@ -401,6 +402,14 @@ class Checks:
             assert ("nvme",) not in changed.get("tiered_kv_store_budget_bytes", {}), "this has not changed"
             (info,) = engine.manager.config_info()
             assert tuple(info) == type(engine.spec).config_info_keys({})
+
+    def a_tier_s_numbers_may_have_any_form(self) -> None:
+        report, numbers = CounterReport(set()), {"loads": 1, "sizes": torch.zeros(3)}
+        for loads in (1, 2):
+            numbers = {**numbers, "loads": loads}
+            assert wait_for(lambda: report.take(lambda: {"odd": {"tier": numbers}})), "a comparison of its sizes raises"  # noqa: B023
+            while report.take(dict) is not None:
+                pass
 
     def _is_what_a_stack_shows(self, engine: Engine, stats: Any) -> None:
         """Let vLLM show what two engines sent, and compare it with the exposition of the stack."""

@@ -111,8 +111,15 @@ def _changed(before: Counters, now: Counters) -> Counters:
     changed: dict[str, dict[str, Any]] = {}  # Any: as `Counters`
     for tier, values in now.items():
         old = before.get(tier, {})
-        changed[tier] = {name: value for name, value in values.items() if name not in old or old[name] != value}
+        changed[tier] = {name: value for name, value in values.items() if name not in old or _differ(old[name], value)}
     return changed
+
+
+def _differ(before: object, now: object) -> bool:
+    try:
+        return bool(before != now)
+    except Exception:  # a third-party tier's numbers may have any form, such as an array's
+        return True
 
 
 def _add(stats: Any, series: Series, before: Any) -> None:  # Any: vLLM's own, and as `Series.value`
