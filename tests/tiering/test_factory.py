@@ -61,7 +61,7 @@ def test_the_further_keys_of_an_entry_are_arguments_of_its_class(view: memoryvie
     tier = SecondaryTierFactory.create(SPEC, view, {"type": "sized", "size": 7})
     assert isinstance(tier, SizedTier)
     assert tier.size == 7
-    with pytest.raises(TierError, match=r"tier 'sized' cannot be opened: TypeError: .* 'sise'"):
+    with pytest.raises(ConfigError, match=r"tier 'sized'.* 'sise'.*takes: size"):
         SecondaryTierFactory.create(SPEC, view, {"type": "sized", "sise": 7})
 
 

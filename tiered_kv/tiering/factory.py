@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 
 from tiered_kv.config.redaction import scrub
 from tiered_kv.config.settings import ClassArguments, TierSettings
+from tiered_kv.config.validation import suggestion
 from tiered_kv.errors import ConfigError, ResourceError, TieredKVError, TierError, remedy_of
 from tiered_kv.hooks import tier_settings, tier_type_of
 from tiered_kv.tiering.base import SecondaryTierManager
+
+_SEED_ARGUMENTS = 3
+"""offloading_spec, primary_kv_view, tier_type."""
 
 _NO_SUPER = "its class does not call super().__init__(offloading_spec, primary_kv_view, tier_type)"
 
@@ -46,6 +51,7 @@ class SecondaryTierFactory:
                 message = f"loads {loaded!r}, which is no subclass of SecondaryTierManager"
                 raise ConfigError(f"tier type '{tier_type.name}' {message}")
             tier_class: Callable[..., SecondaryTierManager] = loaded  # each has arguments of its own
+            _check_keywords(tier_class, keywords, checked.name)
             tier = tier_class(*arguments, **keywords)
             # A property of a third-party class may raise; here that names the tier.
             if not all(hasattr(tier, name) for name in ("tier_type", "is_nonblocking", "takes_offsets")):
@@ -59,3 +65,21 @@ class SecondaryTierFactory:
             reason = f"{type(error).__name__}: {scrub(str(error), checked.secret_texts())}{remedy_of(error)}"
         # Raised outside of the handler, without a context: the original message may contain secrets.
         raise TierError(reason, tier=checked.name, operation="open")
+
+
+def _check_keywords(tier_class: Callable[..., object], keywords: Mapping[str, object], name: str) -> None:
+    parameters = list(inspect.signature(tier_class).parameters.values())[_SEED_ARGUMENTS:]
+    if not keywords or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    accepted = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+    hints = TierSettings.unknown_key_advice
+    unknown = ", ".join(
+        f"'{keyword}'" + (f" ({hints[keyword]})" if keyword in hints else suggestion(keyword, accepted))
+        for keyword in keywords
+        if keyword not in accepted
+    )
+    if unknown:
+        raise ConfigError(
+            f"tier '{name}' has unknown keys {unknown}; besides those of every tier its class takes: "
+            f"{', '.join(accepted) or 'none'}"
+        )

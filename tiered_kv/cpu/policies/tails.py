@@ -19,6 +19,8 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import NO_KEY, CPUBlock, RequestChain
 from tiered_kv.hit_density import BUCKETS
 
+CIRCLE_MAX = 100
+"""Limit of tails in a circle of waiting tails; a longer circle is not detected."""
 QUEUE_SPARE = 64
 """Entries of a cell that may be out of date, besides one for each tail."""
 _id_of, _position_of = attrgetter("block_id"), attrgetter("position")
@@ -286,11 +288,8 @@ class TailOrder:
         cut: list[CPUBlock] = []
         while blocks and len(cut) < count:
             block_id, block = blocks.popitem()
-            if block.position < start or block.key in hanging:
+            if block.position < start or (block.key in hanging and self._block(tail, block.key)):
                 blocks[block_id] = block
-                if block.position >= start:
-                    self._blocked[block.key] = tail
-                    self.leave(tail)
                 break
             if block.step == step:
                 self._protected[block.block_id] = block
@@ -300,11 +299,26 @@ class TailOrder:
             self._emptied(tail)
         return cut
 
-    def _unblock(self) -> bool:
-        """Enter the tails that wait for spared ones, or any tail if all wait for each other.
+    def _block(self, tail: Tail, key: OffloadKey) -> bool:
+        """Let a tail wait for the tails attached to its block; return False if one of them waits for this tail.
 
-        They do if requests used blocks in contradicting orders, which hashes of whole prefixes rule out.
+        Without that check, requests that used blocks in contradicting orders would keep them for ever.
         """
+        self._blocked[key] = tail
+        waiting = tail
+        for _ in range(CIRCLE_MAX):
+            owner = self._blocked.get(waiting.parent) if waiting.is_attached else None
+            if owner is None:
+                break
+            if owner is tail:
+                del self._blocked[key], self._hanging[key]
+                return False
+            waiting = owner
+        self.leave(tail)
+        return True
+
+    def _unblock(self) -> bool:
+        """Enter the tails that wait for spared ones, or any tail if all wait for each other."""
         for tail in self._spared:
             self._detach(tail)
         while self._blocked and not self._mask:
