@@ -16,7 +16,7 @@ from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.threads import BackgroundTask, _log
 from tiered_kv.tiering.base import JobMetadata
-from tiered_kv.toolkit.jobs import PAUSE_MAX, VERDICT_PARTS, Climb, Job, Outcome, PartQueue
+from tiered_kv.toolkit.jobs import PAUSE_MAX, STALL_S, VERDICT_PARTS, Climb, Job, Outcome, PartQueue
 from tiered_kv.toolkit.queued import BATCHES_MAX, EventLog
 
 
@@ -38,6 +38,25 @@ def test_a_result_names_what_succeeded_in_order() -> None:
     result = job.result()
     assert result.successful_keys == [*job.keys[:3], job.keys[3], job.keys[6]]
     assert result.reason == "from 3"
+
+
+def test_a_load_wakes_a_worker_for_a_store_that_waits_behind_one_that_hangs() -> None:
+    clock, woken = ManualClock(), list[str]()
+    queue = PartQueue(lambda: woken.append("worker"), stores_running_max=3, climb=Climb(3, clock))
+    queue.put(job_of(1, is_load=False, job_id=1))
+    assert queue.take() is not None
+    queue.begin_stores()  # and hangs
+    queue.put(job_of(1, is_load=False, job_id=2))
+    clock.advance(2 * STALL_S)
+    woken.clear()
+    queue.put(job_of(1, job_id=3))
+    taken: list[int] = []
+    while woken:
+        woken.pop()
+        part = queue.take()
+        assert part is not None
+        taken.append(part.job.metadata.job_id)
+    assert taken == [3, 2]
 
 
 def test_no_worker_is_woken_for_a_store_that_may_not_begin() -> None:

@@ -192,7 +192,8 @@ class PartQueue:
             job.next_block = stop = min(start + job.part_blocks, job.end_block)
             if stop == job.end_block:
                 queue.popleft()
-            has_more = bool(self._loads or (self._stores and self._stores_running < self._stores_limit))
+            may_store = self._stores_running < self._stores_limit or self._has_stalled
+            has_more = bool(self._loads or (self._stores and may_store))
         if has_more:
             self._wake()
         return Part(job, start, stop)
