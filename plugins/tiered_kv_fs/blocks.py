@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -96,6 +97,7 @@ class BlockFiles:
                 self.counters.add("failed_calls_total", reason)
                 if reason != "absent":
                     self._failures.note("reading blocks", error)
+                if reason != "absent" and error.errno != errno.ENOMEM:  # for want of memory the block is no worse
                     self._unreadable.note((path,))
             if reason:
                 moved.reason = reason

@@ -104,6 +104,17 @@ def test_a_block_that_cannot_be_read_is_not_offered_until_it_can(rig: TierRig, m
     assert rig.lookup_all(keys) == [True] * 2
 
 
+def test_a_block_is_offered_again_that_was_not_read_for_want_of_memory(
+    rig: TierRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(2)
+    rig.store(keys)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fail(errno.ENOMEM))
+        assert rig.load(keys) == set()
+    assert rig.lookup_all(keys) == [True] * 2
+
+
 def test_a_damaged_file_that_was_replaced_meanwhile_stays(
     rig: TierRig, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
