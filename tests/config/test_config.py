@@ -251,6 +251,7 @@ class TestMistakes:
             ({"block": {"bytes": 1, "tokens": "many"}}, "block.tokens: expected a whole number, found 'many'"),
             ({"block": None}, "block: expected a mapping, found nothing"),
             ({"namespace": {"model": 1.0}}, "namespace.model: expected a text; put it in quotes"),
+            ({"secondary": [{"type": 5}]}, "secondary.0.type: expected a text; put it in quotes"),
             ({"primary": {"capacity": "1MiB", "huge_pages": "x"}}, "huge_pages: expected true or false, found 'x'"),
             (
                 {"primary": {"capacity": "1MiB", "policy": "lruu"}},
@@ -344,6 +345,15 @@ def test_the_comparison_with_computing_is_turned_off_by_a_word(text: str) -> Non
     config = load_config({**MINIMAL, "prefill": yaml.safe_load(text)})
     assert not config.is_prefill_measured
     assert config.compute_block_s == float("inf")
+
+
+def test_a_size_is_shown_as_the_file_has_it_and_that_of_a_changed_copy_as_it_is() -> None:
+    class Aliased(VaultSettings):
+        idle: Seconds = Field(default=60.0, alias="idle-time")
+
+    settings = Aliased.model_validate({"type": "vault", "capacity": "1024MiB", "idle-time": "5min"})
+    assert (settings.idle, settings.shown()["capacity"]) == (300, "1024MiB")
+    assert settings.model_copy(update={"capacity": 512}).shown()["capacity"] == 512
 
 
 def test_every_policy_that_a_file_may_name_exists() -> None:

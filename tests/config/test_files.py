@@ -35,6 +35,7 @@ NO_KEYS = [
 def test_a_key_is_hexadecimal_with_white_space_around_it(form: str) -> None:
     assert parse_key(FORMS[form]) == KEY
     assert parse_key(f" \t{FORMS[form]}\r\n") == KEY
+    assert parse_key(f"\u00a0{FORMS[form]}\x1c") == KEY
 
 
 @pytest.mark.parametrize("text", NO_KEYS)

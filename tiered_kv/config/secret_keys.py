@@ -21,7 +21,7 @@ def parse_key(text: str) -> bytes:
     """Return the bytes of a key; raises `ConfigError` if it is none, without showing the text or its length."""
     if problem := problem_of_key(text):
         raise ConfigError(problem)
-    return bytes.fromhex(text)
+    return bytes.fromhex(text.strip())  # `fromhex` takes ASCII white space only, `_KEY` and `strip` any
 
 
 def problem_of_key(text: str) -> str:

@@ -32,8 +32,8 @@ class StrictModel(BaseModel):
 
     _from_environment: Mapping[str, frozenset[str]] = PrivateAttr(default={})
     """Settings whose value came from environment variables, and the variables' values."""
-    _written: Mapping[str, str] = PrivateAttr(default={})
-    """Sizes, rates and durations as the file has them."""
+    _written: Mapping[str, tuple[str, float]] = PrivateAttr(default={})
+    """Sizes, rates and durations as the file has them, and what they mean."""
 
     def secret_texts(self) -> set[str]:
         """Return every secret text in the settings, for use with `redaction.scrub`."""
@@ -53,8 +53,9 @@ class StrictModel(BaseModel):
         shown: dict[str, object] = {}
         for name, value in self:
             if name in self.model_fields_set:
-                written = self._written.get(name, value)
-                shown[name] = HIDDEN if name in self._from_environment else _shown(written, name)
+                text, number = self._written.get(name, ("", None))
+                readable = text if text and number == value else value  # a copy may have another value
+                shown[name] = HIDDEN if name in self._from_environment else _shown(readable, name)
         return shown
 
     def __repr_args__(self) -> list[tuple[str | None, object]]:
@@ -69,9 +70,10 @@ class StrictModel(BaseModel):
         model = handler(data)
         if isinstance(data, Mapping):
             model._written = {
-                name: value
+                name: (value, number)
                 for name, value in data.items()
-                if type(value) is str and isinstance(getattr(model, name), (int, float))  # no EnvironmentText
+                if type(value) is str  # no EnvironmentText
+                and isinstance(number := getattr(model, name, None), (int, float))  # None: it has another name there
             }
             model._from_environment = {
                 name: variables
