@@ -23,7 +23,7 @@ from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.toolkit import small_files
-from tiered_kv.toolkit.record import decode_record
+from tiered_kv.toolkit.record import HEADER_BYTES, decode_record
 from tiered_kv_fs import blocks as block_files
 from tiered_kv_fs import files
 from tiered_kv_fs.ledger import DirectoryLedger
@@ -113,6 +113,15 @@ def test_a_block_is_offered_again_that_was_not_read_for_want_of_memory(
         patch.setattr(os, "preadv", fail(errno.ENOMEM))
         assert rig.load(keys) == set()
     assert rig.lookup_all(keys) == [True] * 2
+
+
+def test_a_file_that_ends_behind_its_header_is_a_counted_miss(rig: TierRig, path: Path) -> None:
+    keys = make_keys(1)
+    rig.store(keys)
+    (victim,) = fs_blocks(path)
+    os.truncate(victim, HEADER_BYTES)
+    assert rig.load(keys) == set()
+    assert sum(rig.tier.stats()["corrupt_blocks_total"].values()) == 1
 
 
 def test_a_damaged_file_that_was_replaced_meanwhile_stays(

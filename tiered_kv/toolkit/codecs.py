@@ -118,7 +118,7 @@ class ThreadBuffer(threading.local):
     New memory costs more than a codec: the kernel clears each page.
     """
 
-    _memory = memoryview(b"")
+    _memory = memoryview(bytearray())  # writable, as all that `take` returns
 
     def take(self, size_bytes: int) -> memoryview:
         """Return `size_bytes` of this thread's buffer, with undefined content. Earlier results become invalid."""
