@@ -210,7 +210,7 @@ def test_the_quickstart_hits_in_cpu_and_nvme(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["hits"]["cpu"] > 1000
-    assert result["hits"]["nvme"] > 5000  # 8,500 to 10,000, whatever the load; 1,000 where the primary evicts before stores begin
+    assert result["hits"]["nvme"] > 5000, "stores began after the primary tier had evicted their blocks"
     assert result["corrupt_blocks"] == 0
 
 

@@ -1,7 +1,7 @@
 """Administration of a shared directory without a stack, while other processes may use it.
 
 A purge holds the sweep lock. It removes the namespace's holders from the ledger, deletes the namespace's files, its
-readable form and mark at last, and then the directories that are empty.
+readable form at last, and then the directories that are empty.
 """
 
 from __future__ import annotations
@@ -19,8 +19,17 @@ from tiered_kv.toolkit.claimed import walk
 from tiered_kv.toolkit.listed import Entry, ListedStorage
 from tiered_kv.toolkit.small_files import fields_of, opened, read_all, read_file
 from tiered_kv_fs.directory import claimed
+from tiered_kv_fs.epoch import EpochFile
 from tiered_kv_fs.files import locked, occupied_bytes, reason_of, unlink_same
-from tiered_kv_fs.layout import BLOCK_PATH, NAMESPACE, NAMESPACE_NAME, NAMESPACE_PATH, SHARED_PATH, SWEEP_NAME
+from tiered_kv_fs.layout import (
+    BLOCK_PATH,
+    EPOCH_NAME,
+    NAMESPACE,
+    NAMESPACE_NAME,
+    NAMESPACE_PATH,
+    SHARED_PATH,
+    SWEEP_NAME,
+)
 from tiered_kv_fs.ledger import DirectoryLedger
 from tiered_kv_fs.settings import FsSettings
 
@@ -70,6 +79,9 @@ class FsAdministration(ListedStorage):
             yield [entry for path, status in batch if (entry := self._entry(digest, path, status))]
         yield [entry for path, status in top if (entry := self._entry(digest, path, status))]
 
+    def mark(self, digest: str) -> EpochFile:
+        return EpochFile(f"{self._path}/{digest}", lambda: None)
+
     def delete(self, entries: Sequence[Entry]) -> dict[int, str]:
         for each in entries:
             path, status = each.where
@@ -117,11 +129,13 @@ class FsAdministration(ListedStorage):
             yield is_stored
 
     def _entry(self, digest: str | None, path: str, status: os.stat_result) -> Entry | None:
-        """Return the entry at a path below the namespace's directory, or the shared one; None if it is the tier's."""
+        """Return the entry at a path below the namespace's directory, or the shared one; None for the tier's own."""
         top, _, inner = (digest, "", path) if digest else path.partition("/")
         size_bytes, is_directory = occupied_bytes(status), stat.S_ISDIR(status.st_mode)
         is_ours = NAMESPACE_PATH.fullmatch(inner) if inner else is_directory
         if NAMESPACE.fullmatch(top) is not None and is_ours and not stat.S_ISLNK(status.st_mode):
+            if not inner or (inner == EPOCH_NAME and not is_directory):
+                return None  # both may stay after a purge, and are no block
             is_block = stat.S_ISREG(status.st_mode) and BLOCK_PATH.fullmatch(inner) is not None
             where, used_s = (f"{self._path}/{top}/{inner}", status), time.time() - status.st_mtime
             return Entry(inner, top, size_bytes, is_block, used_s=used_s, where=where, stays=is_directory)

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import suppress
 
 from tiered_kv.errors import FormatError
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv.toolkit.small_files import read_file, replace_file
-from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.layout import EPOCH_NAME
 
 
 class EpochFile:
     """An `EpochStore`. A call to a file system that hangs exceeds its deadline: nothing can end it."""
 
-    def __init__(self, directory: Directory) -> None:
-        self._directory = directory
-        self._path = f"{directory.namespace_path}/{EPOCH_NAME}"
+    def __init__(self, namespace_path: str, make_directory: Callable[[], None]) -> None:
+        self._path = f"{namespace_path}/{EPOCH_NAME}"
+        self._make_directory = make_directory
 
     def read(self, deadline: float) -> bytes | None:
         data = read_file(self._path, MARK_BYTES_MAX)
         return b"" if data is None and os.path.lexists(self._path) else data
 
     def create(self, data: bytes, deadline: float) -> None:
-        self._directory.make()
+        self._make_directory()
         replace_file(self._path, data, only_new=True)
 
     def write(self, data: bytes, deadline: float) -> None:
-        self._directory.make()
+        self._make_directory()
         replace_file(self._path, data)
+
+    def remove(self, deadline: float) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
 
 
 def is_joined(namespace_path: str, epoch: str) -> bool:

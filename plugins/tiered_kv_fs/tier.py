@@ -68,7 +68,7 @@ class FsTier(AsyncTier):
         identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
         self._directory = Directory(settings.path, identity, tier=name, private=settings.private)
         self._counters = Counters(*own_names("fs"))
-        self._cache_epoch = Epoch(EpochFile(self._directory))
+        self._cache_epoch = Epoch(EpochFile(self._directory.namespace_path, self._directory.make))
         save = partial(self._cache_epoch.try_to_save, _SHUTDOWN_TIMEOUT_S)
         self._saving = BackgroundTask(save, f"tiered-kv-{name}-reset")
         try:

@@ -1,8 +1,8 @@
 """Administration of the servers without a stack, through redis-py's clients.
 
 Names are found by SCAN on every master, and removed by UNLINK. SCAN may miss names that are stored or moved to another
-server meanwhile, so a purge repeats it until it finds none. The epoch's mark and the readable form go too. A running
-stack stays in its epoch and writes its mark again. Foreign names with the namespace's prefix stay, and are reported.
+server meanwhile, so a purge repeats it until it finds none. The readable form goes too. Foreign names with the
+namespace's prefix stay, and are reported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tiered_kv.toolkit.resolver import words_of
 from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv_redis import reasons as why
 from tiered_kv_redis.connection import check_tls_files
-from tiered_kv_redis.epoch import KEY_PREFIX
+from tiered_kv_redis.epoch import KEY_PREFIX, KeySpace
 from tiered_kv_redis.reasons import NodeError, reason_of_error
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
@@ -39,8 +39,13 @@ _NAME: Final = re.compile(
 )
 """Every name that the tier gives: see `epoch.py`. A block's key may be any bytes."""
 _RIGHTS: Final = (
-    "to inspect and purge, its user needs +scan +strlen +unlink +get on keys 'tkv1:*', in a cluster +cluster|slots"
+    "to inspect and purge, its user needs +scan +strlen +unlink +get +set on keys 'tkv1:*', in a cluster +cluster|slots"
 )
+
+
+class _Mark(KeySpace):
+    def describe(self, deadline: float) -> None:
+        """Store no readable form: it is to be deleted."""
 
 
 class RedisAdministration(ListedStorage):
@@ -72,6 +77,9 @@ class RedisAdministration(ListedStorage):
                 found = client.scan_iter(pattern, _NAMES_AT_ONCE)
                 while names := list(islice(found, _NAMES_AT_ONCE)):
                     yield list(_entries(client, list(dict.fromkeys(names))))  # SCAN may repeat a name
+
+    def mark(self, digest: str) -> _Mark:
+        return _Mark(self._topology, bytes.fromhex(digest), {})
 
     def delete(self, entries: Sequence[Entry]) -> dict[int, str]:
         refused: dict[int, str] = {}
@@ -152,7 +160,7 @@ def _entries(client: Redis, names: Sequence[bytes]) -> Iterator[Entry]:
         match = _NAME.fullmatch(name)
         if match is None:
             yield Entry(name.decode("utf-8", "backslashreplace"), None, known_bytes)
-        elif size_bytes is not None:
+        elif size_bytes is not None and (match["key"] is not None or not name.endswith(b":epoch")):
             key = match["key"]
             yield Entry("", match["digest"].decode(), known_bytes, key is not None, where=(client, name, key))
 

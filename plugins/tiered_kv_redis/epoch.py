@@ -72,14 +72,17 @@ class KeySpace:
         return stored if isinstance(stored, bytes) else None
 
     def create(self, data: bytes, deadline: float) -> None:
-        self._describe(deadline)
+        self.describe(deadline)
         self._call(deadline, b"SET", b"epoch", data, b"NX")
 
     def write(self, data: bytes, deadline: float) -> None:
-        self._describe(deadline)
+        self.describe(deadline)
         self._call(deadline, b"SET", b"epoch", data)
 
-    def _describe(self, deadline: float) -> None:
+    def remove(self, deadline: float) -> None:
+        self._call(deadline, b"UNLINK", b"epoch")
+
+    def describe(self, deadline: float) -> None:
         """Store the namespace in readable form, for people; in a cluster another server may have it."""
         with contextlib.suppress(NodeError):
             self._call(deadline, b"SET", b"namespace", self._described)

@@ -1,7 +1,6 @@
 """Administration of the bucket without a stack: survey and verify namespaces, and purge one with all its versions.
 
-After a reset a purge leaves the epoch's mark, drawn anew, because a process in an earlier epoch would write its own
-again. Objects whose names are not of the tier's layout (`epoch.py`) are foreign: they stay, and are reported.
+Objects whose names are not of the tier's layout (`epoch.py`) are foreign: they stay, and are reported.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Final
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.threads import run_all
 from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, DIGEST_HEX, Purged, RecordCheck, Verification
-from tiered_kv.toolkit.epoch import Epoch, EpochMark
 from tiered_kv.toolkit.listed import Entry, ListedStorage
 from tiered_kv.toolkit.record import DIGEST_BYTES
 from tiered_kv.toolkit.small_files import fields_of
@@ -49,7 +47,6 @@ class S3Administration(ListedStorage):
         return filter(DIGEST_HEX.fullmatch, self._control.folders(f"{self._settings.prefix}/"))
 
     def purge(self, digest: str, deadline: float) -> Purged:
-        self._renew_epoch(self._naming(digest), deadline)
         purged = super().purge(digest, deadline)
         if self._control.without_versions == "AccessDenied":
             left = "these credentials may not list versions: older ones are left if the bucket keeps them"
@@ -80,6 +77,9 @@ class S3Administration(ListedStorage):
                 entries.append(Entry(name, found, size_bytes, is_block, written_s, where=each))
             for start in range(0, len(entries), DELETED_AT_ONCE):
                 yield entries[start : start + DELETED_AT_ONCE]
+
+    def mark(self, digest: str) -> EpochObject:
+        return EpochObject(self._bucket, self._naming(digest).epoch, self._settings.name)
 
     def delete(self, entries: Sequence[Entry]) -> dict[int, str]:
         return self._control.delete([each.where for each in entries])
@@ -130,17 +130,3 @@ class S3Administration(ListedStorage):
                 break
         # Not damage: the bucket has no mark of the format version of its blocks, so another release may read this one.
         return found.value if found is RecordStatus.BAD_VERSION else found
-
-    def _renew_epoch(self, naming: Naming, deadline: float) -> None:
-        """Replace the epoch's mark, or delete it if there was no reset; a mark that is written later is of a reset."""
-        store = EpochObject(self._bucket, naming.epoch, self._settings.name)
-        data = store.read(deadline)
-        if data is None:
-            return
-        mark = EpochMark.decode(data)
-        if mark is not None and mark.number == 0:
-            self._control.delete([{"Key": naming.epoch}])
-            return
-        epoch = Epoch(store)
-        epoch.renew()
-        epoch.saved_value(deadline)

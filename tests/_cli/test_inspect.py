@@ -127,7 +127,7 @@ def test_no_name_from_outside_is_obeyed_by_a_terminal_or_adds_a_line(
 def test_other_namespaces_are_shown_with_the_fields_that_differ(
     alice: Tenant, bob: Tenant, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "kv" / ("ab" * 16)).mkdir()
+    (tmp_path / "kv" / ("ab" * 16) / ("cd" * 8)).mkdir(parents=True)
     status, tier = alice.inspect()
     found = {each["namespace"]: each for each in tier["namespaces"]}
     assert (status, len(found)) == (0, 3)

@@ -7,7 +7,9 @@ process stays done, whatever becomes of the mark that the storage keeps of it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -218,6 +220,27 @@ def test_after_a_reset_others_keep_their_epoch_and_newcomers_take_the_new_one(pl
         assert rig.lookup_all([*OLD, *LATE, *NEW]) == [False] * 8 + [True] * 4
         assert rig.load([*OLD, *LATE, *NEW]) == set(NEW)
     assert other.load([*OLD, *LATE, *NEW]) == {*OLD, *LATE}, "nobody reset it"
+
+
+@without_presence_cache
+def test_a_purge_after_a_reset_leaves_no_mark_that_a_process_from_before_it_can_restore(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, resetting = opened(place), opened(place)
+    assert before.store(OLD).success
+    assert resetting.load(OLD) == set(OLD)
+    assert resetting.tier.reset_cache()
+    assert resetting.store(NEW).success
+    resetting.close()
+    with closing(place.administration()) as administration:
+        (stored,) = administration.survey(time.monotonic() + 20).namespaces
+        assert administration.purge(stored.digest, time.monotonic() + 20).left == ()
+        assert administration.survey(time.monotonic() + 20).namespaces == ()
+    _retired.clear()  # the process from before the reset has seen no reset
+    monkeypatch.setattr("tiered_kv.toolkit.epoch.CHECK_PAUSE_S", 0.0)
+    before.store(OLD)
+    _retired.clear()  # nor has the newcomer
+    assert not any(opened(place).lookup_all(OLD))
 
 
 @pytest.mark.one_quick(3)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit.administration import (
@@ -27,6 +27,7 @@ from tiered_kv.toolkit.administration import (
     Verification,
     matching_description,
 )
+from tiered_kv.toolkit.epoch import Epoch, EpochMark, EpochStore
 
 _SURVEYS_MAX: Final = 20  # listings of one purge: a stack may go on storing
 
@@ -44,6 +45,13 @@ class Entry(NamedTuple):
     stays: bool = False  # whether a purge leaves it, such as a directory
 
 
+class RemovableMark(EpochStore, Protocol):
+    """The mark of a namespace's epoch, for a purge."""
+
+    def remove(self, deadline: float) -> None:
+        """Delete the mark, if there is one."""
+
+
 class ListedStorage(TierAdministration):
     """Administers a storage that can list its entries and delete them, while other processes use it."""
 
@@ -51,8 +59,12 @@ class ListedStorage(TierAdministration):
     def entries(self, digest: str | None, deadline: float) -> Iterator[Sequence[Entry]]:
         """Yield the entries of one namespace, or of all. Foreign entries in its place, by their names, are among them.
 
-        An entry that is stored or deleted meanwhile may be among them or not.
+        The epoch's mark is not. An entry that is stored or deleted meanwhile may be among them or not.
         """
+
+    @abstractmethod
+    def mark(self, digest: str) -> RemovableMark:
+        """Return the mark of a namespace's epoch."""
 
     def digests(self, deadline: float) -> Iterable[str]:
         """Yield the digests of the namespaces that may have a readable form; by default those of all entries."""
@@ -89,6 +101,7 @@ class ListedStorage(TierAdministration):
 
     def delete_all(self, digest: str, deadline: float) -> Purged:
         """List and delete entries until a listing finds none, or refusals allow no progress."""
+        self._settle_mark(self.mark(digest), deadline)
         removed = Census()
         found, refusals = 0, set[str]()
         for _ in range(_SURVEYS_MAX):
@@ -113,6 +126,23 @@ class ListedStorage(TierAdministration):
             why = ", ".join(sorted(refusals)) or "a stack stores them, or the storage does not delete"
             left.append(f"{found} entries were found by the last survey ({why})")
         return Purged(*removed.of(digest), tuple(left))
+
+    def _settle_mark(self, store: RemovableMark, deadline: float) -> None:
+        """Delete the epoch's mark; after a reset draw a new one, and leave it.
+
+        Without that a process in an earlier epoch would write its own mark again, and later processes would join it. A
+        mark that is written after this is of such a reset, too.
+        """
+        data = store.read(deadline)
+        if data is None:
+            return
+        mark = EpochMark.decode(data)
+        if mark is not None and mark.number == 0:
+            store.remove(deadline)
+            return
+        epoch = Epoch(store)
+        epoch.renew()
+        epoch.saved_value(deadline)
 
     def survey(self, deadline: float, only: str | None = None) -> Survey:
         census = Census()
