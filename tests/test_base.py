@@ -1,11 +1,11 @@
-"""The engine's contract: names, signatures, derived sizes, the interface by lists of hashes, and hints."""
+"""The engine's contract: names, signatures, derived sizes, and hints."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.faulty import FourMethodTier
 from tests.support.stacks import stack_of
-from tiered_kv import base, mediums
-from tiered_kv.abstract import PrefixOffloadingManager
+from tiered_kv import abstract, base, mediums
 from tiered_kv.backend import Backend
 from tiered_kv.base import (
     CanonicalKVCaches,
@@ -29,12 +27,10 @@ from tiered_kv.base import (
     make_offload_key,
 )
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import HINTS_KEY, SECONDS_MAX, HintReader, Hints
 from tiered_kv.stack_config import load_config
-from tiered_kv.tiering.manager import TieringOffloadingManager
 
 
 @given(block_hash=st.binary(max_size=100), group_idx=st.integers(0, 2**32 - 1))
@@ -62,6 +58,24 @@ def test_the_manager_has_the_twelve_methods_of_the_interface() -> None:
         "touch",
     }
     assert OffloadingManager.__abstractmethods__ == {"lookup", "prepare_load", "prepare_store", "on_new_request"}
+
+
+def test_a_manager_of_hash_lists_needs_only_lookups_and_transfers() -> None:
+    class Manager(abstract.OffloadingManager):
+        def lookup(self, block_hashes: Iterable[bytes]) -> int:
+            return 0
+
+        def prepare_load(self, block_hashes: Iterable[bytes]) -> abstract.LoadStoreSpec:
+            return mediums.CPULoadStoreSpec([])
+
+        def prepare_store(self, block_hashes: Iterable[bytes]) -> abstract.PrepareStoreOutput | None:
+            return abstract.PrepareStoreOutput([], mediums.CPULoadStoreSpec([]), [])
+
+    manager = Manager()
+    manager.touch([b"a"])
+    manager.complete_load([b"a"])
+    manager.complete_store([b"a"])
+    assert list(manager.take_events()) == []
 
 
 def test_block_ids_are_int64() -> None:
@@ -141,73 +155,6 @@ def test_groups_of_several_sizes_are_hashed_at_what_divides_them_all() -> None:
 def test_block_sizes_that_do_not_fit_are_an_error(sizes: tuple[int, ...], extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_spec(*sizes, **extra)
-
-
-# The hash-list interface over a manager of today.
-
-
-NUM_BLOCKS = 16
-HASHES = [b"a", b"b", b"c", b"d"]
-
-
-@pytest.fixture
-def manager() -> Iterator[PrefixOffloadingManager]:
-    region = PrimaryRegion(NUM_BLOCKS, 64)
-    primary = CPUOffloadingManager(CPUBackend(region), enable_events=True)
-    tiering = TieringOffloadingManager(primary, [FourMethodTier(None, region.kv_view, "dict")])
-    yield PrefixOffloadingManager(tiering)
-    tiering.shutdown()
-
-
-def store(manager: PrefixOffloadingManager, hashes: list[bytes]) -> list[bytes]:
-    output = manager.prepare_store(hashes)
-    assert output is not None
-    manager.complete_store(output.block_hashes_to_store)
-    return output.block_hashes_evicted
-
-
-def test_lookup_answers_the_length_of_the_prefix(manager: PrefixOffloadingManager) -> None:
-    assert manager.lookup(HASHES) == 0
-    store(manager, [b"a", b"b", b"d"])
-    assert manager.lookup(HASHES) == 2
-    assert manager.lookup([]) == 0
-    spec = manager.prepare_load(HASHES[:2])
-    assert len(spec.block_ids) == 2  # type: ignore[attr-defined]  # a CPULoadStoreSpec
-    manager.complete_load(HASHES[:2])
-
-
-def test_a_store_may_be_completed_after_other_lookups(manager: PrefixOffloadingManager) -> None:
-    output = manager.prepare_store(HASHES)
-    assert output is not None
-    assert output.block_hashes_to_store == HASHES
-    assert manager.lookup(HASHES) == 0
-    manager.complete_store(HASHES[:3])
-    manager.complete_store(HASHES[3:], success=False)
-    assert manager.lookup(HASHES) == 3
-
-
-def test_blocks_below_come_back_for_those_who_ask_again(manager: PrefixOffloadingManager) -> None:
-    store(manager, HASHES)
-    assert isinstance(manager.manager, TieringOffloadingManager)
-    assert manager.manager.drain_jobs(10)
-    assert set(HASHES) <= set(store(manager, [bytes([i]) for i in range(NUM_BLOCKS)]))
-    assert manager.manager.drain_jobs(10)
-    for _ in range(10_000):
-        if manager.lookup([b"a", b"b"]) == 2:
-            break
-        manager.manager.drain_jobs(10)
-    assert manager.lookup([b"a", b"b"]) == 2
-
-
-def test_no_room_is_none(manager: PrefixOffloadingManager) -> None:
-    assert manager.prepare_store([bytes([i]) for i in range(NUM_BLOCKS + 1)]) is None
-
-
-def test_events_and_touches_speak_of_hashes(manager: PrefixOffloadingManager) -> None:
-    store(manager, [b"a"])
-    manager.touch([b"a", b"nothing"])
-    (event,) = manager.take_events()
-    assert (event.block_hashes, event.block_size, event.medium, event.removed) == ([b"a"], 64, "CPU", False)
 
 
 # Hints are read strictly: a wrong one raises no error, and is counted once.

@@ -76,6 +76,7 @@ NAMED_TWICE = {"OffloadingEvent", "OffloadingManager", "PrepareStoreOutput"}
 LINES_MIN, LINES_MAX = 100, 400
 OF_ANOTHER_SIZE = {
     "tiered_kv.base": "an interface as it was given",
+    "tiered_kv.abstract": "an interface as it was given",
     "tiered_kv.backend": "an interface as it was given",
     "tiered_kv.cpu.manager": "one class",
     "tiered_kv.tiering.manager": "one class",
