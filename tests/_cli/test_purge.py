@@ -91,7 +91,7 @@ def test_the_chosen_namespace_is_purged_and_by_default_the_stack_s_own(
     assert ("a note" in out) is bool(purged)
 
 
-def test_what_was_said_before_a_purge_is_not_said_again_and_the_process_beside_it_is_not_known(
+def test_what_was_said_before_a_purge_is_not_said_again_and_processes_are_to_be_stopped_first(
     tmp_path: Path, purge: Command
 ) -> None:
     nvme = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
@@ -101,7 +101,7 @@ def test_what_was_said_before_a_purge_is_not_said_again_and_the_process_beside_i
     file = stack_file(tmp_path, f"type: nvme, path: {tmp_path}/kv, capacity: 64MiB", "type: kept")
     shown = purge.out(file, "--yes", "--namespace", opened.config.identity.digest.hex())
     assert shown.count("nvme: looked at") == 1
-    assert shown.count("since none answers at a 'metrics.listen' of the file; they may store again") == 1
+    assert shown.count("processes that have this open may store again: stop them first") == 1
     assert len(re.findall(r"nvme +[0-9a-f]{32} +default +2 ", shown)) == 2, "all that were stored were removed"
 
 

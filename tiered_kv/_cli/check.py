@@ -160,7 +160,7 @@ def _check(stack: OperatedStack, config: StackConfig) -> StackCheck:
     tiers: list[TierCheck] = []
     try:
         with ExitStack() as opened:
-            listens = _check_listens(stack, config, opened)
+            listens = _check_listens(config, opened)
             _check_tiers(config, needs, opened, tiers)
     finally:  # also after Ctrl-C
         closed = {tier.name for tier in tiers if tier.error and not tier.details}
@@ -176,7 +176,7 @@ def _with_left(tier: TierCheck, left: str) -> TierCheck:
     return replace(tier, details={"warning": warning, **tier.details})
 
 
-def _check_listens(stack: OperatedStack, config: StackConfig, opened: ExitStack) -> list[ListenCheck]:
+def _check_listens(config: StackConfig, opened: ExitStack) -> list[ListenCheck]:
     def server() -> None:
         if (made := open_server(config)) is not None:
             opened.callback(made.close)
@@ -187,10 +187,7 @@ def _check_listens(stack: OperatedStack, config: StackConfig, opened: ExitStack)
 
     found = []
     if config.metrics is not None:
-        error = _error_of(server, config)
-        if error and stack.running is not None:
-            error = f"{error}: {stack.running}, has a stack open"
-        found.append(ListenCheck("metrics.listen", config.metrics.listen, error))
+        found.append(ListenCheck("metrics.listen", config.metrics.listen, _error_of(server, config)))
     if config.events is not None:
         addresses = ", ".join(filter(None, (config.events.publish, config.events.replay)))
         found.append(ListenCheck("events.publish", addresses, _error_of(publisher, config)))

@@ -6,22 +6,23 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from tiered_kv._cli.arguments import describe_use, seconds
+from tiered_kv._cli.ask import StatusAddress, fetch, read_status
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
-from tiered_kv._cli.stacks import OperatedStack, add_stack_arguments, administer, digest, operated_stack
+from tiered_kv._cli.stacks import add_stack_arguments, administer, digest, operated_stack
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import rounded_bytes
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.stack_config import StackConfig
 from tiered_kv.toolkit.administration import TierAdministration
 
 _TIMEOUT_S = 600.0
-_UNKNOWN: Final = (
-    "which processes have this open is not known, since none answers at a 'metrics.listen' of the file; "
-    "they may store again: stop them first"
-)
+_ASK_S: Final = 1.0
+_WARNING: Final = "processes that have this open may store again: stop them first"
 
 
 @dataclass(slots=True)
@@ -88,13 +89,13 @@ def run(args: argparse.Namespace) -> Status:
         for settings in config.secondary:
             advance(len(tiers), f"looking into {settings.name}")
             tiers.append(_look(settings, chosen, args.tenant, args.timeout))
-    running = _running(stack, tiers)
+    running = _running(config, tiers)
     said: set[str] = set()
     if not args.json:
         print_text(f"{args.stack}: {meant}\n")
         _show(tiers, "stored", said)
-        if running or (stack.running is None and any(tier.namespaces for tier in tiers)):
-            print_text(running or _UNKNOWN)
+        if any(tier.namespaces for tier in tiers):
+            print_text(running or _WARNING)
     if not args.dry_run and any(tier.namespaces for tier in tiers):
         if not args.yes:
             _ask(tiers)
@@ -113,12 +114,15 @@ def run(args: argparse.Namespace) -> Status:
     return Status.OK if ok else Status.FOUND
 
 
-def _running(stack: OperatedStack, tiers: Sequence[TierPurge]) -> str:
-    """Return which process to stop first, if the stack's own status tells."""
-    running = stack.running
-    if running is None or all(each.namespace != running.namespace for tier in tiers for each in tier.namespaces):
-        return ""
-    return f"{running}, has {running.namespace} open and may store again: stop it first"
+def _running(config: StackConfig, tiers: Sequence[TierPurge]) -> str:
+    """Return which process to stop first, if one answers at the file's `metrics.listen`."""
+    address = None if config.metrics is None else StatusAddress(*config.metrics.address)
+    with suppress(TieredKVError):  # nothing listens there, or another program does
+        status = None if address is None else read_status(fetch(address, "/status", _ASK_S))
+        if status and any(each.namespace == status.namespace for tier in tiers for each in tier.namespaces):
+            has = f"process {status.pid}, which answers at {address}, has {status.namespace} open"
+            return f"{has} and may store again: stop it first"
+    return ""
 
 
 def _look(settings: TierSettings, digest: str | None, tenant: str | None, timeout_s: float) -> TierPurge:

@@ -1,7 +1,6 @@
 """A stack's file as the operator's verbs take it: an engine's has no `block.bytes`, and only a part of the namespace.
 
-The storage has the rest: beside its blocks, each namespace is stored in readable form. A running stack says which of
-several namespaces is its own.
+The storage has the rest: beside its blocks, each namespace is stored in readable form.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import argparse
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from logging.handlers import MemoryHandler
 from typing import Any, Final
@@ -18,35 +17,20 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from tiered_kv._cli.arguments import size
-from tiered_kv._cli.ask import StatusAddress, fetch, read_status
 from tiered_kv._cli.output import progress
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import from_source
 from tiered_kv.config.redaction import error_text, scrub
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import format_bytes
-from tiered_kv.errors import ConfigError, TieredKVError, TierError
+from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.hooks import tier_type_of
 from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.toolkit.administration import DIGEST_HEX, StoredNamespace, TierAdministration, block_bytes_in
 
 OWN_MODEL: Final = "tiered-kv check"
 """Of the namespace under which tiers are opened if that of the stack is not known; it is purged afterwards."""
-_ASK_S: Final = 1.0
 _FIND_S: Final = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """The process that has a stack open, by its status."""
-
-    pid: int
-    namespace: str
-    block_bytes: int | None
-    address: StatusAddress
-
-    def __str__(self) -> str:
-        return f"process {self.pid}, which answers at {self.address}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +44,6 @@ class OperatedStack:
         block_bytes: None if unknown.
         source: Where the namespace comes from, for people.
         stored: Namespaces in the storage of the tiers that may be the stack's, by their digests.
-        running: The process that has the stack open; None if the file has no `metrics`, or nothing answers.
     """
 
     config: StackConfig
@@ -69,7 +52,6 @@ class OperatedStack:
     block_bytes: int | None
     source: str
     stored: Mapping[str, StoredNamespace]
-    running: Running | None
 
     @property
     def is_engines(self) -> bool:
@@ -166,22 +148,17 @@ def operated_stack(args: argparse.Namespace, *, looks: bool = True) -> OperatedS
         return load_config({**raw, "block": block, "namespace": names})
 
     config = from_source(args.stack, read)
-    running = _running(config)
     if not from_source(args.stack, _is_engines):
-        return OperatedStack(config, True, config.identity.digest.hex(), config.block.bytes, "", {}, running)
+        return OperatedStack(config, True, config.identity.digest.hex(), config.block.bytes, "", {})
     asked, block_bytes = getattr(args, "namespace", None), getattr(args, "block_bytes", None)
     stored = _fitting(config, block_bytes) if looks else {}
     own: str | None = asked
     source = "--namespace"
-    if own is None and running is not None:
-        own, source = running.namespace, f"the status of {running}"
-    elif own is None and len(stored) == 1:
+    if own is None and len(stored) == 1:
         (own,), source = stored, "the storage of its tiers"
     if own in stored and (whole := _whole(config, stored[own])) is not None:
-        return OperatedStack(whole, True, own, whole.block.bytes, source, stored, running)
-    if block_bytes is None and running is not None:
-        block_bytes = running.block_bytes
-    return OperatedStack(config, False, own, block_bytes, source if own else "", stored, running)
+        return OperatedStack(whole, True, own, whole.block.bytes, source, stored)
+    return OperatedStack(config, False, own, block_bytes, source if own else "", stored)
 
 
 def chosen_tiers(config: StackConfig, name: str | None) -> list[TierSettings]:
@@ -246,17 +223,6 @@ def tier_error_text(error: Exception, settings: TierSettings) -> str:
     """Return an error of a tier without its secrets, and without its name, which the verb shows beside it."""
     secrets = settings.secret_texts()
     return scrub(error.message, secrets) if isinstance(error, TierError) else error_text(error, secrets)
-
-
-def _running(config: StackConfig) -> Running | None:
-    if config.metrics is None:
-        return None
-    address = StatusAddress(*config.metrics.address)
-    with suppress(TieredKVError):  # nothing listens there, or another program does
-        status = read_status(fetch(address, "/status", _ASK_S))
-        if DIGEST_HEX.fullmatch(status.namespace):
-            return Running(status.pid, status.namespace, status.block_bytes, address)
-    return None
 
 
 def _fitting(config: StackConfig, block_bytes: int | None) -> dict[str, StoredNamespace]:
