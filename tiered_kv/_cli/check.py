@@ -65,8 +65,6 @@ class ListenCheck:
 
 @dataclass(frozen=True, slots=True)
 class StackCheck:
-    """Everything that was found."""
-
     tiers: list[TierCheck]
     listens: list[ListenCheck]
     limits: list[Need]

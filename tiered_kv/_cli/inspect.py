@@ -187,7 +187,9 @@ def _described(stack: OperatedStack, tier: TierInspection) -> dict[str, object]:
                 "tenant": each.tenant,
                 "differences": differences(ours, each.described) if ours else {},
                 **known,
-                "verification": check and _verification(check),
+                "verification": check
+                and {name: getattr(check, name) for name in _CHECKED}
+                | {"named": [asdict(each) for each in check.named]},
             }
         )
     about: dict[str, object] = {"name": tier.name, "type": tier.type, "where": tier.where, "ok": tier.ok}
@@ -198,10 +200,6 @@ def _described(stack: OperatedStack, tier: TierInspection) -> dict[str, object]:
         **asdict(tier.survey),
         "namespaces": namespaces,
     }
-
-
-def _verification(check: Verification) -> dict[str, object]:
-    return {**{name: getattr(check, name) for name in _CHECKED}, "named": [asdict(each) for each in check.named]}
 
 
 def _show(stack: OperatedStack, tiers: Sequence[TierInspection], args: argparse.Namespace) -> None:

@@ -178,7 +178,6 @@ def _notes(report: ReplayReport) -> Iterator[str]:
 
 
 def replay_page(run: Run, report: ReplayReport, sampler: Sampler, settings: ReplaySettings, workload: str) -> str:
-    """Return the page of a replay of `workload`."""
     return page(
         run,
         kind="Replay report",
@@ -198,12 +197,6 @@ def _tier_rows(report: ReplayReport) -> Iterator[list[str]]:
         loaded = [f"{tier.loaded_bytes / GB:.2f}", f"{tier.load_gb_per_s:.3f}"]
         yield [name, f"{tier.hits:,}", _share(tier.hits, report.blocks), *stored, *loaded]
     yield [_MISSED, f"{report.misses:,}", _share(report.misses, report.blocks), "", "", "", ""]
-
-
-def _limit_sentence(report: ReplayReport) -> str:
-    """Return a sentence about what the run spent its time with, and so what limits its rates."""
-    told = ", ".join(f"{report.spent_s[name] / max(report.seconds, 1e-9):.0%} {what}" for name, what in _SPENT.items())
-    return f"GB/s are averages over the run, of which {told}: {_limit(report)[1]}."
 
 
 def _limit(report: ReplayReport) -> tuple[str, str]:
@@ -226,12 +219,13 @@ def _sentences(report: ReplayReport) -> list[str]:
     compared = (
         f"{quantity(loaded, 'loaded block')} compared byte by byte: {wrong}." if loaded else "No block was loaded."
     )
+    spent = ", ".join(f"{report.spent_s[name] / max(report.seconds, 1e-9):.0%} {what}" for name, what in _SPENT.items())
     return [
         f"{report.hit_rate:.1%} of {asked} were hits, in {quantity(report.requests, 'request')} and "
         f"{report.seconds:,.1f} s.",
         compared,
         f"A step inside the manager took {p50} (median), {p99} (99 of 100 at most), {longest} (longest).",
-        _limit_sentence(report),
+        f"GB/s are averages over the run, of which {spent}: {_limit(report)[1]}.",
     ]
 
 

@@ -171,7 +171,6 @@ def screen(view: View | None, error: str, where: str, console: Console) -> Rende
 
 
 def _headline(view: View) -> Text:
-    """Return a line about the whole stack."""
     hits = number(sum(tier["hits_per_s"] for tier in view["tiers"]))
     share = f"{hits} blocks/s" if view["hit_share"] is None else f"{view['hit_share']:.1%}"
     asked = "" if view["hit_share"] is None else f" of {number(view['asked_blocks_per_s'] or 0.0)} blocks/s"
@@ -235,10 +234,6 @@ def _budget(used: int | None, limit: int | None) -> Text:
     return Text("-") if share is None else Text(f"{share:.0%}", style="red" if share >= _BUDGET_WARNING else "")
 
 
-def _state(tier: View) -> Text:
-    return Text("DISABLED", style="bold red") if tier["is_disabled"] else Text(*_STATES[tier["breaker"]])
-
-
 _Columns = dict[str, Callable[[View], Text]]
 _COLUMNS: Final[_Columns] = {
     "tier": lambda tier: _name(tier["name"]),
@@ -251,13 +246,12 @@ _COLUMNS: Final[_Columns] = {
     ),
     "store\nbudget": lambda tier: _budget(tier["store_budget_used_bytes"], tier["store_budget_bytes"]),
     "load\nbudget": lambda tier: _budget(tier["load_budget_used_bytes"], tier["load_budget_bytes"]),
-    "breaker": _state,
+    "breaker": lambda tier: Text(*(("DISABLED", "bold red") if tier["is_disabled"] else _STATES[tier["breaker"]])),
     "used": _capacity,
 }
 
 
 def _reason_table(reasons: Sequence[View]) -> Table:
-    """Return the biggest reasons."""
     table = _table()
     for name in ("misses and skips", "tier", "reason"):
         table.add_column(name, no_wrap=True, max_width=_NAME_MAX)
