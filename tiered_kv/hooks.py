@@ -30,7 +30,7 @@ import pluggy
 
 from tiered_kv.config.redaction import HIDDEN, EnvironmentText, redact, scrub
 from tiered_kv.config.settings import ClassArguments, TierSettings
-from tiered_kv.config.validation import Location, check, dotted, raise_problems, suggestion
+from tiered_kv.config.validation import Location, Problems, check, dotted, raise_problems, suggestion
 from tiered_kv.errors import ConfigError, MissingExtraError, ResourceError, remedy_of
 
 if TYPE_CHECKING:
@@ -296,6 +296,30 @@ def tier_type_of(settings: TierSettings) -> TierType:
     if not isinstance(tier_type, TierType):
         settings._tier_type = tier_type = tier_plugins().resolve(settings.type)
     return tier_type
+
+
+def check_entries(entries: object, location: Location, taken: Mapping[str, str]) -> tuple[TierSettings, ...]:
+    """Return a list of tiers as the settings of their types, for a validator; `taken` has names that none may have.
+
+    Raises:
+        ValueError: It is no list, or an entry cannot be used, or two have one name.
+    """
+    if not isinstance(entries, (list, tuple)):
+        raise ValueError("expected a list of tiers, each a mapping with the key 'type'")
+    names, tiers, problems = dict(taken), list[TierSettings](), list[ConfigError]()
+    for index, entry in enumerate(entries):
+        checked = check_entry(entry, (*location, index))
+        if isinstance(checked, list):
+            problems += checked
+        elif checked.name in names:
+            message = f"the name '{checked.name}' is taken by {names[checked.name]}; give each tier a name of its own"
+            problems.append(ConfigError(message, location=dotted((*location, index, "name"))))
+        else:
+            names[checked.name] = "another tier"
+            tiers.append(checked)
+    if problems:
+        raise Problems(problems)
+    return tuple(tiers)
 
 
 def check_entry(entry: object, location: Location) -> TierSettings | list[ConfigError]:

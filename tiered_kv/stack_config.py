@@ -13,11 +13,11 @@ from tiered_kv.config.namespace import Namespace, NamespaceIdentity
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.settings import PRIMARY_NAME, ClassArguments, StrictModel, TierSettings
 from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, Seconds, Share, format_bytes
-from tiered_kv.config.validation import Problems, suggestion, validate
+from tiered_kv.config.validation import suggestion, validate
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import HINT_NAMES, HintName
-from tiered_kv.hooks import REFERENCE, TierType, check_entry, tier_plugins
+from tiered_kv.hooks import REFERENCE, TierType, check_entries, tier_plugins
 
 PRIMARY_BLOCKS_MIN = 2
 PORT_MAX = 65535
@@ -238,29 +238,7 @@ class StackConfig(StrictModel):
     @field_validator("secondary", mode="before")
     @classmethod
     def _entries_by_their_types(cls, entries: object) -> object:
-        if entries is None:
-            return ()
-        if not isinstance(entries, (list, tuple)):
-            message = "expected a list of tiers, each a mapping with the key 'type'"
-            raise Problems([ConfigError(message, location="secondary")])
-        checked = [check_entry(entry, ("secondary", index)) for index, entry in enumerate(entries)]
-        problems = [problem for each in checked if isinstance(each, list) for problem in each]
-        if problems:
-            raise Problems(problems)
-        return tuple(checked)
-
-    @field_validator("secondary")
-    @classmethod
-    def _names_differ(cls, tiers: tuple[TierSettings, ...]) -> tuple[TierSettings, ...]:
-        taken = {PRIMARY_NAME: "the primary tier"}
-        for index, tier in enumerate(tiers):
-            if tier.name in taken:
-                raise ConfigError(
-                    f"the name '{tier.name}' is taken by {taken[tier.name]}; give each tier a name of its own",
-                    location=f"secondary.{index}.name",
-                )
-            taken[tier.name] = "another tier"
-        return tiers
+        return () if entries is None else check_entries(entries, ("secondary",), {PRIMARY_NAME: "the primary tier"})
 
     @model_validator(mode="after")
     def _sizes_hold_blocks(self) -> StackConfig:

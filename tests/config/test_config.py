@@ -318,6 +318,9 @@ class TestMistakes:
         assert "secondary.1.name: the name 'vault' is taken by another tier" in error_of(
             {**MINIMAL, "secondary": [entry, entry]}
         )
+        message = error_of({**MINIMAL, "secondary": [entry, entry, {**entry, "name": "third", "ttl": "soon"}]})
+        assert "secondary.1.name: the name 'vault'" in message
+        assert "secondary.2.ttl: " in message
         config = load_config({**MINIMAL, "secondary": [entry, {**entry, "name": "vault-2"}]}, environ={})
         assert [tier.name for tier in config.secondary] == ["vault", "vault-2"]
 

@@ -117,7 +117,10 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
             {"tiers": [NVME | {"capactiy": 1}], "namespace": NAMESPACE},
             "adapter_params.tiers.0.capactiy: unknown key, with the value 1 (did you mean 'capacity'?)",
         ),
-        ({"tiers": [NVME, NVME], "namespace": NAMESPACE}, "adapter_params.tiers.1.name: another tier is called 'nvme'"),
+        (
+            {"tiers": [NVME, NVME], "namespace": NAMESPACE},
+            "adapter_params.tiers.1.name: the name 'nvme' is taken by another tier",
+        ),
         (
             {"tiers": [NVME | {"job_timeout": "5min"}], "namespace": NAMESPACE},
             "adapter_params.tiers.0.job_timeout: expected at most 120s, found 300s",

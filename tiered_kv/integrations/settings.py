@@ -11,7 +11,7 @@ from tiered_kv.config.namespace import Label, Namespace
 from tiered_kv.config.settings import StrictModel, TierSettings
 from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError
-from tiered_kv.hooks import tier_settings
+from tiered_kv.hooks import check_entries
 
 
 class HostSettings(StrictModel):
@@ -26,26 +26,7 @@ class HostSettings(StrictModel):
     @field_validator("tiers", mode="before")
     @classmethod
     def _entries_by_their_types(cls, entries: object) -> object:
-        if not isinstance(entries, (list, tuple)):
-            raise ValueError("expected a list of tiers, each a mapping with the key 'type'")
-        checked = []
-        for number, entry in enumerate(entries):
-            where = f"{cls.location}.tiers.{number}"
-            try:
-                checked.append(tier_settings(entry))
-            except ConfigError as error:
-                raise ConfigError(error.message, location=".".join(filter(None, (where, error.location)))) from None
-        return tuple(checked)
-
-    @field_validator("tiers")
-    @classmethod
-    def _names_differ(cls, tiers: tuple[TierSettings, ...]) -> tuple[TierSettings, ...]:
-        names = [tier.name for tier in tiers]
-        for number, name in enumerate(names):
-            if name in names[:number]:
-                message = f"another tier is called '{name}'; give each a name of its own"
-                raise ConfigError(message, location=f"{cls.location}.tiers.{number}.name")
-        return tiers
+        return check_entries(entries, (cls.location, "tiers"), {})
 
 
 class UserNamespace(StrictModel):
