@@ -76,13 +76,6 @@ def block_key(hash_id: int) -> OffloadKey:
     return make_offload_key(digest, 0)
 
 
-def require_at_least(least: int, settings: object, *names: str) -> None:
-    """Raise ConfigError for the first of the named settings that is below `least`."""
-    for name in names:
-        if getattr(settings, name) < least:
-            raise ConfigError(f"expected at least {least}, found {getattr(settings, name)}", location=name)
-
-
 @dataclass(frozen=True, slots=True)
 class ChatWorkload:
     """Multi-turn chats that share system prompts: equal settings give equal requests, in every process.
@@ -104,8 +97,10 @@ class ChatWorkload:
     system_blocks: int = 8
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "chats", "turns", "active_chats", "turn_blocks", "system_prompts")
-        require_at_least(0, self, "system_blocks")
+        for name in ("chats", "turns", "active_chats", "turn_blocks", "system_prompts", "system_blocks"):
+            found, least = getattr(self, name), 0 if name == "system_blocks" else 1
+            if found < least:
+                raise ConfigError(f"expected at least {least}, found {found}", location=name)
 
     @property
     def requests_total(self) -> int:

@@ -29,7 +29,7 @@ from tiered_kv.stack_config import StackConfig
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.keys_only import KeysOnlyTier, KeyStore
 from tiered_kv.workload.replay import Replay, ReplaySettings
-from tiered_kv.workload.request import Request, block_key, require_at_least, sessions
+from tiered_kv.workload.request import Request, block_key, sessions
 
 SERVERS_MAX = 1000
 ROUTERS = ("random", "round-robin", "sticky", "prefix")
@@ -56,7 +56,6 @@ class Fleet:
     concurrency: int = 8
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "servers", "concurrency")
         if self.servers > SERVERS_MAX:
             raise ConfigError(f"expected at most {SERVERS_MAX}, found {self.servers}", location="servers")
 
