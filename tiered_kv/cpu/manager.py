@@ -50,7 +50,7 @@ class CPUOffloadingManager(OffloadingManager):
         policy: A name for `make_policy`, or a policy for `backend.num_blocks` blocks.
         enable_events: Whether `take_events` reports stored and removed blocks.
         hints: Names of the hints that are used.
-        clock: Seconds of a monotonic clock; read once a request, from the first hint on.
+        clock: Seconds of a monotonic clock; read once a request.
     """
 
     def __init__(
@@ -190,8 +190,7 @@ class CPUOffloadingManager(OffloadingManager):
                 chain.hints = hints
                 if hints.skips_load:
                     self.load_skippers.add(req_id)
-        if self.hint_reader.hinted:
-            self.policy.now_s = self._clock()
+        self.policy.now_s = self._clock()
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:

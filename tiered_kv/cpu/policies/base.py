@@ -29,7 +29,7 @@ class CachePolicy(ABC):
         num_blocks: Blocks in the primary tier, pinned ones included.
 
     Attributes:
-        now_s: When the last request began, by a monotonic clock; 0 until a request has had hints.
+        now_s: When the last request began, by a monotonic clock.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -50,6 +50,11 @@ MEAN_WEIGHT = 0.01
 """Weight of a request in the mean number of new blocks, and in the mean priority."""
 RETURNS_S = (2.0, 8.0, 32.0, 128.0, 512.0)
 """Limits between the classes of the hint `expect_return`. Each class is a kind. Only factors of four were tried."""
+PAUSE_S, PAUSED = 30.0, -2
+"""Requests that say nothing of their return, and came over so long after their session's last one: their class.
+
+A session that paused pauses again. With 8 and 120 seconds, coding agents gain half as much.
+"""
 CORRECTED = (math.log(6.0), math.log(60.0))
 """A session is corrected if its returns take over so many times longer or shorter than it says, and not if over as
 many as the second: then its clock tells nothing, as in a replay that runs faster than its trace.
@@ -84,7 +89,7 @@ class DensityPolicy(CachePolicy):
         self._aging: list[deque[Tail]] = [deque() for _ in range(BUCKETS)]
         self._density = HitDensity(KINDS, KIND_GROUPS, decay=DECAY)
         self._order = TailOrder(self._density.level)
-        self._kinds = {(0, 0): 0}  # kinds of requests' own tails, by class of `expect_return` and priority
+        self._kinds = {(0, 0): 0}  # kinds of requests' own tails, by class of `expect_return` (or PAUSED) and priority
         self._priority_mean = 0.0
 
     def __len__(self) -> int:
@@ -165,7 +170,7 @@ class DensityPolicy(CachePolicy):
         self._begun += 1
         weight = max(MEAN_WEIGHT, 1 / self._begun)
         self._admitted_mean += weight * (self._admitted - self._admitted_mean)
-        # Hints are in seconds: with the mean, a request with many new blocks does not age the others at once.
+        # Hints and pauses are in seconds: with the mean, many new blocks of one request do not age the others at once.
         self._passed += 1 + (self._admitted_mean if len(self._kinds) > 1 else self._admitted)
         self._admitted = 0
         self._now = self._passed * AGES_PER_TURNOVER / self.num_blocks
@@ -174,7 +179,7 @@ class DensityPolicy(CachePolicy):
             self._learn()
         self._new_blocks_mean += weight * (self._new_blocks - self._new_blocks_mean)
         self._new_blocks = 0
-        tail = chain.note = Tail(self._begun, self._now)
+        tail = chain.note = Tail(self._begun, self._now, began_s=self.now_s)
         hints = chain.hints
         self._priority_mean += weight * ((hints.priority if hints else 0) - self._priority_mean)
         if hints is not None:
@@ -192,7 +197,7 @@ class DensityPolicy(CachePolicy):
 
     def _apply_hints(self, tail: Tail, hints: Hints) -> None:
         tail.kind = self._kind_of((_class_of(hints.expect_return_s), hints.priority))
-        tail.began_s, tail.said_s = self.now_s, hints.expect_return_s or 0.0
+        tail.said_s = hints.expect_return_s or 0.0
         if hints.ttl_s is not None:
             expired = self._kind_of(EXPIRED)
             tail.expires_s = self.now_s + hints.ttl_s
@@ -200,12 +205,18 @@ class DensityPolicy(CachePolicy):
                 tail.kind, tail.said_s = expired, 0.0
 
     def _correct(self, own: Tail, before: Tail, hints: Hints | None) -> None:
-        """Note when a session's last request said that this one comes, and correct by that what this one says."""
+        """Note when a session's last request said that this one comes, and correct by that what this one says.
+
+        If it says nothing of its return, its kind is that of a session that paused or did not.
+        """
+        gap_s, priority = self.now_s - before.began_s, hints.priority if hints is not None else 0
         own.late = before.late
         if before.said_s:
-            own.late += (math.log(max(self.now_s - before.began_s, SOONEST_S) / before.said_s) - own.late) / 2
-        if own.said_s and hints is not None and CORRECTED[0] < abs(own.late) < CORRECTED[1]:
-            own.kind = self._kind_of((_class_of(own.said_s * math.exp(own.late)), hints.priority))
+            own.late += (math.log(max(gap_s, SOONEST_S) / before.said_s) - own.late) / 2
+        if gap_s > PAUSE_S and own.kind == self._kinds.get((0, priority)):
+            own.kind = self._kind_of((PAUSED, priority))
+        elif own.said_s and CORRECTED[0] < abs(own.late) < CORRECTED[1]:
+            own.kind = self._kind_of((_class_of(own.said_s * math.exp(own.late)), priority))
 
     def _kind_of(self, hinted: tuple[int, int]) -> int:
         """Return the kind of tails with this class of `expect_return` and priority; add it if it is new."""
