@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import socketserver
-import threading
 import time
 from collections.abc import Iterator, Sequence
 
+from tests.support.loopback import LoopbackServer
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
@@ -18,54 +17,32 @@ LOOKUP_S = 0.2
 NAMESPACE = bytes(16)
 
 
-class KeyValueServer(socketserver.ThreadingTCPServer):
+class KeyValueServer(LoopbackServer):
     """Keeps values by name. Requests and answers are lines; a value follows the line of PUT or of the answer to GET."""
 
-    daemon_threads = True
-    block_on_close = False
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Session)
         self.values: dict[bytes, bytes] = {}
-        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
-        self._thread.start()
+        super().__init__()
 
-    @property
-    def address(self) -> tuple[str, int]:
-        host, port = self.socket.getsockname()
-        return host, port
-
-    def stop(self) -> None:
-        self.shutdown()
-        self.server_close()
-        self._thread.join()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Log nothing about broken connections and invalid requests."""
-
-
-class _Session(socketserver.StreamRequestHandler):
-    disable_nagle_algorithm = True
-    server: KeyValueServer
-
-    def handle(self) -> None:
-        values = self.server.values
-        for line in iter(self.rfile.readline, b""):
-            match line.split():
-                case [b"PUT", name, length]:
-                    value = self.rfile.read(int(length))
-                    if len(value) == int(length):
-                        values.setdefault(name, value)
-                    self.wfile.write(b"OK\n")
-                case [b"GET", name]:
-                    self.wfile.write(b"%d\n%b" % (len(values.get(name, b"")), values.get(name, b"")))
-                case [b"HAS", name]:
-                    self.wfile.write(b"%d\n" % (name in values))
-                case [b"DEL", name]:
-                    values.pop(name, None)
-                    self.wfile.write(b"OK\n")
-                case _:
-                    return
+    def serve(self, sock: socket.socket) -> None:
+        values = self.values
+        with contextlib.suppress(ValueError), sock.makefile("rb") as received:
+            for line in iter(received.readline, b""):
+                match line.split():
+                    case [b"PUT", name, length]:
+                        value = received.read(int(length))
+                        if len(value) == int(length):
+                            values.setdefault(name, value)
+                        sock.sendall(b"OK\n")
+                    case [b"GET", name]:
+                        sock.sendall(b"%d\n%b" % (len(values.get(name, b"")), values.get(name, b"")))
+                    case [b"HAS", name]:
+                        sock.sendall(b"%d\n" % (name in values))
+                    case [b"DEL", name]:
+                        values.pop(name, None)
+                        sock.sendall(b"OK\n")
+                    case _:
+                        return
 
 
 class Connection:

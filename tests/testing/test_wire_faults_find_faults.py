@@ -34,9 +34,8 @@ from tiered_kv.toolkit.record import HEADER_BYTES
 
 @pytest.fixture
 def server() -> Iterator[KeyValueServer]:
-    server = KeyValueServer()
-    yield server
-    server.stop()
+    with KeyValueServer() as server:
+        yield server
 
 
 class TrustingTier(KeyValueTier):
@@ -209,7 +208,7 @@ def close_what_is_left() -> None:
 
 @pytest.fixture
 def open_bench(server: KeyValueServer, closing: contextlib.ExitStack) -> OpenBench:
-    proxy = closing.enter_context(FaultProxy(server.address))
+    proxy = closing.enter_context(FaultProxy(("127.0.0.1", server.port)))
 
     def open_(make_tier: MakeTier, says: str = "") -> WireBench:
         def open_tier(spec: object, view: memoryview) -> SecondaryTierManager:
