@@ -188,12 +188,6 @@ def test_blocks_are_copied_by_one_call_or_one_by_one_where_that_is_forbidden(
     assert set(copied.values()) == {len(KEYS)}
 
 
-def test_a_reset_is_one_for_all_processes(tmp_path: Path) -> None:
-    with serving(tmp_path) as served, process_of(served.address) as first, process_of(served.address) as second:
-        assert first.store(KEYS) == second.load(KEYS) == len(KEYS)
-        second.tiers.reset()
-        assert second.contains(KEYS) == first.contains(KEYS) == 0
-        assert first.store(KEYS) == second.load(KEYS) == len(KEYS)
 
 
 def test_no_reset_waits_while_the_memory_of_a_dead_server_is_unmapped(

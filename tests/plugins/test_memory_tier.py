@@ -50,15 +50,6 @@ def test_the_least_recently_used_block_is_evicted_and_the_head_of_a_prefix_last(
     assert rig.tier.stats()["evicted_blocks_total"] == 4
 
 
-def test_a_load_is_a_use_of_a_prefix_and_leaves_its_head_last(make_rig: MakeRig) -> None:
-    rig = make_rig(capacity=4 * RECORD_BYTES)
-    keys = make_keys(4)
-    rig.store(keys)
-    assert rig.load(keys) == set(keys)
-    rig.store(make_keys(1, "new"))
-    assert found(rig, keys) == [True, True, True, False]
-
-
 def test_a_load_is_a_use_when_it_is_asked_for_and_not_when_a_thread_reads(make_rig: MakeRig) -> None:
     rig = make_rig(capacity=4 * RECORD_BYTES)
     older, newer = make_keys(2, "older"), make_keys(2, "newer")

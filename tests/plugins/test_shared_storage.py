@@ -266,23 +266,6 @@ def test_a_mark_that_is_gone_or_damaged_is_drawn_anew_and_brings_no_block_back(
 
 
 @without_presence_cache
-def test_a_mark_from_before_a_reset_is_joined_by_no_process_that_has_seen_it_retired(place: Place) -> None:
-    rig = opened(place)
-    door = place.door(rig)
-    assert rig.store(OLD).success
-    old = door.read_mark()
-    assert rig.tier.reset_cache()
-    assert rig.store(NEW).success
-    wait_until(lambda: door.read_mark() != old)
-    rig.close()
-    door.write_mark(old)  # as when a storage is restored
-    newcomer = opened(place)
-    assert newcomer.load(OLD) == set()
-    assert newcomer.store(LATE).success
-    wait_until(lambda: door.read_mark() != old)
-
-
-@without_presence_cache
 @pytest.mark.parametrize("falls_back", [False, True], ids=["lost", "older"])
 def test_a_mark_that_is_lost_or_older_while_a_process_runs_is_written_again_and_counted(
     place: Place, falls_back: bool, monkeypatch: pytest.MonkeyPatch

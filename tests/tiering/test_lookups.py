@@ -107,17 +107,6 @@ def test_late_keys_are_not_probed(desk: Desk) -> None:
     assert numbers_of(desk.take()) == [2]
 
 
-def test_a_failed_load_corrects_the_answer_of_its_request(desk: Desk) -> None:
-    desk.ask(1)
-    desk.lookups.answer(desk.take(), [True])
-    assert desk.ask(1) == [True]
-    desk.lookups.correct(key_of(1), "a")
-    assert desk.ask(1) == [False]
-    desk.lookups.correct(key_of(2), "a")
-    desk.lookups.correct(key_of(1), "unknown")
-    assert desk.ask(2) == [None]
-
-
 def test_without_a_request_an_answer_is_given_once(desk: Desk) -> None:
     desk.ask(1, req_id="")
     desk.lookups.answer(desk.take(), [True])

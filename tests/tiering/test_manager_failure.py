@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.tiering.conftest import BLOCK_BYTES, Bench, MakeBench, keys
-from tiered_kv.base import OffloadPolicy, ReqContext
+from tiered_kv.base import ReqContext
 from tiered_kv.tiering.base import JobResult
 
 
@@ -131,17 +131,6 @@ def test_an_invalid_result_fails_its_job_and_hides_no_other(bench: Bench, nonsen
 
 
 # Reset, drain, shutdown.
-
-
-def test_a_reset_ends_requests_that_only_waited_for_their_stores(make_bench: MakeBench) -> None:
-    bench = make_bench(policy=OffloadPolicy.REQUEST_LEVEL)
-    context = bench.request("a")
-    bench.manager.prepare_store(keys(1), context)
-    bench.manager.on_request_finished(context)
-    bench.manager.reset_cache()
-    bench.manager.complete_store(keys(1), context)
-    assert not bench.jobs
-    assert bench.free == bench.num_blocks
 
 
 def test_drain_waits_for_jobs_and_says_when_they_do_not_end(bench: Bench) -> None:

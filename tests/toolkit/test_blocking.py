@@ -38,28 +38,6 @@ def test_a_store_is_served_in_parts_of_the_least_size_for_stores(make_stage: Mak
     assert stage.tier.parts[2:] == [("load", 4)] * 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("gains", [True, False])
-def test_stores_use_more_threads_only_if_that_stores_faster(make_stage: MakeStage, gains: bool) -> None:
-    stage = make_stage(DictTier, threads=8, part_blocks=1)
-    disk, running, most = threading.Lock(), [0], [0]
-
-    def before(operation: str, keys: Sequence[OffloadKey]) -> None:
-        running[0] += 1
-        most[0] = max(most[0], running[0])
-        if gains:
-            time.sleep(0.005)
-        else:
-            with disk:
-                time.sleep(0.005)
-        running[0] -= 1
-
-    stage.tier.before = before
-    for number in range(4):
-        assert stage.rig.store(make_keys(40, str(number))).success
-    assert (most[0] > 2) is gains
-
-
 def test_small_jobs_that_wait_are_served_by_one_call_and_end_one_by_one(make_stage: MakeStage) -> None:
     stage = make_stage(DictTier, threads=2, part_blocks=4)
     stage.hold()
