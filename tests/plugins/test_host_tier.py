@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from tests.support.children import Child
-from tests.support.host_server import BLOCK_BYTES, content_of, keys_of, serving, stack_of, unmapping_hangs, wait_for
+from tests.support.host_server import (
+    BLOCK_BYTES,
+    content_of,
+    keys_of,
+    server_process,
+    serving,
+    stack_of,
+    unmapping_hangs,
+    wait_for,
+)
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers
@@ -77,21 +84,6 @@ def store_and_wait() -> None:
         assert process.load(KEYS) == len(KEYS)
 
 
-@contextmanager
-def server_process(directory: Path) -> Iterator[str]:
-    nvme = {"type": "nvme", "path": str(directory / "nvme"), "capacity": "64MiB"}
-    (directory / "stack.yaml").write_text(yaml.safe_dump(stack_of(secondary=[nvme])))
-    socket = directory / "cache.sock"
-    command = [sys.executable, "-m", "tiered_kv", "serve", str(directory / "stack.yaml"), "--socket", str(socket)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert b"serving" in process.stdout.readline()
-            yield f"unix:{socket}"
-        finally:
-            process.kill()
-
-
 def test_a_process_finds_what_a_killed_one_has_stored(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         with Child(store_and_wait, served.address) as child:
@@ -106,10 +98,11 @@ def test_a_process_finds_what_a_killed_one_has_stored(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_a_server_every_block_is_a_miss_and_an_idle_process_attaches_again(tmp_path: Path) -> None:
+    nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
     with process_of(f"unix:{tmp_path}/cache.sock") as process:
         assert (process.store(KEYS), process.contains(KEYS), process.load(KEYS)) == (0, 0, 0)
         for stored in (0, len(KEYS)):
-            with server_process(tmp_path):
+            with server_process(tmp_path, secondary=[nvme]):
                 wait_for(process.is_attached)
                 assert process.load(KEYS) <= stored  # nvme has what it had written
                 assert process.store(KEYS) == process.load(KEYS) == len(KEYS)
@@ -186,8 +179,6 @@ def test_blocks_are_copied_by_one_call_or_one_by_one_where_that_is_forbidden(
     with serving(tmp_path) as served, process_of(served.address) as process:
         assert process.store(KEYS) == process.load(KEYS) == len(KEYS)
     assert set(copied.values()) == {len(KEYS)}
-
-
 
 
 def test_no_reset_waits_while_the_memory_of_a_dead_server_is_unmapped(

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.host_server import Engine, Served, keys_of, serving, stack_of, wait_for
+from tests.support.host_server import Engine, Served, keys_of, server_process, serving, stack_of, wait_for
 from tiered_kv.server import protocol
 from tiered_kv.server.host import Host
 
@@ -50,15 +49,6 @@ def line_of(process: subprocess.Popen[str]) -> str:
 def engine_process(served: Served, name: str, seed: int = 1) -> Iterator[subprocess.Popen[str]]:
     with child("-m", "tests.support.host_engine", served.address, name, str(seed)) as process:
         assert line_of(process)
-        yield process
-
-
-@contextmanager
-def server_process(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    (directory / "stack.yaml").write_text(yaml.safe_dump(stack_of()))
-    program = "import sys; from tiered_kv.cli import main; sys.exit(main())"
-    with child("-c", program, "serve", f"{directory}/stack.yaml", "--socket", f"{directory}/cache.sock") as process:
-        assert "serving" in line_of(process)
         yield process
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -74,6 +77,21 @@ def serving(
             engine.close()
         server.stop()
         thread.join()
+
+
+@contextmanager
+def server_process(directory: Path, **more: object) -> Iterator[subprocess.Popen[str]]:
+    """Serve a stack at `directory`/cache.sock in a process of its own, which is killed at the end."""
+    file = directory / "stack.yaml"
+    file.write_text(json.dumps(stack_of(**more)))  # type: ignore[arg-type]
+    command = [sys.executable, "-m", "tiered_kv", "serve", str(file), "--socket", f"{directory}/cache.sock"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert "serving" in process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
 
 
 @contextmanager
