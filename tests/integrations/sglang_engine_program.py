@@ -18,19 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.tiny_llama import save_llama
+from tests.support.tiny_llama import DEPENDENT_WEIGHTS, llama_sizes, save_llama
 
 os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1")
 
 MODEL = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    # Large enough that every token depends on all of its context, as the test makes sure.
-    "initializer_range": 0.2,
+    **llama_sizes(vocab=512, hidden=256, intermediate=512, layers=4, heads=8, kv_heads=4),
+    "initializer_range": DEPENDENT_WEIGHTS,
 }
 
 

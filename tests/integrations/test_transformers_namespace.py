@@ -20,18 +20,14 @@ torch = pytest.importorskip("torch", reason="the extra 'transformers'")
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers'")
 
 from tests.support.namespaces import FIRST, all_cases, cases  # noqa: E402 - after what it needs
-from tiered_kv.errors import ConfigError  # noqa: E402 - after what it needs
+from tests.support.tiny_llama import llama_sizes  # noqa: E402
+from tiered_kv.errors import ConfigError  # noqa: E402
 from tiered_kv.integrations.transformers import PrefixCache  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **llama_sizes(vocab=32, hidden=32, intermediate=32, layers=2, heads=4, kv_heads=2),
     "max_position_embeddings": 64,
 }
 

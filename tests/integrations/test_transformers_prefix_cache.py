@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers", reason="the extra 'transforme
 from tests.integrations.program_checks import damage  # noqa: E402 - after what it needs
 from tests.support.faulty import Gate  # noqa: E402
 from tests.support.shortages import Resource, outage  # noqa: E402
+from tests.support.tiny_llama import llama_sizes  # noqa: E402
 from tiered_kv.errors import ConfigError, ShutdownError  # noqa: E402
 from tiered_kv.integrations.transformers import PrefixCache, PrefixCacheStats, prefix_cache  # noqa: E402
 from tiered_kv.metrics.instruments import count_of  # noqa: E402
@@ -34,12 +35,7 @@ WAIT_S = 60.0
 def llama(seed: int = 0, dtype: str = "float32", **changes: Any) -> Any:
     """Return a model of three layers with grouped-query attention and random weights."""
     sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **llama_sizes(vocab=VOCABULARY, hidden=64, intermediate=96, layers=3, heads=4, kv_heads=2),
         "max_position_embeddings": 512,
         "eos_token_id": None,
     }

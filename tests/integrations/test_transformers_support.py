@@ -12,6 +12,7 @@ import pytest
 from tests.support.interrupt_cases import BLOCKS, CONTENT, WAIT_S, new_keys
 from tests.support.interrupts import interrupts
 from tests.support.stacks import stack_of
+from tests.support.tiny_llama import llama_sizes
 from tiered_kv.buffers import Blocks
 from tiered_kv.stack import open_stack
 
@@ -31,12 +32,7 @@ from tiered_kv.integrations.transformers.saver import Saver  # noqa: E402
 pytestmark = pytest.mark.slow
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **llama_sizes(vocab=50, hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2),
     "max_position_embeddings": 64,
 }
 

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.tiny_llama import save_llama
+from tests.support.tiny_llama import DEPENDENT_WEIGHTS, llama_sizes, save_llama
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -37,31 +37,11 @@ BLOCK_TOKENS = 32
 SETTLE_S = 0.6
 """A third of the time that a prompt's blocks have to reach a tier; nothing is measured meanwhile."""
 CHAT_MODEL = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    # Large enough that every token depends on all of its context, as the test makes sure.
-    "initializer_range": 0.2,
+    **llama_sizes(vocab=512, hidden=128, intermediate=256, layers=2, heads=4, kv_heads=2),
+    "initializer_range": DEPENDENT_WEIGHTS,
 }
-MIDDLE_MODEL = {
-    "vocab_size": 1024,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
-LARGE_MODEL = {
-    "vocab_size": 1024,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-}
+MIDDLE_MODEL = llama_sizes(vocab=1024, hidden=512, intermediate=1408, layers=8, heads=8, kv_heads=4)
+LARGE_MODEL = llama_sizes(vocab=1024, hidden=1024, intermediate=2816, layers=8, heads=16, kv_heads=4)
 
 
 def hide_what_no_library_has() -> None:

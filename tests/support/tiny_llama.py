@@ -18,6 +18,22 @@ TINY_LLAMA: Final[dict[str, Any]] = {
     "dtype": "float32",
 }
 """A `config.json`."""
+DEPENDENT_WEIGHTS: Final = 0.2
+"""An `initializer_range` with which every token depends on all of its context, as the tests make sure."""
+
+
+def llama_sizes(
+    *, vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
+) -> dict[str, int]:
+    """Return the sizes of a model by the names that its configuration has for them."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
 
 
 def save_llama(directory: Path, **config: Any) -> None:
