@@ -307,6 +307,11 @@ class TestPutAndGet:
         assert stack.get([]).shape == (0, BLOCK_BYTES)
 
 
+class Silent(FourMethodTier):
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return None
+
+
 class TestContains:
     def test_it_counts_the_prefix_in_all_tiers_and_loads_nothing(self) -> None:
         keys = hashes(8)
@@ -328,10 +333,6 @@ class TestContains:
             assert stack.contains(keys, timeout=WAIT_S) == 0
 
     def test_a_tier_that_does_not_answer_or_fails_has_no_block(self, register: Register) -> None:
-        class Silent(FourMethodTier):
-            def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-                return None
-
         class Failing(FourMethodTier):
             def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
                 raise OSError("cannot look")
@@ -370,10 +371,6 @@ class TestPrefetch:
             assert stack.get(hashes(8, "latest"), empty(8), timeout=0) == 8
 
     def test_a_tier_that_does_not_answer_is_waited_for_until_the_timeout(self, register: Register) -> None:
-        class Silent(FourMethodTier):
-            def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-                return None
-
         register("silent", Silent)
         keys = hashes(4)
         with open_stack(stack_of({"type": "silent"})) as stack:

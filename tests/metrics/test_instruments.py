@@ -61,10 +61,6 @@ def test_an_undeclared_name_is_an_error() -> None:
         counters["failures_total"]
 
 
-OBEDIENT = {"type": "obedient", "breaker_failures": 1, "breaker_cooldown": "1h"}
-PATIENT_OBEDIENT = {"type": "obedient", "breaker_failures": 1000}
-
-
 def notices_of(stack: Stack) -> dict[object, object]:
     """Return the count of each notice, the oldest first."""
     return {notice["what"]: notice["count"] for notice in manager_of(stack).notices.snapshot()}
@@ -98,25 +94,22 @@ def test_of_too_many_notices_the_latest_are_kept() -> None:
     assert found == [f"change {number}" for number in (*range(NOTICES_MAX + 1, 2 * NOTICES_MAX), NOTICES_MAX)]
 
 
-def test_a_breaker_that_opens_is_a_notice() -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        obedient(stack).store_reason = "timeout"
-        put(stack, make_keys(4))
-        assert notices_of(stack) == {"breaker open": 1}
-
-
-def test_damaged_blocks_are_one_notice() -> None:
-    with open_stack(stack_of(PATIENT_OBEDIENT)) as stack:
-        obedient(stack).store_reason = "checksum"
+@pytest.mark.parametrize(
+    ("failures_max", "failure", "notice"),
+    [
+        (1, {"store_reason": "timeout"}, {"breaker open": 1}),
+        (1000, {"store_reason": "checksum"}, {"damaged blocks": 16}),
+        (1000, {"store_error": RuntimeError("with the password")}, {"first exception, in submit_store": 1}),
+    ],
+)
+def test_what_fails_is_one_notice_without_an_error_s_text(
+    failures_max: int, failure: dict[str, object], notice: dict[str, int]
+) -> None:
+    entry = {"type": "obedient", "breaker_failures": failures_max, "breaker_cooldown": "1h"}
+    with open_stack(stack_of(entry)) as stack:
+        vars(obedient(stack)).update(failure)
         put(stack, make_keys(16))
-        assert notices_of(stack) == {"damaged blocks": 16}
-
-
-def test_the_first_exception_is_a_notice_without_its_text() -> None:
-    with open_stack(stack_of(PATIENT_OBEDIENT)) as stack:
-        obedient(stack).store_error = RuntimeError("the password is tulip")
-        put(stack, make_keys(16))
-        assert notices_of(stack) == {"first exception, in submit_store": 1}
+        assert notices_of(stack) == notice
 
 
 def test_a_tier_that_cannot_reset_is_a_notice(register: Register) -> None:

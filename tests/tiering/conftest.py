@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -119,6 +120,7 @@ class Bench:
         reports_stored: As the tiers' property.
         compute_block_s: As the manager's.
         event_sink: As the manager's.
+        of_type: Makes each tier.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Bench:
         reports_stored: bool = False,
         compute_block_s: float = math.inf,
         event_sink: EventSink | None = None,
+        of_type: Callable[[memoryview, str], Any] = ManualTier,
     ) -> None:
         self.num_blocks = num_blocks
         self.limits = limits or ManagerLimits(promotion_blocks_max=6)
@@ -138,7 +141,7 @@ class Bench:
         self.region = PrimaryRegion(num_blocks, BLOCK_BYTES)
         self.primary = CPUOffloadingManager(CPUBackend(self.region), enable_events=True)
         settings = [TierSettings.model_validate({"type": f"tier{at}", **each}) for at, each in enumerate(tiers)]
-        self.tiers = [ManualTier(self.region.kv_view, each.type) for each in settings]
+        self.tiers: list[ManualTier] = [of_type(self.region.kv_view, each.type) for each in settings]
         for tier in self.tiers:
             tier.policy = policy
             tier.reports_stored = reports_stored

@@ -11,17 +11,14 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.support.faulty import FourMethodTier, Gate
-from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext, make_offload_key
-from tiered_kv.config.settings import TierSettings
-from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
+from tests.tiering import conftest
+from tests.tiering.conftest import BLOCK_BYTES, keys
+from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.testing.control import ManualClock, wait_until
+from tiered_kv.testing.control import wait_until
 from tiered_kv.tiering.base import JobMetadata, JobResult
 from tiered_kv.tiering.isolation import IsolatedTier
-from tiered_kv.tiering.manager import TieringOffloadingManager
-
-BLOCK_BYTES = 64
+from tiered_kv.tiering.requests import ManagerLimits
 
 
 class NotingTier(FourMethodTier):
@@ -29,6 +26,7 @@ class NotingTier(FourMethodTier):
 
     is_nonblocking = True
     policy = OffloadPolicy.BLOCK_LEVEL
+    reports_stored = False
     holds = False
 
     def __init__(self, view: memoryview, name: str) -> None:
@@ -67,33 +65,19 @@ class NotingTier(FourMethodTier):
         return [call for call, of in self.calls if of == req_id]
 
 
-class Bench:
+class Bench(conftest.Bench):
     """A manager over noting tiers."""
 
-    def __init__(self, *settings: dict[str, object], policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL) -> None:
-        self.clock = ManualClock()
-        region = PrimaryRegion(32, BLOCK_BYTES)
-        entries = [TierSettings.model_validate({"type": f"tier{at}", **each}) for at, each in enumerate(settings)]
-        self.tiers = [NotingTier(region.kv_view, entry.type) for entry in entries]
-        for tier in self.tiers:
-            tier.policy = policy
-        self.manager = TieringOffloadingManager(
-            CPUOffloadingManager(CPUBackend(region)), self.tiers, settings=entries, clock=self.clock
-        )
+    tiers: list[NotingTier]  # type: ignore[assignment]
 
-    def begin(self, req_id: str) -> ReqContext:
-        context = ReqContext(req_id)
-        self.manager.on_new_request(context)
-        return context
+    def __init__(self, *tiers: dict[str, object], policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL) -> None:
+        super().__init__(*tiers, num_blocks=32, limits=ManagerLimits(), policy=policy, of_type=NotingTier)
 
-    def store(self, keys: list[OffloadKey], context: ReqContext) -> Callable[[], None]:
-        output = self.manager.prepare_store(keys, context)
+    def begin_store(self, wanted: list[OffloadKey], context: ReqContext) -> Callable[[], None]:
+        """Begin a store, and return what ends it."""
+        output = self.manager.prepare_store(wanted, context)
         assert output is not None
         return lambda: self.manager.complete_store(output.keys_to_store, context)
-
-
-def keys(*numbers: int) -> list[OffloadKey]:
-    return [make_offload_key(b"%d" % number, 0) for number in numbers]
 
 
 @pytest.fixture
@@ -106,7 +90,7 @@ def bench() -> Iterator[Bench]:
 def test_a_request_that_was_never_announced_ends_after_its_store_too(bench: Bench) -> None:
     (tier,) = bench.tiers
     context = ReqContext("a")
-    end = bench.store(keys(0), context)
+    end = bench.begin_store(keys(0), context)
     bench.manager.on_request_finished(context)
     end()
     assert tier.of("a") == ["store", "end"]
@@ -114,11 +98,11 @@ def test_a_request_that_was_never_announced_ends_after_its_store_too(bench: Benc
 
 def test_an_id_that_is_used_again_ends_after_the_stores_of_both(bench: Bench) -> None:
     (tier,) = bench.tiers
-    first = bench.begin("a")
-    old = bench.store(keys(0), first)
+    first = bench.request("a")
+    old = bench.begin_store(keys(0), first)
     bench.manager.on_request_finished(first)
-    second = bench.begin("a")
-    new = bench.store(keys(1), second)
+    second = bench.request("a")
+    new = bench.begin_store(keys(1), second)
     bench.manager.on_request_finished(second)
     old()
     assert tier.of("a") == ["begin", "end", "begin", "store"]
@@ -129,7 +113,7 @@ def test_an_id_that_is_used_again_ends_after_the_stores_of_both(bench: Bench) ->
 def test_a_promotion_that_is_not_submitted_ends_with_its_request_or_is_another_one_s(bench: Bench) -> None:
     (tier,) = bench.tiers
     tier.blocks = dict.fromkeys(keys(0, 1), bytes(BLOCK_BYTES))
-    aborted, other = bench.begin("aborted"), bench.begin("other")
+    aborted, other = bench.request("aborted"), bench.request("other")
     assert bench.manager.lookup_many(keys(0, 1), aborted) == [None, None]
     assert bench.manager.lookup(keys(0)[0], other) is None
     bench.manager.on_request_finished(aborted)
@@ -146,7 +130,7 @@ def test_a_promotion_that_ends_later_fills_the_tier_above_for_no_request() -> No
     above, below = bench.tiers
     below.blocks = dict.fromkeys(keys(0), bytes(BLOCK_BYTES))
     below.holds = True
-    context = bench.begin("a")
+    context = bench.request("a")
     assert bench.manager.lookup(keys(0)[0], context) is None
     bench.manager.on_schedule_end()
     bench.manager.on_request_finished(context)
@@ -171,9 +155,9 @@ def whole() -> Iterator[Bench]:
 @pytest.mark.parametrize("other_ends", ["store", "failure", "never"])
 def test_a_whole_request_has_the_blocks_that_another_one_is_storing(whole: Bench, other_ends: str) -> None:
     (tier,) = whole.tiers
-    other, context = whole.begin("other"), whole.begin("a")
-    end_other = whole.store(keys(0), other)
-    end = whole.store(keys(0, 1), context)
+    other, context = whole.request("other"), whole.request("a")
+    end_other = whole.begin_store(keys(0), other)
+    end = whole.begin_store(keys(0, 1), context)
     end()
     whole.manager.on_request_finished(context)
     whole.manager.on_schedule_end()
@@ -191,12 +175,12 @@ def test_a_whole_request_has_the_blocks_that_another_one_is_storing(whole: Bench
 
 def test_a_whole_request_has_blocks_that_were_promoted_loaded_and_touched(whole: Bench) -> None:
     (tier,) = whole.tiers
-    whole.store(keys(0, 1), whole.begin("earlier"))()
-    context = whole.begin("a")
+    whole.store(keys(0, 1), whole.request("earlier"))
+    context = whole.request("a")
     whole.manager.touch(keys(0), context)
     whole.manager.prepare_load(keys(1), context)
     whole.manager.complete_load(keys(1), context)
-    whole.store(keys(2), context)()
+    whole.store(keys(2), context)
     whole.manager.on_request_finished(context)
     assert tier.of("a") == ["begin", "store", "end"]
     assert tier.stored == keys(0, 1, 2)
@@ -204,8 +188,8 @@ def test_a_whole_request_has_blocks_that_were_promoted_loaded_and_touched(whole:
 
 def test_a_whole_request_has_the_blocks_of_a_store_without_room(whole: Bench) -> None:
     (tier,) = whole.tiers
-    whole.store(keys(0), whole.begin("earlier"))()
-    context = whole.begin("a")
+    whole.store(keys(0), whole.request("earlier"))
+    context = whole.request("a")
     assert whole.manager.prepare_store(keys(*range(40)), context) is None
     whole.manager.on_request_finished(context)
     assert tier.stored == keys(0)
@@ -241,7 +225,7 @@ def test_no_job_of_a_request_follows_its_end_and_each_ends_once(
             manager.complete_store(done, storer, action == "end_store")
         elif action == "begin" and context is None:
             names[str(who)] += 1
-            running[str(who)] = bench.begin(f"{who}.{names[str(who)]}")
+            running[str(who)] = bench.request(f"{who}.{names[str(who)]}")
         elif context is None:
             continue
         elif action == "store":
