@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.history.conftest import OBEDIENT
 from tests.support.obedient import (
     BLOCK_BYTES,
     OTHERS,
@@ -39,14 +40,6 @@ from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.request import ChatWorkload, block_key
 
 KEYS = make_keys(6)
-OBEDIENT: dict[str, object] = {"type": "obedient", "name": "disk"}
-
-
-@pytest.fixture
-def stack() -> Iterator[Stack]:
-    """A stack over one obedient tier."""
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        yield stack
 
 
 def test_an_engine_that_asks_key_by_key_asks_for_no_block_behind_the_first_miss(stack: Stack) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 
+from tests.history.conftest import OBEDIENT
 from tests.support.faulty import FourMethodTier
 from tests.support.obedient import (
     BLOCK_BYTES,
@@ -34,14 +34,6 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.pace import FIRST_LOADS
 
 KEYS = make_keys(4)
-OBEDIENT: dict[str, object] = {"type": "obedient", "name": "disk", "breaker_failures": 1000}
-
-
-@pytest.fixture
-def stack() -> Iterator[Stack]:
-    """A stack over one obedient tier."""
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        yield stack
 
 
 @pytest.fixture

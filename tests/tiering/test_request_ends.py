@@ -110,6 +110,19 @@ def test_an_id_that_is_used_again_ends_after_the_stores_of_both(bench: Bench) ->
     assert tier.of("a") == ["begin", "end", "begin", "store", "store", "end"]
 
 
+def test_the_shutdown_ends_all_requests_before_it_closes_the_tiers() -> None:
+    bench = Bench({}, {})
+    stored, running = bench.request("stored"), bench.request("running")
+    bench.begin_store(keys(0), stored)
+    bench.manager.on_request_finished(stored)
+    bench.store(keys(1), running)
+    bench.manager.shutdown()
+    for tier in bench.tiers:
+        assert tier.of("stored") == ["begin", "end"]
+        assert tier.of("running") == ["begin", "store", "end"]
+        assert tier.calls[-1] == ("shutdown", "")
+
+
 def test_a_promotion_that_is_not_submitted_ends_with_its_request_or_is_another_one_s(bench: Bench) -> None:
     (tier,) = bench.tiers
     tier.blocks = dict.fromkeys(keys(0, 1), bytes(BLOCK_BYTES))
@@ -248,7 +261,6 @@ def test_no_job_of_a_request_follows_its_end_and_each_ends_once(
         assert all(tier.of(req_id)[-1] == "end" for req_id in finished)
     manager.shutdown()
     for tier in bench.tiers:
-        assert tier.calls[-1] == ("shutdown", "")
         for req_id in {of for _, of in tier.calls if of}:
             calls = tier.of(req_id)
             assert calls[0] == "begin"

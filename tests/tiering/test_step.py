@@ -57,46 +57,41 @@ def test_a_step_without_an_end_delays_workers_a_limited_number_of_times(stack: E
     assert STEP.pauses_left == 0
 
 
+def replace_time(monkeypatch: pytest.MonkeyPatch, computed_s: Callable[[float], float]) -> list[float]:
+    """Return the time, which a sleep moves; by it the engine's thread has computed for `computed_s`."""
+    now_s = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+
+    clock = SimpleNamespace(
+        monotonic=lambda: now_s[0],
+        sleep=sleep,
+        pthread_getcpuclockid=lambda thread: 7,
+        clock_gettime=lambda clock_id: computed_s(now_s[0]),
+    )
+    monkeypatch.setattr(pauses, "time", clock)
+    return now_s
+
+
 @pytest.mark.parametrize(("used_s", "waited_s"), [(math.inf, IDLE_WAIT_S_MAX), (0.0, 0.0), (0.005, 0.004)])
 def test_stores_wait_while_the_engine_computes_for_a_limited_time(
     monkeypatch: pytest.MonkeyPatch, used_s: float, waited_s: float
 ) -> None:
-    now_s, slept_s = [100.0], [0.0]
-
-    def sleep(seconds: float) -> None:
-        now_s[0] += seconds
-        slept_s[0] += seconds
-
-    clock = SimpleNamespace(
-        monotonic=lambda: now_s[0],
-        sleep=sleep,
-        pthread_getcpuclockid=lambda thread: 7,
-        clock_gettime=lambda clock_id: min(now_s[0] - 100.0, used_s),
-    )
-    monkeypatch.setattr(pauses, "time", clock)
+    now_s = replace_time(monkeypatch, lambda at_s: min(at_s - 100.0, used_s))
     monkeypatch.setattr(pauses, "STEP", step := Step())
     assert wait_for_idle(IDLE_WAIT_S_MAX)
-    assert slept_s == [0.0], "no scheduler is known"
+    assert now_s == [100.0], "no scheduler is known"
     step.end()
     step.is_busy()  # the first sample
     now_s[0] += 0.001
     assert wait_for_idle(IDLE_WAIT_S_MAX) is (used_s < math.inf)
-    assert waited_s - 1e-9 <= slept_s[0] <= min(2 * waited_s, IDLE_WAIT_S_MAX) + 1e-9
+    assert waited_s - 1e-9 <= now_s[0] - 100.001 <= min(2 * waited_s, IDLE_WAIT_S_MAX) + 1e-9
 
 
 def test_a_step_that_has_just_begun_is_not_taken_for_the_pause_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s, began_s, busy_s = [100.0], 100.0, 0.01
-
-    def sleep(seconds: float) -> None:
-        now_s[0] += seconds
-
-    clock = SimpleNamespace(
-        monotonic=lambda: now_s[0],
-        sleep=sleep,
-        pthread_getcpuclockid=lambda thread: 7,
-        clock_gettime=lambda clock_id: min(max(0.0, now_s[0] - began_s), busy_s),
-    )
-    monkeypatch.setattr(pauses, "time", clock)
+    began_s, busy_s = 100.0, 0.01
+    now_s = replace_time(monkeypatch, lambda at_s: min(max(0.0, at_s - began_s), busy_s))
     monkeypatch.setattr(pauses, "STEP", step := Step())
     step.end()
     step.is_busy()  # the last sample, before a pause of the engine

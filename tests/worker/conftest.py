@@ -1,18 +1,28 @@
-"""Starts the GPU's driver before the first test of copies."""
+"""Starts the GPU's driver before the first test of copies; names in shared memory."""
 
 from __future__ import annotations
 
 import importlib
+import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
 from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
-from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY, PrimaryRegion
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.worker import open_handlers
 
 BLOCK_BYTES = 512
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """A name in shared memory, of which nothing may be left."""
+    name = f"tiered-kv-test-{uuid.uuid4().hex}"
+    yield name
+    assert not list(SHARED_MEMORY_DIRECTORY.glob(f"*{name}*"))
 
 
 def start_device(device: str) -> None:

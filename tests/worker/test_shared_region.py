@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +19,6 @@ from tiered_kv.worker.shared import SharedRegion
 from tiered_kv.worker.shared_file import SharedFile
 
 PARTIES = ["scheduler", "worker 0", "worker 1"]
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    name = f"tiered-kv-test-{uuid.uuid4().hex}"
-    yield name
-    assert not file_of(name).exists()
 
 
 @pytest.fixture

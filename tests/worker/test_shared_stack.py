@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +19,6 @@ from tiered_kv.base import (
     ReqContext,
     make_offload_key,
 )
-from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.facade import rows_of
 from tiered_kv.mediums import CPULoadStoreSpec
@@ -32,13 +29,6 @@ torch = pytest.importorskip("torch")
 
 PAGE_BYTES = 2048
 KEYS = [make_offload_key(bytes([number]) * 16, 0) for number in range(6)]
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    name = f"tiered-kv-test-{uuid.uuid4().hex}"
-    yield name
-    assert not list(SHARED_MEMORY_DIRECTORY.glob(f"*{name}*"))
 
 
 def stack_of(*, block_bytes: int = 2 * PAGE_BYTES, shared: str | None = None) -> dict[str, object]:
