@@ -9,6 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
+class ChecksIn:
+    """Checks, one method each, in the order they run, in a directory of their own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(exist_ok=True)
+
+
 def run_checks(checks: object, names: Sequence[str]) -> None:
     """Run the public methods of `checks`, or those that are named; print a line of JSON for each."""
     for name in names or [name for name in vars(type(checks)) if not name.startswith("_")]:

@@ -57,6 +57,7 @@ from vllm_spec_program import (  # type: ignore[import-not-found]  # the same
     engine_with,
 )
 
+from tests.integrations.program_checks import ChecksIn
 from tests.support.stacks import block_hashes, manager_of
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.vllm.spec import stack_config
@@ -153,13 +154,7 @@ def hashes_of(keys: Iterable[bytes]) -> Counter[Any]:
     return Counter(maybe_convert_block_hash(get_offload_block_hash(key)) for key in keys)
 
 
-class Checks:
-    """The checks, one method each, in the order they run."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        directory.mkdir(exist_ok=True)
-
+class Checks(ChecksIn):
     def _open(self) -> Stack:
         return open_stack(
             {

@@ -14,7 +14,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -126,13 +126,8 @@ def content_of(key: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng(seed).integers(0, 256, int(CHUNK_BYTES), dtype=np.uint8)
 
 
-@contextlib.contextmanager
-def engine_on(entries: Sequence[Entry], **options: Any) -> Iterator[Engine]:
-    engine = Engine(entries, **options)
-    try:
-        yield engine
-    finally:
-        engine.close()
+def engine_on(entries: Sequence[Entry], **options: Any) -> contextlib.closing[Engine]:
+    return contextlib.closing(Engine(entries, **options))
 
 
 class Checks:

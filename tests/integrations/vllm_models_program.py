@@ -38,6 +38,7 @@ from vllm_program_parts import (  # type: ignore[import-not-found]
     wait_for,
 )
 
+from tests.integrations.program_checks import ChecksIn
 from tests.support.host_server import serving
 from tests.support.tiny_llama import TINY_LLAMA
 from tiered_kv import cli
@@ -93,13 +94,7 @@ def layers_of(*specs: Any) -> dict[str, Any]:
     return {f"layers.{number}.attn": spec for number, spec in enumerate(specs)}
 
 
-class Checks:
-    """The checks, one method each, in the order they run."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        directory.mkdir(exist_ok=True)
-
+class Checks(ChecksIn):
     def latent_attention_takes_one_rank_s_bytes_and_is_found_with_other_ranks(self) -> None:
         model, stack = self._model("latent", DEEPSEEK), self._stack("latent")
         with Engine(model, [layers_of(LATENT, LATENT)] * 8, stack, block_size=16) as engine:

@@ -26,6 +26,7 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
     wait_for,
 )
 
+from tests.integrations.program_checks import ChecksIn
 from tiered_kv.base import ReqContext, make_offload_key
 
 stand_in_for_a_device()
@@ -142,12 +143,7 @@ def hashes_of(name: str, count: int) -> list[bytes]:
     return [hashlib.sha256(f"{name}-{index}".encode()).digest() for index in range(count)]
 
 
-class Checks:
-    """The checks, one method each, in the order they run."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
+class Checks(ChecksIn):
     def what_a_request_lacks_is_promoted_while_it_waits(self) -> None:
         hashes = hashes_of("waits", 6)
         keys = [make_offload_key(each, 0) for each in hashes]

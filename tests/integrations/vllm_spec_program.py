@@ -15,7 +15,7 @@ import itertools
 import math
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -49,6 +49,7 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
     wait_for,
 )
 
+from tests.integrations.program_checks import ChecksIn
 from tests.support.host_server import serving
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.exporters.metrics import StackCollector
@@ -176,22 +177,11 @@ class Engine(Scheduler):  # type: ignore[misc]  # found beside this program when
         self.manager.shutdown()
 
 
-@contextlib.contextmanager
-def engine_with(stack: object, **options: Any) -> Iterator[Engine]:
-    engine = Engine(stack, **options)
-    try:
-        yield engine
-    finally:
-        engine.close()
+def engine_with(stack: object, **options: Any) -> contextlib.closing[Engine]:
+    return contextlib.closing(Engine(stack, **options))
 
 
-class Checks:
-    """The checks, one method each, in the order they run."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        directory.mkdir(exist_ok=True)
-
+class Checks(ChecksIn):
     def _stack(self, name: str, **more: object) -> dict[str, Any]:
         row_bytes = WORKERS * LAYERS * PAGE_BYTES
         budgets = {"store_budget": PRIMARY_BLOCKS * row_bytes, "load_budget": PRIMARY_BLOCKS * row_bytes}
