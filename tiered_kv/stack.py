@@ -85,6 +85,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
             has no publisher of events.
         is_checked: Whether the configuration was compared with the limits of the process (`require`).
         on_finished: As of `TierSpec`.
+        has_idle_caller: Whether the caller lets the history work when it is idle; else a thread does.
 
     Attributes:
         region: The primary tier's memory, for workers that map it.
@@ -103,6 +104,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         enable_events: bool = False,
         is_checked: bool = False,
         on_finished: Callable[[], None] | None = None,
+        has_idle_caller: bool = False,
     ) -> None:
         self.config = config
         self.opened_s = time.monotonic()
@@ -128,7 +130,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
                     open_tier(config, settings, kv_view, wants_events=reports_events, on_finished=on_finished)
                 )
             self.tier_names = [tier.name for tier in config.secondary]
-            self.history = _history(config)
+            self.history = _history(config, has_thread=not has_idle_caller)
             if self.history is not None:
                 undo.callback(self.history.close)
             manager = _manager_type(config)(
@@ -312,7 +314,7 @@ def shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
             _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, text)
 
 
-def _history(config: StackConfig) -> BlockHistory | None:
+def _history(config: StackConfig, *, has_thread: bool) -> BlockHistory | None:
     if not config.history:
         return None
     names = [PRIMARY_NAME]
@@ -323,7 +325,7 @@ def _history(config: StackConfig) -> BlockHistory | None:
         names.append(tier.name)
         ttl_s.append(float(ttl) if isinstance(ttl, (int, float)) else None)
         blocks.append(size // config.block.bytes if isinstance(size, int) else None)
-    return BlockHistory(config.history, names, ttl_s, blocks=blocks)
+    return BlockHistory(config.history, names, ttl_s, blocks=blocks, has_thread=has_thread)
 
 
 def open_server(config: StackConfig) -> StatusServer | None:

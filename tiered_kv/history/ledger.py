@@ -218,29 +218,35 @@ class Ledger:
         loaded, missed = self._distinct(request.loaded), self._distinct(request.missed)
         if not len(missed) and not len(loaded):
             return
+        misses = np.zeros_like(self._misses)
+        hits = np.bincount(loaded["fates"][:, 0], minlength=len(self._numbers))
+        self._hits += hits
+        if not request.promoted and not len(missed):  # most of those that load
+            self.ended.append(self._outcome(log, now_s, request, hits.tolist(), misses, missed))
+            return
         known = self._distinct(request.promoted + request.missed) if request.promoted else missed
         failed = list(failures)
         for rows in (known, missed):  # perhaps the same
             for key, row in zip(failed, _places(rows, failed), strict=True):
                 if row is not None:
                     _add_failures(rows["fates"][row], failures[key])
-        misses = np.zeros_like(self._misses)
-        hits = np.bincount(loaded["fates"][:, 0], minlength=len(self._numbers))
         for tier in np.flatnonzero(hits[1:]) + 1:
             above = loaded["digest"][loaded["fates"][:, 0] == tier]
             _count(misses, known["fates"][np.isin(known["digest"], above), :tier])
         missed = missed[~np.isin(missed["digest"], loaded["digest"])]
         _count(misses, missed["fates"])
-        self._hits += hits
         self._misses += misses
         self.ended.append(self._outcome(log, now_s, request, hits.tolist(), misses, missed))
 
     def _outcome(
         self, log: RequestLog, now_s: float, request: _Asked, hits: Sequence[int], misses: Matrix, missed: Rows
     ) -> EndedRequest:
-        places = _places(missed, request.first_missed)
-        found = ((key, row) for key, row in zip(request.first_missed, places, strict=True) if row is not None)
-        first, row = next(found, (None, None))
+        first, row, groups = None, None, {}
+        if len(missed):
+            found = zip(request.first_missed, _places(missed, request.first_missed), strict=True)
+            first, row = next((each for each in found if each[1] is not None), (None, None))
+            numbers, counts = np.unique(missed["group"], return_counts=True)
+            groups = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
         because = [] if row is None else missed["fates"][row].tolist()
         reasons = {name: _by_label(of_tier) for name, of_tier in zip(self._numbers, misses, strict=True)}
         return EndedRequest(
@@ -249,7 +255,7 @@ class Ledger:
             {name: count for name, count in zip(self._numbers, hits, strict=True) if count},
             {name: labelled for name, labelled in reasons.items() if labelled},
             len(missed),
-            dict(zip(*(column.tolist() for column in np.unique(missed["group"], return_counts=True)), strict=True)),
+            groups,
             first,
             {name: Fate(fate).label for name, fate in zip(self._numbers, because, strict=False) if fate},
         )
@@ -280,7 +286,9 @@ class Ledger:
 
     def _distinct(self, parts: Sequence[Rows]) -> Rows:
         """Return the first row of each key, in the order of their hashes."""
-        rows = np.concatenate([self._no_rows, *parts])
+        if not parts:
+            return self._no_rows
+        rows = np.concatenate(parts)
         return rows[np.unique(rows["digest"], return_index=True)[1]]
 
     def _why(

@@ -1,6 +1,6 @@
 """A bounded, lossy memory of what became of blocks, and of why requests missed them.
 
-The scheduler's thread appends batches to a queue. The history's thread, or a reader, takes them from it:
+The scheduler's thread appends batches to a queue. The history's thread, a reader, or an idle server takes them from it:
 
     manager:  note(tier, fate, keys) · ask(log), missed keys, flush() · loaded(log, keys, sources) · ended(log)
     history:  fates into the table · why each key was missed, by the table as it then is · counts
@@ -57,6 +57,7 @@ class BlockHistory:
         names: Of all tiers, the primary one first.
         ttl_s: For each tier, how long it keeps a block; None if blocks do not expire.
         blocks: For each tier, its capacity, for its ghosts; None without one. By default no tier has ghosts.
+        has_thread: Whether a thread takes what is noted. Without it the manager's thread calls `work`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class BlockHistory:
         clock: Callable[[], float] = time.monotonic,
         *,
         blocks: Sequence[int | None] | None = None,
+        has_thread: bool = True,
     ) -> None:
         self.names = tuple(names)
         self._clock = clock
@@ -85,12 +87,13 @@ class BlockHistory:
         self._has_failed = False
         self._batch: _Batch | None = None  # the rest of the batch that was taken last
         self._is_closing = threading.Event()
-        self._thread = start_thread(self._run, "tiered-kv-history")
+        self._thread = start_thread(self._run, "tiered-kv-history") if has_thread else None
 
     def close(self) -> None:
         """End the thread; the history can still be read."""
         self._is_closing.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     # The manager's thread.
 
@@ -169,6 +172,16 @@ class BlockHistory:
         self._appended_keys += len(keys)
         self._pending.append((work, keys, 0, (self._clock(), *arguments)))
 
+    @property
+    def has_work(self) -> bool:
+        """Whether the queue is not empty."""
+        return bool(self._batch or self._pending)
+
+    def work(self, *, is_idle: bool) -> None:
+        """Take a chunk of the queue, if the caller is idle or the queue half full."""
+        if self.has_work and (is_idle or self._fullness() > 0.5) and not self._lock.locked():  # by a reader, who works
+            self._take_chunk()
+
     # Any thread.
 
     @property
@@ -224,9 +237,12 @@ class BlockHistory:
 
     def _share(self) -> float:
         """Return the share of a processor for the thread now."""
+        return min(max(THREAD_SHARE, self._fullness()), THREAD_SHARE_MAX)
+
+    def _fullness(self) -> float:
+        """Return the share of the queue that is full."""
         waiting = self._appended_keys - self._taken_keys
-        full = max(waiting / PENDING_KEYS_MAX, len(self._pending) / PENDING_BATCHES_MAX)
-        return min(max(THREAD_SHARE, full), THREAD_SHARE_MAX)
+        return max(waiting / PENDING_KEYS_MAX, len(self._pending) / PENDING_BATCHES_MAX)
 
     def _take_chunk(self) -> bool:
         """Take up to `CHUNK_KEYS_MAX` keys from the queue; return whether it has more."""

@@ -97,11 +97,12 @@ class Host:
             if settings.prefault:
                 region.prefault()
             self._backend = HostBackend(region, self.generations)
-            self.stack = EngineStack(config, backend=self._backend, on_finished=on_finished)
+            self.stack = EngineStack(config, backend=self._backend, on_finished=on_finished, has_idle_caller=True)
         except BaseException:
             self.generations.close()
             raise
         self.manager = self.stack.manager
+        self._history = self.stack.history
         self.index = RowIndex(self.manager.primary, self.generations.values)
         self._told_epoch = self.epoch
         self.sessions: dict[str, HostSession] = {}
@@ -152,7 +153,8 @@ class Host:
     @property
     def is_busy(self) -> bool:
         """Whether the next step may find something without a message."""
-        return bool(self.manager.jobs_in_flight) or any(session.is_waiting for session in self.sessions.values())
+        has_jobs = self.manager.jobs_in_flight or (self._history is not None and self._history.has_work)
+        return bool(has_jobs) or any(session.is_waiting for session in self.sessions.values())
 
     def welcome(self) -> Welcome:
         rows = self.config.primary_blocks
@@ -180,6 +182,11 @@ class Host:
         for session in sessions:
             if session.is_waiting:
                 _try(session, session.answer_waiting, on_error)
+
+    def work(self, *, is_idle: bool) -> None:
+        """Let the history work a little; unless the server `is_idle`, only if it has too much to do."""
+        if self._history is not None:
+            self._history.work(is_idle=is_idle)
 
     def take_cost(self, cost: EngineCost) -> None:
         """Let the manager compare loads with what computing costs an engine, unless the server's file says it."""

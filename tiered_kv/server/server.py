@@ -31,7 +31,7 @@ HELLO_S: Final = 5.0
 """How long a connection may take to say who it is."""
 _PACKETS_A_TURN: Final = 16
 _TICK_S: Final = 0.001
-"""Between two steps while a tier works or a request waits, unless a job ends."""
+"""Between two steps while a tier works, a request waits or the history has work, unless a job ends."""
 _IDLE_S: Final = 0.5
 _SO_PEERPIDFD: Final = 77
 """Linux 6.5; not in Python's socket module."""
@@ -110,7 +110,8 @@ class CacheServer:
 
     def turn(self, timeout_s: float) -> None:
         """Wait for messages, `timeout_s` at most, and answer them: one turn of `serve`."""
-        for key, mask in self._selector.select(timeout_s):
+        found = self._selector.select(timeout_s)
+        for key, mask in found:
             key.data(mask)
         for host in self._namespaces.hosts:
             host.step(self._session_failed)
@@ -118,6 +119,8 @@ class CacheServer:
             self._guarded(process, functools.partial(_flush, process.channel))
             self._watch_writes(process)
         self._expire_strangers()
+        for host in self._namespaces.hosts:
+            host.work(is_idle=not found)
 
     def _session_failed(self, session: object, error: Exception) -> None:
         """End the connections of a session that cannot be answered: its engine begins anew."""
