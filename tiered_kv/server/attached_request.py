@@ -74,7 +74,7 @@ class AttachedRequest:
             rows.update(dict.fromkeys(self.keys[before:], protocol.WAITING))
             self._codes += [protocol.WAITING] * (len(self.keys) - before)
         else:  # hot path: a request that arrives makes no dictionary; a key that is there twice has one lease
-            self.keys += islice(keys, room)
+            self.keys += keys[:room] if isinstance(keys, list) else islice(keys, room)
             self.is_unread = bool(self.keys)
         return len(self.keys) > before
 

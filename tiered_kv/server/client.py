@@ -131,11 +131,11 @@ class AttachedManager(OffloadingManager):
     def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Ask for the prefix of a request in the engine's queue: what is ready is leased, the rest promoted."""
         request = self._request_of(req_context)
-        if self.is_attached and not request.is_outdated and not request.hints.skips_load:
+        if self.server.is_attached and not request.is_outdated and not request.hints.skips_load:
             request.is_ahead = True
-            self._ask(request, keys)
-            self._send_asked(request)
-            self.server.flush()
+            if request.ask(keys):
+                self._send_asked(request)
+                self.server.flush()
 
     def ask_known(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Ask which blocks are stored, of those that the engine has itself and will offer."""
@@ -344,9 +344,10 @@ class AttachedManager(OffloadingManager):
         """Ask for the keys that were noted."""
         self._unsent.pop(request.number, None)
         first, request.unsent = request.unsent, len(request.keys)
-        if self.link is None or first == len(request.keys):
+        if self.server.link is None or first == len(request.keys):
             return
-        self._tell(request)
+        if request.link is None:
+            self._tell(request)
         flags = protocol.AHEAD if request.is_ahead else 0
         for part, packed in parts_of(request.keys, first, are_alike=self.keys_are_alike):
             self.server.send(protocol.ACQUIRE, request.number, len(part), packed, flags)

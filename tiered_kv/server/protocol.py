@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import array
 import json
+import select
 import socket
 import struct
 from collections import deque
@@ -289,6 +290,8 @@ class Channel:
         self._waiting_bytes = 0
         self._buffer = bytearray(PACKET_BYTES_MAX + 1)
         self._view = memoryview(self._buffer)
+        self._readable = select.poll()  # cheaper than the exception of a socket that has nothing
+        self._readable.register(sock, select.POLLIN)
 
     @property
     def is_blocked(self) -> bool:
@@ -306,10 +309,13 @@ class Channel:
         Raises:
             ProtocolError: Too much waits. From now on `flush` raises, too.
         """
-        if len(self._packet) + HEADER.size + len(body) > PACKET_BYTES_MAX:
+        size = len(body)
+        if len(self._packet) + HEADER.size + size > PACKET_BYTES_MAX:
             self._close_packet()
-        self._packet += HEADER.pack(code, flags, count, number, len(body)) + body
-        self._raise_if_overrun()
+        self._packet += HEADER.pack(code, flags, count, number, size)
+        self._packet += body
+        if len(self._packet) + self._waiting_bytes > self._limit_bytes:
+            self._raise_overrun()
 
     def flush(self) -> None:
         """Send what the other side has room for.
@@ -318,8 +324,9 @@ class Channel:
             ClosedError: It has closed the connection.
             ProtocolError: Too much waits.
         """
-        self._raise_if_overrun()
-        if self._packet and not self._packets and self._send(self._packet):
+        if len(self._packet) + self._waiting_bytes > self._limit_bytes:
+            self._raise_overrun()
+        if not self._packets and (not self._packet or self._send(self._packet)):
             self._packet = bytearray()
             return
         self._close_packet()
@@ -334,10 +341,10 @@ class Channel:
             ProtocolError: A packet has no whole messages.
         """
         for _ in range(packets_max):
+            if not self._readable.poll(0):
+                return
             try:
                 size = self.sock.recv_into(self._buffer)
-            except BlockingIOError:
-                return
             except ConnectionResetError:  # it has left messages unread; what it sent comes next (unix(7))
                 continue
             except OSError as error:
@@ -358,9 +365,8 @@ class Channel:
             raise ClosedError(error.strerror or "closed") from error
         return True
 
-    def _raise_if_overrun(self) -> None:
-        if len(self._packet) + self._waiting_bytes > self._limit_bytes:
-            raise ProtocolError(f"the other side has left more than {self._limit_bytes} bytes unread")
+    def _raise_overrun(self) -> None:
+        raise ProtocolError(f"the other side has left more than {self._limit_bytes} bytes unread")
 
     def _close_packet(self) -> None:
         if self._packet:
