@@ -327,8 +327,8 @@ class AttachedManager(OffloadingManager):
 
     def _tell(self, request: AttachedRequest) -> None:
         """Let the server know a request before anything is asked for it."""
-        if request.link is None and self.link is not None:
-            request.link = self.link
+        if request.link is None and (link := self.server.link) is not None:
+            request.link = link
             epoch = -1 if request.is_outdated else self.server.epoch_there(request.epoch)
             # The hints as they were understood: what users of the engine have written may be large, or no JSON.
             hints = None if request.hints is _NO_HINTS else request.hints.given() or {}

@@ -13,7 +13,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import KV_LOAD_TIERS_KEY
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -93,14 +93,17 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
         return meta
 
     def _prefix_of(self, request: Any) -> Iterator[OffloadKey]:
-        """Yield the keys of a request's prefix that the GPU does not have, in order and lazily.
+        """Return the keys of a request's prefix that the GPU does not have, in order and lazily.
 
         Only groups with full attention count: which blocks of a window are needed depends on the prefix that is found.
         """
-        hashes = request.block_hashes
-        lacking = [zip(ends[first:], itertools.repeat(number)) for number, ends, first in self._ends_of(request)]
-        for end, number in heapq.merge(*lacking):
-            yield make_offload_key(hashes[end - 1], number)
+        hashes, groups = request.block_hashes, list(self._ends_of(request))
+        if len(groups) == 1:  # hot path: a call for each key takes three times as long
+            number, ends, first = groups[0]
+            suffix = make_offload_key(b"", number)
+            return cast("Iterator[OffloadKey]", (hashes[end - 1] + suffix for end in ends[first:]))
+        lacking = [zip(ends[first:], itertools.repeat(number)) for number, ends, first in groups]
+        return (make_offload_key(hashes[end - 1], number) for end, number in heapq.merge(*lacking))
 
     def _known_of(self, request: Any, *, is_whole: bool) -> list[OffloadKey]:
         """Return the keys of a request's prefix that the GPU has, or all."""
