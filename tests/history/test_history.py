@@ -249,3 +249,19 @@ def test_an_unexpected_error_costs_its_keys_and_neither_the_thread_nor_a_reader(
     assert [fate for fate, _ in history.fates(make_keys(1))[0]] == [Fate.UNKNOWN, Fate.STORED]
     history.close()
     assert len([record for record in caplog.records if record.exc_info]) == 1
+
+
+def test_without_a_thread_the_queue_is_taken_when_its_caller_is_idle_and_else_above_half(clock: ManualClock) -> None:
+    history, keys = BlockHistory(1 << 16, NAMES, [None, 10.0], clock, has_thread=False), make_keys(CHUNK_KEYS_MAX)
+    history.note(1, Fate.STORED, keys)
+    history.work(is_idle=False)
+    assert history.has_work
+    history.work(is_idle=True)
+    assert not history.has_work
+    chunks = PENDING_KEYS_MAX // CHUNK_KEYS_MAX
+    for _ in range(chunks):
+        history.stored(keys)
+    for _ in range(chunks):
+        history.work(is_idle=False)
+    assert len(history._pending) == chunks // 2
+    history.close()

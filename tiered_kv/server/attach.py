@@ -338,7 +338,7 @@ def _welcome_of(packet: bytes) -> Welcome:
         ConfigError: It refuses, or speaks another version.
         OSError: It has closed the connection.
     """
-    message = next(protocol.messages_of(memoryview(packet)), None)
+    message = next(iter(protocol.messages_of(memoryview(packet))), None)
     if message is None:
         raise OSError("the server has closed the connection")
     if message.code == protocol.REFUSED:

@@ -35,7 +35,8 @@ class AttachedRequest:
     """Whether `keys` or `answers` has something that `read` has not sorted."""
     _codes: list[int] = field(default_factory=list)
     """The first final answer for each of `keys`, or `WAITING`."""
-    _rows: dict[OffloadKey, int] = field(default_factory=dict)
+    row_of: dict[OffloadKey, int] = field(default_factory=dict)
+    """What `rows` returns, unless something `is_unread`."""
     _tiers: dict[OffloadKey, int] = field(default_factory=dict)
     known_asked: list[Sequence[OffloadKey]] = field(default_factory=list)
     """Keys of which the server was asked whether they are stored, message by message."""
@@ -57,7 +58,7 @@ class AttachedRequest:
         """The last answer for each key: a row that is leased, or a code."""
         if self.is_unread:
             self.read()
-        return self._rows
+        return self.row_of
 
     def tier_of(self, key: OffloadKey) -> int:
         """Return the number of the tier that a block was promoted from; 0 for none."""
@@ -117,7 +118,7 @@ class AttachedRequest:
         if not codes:
             codes += [protocol.WAITING] * len(keys)
             if not answers or answers[0][0] < len(keys):
-                self._rows.update(dict.fromkeys(keys, protocol.WAITING))
+                self.row_of.update(dict.fromkeys(keys, protocol.WAITING))
         return sum(self._read(count, body) for count, body in answers)
 
     def _read(self, count: int, body: bytes) -> int:
@@ -134,11 +135,12 @@ class AttachedRequest:
                 self._codes[start + at] = row
         else:
             self._codes[start : start + count] = rows
-        self._rows.update(zip(keys, rows, strict=True))
+        self.row_of.update(zip(keys, rows, strict=True))
         if tiers.strip(b"\0"):
             self._tiers.update((key, tier) for key, tier in zip(keys, tiers, strict=True) if tier)
-        misses = rows.count(protocol.MISSING)
-        if misses or protocol.WAITING in rows:
+        misses = 0
+        if protocol.may_have_codes(body):
+            misses = rows.count(protocol.MISSING)
             pairs = [(key, row) for key, row in zip(keys, rows, strict=True) if row <= ROW_MAX]
             keys, rows = [key for key, _ in pairs], [row for _, row in pairs]
         if self.link is not None:
@@ -157,23 +159,25 @@ class AttachedRequest:
         """Forget what a server has answered that has gone."""
         self.link, self.unsent, self.waits_for_answer = None, 0, False
         self.keys, self.answers, self.is_unread = [], [], False
-        self._codes, self._rows, self._tiers = [], {}, {}
+        self._codes, self.row_of, self._tiers = [], {}, {}
         self.known_asked = []
         self.stored, self.stored_asked = {}, []
 
 
 def parts_of(
     keys: Sequence[OffloadKey], first: int = 0, *, are_alike: bool = False
-) -> Iterable[tuple[Sequence[OffloadKey], bytes]]:
-    """Yield the keys from `first` on, and their bytes, for one message each: at most `KEYS_MAX`, of one length.
+) -> Sequence[tuple[Sequence[OffloadKey], bytes]]:
+    """Return the keys from `first` on, and their bytes, for one message each: at most `KEYS_MAX`, of one length.
 
     `are_alike` says that all have one length, as an engine's hashes: to measure each is a third of a request's cost.
     """
+    parts = []
     while first < len(keys):
         part = keys[first : first + protocol.KEYS_MAX] if first or len(keys) > protocol.KEYS_MAX else keys
-        size, packed = len(part[0]), protocol.pack_keys(part)
+        size, packed = len(part[0]), b"".join(part)
         if len(packed) != size * len(part) or not (are_alike or set(map(len, part)) == {size}):
             part = part[: next(at for at, key in enumerate(part) if len(key) != size)]
             packed = protocol.pack_keys(part)
-        yield part, packed
+        parts.append((part, packed))
         first += len(part)
+    return parts

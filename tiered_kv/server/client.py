@@ -97,7 +97,7 @@ class AttachedManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         request = self._requests.get(req_context.req_id) or self._begin(req_context)  # hot path: no further call
-        row = request.rows.get(key)
+        row = request.rows.get(key) if request.is_unread else request.row_of.get(key)
         if request.is_outdated:
             return False
         if row is not None:
@@ -130,7 +130,7 @@ class AttachedManager(OffloadingManager):
 
     def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Ask for the prefix of a request in the engine's queue: what is ready is leased, the rest promoted."""
-        request = self._request_of(req_context)
+        request = self._requests.get(req_context.req_id) or self._begin(req_context)  # hot path, as above
         if self.server.is_attached and not request.is_outdated and not request.hints.skips_load:
             request.is_ahead = True
             if request.ask(keys):
@@ -346,8 +346,7 @@ class AttachedManager(OffloadingManager):
         first, request.unsent = request.unsent, len(request.keys)
         if self.server.link is None or first == len(request.keys):
             return
-        if request.link is None:
-            self._tell(request)
+        self._tell(request)
         flags = protocol.AHEAD if request.is_ahead else 0
         for part, packed in parts_of(request.keys, first, are_alike=self.keys_are_alike):
             self.server.send(protocol.ACQUIRE, request.number, len(part), packed, flags)

@@ -79,7 +79,7 @@ class ServerConnection:
                 self._attach()
             return
         try:
-            for message in link.channel.receive(PACKETS_A_TURN):
+            for message in link.channel.receive(PACKETS_A_TURN, is_expected=self._heard_s is not None):
                 self._heard_s, self.is_silent = None, False
                 if message.code not in _OF_REQUESTS:
                     self._take(message, link)

@@ -324,27 +324,31 @@ class Channel:
             ClosedError: It has closed the connection.
             ProtocolError: Too much waits.
         """
+        if not self._packet and not self._packets:
+            return
         if len(self._packet) + self._waiting_bytes > self._limit_bytes:
             self._raise_overrun()
-        if not self._packets and (not self._packet or self._send(self._packet)):
+        if not self._packets and self._send(self._packet):
             self._packet = bytearray()
             return
         self._close_packet()
         while self._packets and self._send(self._packets[0]):
             self._waiting_bytes -= len(self._packets.popleft())
 
-    def receive(self, packets_max: int) -> Iterator[Message]:
-        """Yield the messages of the packets that have come.
+    def receive(self, packets_max: int, *, is_expected: bool = False) -> Iterator[Message]:
+        """Yield the messages of the packets that have come. If one `is_expected`, the first read needs no `poll`.
 
         Raises:
             ClosedError: The other side has closed the connection.
             ProtocolError: A packet has no whole messages.
         """
-        for _ in range(packets_max):
-            if not self._readable.poll(0):
+        for number in range(packets_max):
+            if (number or not is_expected) and not self._readable.poll(0):
                 return
             try:
                 size = self.sock.recv_into(self._buffer)
+            except BlockingIOError:
+                return
             except ConnectionResetError:  # it has left messages unread; what it sent comes next (unix(7))
                 continue
             except OSError as error:
@@ -375,13 +379,13 @@ class Channel:
             self._packet = bytearray()
 
 
-def messages_of(packet: memoryview) -> Iterator[Message]:
-    """Yield the messages of a packet.
+def messages_of(packet: memoryview) -> list[Message]:
+    """Return the messages of a packet.
 
     Raises:
         ProtocolError: It has no whole messages.
     """
-    at, end = 0, len(packet)
+    at, end, found = 0, len(packet), []
     if end > PACKET_BYTES_MAX:
         raise ProtocolError(f"a packet has more than {PACKET_BYTES_MAX} bytes")
     while at < end:
@@ -391,5 +395,6 @@ def messages_of(packet: memoryview) -> Iterator[Message]:
         at += HEADER.size
         if size > end - at:
             raise ProtocolError("a packet ends within a message")
-        yield Message(code, flags, count, number, packet[at : at + size])
+        found.append(Message(code, flags, count, number, packet[at : at + size]))
         at += size
+    return found

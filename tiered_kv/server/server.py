@@ -185,7 +185,7 @@ class CacheServer:
 
     def _receive(self, process: _Process) -> None:
         STEP.pauses_left = PAUSES_MAX  # until the step ends, so that other threads do not hold the interpreter
-        for message in process.channel.receive(_PACKETS_A_TURN):
+        for message in process.channel.receive(_PACKETS_A_TURN, is_expected=True):
             if process.hello is None:
                 self._greet(process, message)
             elif message.code == protocol.BYE:
