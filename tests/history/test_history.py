@@ -244,7 +244,8 @@ def test_an_unexpected_error_costs_its_keys_and_neither_the_thread_nor_a_reader(
     for _ in range(3):
         history.stored(make_keys(4))
     history.settle()
-    assert history._thread is not None and history._thread.is_alive()
+    assert history._thread is not None
+    assert history._thread.is_alive()
     history.note(1, Fate.STORED, make_keys(1))
     assert [fate for fate, _ in history.fates(make_keys(1))[0]] == [Fate.UNKNOWN, Fate.STORED]
     history.close()
