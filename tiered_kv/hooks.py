@@ -302,10 +302,11 @@ def check_entries(entries: object, location: Location, taken: Mapping[str, str])
     """Return a list of tiers as the settings of their types, for a validator; `taken` has names that none may have.
 
     Raises:
-        ValueError: It is no list, or an entry cannot be used, or two have one name.
+        Problems: It is no list, or an entry cannot be used, or two have one name.
     """
-    if not isinstance(entries, (list, tuple)):
-        raise ValueError("expected a list of tiers, each a mapping with the key 'type'")
+    if not isinstance(entries, (list, tuple)):  # its text is not shown: it may be a secret at the wrong place
+        message = "expected a list of tiers, each a mapping with the key 'type'"
+        raise Problems([ConfigError(message, location=dotted(location))])
     names, tiers, problems = dict(taken), list[TierSettings](), list[ConfigError]()
     for index, entry in enumerate(entries):
         checked = check_entry(entry, (*location, index))

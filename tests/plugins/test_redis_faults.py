@@ -74,7 +74,7 @@ def test_a_read_only_replica_gives_blocks_and_takes_none(
             contextlib.closing(RedisAdministration(settings)) as administration,
             pytest.raises(
                 TierUnavailableError,
-                match=r"takes no writes \(READONLY You can't write.*; give the address of the master",
+                match=r"takes no writes \(You can't write.*; give the address of the master",
             ),
         ):
             administration.purge(DIGEST.hex(), time.monotonic() + 60.0)

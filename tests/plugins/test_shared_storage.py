@@ -243,6 +243,21 @@ def test_a_purge_after_a_reset_leaves_no_mark_that_a_process_from_before_it_can_
     assert not any(opened(place).lookup_all(OLD))
 
 
+@without_presence_cache
+def test_a_mark_of_another_release_stays_at_a_purge_and_is_told_and_the_blocks_go(place: Place) -> None:
+    rig = opened(place)
+    assert rig.store(OLD).success
+    door = place.door(rig)
+    rig.close()
+    door.write_mark(b"tiered-kv epoch 2 another form\n")
+    with closing(place.administration()) as administration:
+        (stored,) = administration.survey(time.monotonic() + 20).namespaces
+        purged = administration.purge(stored.digest, time.monotonic() + 20)
+    assert purged.blocks == 4
+    assert [text.partition(":")[0] for text in purged.left] == ["the epoch's mark"]
+    assert door.read_mark() == b"tiered-kv epoch 2 another form\n"
+
+
 @pytest.mark.one_quick(3)
 @without_presence_cache
 @pytest.mark.parametrize("found", [None, b"", b"nonsense", b"x" * 5000])

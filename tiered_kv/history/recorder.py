@@ -1,6 +1,6 @@
 """A bounded, lossy memory of what became of blocks, and of why requests missed them.
 
-The scheduler's thread appends batches to a queue. The history's thread, a reader, or an idle server takes them from it:
+The scheduler's thread appends batches to a queue. The history's thread, a reader or a host's server takes them:
 
     manager:  note(tier, fate, keys) · ask(log), missed keys, flush() · loaded(log, keys, sources) · ended(log)
     history:  fates into the table · why each key was missed, by the table as it then is · counts
@@ -38,6 +38,8 @@ THREAD_SHARE: Final = 0.02
 """Of a processor, for the thread while the queue is short: the scheduler's thread waits for the interpreter then."""
 THREAD_SHARE_MAX: Final = 0.2
 """The most for the thread. Below that, its share is the share of the queue that is full."""
+WORK_S: Final = 0.0005
+"""How long a busy server works for the history between two of its turns, beyond a chunk."""
 _KEYS_A_BATCH: Final = 4
 """A batch costs the thread as much as so many keys more."""
 
@@ -178,9 +180,15 @@ class BlockHistory:
         return bool(self._batch or self._pending)
 
     def work(self, *, is_idle: bool) -> None:
-        """Take a chunk of the queue, if the caller is idle or the queue half full."""
-        if self.has_work and (is_idle or self._fullness() > 0.5) and not self._lock.locked():  # by a reader, who works
-            self._take_chunk()
+        """Take a chunk of the queue if the caller is idle; some, for `WORK_S`, if the queue is half full."""
+        end_s = time.monotonic() + WORK_S
+        while self.has_work and (is_idle or self._fullness() > 0.5) and self._lock.acquire(blocking=False):
+            try:  # the lock is free: else a reader takes them
+                self._take()
+            finally:
+                self._lock.release()
+            if is_idle or time.monotonic() > end_s:
+                return
 
     # Any thread.
 
@@ -246,19 +254,23 @@ class BlockHistory:
 
     def _take_chunk(self) -> bool:
         """Take up to `CHUNK_KEYS_MAX` keys from the queue; return whether it has more."""
-        done = 0
         with self._lock:
-            while done < CHUNK_KEYS_MAX and (self._batch or self._pending):
-                work, keys, start, arguments = self._batch or self._pending.popleft()
-                end = min(start + CHUNK_KEYS_MAX, len(keys))
-                # Before the work, so that Ctrl-C in a reader costs one chunk only.
-                self._batch = (work, keys, end, arguments) if end < len(keys) else None
-                self._taken_keys += end - start
-                try:
-                    work(keys[start:end], *arguments)
-                except Exception:  # the thread, and readers, go on without these keys
-                    if not self._has_failed:
-                        self._has_failed = True
-                        _log.exception("the history lost keys: an unexpected error; further ones are not logged")
-                done += end - start + _KEYS_A_BATCH
-            return bool(self._batch or self._pending)
+            self._take()
+            return self.has_work
+
+    def _take(self) -> None:
+        """Take a chunk; the caller holds the lock."""
+        done = 0
+        while done < CHUNK_KEYS_MAX and self.has_work:
+            work, keys, start, arguments = self._batch or self._pending.popleft()
+            end = min(start + CHUNK_KEYS_MAX, len(keys))
+            # Before the work, so that Ctrl-C in a reader costs one chunk only.
+            self._batch = (work, keys, end, arguments) if end < len(keys) else None
+            self._taken_keys += end - start
+            try:
+                work(keys[start:end], *arguments)
+            except Exception:  # the thread, and readers, go on without these keys
+                if not self._has_failed:
+                    self._has_failed = True
+                    _log.exception("the history lost keys: an unexpected error; further ones are not logged")
+            done += end - start + _KEYS_A_BATCH

@@ -6,6 +6,7 @@ lists and reads blocks. A subclass says how to list, delete, read and describe. 
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -101,7 +102,7 @@ class ListedStorage(TierAdministration):
 
     def delete_all(self, digest: str, deadline: float) -> Purged:
         """List and delete entries until a listing finds none, or refusals allow no progress."""
-        self._settle_mark(self.mark(digest), deadline)
+        mark_left = self._settle_mark(self.mark(digest), deadline)
         removed = Census()
         found, refusals = 0, set[str]()
         for _ in range(_SURVEYS_MAX):
@@ -125,24 +126,28 @@ class ListedStorage(TierAdministration):
         if found:
             why = ", ".join(sorted(refusals)) or "a stack stores them, or the storage does not delete"
             left.append(f"{found} entries were found by the last survey ({why})")
-        return Purged(*removed.of(digest), tuple(left))
+        return Purged(*removed.of(digest), (*left, *mark_left))
 
-    def _settle_mark(self, store: RemovableMark, deadline: float) -> None:
-        """Delete the epoch's mark; after a reset draw a new one, and leave it.
+    def _settle_mark(self, store: RemovableMark, deadline: float) -> Sequence[str]:
+        """Delete the epoch's mark; after a reset draw a new one, and leave it. Return why it stays as it is.
 
-        Without that a process in an earlier epoch would write its own mark again, and later processes would join it. A
-        mark that is written after this is of such a reset, too.
+        Without a mark a process in an earlier epoch would write its own again, and later processes would join it. A
+        mark that is written after this is of a reset, too. If it comes between the two requests here, its process
+        writes it once more at its next check.
         """
-        data = store.read(deadline)
-        if data is None:
-            return
-        mark = EpochMark.decode(data)
-        if mark is not None and mark.number == 0:
-            store.remove(deadline)
-            return
-        epoch = Epoch(store)
-        epoch.renew()
-        epoch.saved_value(deadline)
+        deadline = min(deadline, time.monotonic() + self._settings.job_timeout)
+        try:
+            data = store.read(deadline)
+            mark = None if data is None else EpochMark.decode(data)
+            if mark is not None and mark.number == 0:
+                store.remove(deadline)
+            elif data is not None:
+                epoch = Epoch(store)
+                epoch.renew()
+                epoch.saved_value(deadline)
+        except Exception as error:  # a tier's own, too: the blocks shall go in any case
+            return [f"the epoch's mark: {str(error) or type(error).__name__}"]
+        return []
 
     def survey(self, deadline: float, only: str | None = None) -> Survey:
         census = Census()

@@ -50,11 +50,13 @@ MEAN_WEIGHT = 0.01
 """Weight of a request in the mean number of new blocks, and in the mean priority."""
 RETURNS_S = (2.0, 8.0, 32.0, 128.0, 512.0)
 """Limits between the classes of the hint `expect_return`. Each class is a kind. Only factors of four were tried."""
-PAUSE_S, PAUSED = 30.0, -2
-"""Requests that say nothing of their return, and came over so long after their session's last one: their class.
+PAUSE_S = 30.0
+"""A request that comes over so long after its session's last one is of a session that pauses, and will again.
 
-A session that paused pauses again. With 8 and 120 seconds, coding agents gain half as much.
+With 8 and 120 seconds, coding agents gain half as much.
 """
+PAUSED = -2
+"""The class of such requests that say nothing of their return."""
 CORRECTED = (math.log(6.0), math.log(60.0))
 """A session is corrected if its returns take over so many times longer or shorter than it says, and not if over as
 many as the second: then its clock tells nothing, as in a replay that runs faster than its trace.
@@ -106,7 +108,8 @@ class DensityPolicy(CachePolicy):
                 new -= tail.lost
                 if not own.turn:
                     own.turn = tail.turn + 1
-                    self._correct(own, tail, chain.hints)
+                    if not tail.is_shared:  # else not of this session alone
+                        self._correct(own, tail, chain.hints)
                 self._returned(tail, tail.lost)
                 tail.lost, tail.ghost = 0, NO_KEY
         own.new_blocks += new
