@@ -22,14 +22,9 @@ import time
 PAUSES_MAX = 200
 """Pauses of all workers after the last mark. A step without `on_schedule_end` delays them by 20 ms at most."""
 PAUSE_S = 0.0001
-IDLE_WAIT_S_MAX = 0.1
-"""How long a store waits at most for an engine that pauses: some steps that only generate."""
-BUSY_WAIT_S_MAX = 0.02
-"""The same for an engine that did not pause before the last store."""
+IDLE_WAIT_S_MAX = 0.02
+"""How long one `wait_for_idle` lasts at most, however busy the engine is."""
 _IDLE_PAUSE_S = 0.001
-_IDLE_PAUSE_S_MAX = 0.008
-_SAMPLE_S_MAX = 0.008
-"""What the thread did before that says nothing: its step may just have begun."""
 _SAMPLE_S_MIN = 0.0002
 """The shortest time over which the CPU clock tells a busy thread from an idle one."""
 _BUSY_SHARE = 0.5
@@ -53,11 +48,6 @@ class Step:
         self.pauses_left = 0
         if (thread := threading.get_ident()) != self._thread or self._clock_id is None:
             self._clock_id, self._thread = time.pthread_getcpuclockid(thread), thread
-
-    @property
-    def is_unsampled(self) -> bool:
-        """Whether `is_busy` would answer for a time that is too long."""
-        return self._clock_id is not None and time.monotonic() - self._sampled_s > _SAMPLE_S_MAX
 
     def is_busy(self) -> bool:
         """Return whether the scheduler's thread has computed for most of the time since the last call."""
@@ -97,11 +87,9 @@ def wait_for_idle(limit_s: float) -> bool:
     """
     end_s = time.monotonic() + limit_s
     pause_s = _IDLE_PAUSE_S
-    is_busy = STEP.is_unsampled
-    while STEP.is_busy() or is_busy:
-        is_busy = False
+    while is_busy := STEP.is_busy():
         if (left_s := end_s - time.monotonic()) <= 0:
-            return False
+            break
         time.sleep(min(pause_s, left_s))
-        pause_s = min(2 * pause_s, _IDLE_PAUSE_S_MAX)
-    return True
+        pause_s *= 2
+    return not is_busy

@@ -89,17 +89,6 @@ def test_stores_wait_while_the_engine_computes_for_a_limited_time(
     assert waited_s - 1e-9 <= now_s[0] - 100.001 <= min(2 * waited_s, IDLE_WAIT_S_MAX) + 1e-9
 
 
-def test_a_step_that_has_just_begun_is_not_taken_for_the_pause_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    began_s, busy_s = 100.0, 0.01
-    now_s = replace_time(monkeypatch, lambda at_s: min(max(0.0, at_s - began_s), busy_s))
-    monkeypatch.setattr(pauses, "STEP", step := Step())
-    step.end()
-    step.is_busy()  # the last sample, before a pause of the engine
-    began_s = now_s[0] = 101.0
-    assert wait_for_idle(IDLE_WAIT_S_MAX)
-    assert busy_s <= now_s[0] - began_s <= 3 * busy_s
-
-
 def test_the_next_thread_of_an_engine_may_have_the_identity_of_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks, now_s = iter((1, 2)), [100.0]
 

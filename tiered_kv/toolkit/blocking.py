@@ -11,7 +11,7 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ResourceError
-from tiered_kv.pauses import BUSY_WAIT_S_MAX, IDLE_WAIT_S_MAX, give_way, wait_for_idle
+from tiered_kv.pauses import IDLE_WAIT_S_MAX, give_way, wait_for_idle
 from tiered_kv.threads import start_thread
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part, checked_outcome, checked_presence
 from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
@@ -168,8 +168,8 @@ class BlockingTier(QueuedTier):
             # The only thread has to serve loads too. To an engine without pauses, the more stores wait, the less they
             # give way.
             if not part.job.metadata.is_promotion and self._threads_max > 1:
-                busy_s = BUSY_WAIT_S_MAX / (1 + self._part_queue.stores_waiting)
-                self._engine_pauses = wait_for_idle(IDLE_WAIT_S_MAX if self._engine_pauses else busy_s)
+                waiting = 0 if self._engine_pauses else self._part_queue.stores_waiting
+                self._engine_pauses = wait_for_idle(IDLE_WAIT_S_MAX / (1 + waiting))
             self._run_parts([part, *self._part_queue.take_small_jobs(part)])
 
     def _run_parts(self, parts: Sequence[Part]) -> None:
