@@ -41,6 +41,10 @@ class Envelope:
     [
         (Action("kv.retain", {"directives": RANGES}), Hints(priority=1, ttl_s=60.0)),
         (Action("kv.retain", {"directives": [{"priority": 0}]}), Hints(ttl_s=0)),
+        (
+            Action("kv.retain", {"directives": [{"start": None, "priority": 0}, {"start": 9, "priority": 1}]}),
+            Hints(priority=1),
+        ),
         (Action("kv.retain", {"priority": 7, "ttl_seconds": 30 * 86400}), Hints(priority=1, ttl_s=604_800)),
         (Action("kv.retain", {"priority": 7, "block_hashes": [1], "include_current_request": True}), Hints(priority=1)),
         (Action("kv.deref"), Hints(ttl_s=0)),
@@ -67,6 +71,8 @@ def test_an_envelope_without_a_known_action_is_no_hint_and_a_request_s_own_hints
     others = Action("kv.evict", {"block_hashes": [1]})
     assert reader.read(ReqContext("a", kv_hints=Envelope([fetch, others, Action("kv.prefetch")]))) is None
     assert (reader.hinted, reader.refused, reader.ignored_actions) == (0, 0, 2)
+    for ranges in ([], [{"covers_output": True, "priority": 90}]):  # of the prompt it says nothing
+        assert reader.read(ReqContext("a", kv_hints=Envelope([Action("kv.retain", {"directives": ranges})]))) is None
     retained = Envelope([Action("kv.retain", {"priority": 1, "duration": 9})])
     assert reader.read(ReqContext("a", {"tiered_kv": {"ttl": 5}}, retained)) == Hints(priority=1, ttl_s=5)
     assert HintReader(["skip"]).read(ReqContext("a", kv_hints=retained)) == Hints()

@@ -164,7 +164,7 @@ def _retained(payload: Mapping[str, Any]) -> dict[str, object]:
     own: Any = payload
     if "directives" in payload:
         of_prompt = [each for each in payload["directives"] if not _part(each, "covers_output")]
-        own = max(of_prompt, key=lambda each: each.get("start", 0), default={"priority": 0})
+        own = max(of_prompt, key=lambda each: each.get("start") or 0, default=None)
     if own is None:
         return {}
     priority, seconds = own.get("priority"), own.get("duration", own.get("ttl_seconds"))
