@@ -56,7 +56,7 @@ PAUSE_S = 30.0
 With 8 and 120 seconds, coding agents gain half as much.
 """
 PAUSED = -2
-"""The class of such requests that say nothing of their return."""
+"""The class of such requests that say nothing of their return. Those that do have the classes below it."""
 CORRECTED = (math.log(6.0), math.log(60.0))
 """A session is corrected if its returns take over so many times longer or shorter than it says, and not if over as
 many as the second: then its clock tells nothing, as in a replay that runs faster than its trace.
@@ -210,16 +210,19 @@ class DensityPolicy(CachePolicy):
     def _correct(self, own: Tail, before: Tail, hints: Hints | None) -> None:
         """Note when a session's last request said that this one comes, and correct by that what this one says.
 
-        If it says nothing of its return, its kind is that of a session that paused or did not.
+        A session that paused is of another kind than one that did not, whatever it says: it may say what is false.
         """
         gap_s, priority = self.now_s - before.began_s, hints.priority if hints is not None else 0
         own.late = before.late
         if before.said_s:
             own.late += (math.log(max(gap_s, SOONEST_S) / before.said_s) - own.late) / 2
-        if gap_s > PAUSE_S and own.kind == self._kinds.get((0, priority)):
-            own.kind = self._kind_of((PAUSED, priority))
-        elif own.said_s and CORRECTED[0] < abs(own.late) < CORRECTED[1]:
-            own.kind = self._kind_of((_class_of(own.said_s * math.exp(own.late)), priority))
+        if own.kind == self._kinds.get(EXPIRED):
+            return
+        said_s = hints.expect_return_s if hints is not None else None
+        if said_s and CORRECTED[0] < abs(own.late) < CORRECTED[1]:
+            said_s *= math.exp(own.late)
+        said = _class_of(said_s)
+        own.kind = self._kind_of((PAUSED - said if gap_s > PAUSE_S else said, priority))
 
     def _kind_of(self, hinted: tuple[int, int]) -> int:
         """Return the kind of tails with this class of `expect_return` and priority; add it if it is new."""
