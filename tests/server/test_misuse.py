@@ -141,6 +141,13 @@ def test_a_scheduler_that_was_started_anew_is_not_taken_for_the_last(tmp_path: P
                 served.engine("engine")
 
 
+def test_blocks_so_small_that_the_server_s_numbers_take_more_memory_are_refused(tmp_path: Path) -> None:
+    with serving(tmp_path, {"primary": {"capacity": "64MiB"}}) as served:
+        with pytest.raises(TieredKVError, match=r"block\.bytes: expected at least 128 bytes from a client, found 1"):
+            served.engine(settings={"namespace": {"model": "test"}, "block": {"bytes": 1}})
+        assert not served.namespaces.hosts
+
+
 @pytest.mark.parametrize("odd", [math.nan, -1.0])
 def test_costs_that_are_no_times_are_refused(tmp_path: Path, odd: float) -> None:
     with serving(tmp_path) as served, raw_client(served, "odd") as sock:

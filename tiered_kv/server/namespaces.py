@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from tiered_kv.exporters.server import StatusServer
 
 CLOSE_S: Final = 5.0
+BLOCK_BYTES_MIN: Final = 128
+"""Of a client's block. The server needs 8 bytes more for each row, and 24 while it opens the stack."""
 _DIGEST_CHARACTERS: Final = 12
 
 _log = logging.getLogger(__name__)
@@ -159,6 +161,12 @@ class Namespaces:
                     location="namespace",
                 )
             return self._own
+        if config.block.bytes < BLOCK_BYTES_MIN:
+            raise ConfigError(
+                f"expected at least {BLOCK_BYTES_MIN} bytes from a client, found {config.block.bytes}: the server "
+                "keeps numbers for each block, too",
+                location="block.bytes",
+            )
         if self._count == 1:
             return config
         directory, share = config.identity.digest.hex()[:_DIGEST_CHARACTERS], Fraction(1, self._count)
