@@ -48,7 +48,7 @@ REFUSED = frozenset({RecordStatus.UNKNOWN_KEY, RecordStatus.BAD_TAG, RecordStatu
 
 
 class Fate(IntEnum):
-    """What became of a block in a tier; `SENTENCES` explains each. All but the first two are reasons for a miss.
+    """What became of a block in a tier; `SENTENCES` explains each. All but the first two are miss reasons.
 
     The table has 4 bits for a fate. Fates from 16 on are noted for single requests only.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterable
 from decimal import Decimal
 from typing import Annotated
 
@@ -21,7 +22,7 @@ _SIZES = _BINARY | _DECIMAL | {"KB": 1000}
 _SECONDS = {"us": "1e-6", "ms": "1e-3", "s": "1", "m": "60", "min": "60", "h": "3600", "d": "86400"}
 _DURATIONS = {unit: Decimal(seconds) for unit, seconds in _SECONDS.items()}
 HOURS_A_DAY = 24
-_PER_DAY = {"s": 86400, "h": HOURS_A_DAY, "day": 1}
+_PER_DAY = {"day": 1, "h": HOURS_A_DAY, "s": 86400}
 
 _QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
 _SIZE_ACCEPTED = "a size such as 64MiB or 1.5GB, or a number of bytes"
@@ -121,25 +122,23 @@ def _number(expected: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _schema(number: str, units: str, accepted: str, name: str, times: str = "") -> WithJsonSchema:
-    text = {"type": "string", "pattern": rf"^\s*[0-9]+(\.[0-9]+)?\s*({units})?\s*{times}$|\$\{{"}
+def _schema(number: str, units: Iterable[str], accepted: str, name: str, times: str = "") -> WithJsonSchema:
+    text = {"type": "string", "pattern": rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(units)})?\s*{times}$|\$\{{"}
     return WithJsonSchema({"anyOf": [{"type": number, "minimum": 0}, text], "description": accepted, "format": name})
 
 
-_SIZE_UNITS = "[kKMGTP]?B|[KMGTP]iB"
-
-Bytes = Annotated[int, BeforeValidator(parse_bytes), _schema("integer", _SIZE_UNITS, _SIZE_ACCEPTED, "size")]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), _schema("integer", _SIZES, _SIZE_ACCEPTED, "size")]
 """A size in bytes: in YAML 64MiB, 1.5GB or a number."""
 
 BytesPerDay = Annotated[
     int,
     BeforeValidator(parse_bytes_per_day),
-    _schema("integer", _SIZE_UNITS, _RATE_ACCEPTED, "rate", r"/\s*(day|h|s)\s*"),
+    _schema("integer", _SIZES, _RATE_ACCEPTED, "rate", rf"/\s*({'|'.join(_PER_DAY)})\s*"),
 ]
 """A rate in bytes a day: in YAML 2TiB/day, 90GiB/h, 25MB/s or a number."""
 
 Seconds = Annotated[
-    float, BeforeValidator(parse_seconds), _schema("number", "us|ms|s|m|min|h|d", _DURATION_ACCEPTED, "duration")
+    float, BeforeValidator(parse_seconds), _schema("number", _DURATIONS, _DURATION_ACCEPTED, "duration")
 ]
 """A duration in seconds: in YAML 250ms, 30s, 1h or a number."""
 

@@ -84,7 +84,7 @@ PRIMARY: Final = {
         SHORT_SECONDS,
     ),
 }
-"""Of the primary tier, besides its account."""
+"""Of the primary tier: the `snapshot` of `CPUOffloadingManager`, `PrimaryAccount` and `EngineCost`."""
 
 HISTORY: Final = {
     "blocks_total": Metric("Blocks that requests asked for.", ("result",), values=_each("hit", "miss")),
@@ -98,7 +98,7 @@ HISTORY: Final = {
     ),
     "unexplained_blocks_total": Metric("Blocks asked for too fast for the history; only of cpu."),
 }
-"""Of the history, for each tier."""
+"""Of the history, for each tier: `Ledger.snapshot`."""
 
 SECONDARY: Final = {
     "jobs_in_flight": Metric("Jobs submitted and not yet reported."),
@@ -120,7 +120,7 @@ SECONDARY: Final = {
     "breaker_state": Metric("0 closed, 1 half open, 2 open."),
     "breaker_opened_total": Metric("Times that the breaker opened."),
 }
-"""Of every secondary tier, besides its account."""
+"""Of every secondary tier, besides its account: `GuardedTier.snapshot`."""
 
 AUDIT: Final = {
     "audited_blocks_total": Metric(
@@ -136,13 +136,15 @@ AUDIT: Final = {
     "audit_busy_requests_total": Metric("Requests not audited because another was; only of cpu."),
     "audit_abandoned_blocks_total": Metric("Blocks that were not compared; only of cpu.", ("reason",)),
 }
-"""Of the audit."""
+"""Of the audit: `audit/manager.py`."""
 
 ATTACHED: Final = {
     "lost_connections_total": Metric("Connections to the host's server that ended before the engine did."),
     "connection_state": Metric("1 attached, 0 not: then every block is a miss."),
 }
-"""Of an engine that uses a host's cache, besides blocks stored, loaded and missed. Its tier is `host`."""
+"""Of an engine that uses a host's cache, with blocks stored, loaded and missed: `AttachedManager.counters`.
+
+Its tier is `host`."""
 
 SERVER: Final = {
     "sessions": Metric("Engines and programs that are connected, or may still copy."),
@@ -150,7 +152,7 @@ SERVER: Final = {
     "granted_blocks": Metric("Rows that they have for blocks to be stored."),
     "lacks_huge_pages": Metric("1 if the rows have no huge pages."),
 }
-"""Of a host's server, in its primary tier."""
+"""Of a host's server, in its primary tier: `Host.observed`."""
 
 MANAGER: Final = {**ACCOUNT, **PRIMARY, **HISTORY, **SECONDARY, **AUDIT, **ATTACHED, **SERVER}
 """The manager's counters, by name."""
