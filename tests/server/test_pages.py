@@ -18,7 +18,7 @@ from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.exporters.server import StatusServer
 from tiered_kv.exporters.status import explain_query, status
 from tiered_kv.server.host import Host
-from tiered_kv.server.namespaces import Namespaces
+from tiered_kv.server.namespaces import CLOSE_S, Namespaces
 
 STACK = {"primary": {"capacity": 64 * BLOCK_BYTES, "prefault": True}, "metrics": {"listen": "127.0.0.1:0"}}
 
@@ -110,6 +110,24 @@ def test_several_namespaces_are_told_apart(namespaces: Namespaces, pages: Status
     status, text = ask(pages, "/status")
     assert status == 400
     assert all(digest in text for digest in digests)
+
+
+def test_all_stacks_are_closed_though_one_fails(namespaces: Namespaces, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[float] = []
+    for model in "ab":
+        attach(namespaces, model)
+    for host in namespaces.hosts:
+
+        def close(timeout: float, close: Callable[[float], None] = host.close) -> None:
+            closed.append(timeout)
+            close(timeout)
+            raise OSError("a disk has gone")
+
+        monkeypatch.setattr(host, "close", close)
+    namespaces.close()
+    assert len(closed) == 2
+    assert closed[0] <= CLOSE_S / 2
+    assert not namespaces.hosts
 
 
 def test_the_rows_of_a_namespace_are_allocated_where_the_file_says_so(namespaces: Namespaces) -> None:

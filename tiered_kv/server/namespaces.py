@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
@@ -117,9 +118,15 @@ class Namespaces:
             on_opened(error)
 
     def close(self) -> None:
-        for host in self._hosts.values():
-            host.close(CLOSE_S)
-        self._hosts.clear()
+        """Close all stacks, within `CLOSE_S` together."""
+        end_s = time.monotonic() + CLOSE_S
+        while self._hosts:
+            share_s = max(0.0, end_s - time.monotonic()) / len(self._hosts)
+            _, host = self._hosts.popitem()
+            try:
+                host.close(share_s)
+            except Exception:  # the others have blocks to write
+                _log.exception("a stack cannot be closed")
 
     def _open(self, config: StackConfig, idle: Host | None, call_soon: CallSoon) -> None:
         opened: Host | TieredKVError
