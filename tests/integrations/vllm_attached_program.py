@@ -2,9 +2,9 @@
 
     python vllm_attached_program.py MODEL_DIRECTORY '{"kv_transfer_config": {...}, "engine": {...}}'
 
-{"prompts": [[SEED, TOKENS], ...]} serves prompts without the engine's own prefix cache, and says their tokens and how
-many tokens were found. {"attached": true} steps until the engine is attached to its host's cache, or is not. Prints
-lines of JSON. A test reads and writes them.
+{"prompts": [[SEED, TOKENS], ...]} serves prompts without the engine's own prefix cache, and says their tokens, how
+many tokens were found, and the manager's counters. {"attached": true} steps until the engine is attached to its host's
+cache, or is not. Prints lines of JSON. A test reads and writes them.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ def serve(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "found": [output.num_cached_tokens or 0 for output in outputs],
+        "counters": {} if (manager := host_manager(engine)) is None else manager.counters()["host"],
     }
 
 
 def settle(engine: Any) -> None:
-    """Let the server know all that was stored."""
+    """Let the workers copy all that is stored, and the server know."""
     step(engine)
     manager = host_manager(engine)
     if manager is None or not manager.is_attached:
+        return
+    step_until(engine, lambda: not manager._transfers or not manager.is_attached)
+    if not manager.is_attached:
         return
     link = manager.link
     link.channel.add(PING, 1)
