@@ -44,6 +44,8 @@ class Sequence_:
     tokens: list[int]
     blocks: list[list[int]]
     """By KV cache group."""
+    replayed_from: int = 0
+    """Layers that keep no blocks for others have the tokens from here on."""
     digests: list[bytes] = field(default_factory=list)
     """Of the tokens up to each."""
 
@@ -120,7 +122,9 @@ class Worker:
                 wrong += bool(computed) and not self._holds(layer, blocks[at], 0, sequence.digest(computed - 1))
                 continue
             window = getattr(layer.spec, "sliding_window", None)
-            first = 0 if window is None else max(0, computed - window + 1)
+            chunk = getattr(layer.spec, "attention_chunk_size", None)
+            first = computed // chunk * chunk if chunk else max(0, computed - (window or computed + 1) + 1)
+            first = first if layer.spec.prefix_cacheable else max(first, sequence.replayed_from)
             bad = {
                 at // size
                 for at in range(first, computed)
@@ -261,7 +265,8 @@ class KnownBytesExecutor(Executor):  # type: ignore[misc]  # vLLM is not there w
             self.sequences.pop(name, None)
         computed = {}
         for new in output.scheduled_new_reqs:
-            self.sequences[new.req_id] = Sequence_(list(new.prompt_token_ids), [list(each) for each in new.block_ids])
+            blocks = [list(each) for each in new.block_ids]
+            self.sequences[new.req_id] = Sequence_(list(new.prompt_token_ids), blocks, new.replay_start)
             computed[new.req_id] = self.found[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for name, blocks, tokens in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):

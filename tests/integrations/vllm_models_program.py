@@ -21,11 +21,14 @@ from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm_known_bytes import Engine  # type: ignore[import-not-found]  # found beside this program when it runs
@@ -84,6 +87,26 @@ def window() -> Any:
     return SlidingWindowSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32, sliding_window=48)
 
 
+def chunked() -> Any:
+    """Return what a layer keeps whose tokens read back to the start of their chunk of 128."""
+    return ChunkedLocalAttentionSpec(
+        block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32, attention_chunk_size=128
+    )
+
+
+def latent_window(*, is_replayed: bool) -> Any:
+    """Return what a latent layer with a window keeps; vLLM may compute it again instead of keeping it for others."""
+    return SlidingWindowMLASpec(
+        block_size=32,
+        num_kv_heads=1,
+        max_tp_shards=1,
+        head_size=128,
+        dtype=torch.float32,
+        sliding_window=48,
+        bounded_replay=is_replayed,
+    )
+
+
 def draft(spec: Any = None) -> Any:
     """Return what a draft's layer keeps. From 0.33 on vLLM's runner marks it; 0.32 takes the last for the draft's."""
     is_marked = any(field.name == "is_draft" for field in dataclasses.fields(FullAttentionSpec))
@@ -111,6 +134,21 @@ class Checks(ChecksIn):
             with Engine(model, [layers_of(LATENT, LATENT)] * ranks, stack, block_size=16) as engine:
                 assert engine.serve(PROMPT) == (first.tokens, 192), ranks
                 assert engine.counters()["fs"]["loaded_blocks_total"] == 12
+
+    def windows_of_latent_attention_are_found_or_computed_again(self) -> None:
+        model = self._model("latent", DEEPSEEK)
+        for is_replayed, whole, blocks in ((False, 192, 8), (True, 144, 6)):
+            stack, found = self._stack(f"latent-window-{is_replayed}"), 0
+            layers = layers_of(dataclasses.replace(LATENT, block_size=32), latent_window(is_replayed=is_replayed))
+            for ranks in (2, 1):
+                with Engine(model, [layers] * ranks, stack, block_size=32) as engine:
+                    first = engine.serve(PROMPT)
+                    engine.drop()
+                    assert (first.found, engine.serve(PROMPT)) == (found, (first.tokens, whole)), (is_replayed, ranks)
+                    counted = engine.counters()
+                    assert counted["cpu"]["stored_blocks_total"] == (0 if found else blocks)
+                found = whole
+            assert counted["fs"]["loaded_blocks_total"] == blocks
 
     def a_draft_split_as_its_model_does_not_keep_other_ranks_from_sharing(self) -> None:
         latent = layers_of(LATENT, LATENT, draft(LATENT))
@@ -221,6 +259,7 @@ class Checks(ChecksIn):
         kinds: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
             "alone": ((window(), window()), {}),
             "beside": ((full(1), window(), window()), {}),
+            "chunks": ((full(1), chunked(), chunked()), {}),
             "fp8": ((fp8, fp8), {"kv_cache_dtype": "fp8_e5m2"}),
         }
         for name, (layers, options) in kinds.items():
@@ -307,6 +346,9 @@ class Checks(ChecksIn):
         alone = [{"layers.0.mixer": states(1, "none", 512)}]
         attempt = partial(Engine, self._model("llama", LLAMA), alone, stack, enable_prefix_caching=False)
         assert "add --enable-prefix-caching" in refusal_of(attempt, ConfigError)
+        cross = CrossAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
+        attempt = partial(Engine, self._model("llama", LLAMA), [layers_of(full(1), cross)], stack, block_size=32)
+        assert "found layers of CrossAttentionSpec" in refusal_of(attempt, ConfigError)
         group = KVCacheGroupSpec(["layers.0.attn"], LATENT)
         with configured(None, KVCacheConfig(1, [], [group], hisparse_host_num_blocks=1)):
             assert "HiSparse" in refusal_of(partial(check_groups, config_with({})), ConfigError)
@@ -314,7 +356,7 @@ class Checks(ChecksIn):
     def chunks_that_vllm_may_store_in_part_are_refused(self) -> None:
         model, ours = self._model("llama", LLAMA), {"stack": self._stack("chunks")}
         tiering = {"spec_name": "TieredKVTieringSpec", "cpu_bytes_to_use": 4 << 20}
-        for layers in (layers_of(window()), layers_of(full(1), window()), layers_of(full(1), states(1))):
+        for layers in (layers_of(window()), *(layers_of(full(1), each) for each in (window(), chunked(), states(1)))):
             for extra in (ours, tiering):
                 chunks = {**extra, "blocks_per_chunk": 2}
                 attempt = partial(Engine, model, [layers], None, extra=chunks, block_size=32)

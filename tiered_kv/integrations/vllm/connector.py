@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.integrations.vllm.engine import configured
+from tiered_kv.integrations.vllm.groups import check_kinds
 from tiered_kv.integrations.vllm.manager import TieredKVManager
 from tiered_kv.integrations.vllm.metrics import forget_metrics
 
@@ -35,6 +36,7 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         with configured(vllm_config, kv_cache_config):
+            check_kinds()
             super().__init__(vllm_config, role, kv_cache_config)
         scheduler = self.connector_scheduler
         manager = None if scheduler is None else scheduler.manager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from tiered_kv.audit.manager import AuditedManager
 from tiered_kv.audit.spare_rows import AuditedGroup
@@ -19,6 +19,24 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.worker.plan import offloaded_bytes
 
 _log = logging.getLogger(__name__)
+
+_OFFLOADED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+"""Kinds, with their subclasses, of which vLLM's connector knows what a request needs."""
+
+
+def check_kinds() -> None:
+    """Raise ConfigError for layers at which vLLM's connector ends without a reason, such as those of cross attention.
+
+    vLLM leaves out by itself the layers that take no part in prefix caching, and computes what they keep again.
+    """
+    others = [each for each in layer_specs() if each.prefix_cacheable and not isinstance(each, _OFFLOADED)]
+    if others:
+        kinds = ", ".join(sorted({type(each).__name__ for each in others}))
+        raise ConfigError(
+            f"found layers of {kinds}, of which vLLM's connector stores no blocks, such as the cross attention of "
+            "encoder-decoder models; start this model without kv_transfer_config",
+            location="kv_transfer_config",
+        )
 
 
 def check_groups(config: Any) -> None:  # Any: vLLM's OffloadingConfig
