@@ -235,10 +235,21 @@ class Checks(ChecksIn):
                     )
                     tokens, found = served.tokens, 192
                     described = engine.manager._stack.config.identity.described
-        with Engine(model, [layers_of(full(2), full(2))] * 2, stack, block_size=32) as engine:
-            assert engine.serve(PROMPT).found == 0, "vLLM's direct layout is another"
-            differing = differences(engine.manager._stack.config.identity.described, described)
-            assert differing["namespace.extra.canonical"] == ("false", "true"), differing
+        digests = []
+        for ranks in (2, 4):
+            with Engine(model, [layers_of(full(ranks), full(ranks))] * ranks, stack, block_size=32) as engine:
+                assert engine.serve(PROMPT).found == 0, "vLLM's direct layout is another, for each number of ranks"
+                identity = engine.manager._stack.config.identity
+                digests.append(identity.digest.hex())
+                differing = differences(identity.described, described)
+                assert differing["namespace.extra.canonical"] == ("false", "true"), differing
+        file, said = self.directory / "canonical.yaml", io.StringIO()
+        file.write_text(json.dumps(stack))
+        with contextlib.redirect_stdout(said):
+            assert cli.main(["why", str(file), "--namespaces", "--namespace", digests[1]]) == 0
+        (line,) = [line for line in said.getvalue().splitlines() if f"{digests[0]} is another namespace: " in line]
+        assert "namespace.parallel.tensor is 2, not 4" in line, line
+        assert "canonical" not in line, line
 
     def windows_beside_a_draft_are_found_without_the_block_that_may_change(self) -> None:
         model, stack = self._model("glm", GLM), self._stack("draft")
