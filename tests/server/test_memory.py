@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import logging
 import mmap
 import os
 import signal
@@ -108,7 +109,8 @@ def test_python_has_no_page_to_free_when_it_unmaps_rows(monkeypatch: pytest.Monk
     assert resident == [0, 0], "the pages were not unmapped before, or freed before other threads could run"
 
 
-def test_prefault_allocates_all_pages_and_changes_no_byte() -> None:
+def test_prefault_allocates_all_pages_and_changes_no_byte(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     size_bytes = 5 * PREFAULT_BYTES // 2
     with closing(HostRegion(2, size_bytes // 2)) as region:
         region.flat[-1] = 42
@@ -120,6 +122,7 @@ def test_prefault_allocates_all_pages_and_changes_no_byte() -> None:
         assert seen == sorted(seen)
         assert seen[-1] == (size_bytes, size_bytes)
         assert len(seen) == 3
+        assert caplog.messages[-3:] == [f"{100 * done // of}% of the rows' 10MiB are allocated" for done, of in seen]
         assert region.flat[-1] == 42
         assert not region.flat[0]
 

@@ -138,7 +138,7 @@ class HostRegion(SealedRegion):
         page is allocated with its first use.
 
         Args:
-            threads: Threads that do so; the time is the kernel's, which clears the pages.
+            threads: Threads that do so; the time is the kernel's, which clears the pages. They log each tenth.
             on_progress: Called on these threads, one call after another.
         """
         self._chunks.extend(range(0, self._size_bytes, PREFAULT_BYTES))
@@ -209,11 +209,13 @@ class HostRegion(SealedRegion):
                     self._ended.set()
                     return
                 with self._lock:
+                    tenth = 10 * self._allocated_bytes // self._size_bytes
                     self._allocated_bytes += length
                     if on_progress is not None:
                         on_progress(self._allocated_bytes, self._size_bytes)
+                    if (now := 10 * self._allocated_bytes // self._size_bytes) > tenth:
+                        _log.info("%d0%% of the rows' %s are allocated", now, rounded_bytes(self._size_bytes))
                     if self._allocated_bytes == self._size_bytes:
-                        _log.info("all %s of the rows are allocated", rounded_bytes(self._size_bytes))
                         self._ended.set()
 
 
@@ -347,10 +349,9 @@ def _gives_huge_pages() -> bool:
 
 def _allocate(address: int, length: int) -> None:
     """Allocate the pages of a part of a mapping, without a change of their bytes. Other threads run meanwhile."""
-    if _libc.madvise(address, length, _MADV_POPULATE_WRITE):
-        code = ctypes.get_errno()
-        if code != errno.EINVAL:  # an older kernel: it allocates each page with its first use
-            raise OSError(code, os.strerror(code))
+    failed = _libc.madvise(address, length, _MADV_POPULATE_WRITE)
+    if failed and (code := ctypes.get_errno()) != errno.EINVAL:  # an older kernel allocates pages with their first use
+        raise OSError(code, os.strerror(code))
 
 
 def _check_sealed(fd: int, size_bytes: int, what: str) -> None:
@@ -358,10 +359,9 @@ def _check_sealed(fd: int, size_bytes: int, what: str) -> None:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:  # no file of memory
         seals = 0
-    found = os.fstat(fd).st_size
     if seals & _SIZE_SEALS != _SIZE_SEALS:
         raise ConfigError(f"expected memory sealed against another size for {what}, found a file that can be truncated")
-    if found != size_bytes:
+    if (found := os.fstat(fd).st_size) != size_bytes:
         raise ConfigError(
             f"expected {what}, a file of {format_bytes(size_bytes)}, found one of {format_bytes(found)}; "
             "the server and this engine must be of one version and divide the memory alike"
