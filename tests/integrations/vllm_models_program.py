@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
@@ -48,7 +49,7 @@ from tiered_kv import cli
 from tiered_kv.config.namespace import differences
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.vllm.engine import configured
-from tiered_kv.integrations.vllm.groups import check_groups
+from tiered_kv.integrations.vllm.groups import check_groups, check_kinds
 
 PROMPT = [random.Random(0).randrange(512) for _ in range(200)]
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, max_tp_shards=1, head_size=128, dtype=torch.float32)
@@ -358,9 +359,13 @@ class Checks(ChecksIn):
         alone = [{"layers.0.mixer": states(1, "none", 512)}]
         attempt = partial(Engine, self._model("llama", LLAMA), alone, stack, enable_prefix_caching=False)
         assert "add --enable-prefix-caching" in refusal_of(attempt, ConfigError)
-        cross = CrossAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
+        sizes = {"block_size": 32, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
+        cross = CrossAttentionSpec(**sizes)
         attempt = partial(Engine, self._model("llama", LLAMA), [layers_of(full(1), cross)], stack, block_size=32)
         assert "found layers of CrossAttentionSpec" in refusal_of(attempt, ConfigError)
+        group = KVCacheGroupSpec(["layers.0.attn"], RSWASpec(**sizes, rswa_window=128))
+        with configured(None, KVCacheConfig(1, [], [group])):
+            assert "found layers of RSWASpec" in refusal_of(check_kinds, ConfigError)
         group = KVCacheGroupSpec(["layers.0.attn"], LATENT)
         with configured(None, KVCacheConfig(1, [], [group], hisparse_host_num_blocks=1)):
             assert "HiSparse" in refusal_of(partial(check_groups, config_with({})), ConfigError)

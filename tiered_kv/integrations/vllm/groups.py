@@ -25,15 +25,17 @@ _OFFLOADED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, M
 
 
 def check_kinds() -> None:
-    """Raise ConfigError for layers at which vLLM's connector ends without a reason, such as those of cross attention.
+    """Raise ConfigError for layers at which vLLM's connector ends without a reason, or whose blocks it may store wrong.
 
-    vLLM leaves out by itself the layers that take no part in prefix caching, and computes what they keep again.
+    It knows no cross attention. Blocks of R-SWA are freed while the request runs, and it takes them for full
+    attention's: a store may read what the next request writes. vLLM leaves out by itself the layers that take no part
+    in prefix caching, and computes what they keep again.
     """
-    others = [each for each in layer_specs() if each.prefix_cacheable and not isinstance(each, _OFFLOADED)]
-    if others:
-        kinds = ", ".join(sorted({type(each).__name__ for each in others}))
+    found = {type(each).__name__: isinstance(each, _OFFLOADED) for each in layer_specs() if each.prefix_cacheable}
+    kinds = [name for name, is_known in sorted(found.items()) if not is_known or name == "RSWASpec"]
+    if kinds:
         raise ConfigError(
-            f"found layers of {kinds}, of which vLLM's connector stores no blocks, such as the cross attention of "
+            f"found layers of {', '.join(kinds)}, which vLLM's connector cannot store, such as the cross attention of "
             "encoder-decoder models; start this model without kv_transfer_config",
             location="kv_transfer_config",
         )
