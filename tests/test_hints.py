@@ -45,6 +45,11 @@ class Envelope:
             Action("kv.retain", {"directives": [{"start": None, "priority": 0}, {"start": 9, "priority": 1}]}),
             Hints(priority=1),
         ),
+        (
+            Action("kv.retain", {"directives": None, "priority": 5, "duration": None, "ttl_seconds": 60}),
+            Hints(priority=1, ttl_s=60.0),
+        ),
+        (Action("kv.retain", {"directives": [{"priority": 0}, {"priority": 1}]}), Hints(priority=1)),
         (Action("kv.retain", {"priority": 7, "ttl_seconds": 30 * 86400}), Hints(priority=1, ttl_s=604_800)),
         (Action("kv.retain", {"priority": 7, "block_hashes": [1], "include_current_request": True}), Hints(priority=1)),
         (Action("kv.deref"), Hints(ttl_s=0)),

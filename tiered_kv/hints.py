@@ -162,12 +162,13 @@ def _hints_of(action: object) -> Mapping[str, object] | None:
 def _retained(payload: Mapping[str, Any]) -> dict[str, object]:
     """Return the hints of `kv.retain`. Of its ranges of tokens the last one of the prompt counts: the request's own."""
     own: Any = payload
-    if "directives" in payload:
-        of_prompt = [each for each in payload["directives"] if not _part(each, "covers_output")]
+    if payload.get("directives") is not None:
+        of_prompt = [each for each in reversed(payload["directives"]) if not _part(each, "covers_output")]
         own = max(of_prompt, key=lambda each: each.get("start") or 0, default=None)
     if own is None:
         return {}
-    priority, seconds = own.get("priority"), own.get("duration", own.get("ttl_seconds"))
+    priority, duration = own.get("priority"), own.get("duration")
+    seconds = own.get("ttl_seconds") if duration is None else duration
     if type(priority) is not int or priority < 0:
         raise ValueError("kv.retain: expected a priority from 0")
     return {"priority": 1, "ttl": seconds and min(seconds, SECONDS_MAX)} if priority else {"ttl": 0}

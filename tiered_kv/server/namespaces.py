@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 CLOSE_S: Final = 5.0
 BLOCK_BYTES_MIN: Final = 128
-"""Of a client's block. The server needs 8 bytes more for each row, and 24 while it opens the stack."""
+"""Of a client's block. The server needs 8 bytes for each row, 24 while it opens the stack, and about 450 for each
+stored block: so a client makes it take at most some five times the capacity."""
 _DIGEST_CHARACTERS: Final = 12
 
 _log = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ class Namespaces:
             on_opened(error)
 
     def close(self) -> None:
-        """Close all stacks, within `CLOSE_S` together."""
+        """Close all stacks. Their transfers have `CLOSE_S` together, and then each tier its own limit to end."""
         end_s = time.monotonic() + CLOSE_S
         while self._hosts:
             share_s = max(0.0, end_s - time.monotonic()) / len(self._hosts)

@@ -91,7 +91,7 @@ class DensityPolicy(CachePolicy):
         self._aging: list[deque[Tail]] = [deque() for _ in range(BUCKETS)]
         self._density = HitDensity(KINDS, KIND_GROUPS, decay=DECAY)
         self._order = TailOrder(self._density.level)
-        self._kinds = {(0, 0): 0}  # kinds of requests' own tails, by class of `expect_return` (or PAUSED) and priority
+        self._kinds = {(0, 0): 0}  # of own tails, by class of `expect_return` (or `PAUSED` less it) and priority
         self._priority_mean = 0.0
 
     def __len__(self) -> int:

@@ -8,7 +8,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+)
 
 from tiered_kv.audit.manager import AuditedManager
 from tiered_kv.audit.spare_rows import AuditedGroup
@@ -31,12 +37,15 @@ def check_kinds() -> None:
     attention's: a store may read what the next request writes. vLLM leaves out by itself the layers that take no part
     in prefix caching, and computes what they keep again.
     """
-    found = {type(each).__name__: isinstance(each, _OFFLOADED) for each in layer_specs() if each.prefix_cacheable}
-    kinds = [name for name, is_known in sorted(found.items()) if not is_known or name == "RSWASpec"]
-    if kinds:
+    others = [
+        type(each).__name__
+        for each in layer_specs()
+        if each.prefix_cacheable and (not isinstance(each, _OFFLOADED) or isinstance(each, RSWASpec))
+    ]
+    if others:
         raise ConfigError(
-            f"found layers of {', '.join(kinds)}, which vLLM's connector cannot store, such as the cross attention of "
-            "encoder-decoder models; start this model without kv_transfer_config",
+            f"found layers of {', '.join(sorted(set(others)))}, whose blocks vLLM's connector cannot store; start this "
+            "model without kv_transfer_config",
             location="kv_transfer_config",
         )
 
