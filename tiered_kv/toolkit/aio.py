@@ -16,9 +16,9 @@ from typing import Any, TypeVar, TypeVarTuple
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ResourceError
 from tiered_kv.pauses import give_way
-from tiered_kv.threads import DaemonThreads, start_thread
+from tiered_kv.threads import DaemonThreads, lower_priority, start_thread
 from tiered_kv.toolkit.jobs import Outcome, Part, checked_outcome, checked_presence
-from tiered_kv.toolkit.queued import QueuedTier, block_bytes_of
+from tiered_kv.toolkit.queued import NICENESS, QueuedTier, block_bytes_of
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -185,6 +185,7 @@ class AsyncTier(QueuedTier):
     # The loop's thread.
 
     def _run_loop(self) -> None:
+        lower_priority(NICENESS)
         try:
             with asyncio.Runner(loop_factory=_EventLoop) as runner:
                 runner.run(self._serve())
