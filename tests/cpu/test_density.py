@@ -294,11 +294,18 @@ def test_sessions_of_real_agents_gain_by_their_hints_and_others_wrong_hints_cost
     names = sorted({request.session for request in requests})
     wrong = {name: chance.choice((0.1, 10)) for name in chance.sample(names, len(names) // 2)}
     drawn = [replace(each, hints={"expect_return": chance.choice((1, 4, 16, 64, 256, 1024))}) for each in unhinted]
+    false, absent = list(requests), list(requests)
+    for at in chance.sample(range(len(requests)), len(requests) // 2):
+        hints = dict(requests[at].hints or {})
+        if said_s := hints.pop("expect_return", None):
+            absent[at] = replace(requests[at], hints=hints)
+            false[at] = replace(requests[at], hints={**hints, "expect_return": said_s * chance.choice((0.1, 10))})
     right, half_wrong, without = found({}), found(wrong), rate(found({}, unhinted))
     assert without >= least_without
     assert rate(right) >= least
     assert rate(half_wrong) >= rate(right) - 0.02
     assert rate(half_wrong, wrong) >= rate(right, wrong) - 0.02, "the others' hits"
+    assert rate(found({}, false)) >= rate(found({}, absent)) - 0.02, "a wrong time costs little more than none"
     assert rate(found({}, drawn)) >= without - 0.01, "what nobody can rely on costs next to nothing"
 
 
