@@ -296,7 +296,7 @@ def test_sessions_of_real_agents_gain_by_their_hints_and_others_wrong_hints_cost
     drawn = [replace(each, hints={"expect_return": chance.choice((1, 4, 16, 64, 256, 1024))}) for each in unhinted]
     false, absent = list(requests), list(requests)
     for at in chance.sample(range(len(requests)), len(requests) // 2):
-        hints = dict(requests[at].hints or {})
+        hints = dict[str, Any](requests[at].hints or {})
         if said_s := hints.pop("expect_return", None):
             absent[at] = replace(requests[at], hints=hints)
             false[at] = replace(requests[at], hints={**hints, "expect_return": said_s * chance.choice((0.1, 10))})
