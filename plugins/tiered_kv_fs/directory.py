@@ -66,8 +66,8 @@ class Directory:
         self._make_namespace()
 
     def is_marked(self) -> bool:
-        """Return whether the directory and its marker are there; cleaners delete what is old."""
-        return os.path.lexists(f"{self.path}/{MARKER_NAME}")
+        """Return whether the marker and the readable form are there: cleaners and purges delete them."""
+        return all(map(os.path.lexists, (f"{self.path}/{MARKER_NAME}", f"{self.namespace_path}/{NAMESPACE_NAME}")))
 
     def _make_namespace(self) -> None:
         make_directory(self.namespace_path)
