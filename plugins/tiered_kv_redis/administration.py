@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
@@ -64,19 +64,27 @@ class RedisAdministration(ListedStorage):
         self._topology.split([KEY_PREFIX], deadline)  # waits for the servers' addresses
         for node in self._topology.nodes():
             with closing(node.client()) as client:
-                for name in client.scan_iter(KEY_PREFIX + b"*:namespace", _SCANNED):
+                for name in self._scan(client, KEY_PREFIX + b"*:namespace", _SCANNED, deadline):
                     if (match := _NAME.fullmatch(name)) and match["key"] is None:
                         yield match["digest"].decode()
-                    self.check_time(deadline, "survey")
 
     def entries(self, digest: str | None, deadline: float) -> Iterator[Sequence[Entry]]:
         pattern = KEY_PREFIX + (f"{digest}:*".encode() if digest else b"*")
         self._topology.split([KEY_PREFIX], deadline)  # waits for the servers' addresses
         for node in self._topology.nodes():
             with closing(node.client()) as client:
-                found = client.scan_iter(pattern, _NAMES_AT_ONCE)
+                found = self._scan(client, pattern, _NAMES_AT_ONCE, deadline)
                 while names := list(islice(found, _NAMES_AT_ONCE)):
                     yield list(_entries(client, list(dict.fromkeys(names))))  # SCAN may repeat a name
+
+    def _scan(self, client: Redis, pattern: bytes, at_once: int, deadline: float) -> Iterator[bytes]:
+        """Yield names as `scan_iter`, but by the deadline: among many foreign names it may find none for long."""
+        names: Any  # redis-py's type has text, too
+        cursor: int | None = None
+        while cursor != 0:
+            cursor, names = client.scan(cursor or 0, pattern, at_once)
+            self.check_time(deadline, "survey")
+            yield from names
 
     def mark(self, digest: str) -> _Mark:
         return _Mark(self._topology, bytes.fromhex(digest), {})

@@ -6,6 +6,7 @@ import contextlib
 import re
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -300,3 +301,11 @@ def test_what_cannot_be_a_block_is_replaced_by_the_store_that_finds_it(
         redis_server.set(name, damaged)
     assert rig.store(keys).success
     assert values(redis_server) == stored
+
+
+def test_a_search_among_foreign_names_ends_by_its_deadline(redis_server: RedisServer) -> None:
+    redis_server.call("SET", "foreign", "value")
+    with contextlib.closing(RedisAdministration(RedisSettings(url=redis_server.url))) as administration:
+        for search in (administration.survey, administration.namespaces, partial(administration.purge, DIGEST.hex())):
+            with pytest.raises(TierUnavailableError, match="the time was over"):
+                search(time.monotonic() - 1)
