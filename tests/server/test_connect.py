@@ -17,6 +17,7 @@ import pytest
 
 import tiered_kv
 from tests.support.host_server import BLOCK_BYTES, WAIT_S, keys_of, serving, stack_of, unmapping_hangs, wait_for
+from tiered_kv.cli import main
 from tiered_kv.errors import ConfigError
 from tiered_kv.server import connect, host, protocol, server
 from tiered_kv.server.protocol import Hello, Welcome
@@ -120,8 +121,9 @@ def test_a_program_stores_all_it_says_after_a_larger_server_has_gone(tmp_path: P
 
 
 def test_without_a_server_nothing_is_found_and_nothing_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(tiered_kv.TierUnavailableError, match="tiered-kv serve"):
+    with pytest.raises(tiered_kv.TierUnavailableError, match="No such file or directory; start 'tiered-kv serve"):
         tiered_kv.connect(f"unix:{tmp_path}/none.sock")
+    assert not caplog.records  # the error says it all
     with serving(tmp_path) as served:
         stack = tiered_kv.connect(served.address)
         stack.put(HASHES, BLOCKS)
@@ -134,6 +136,23 @@ def test_without_a_server_nothing_is_found_and_nothing_waits(tmp_path: Path, cap
     told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert any("every block is a miss" in each for each in told)
     assert any("attached to the host's cache" in each for each in told)
+
+
+@pytest.mark.parametrize("given", [{"namespace": {"model": "m"}}, {"block": {"bytes": BLOCK_BYTES}}])
+def test_a_program_gives_namespace_and_block_together(tmp_path: Path, given: Any) -> None:
+    with serving(tmp_path) as served, pytest.raises(ConfigError, match="give namespace and block together"):
+        tiered_kv.connect(served.address, **given)
+
+
+def test_a_server_that_cannot_open_its_stack_leaves_no_socket(tmp_path: Path) -> None:
+    (tmp_path / "stack.yaml").write_text("primary: {capacity: 1MiB}\nnamespace: {model: m}\n")
+    assert main(["serve", str(tmp_path / "stack.yaml"), "--socket", str(tmp_path / "cache.sock")]) == 2
+    assert not (tmp_path / "cache.sock").exists()
+
+
+def test_a_server_takes_no_path_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "stack.yaml", "--socket", str(tmp_path)]) == 2
+    assert f"cannot listen at {tmp_path}: it is no socket; give another path" in capsys.readouterr().err
 
 
 def test_a_program_without_calls_lets_the_memory_of_its_server_go(

@@ -59,22 +59,22 @@ def run(args: argparse.Namespace) -> Status:
     where = str(listener.getsockname())
     with ExitStack() as undo:
         undo.callback(listener.close)
-        namespaces = Namespaces(args.stack, args.namespaces)
-        pages = namespaces.open_pages()
-        if pages is not None:
-            undo.callback(pages.close)
-        namespaces.open_own()
-        server = CacheServer(listener, namespaces, args.allow_user)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: server.stop())
-        if args.json:
-            print_json({"socket": where, "pid": os.getpid()})
-        else:
-            print_text(f"serving {args.stack} at {where}")
-        sys.stdout.flush()
-        _notify("READY=1")
-        _answer_first()
         try:
+            namespaces = Namespaces(args.stack, args.namespaces)
+            pages = namespaces.open_pages()
+            if pages is not None:
+                undo.callback(pages.close)
+            namespaces.open_own()
+            server = CacheServer(listener, namespaces, args.allow_user)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: server.stop())
+            if args.json:
+                print_json({"socket": where, "pid": os.getpid()})
+            else:
+                print_text(f"serving {args.stack} at {where}")
+            sys.stdout.flush()
+            _notify("READY=1")
+            _answer_first()
             server.serve()
         finally:
             _notify("STOPPING=1")
@@ -103,6 +103,8 @@ def _passed_listener() -> socket.socket | None:
 def _listener(path: Path | None, *, is_shared: bool) -> socket.socket:
     if path is None:
         raise ConfigError("expected the path of the socket", location="--socket")
+    if path.exists() and not path.is_socket():
+        raise ConfigError(f"cannot listen at {path}: it is no socket; give another path", location="--socket")
     return listen(path, mode=0o666 if is_shared else 0o600)
 
 

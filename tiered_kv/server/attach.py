@@ -164,18 +164,27 @@ class Attachment:
         self._discarded: deque[HostLink] = deque()
 
     def connect(self) -> bool:
-        """Connect now, and return whether a server listens.
+        """Connect now, and return whether a server answers; the log says why not.
 
         Raises:
             ConfigError: The server refuses this process, and says why.
         """
         try:
-            self._ready = self._open()
+            self.open()
         except OSError as error:
             self._tell(error.strerror or str(error))
             return False
-        self._attached()
         return True
+
+    def open(self) -> None:
+        """Connect now.
+
+        Raises:
+            ConfigError: The server refuses this process, and says why.
+            OSError: No server answers.
+        """
+        self._ready = self._open()
+        self._attached()
 
     def take_link(self) -> HostLink | None:
         """Return a new connection, once; begin to connect if there is none. Never waits.

@@ -13,7 +13,7 @@ from typing import Any, Final
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.buffers import Blocks
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.errors import TierUnavailableError
+from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.facade import BlockFacade
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink
@@ -40,15 +40,21 @@ def connect(
 
     Raises:
         ConfigError: The server refuses this process.
-        TierUnavailableError: No server listens there.
+        TierUnavailableError: No server answers there.
     """
-    given = {"namespace": namespace, "block": block}
-    settings = given if namespace is not None else None
+    if (namespace is None) != (block is None):
+        missing = "namespace" if namespace is None else "block"
+        raise ConfigError("give namespace and block together, or leave both to the server's file", location=missing)
+    settings = None if namespace is None else {"namespace": namespace, "block": block}
     hello = Hello(f"{name or os.getpid()}-{uuid.uuid4().hex[:8]}", "scheduler", settings=settings)
     attachment = Attachment(address, hello)
-    if not attachment.connect():
-        attachment.close()
-        raise TierUnavailableError(f"no server listens at {address}; start 'tiered-kv serve STACK --socket PATH'")
+    try:
+        attachment.open()
+    except OSError as error:
+        to_do = "start 'tiered-kv serve STACK --socket PATH'"
+        if isinstance(error, PermissionError):
+            to_do = "start the server with --allow-user, and let this user reach the socket"
+        raise TierUnavailableError(f"no server answers at {address}: {error.strerror or error}; {to_do}") from error
     return HostStack(attachment)
 
 
@@ -134,7 +140,7 @@ class ProgramManager(AttachedManager):
 
 
 class HostStack(BlockFacade[ProgramManager]):
-    """The cache of a host, with the calls of a `Stack`. Any thread may call it.
+    """The cache of a host, with the calls of a `Stack` but `counters` and `explain`. Any thread may call it.
 
     While the server is away, nothing is stored and every block is a miss. The program is attached again when the server
     is back.
