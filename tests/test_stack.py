@@ -254,6 +254,14 @@ class TestPutAndGet:
             with pytest.raises((TypeError, ValueError), match=message):
                 method(keys, blocks)
 
+    def test_keys_may_come_from_a_generator(self, stack: Stack) -> None:
+        def keys() -> Any:
+            return iter(hashes(2))
+
+        assert stack.put(keys(), blocks_of(2)) == 2
+        assert stack.contains(keys()) == stack.prefetch(keys()) == len(stack.get(keys())) == 2
+        assert len(stack.explain(keys())) == 2
+
     def test_a_read_only_buffer_cannot_be_loaded_into(self, stack: Stack) -> None:
         out = empty(1)
         out.flags.writeable = False

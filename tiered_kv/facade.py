@@ -65,7 +65,7 @@ class BlockFacade(StackCalls[M]):
         """
         began = self.epoch if epoch is None else epoch  # not when the call gets the lock, which a reset may hold
         offload_keys = keys_of(keys)
-        rows = rows_in(blocks, len(keys), self.region.block_bytes, "blocks")
+        rows = rows_in(blocks, len(offload_keys), self.region.block_bytes, "blocks")
         return self._run(lambda: self._put(offload_keys, rows, time.monotonic() + timeout, hints, began))
 
     @overload
@@ -100,7 +100,7 @@ class BlockFacade(StackCalls[M]):
             TypeError, ValueError: The arguments do not fit each other, or hints cannot be used.
         """
         offload_keys = keys_of(keys)
-        shape = len(keys), self.region.block_bytes
+        shape = len(offload_keys), self.region.block_bytes
         rows = np.empty(shape, np.uint8) if out is None else rows_in(out, *shape, "out", writable=True)
         loaded = self._run(lambda: self._prefix("get", offload_keys, timeout, hints, self._manager.lookup_many, rows))
         return rows[:loaded] if out is None else loaded
@@ -293,10 +293,11 @@ def keys_of(block_hashes: Sequence[bytes]) -> list[OffloadKey]:
     Raises:
         TypeError: One is not bytes, or empty.
     """
-    for block_hash in block_hashes:
+    hashes = list(block_hashes)  # once: they may come from a generator
+    for block_hash in hashes:
         if not isinstance(block_hash, bytes) or not block_hash:
             raise TypeError(f"a key is a block hash, bytes that are not empty; found {block_hash!r}")
-    return [make_offload_key(block_hash, 0) for block_hash in block_hashes]
+    return [make_offload_key(block_hash, 0) for block_hash in hashes]
 
 
 def rows_of(spec: object) -> list[int]:

@@ -208,8 +208,9 @@ class Stack(AnyStack, BlockFacade[TieringOffloadingManager]):
             ConfigError: The stack keeps no history.
             ShutdownError: Another process opened the stack before a fork.
         """
-        found = self._explain(keys_of(keys))
-        return [replace(explanation, key=key) for explanation, key in zip(found, keys, strict=True)]
+        hashes = list(keys)
+        found = self._explain(keys_of(hashes))
+        return [replace(explanation, key=key) for explanation, key in zip(found, hashes, strict=True)]
 
 
 class EngineStack(AnyStack):
