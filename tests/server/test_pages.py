@@ -155,5 +155,5 @@ def test_an_engine_with_several_kv_cache_groups_is_not_audited() -> None:
 def test_a_file_that_a_server_cannot_serve_says_what_to_leave_out(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="events: only one stack can publish"):
         Namespaces({**STACK, "events": {"publish": "tcp://127.0.0.1:5557"}}, 2)
-    with pytest.raises(ConfigError, match=r"secondary\[0\]: a server has the host's cache"):
+    with pytest.raises(ConfigError, match=r"secondary\.0: a server has the host's cache"):
         Namespaces({**STACK, "secondary": [{"type": "host", "socket": f"unix:{tmp_path}/cache.sock"}]})

@@ -210,7 +210,7 @@ class Host:
         self._backend.free_all(blocks)
 
     def outdate_rows(self, blocks: Iterable[CPUBlock]) -> None:
-        """Let engines forget what they believe of rows whose blocks were not taken."""
+        """Let engines forget what they know of rows whose blocks were not taken."""
         self.generations.bump(block.block_id for block in blocks)
 
     def generations_of(self, rows: Sequence[int]) -> list[int]:

@@ -72,7 +72,7 @@ class Namespaces:
         tiers = self._raw.get("secondary")
         for number, tier in enumerate(tiers if isinstance(tiers, list) else ()):
             if isinstance(tier, Mapping) and tier.get("type") == "host":
-                raise ConfigError("a server has the host's cache: leave this tier out", location=f"secondary[{number}]")
+                raise ConfigError("a server has the host's cache: leave this tier out", location=f"secondary.{number}")
         self._hosts: dict[bytes, Host] = {}
         self._opening: dict[bytes, list[Opened]] = {}
         self.wake: Callable[[], None] = lambda: None
