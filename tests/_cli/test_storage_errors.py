@@ -85,6 +85,13 @@ def test_a_file_in_place_of_a_directory_is_not_said_to_be_missing(kind: str, tmp
     assert "no such directory" not in shown
 
 
+def test_a_path_that_leads_through_a_file_says_which(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "taken").write_text("")
+    file = stack_file(tmp_path, f"type: nvme, capacity: 64MiB, path: {tmp_path / 'taken' / 'kv'}")
+    shown = " ".join(command.out("check", file, status=1).split())
+    assert f"File exists ({tmp_path / 'taken'}), and is no directory; give another path" in shown
+
+
 def test_what_redis_says_about_a_database_that_it_does_not_have_is_shown(
     redis_server: RedisServer, tmp_path: Path, command: Command
 ) -> None:

@@ -33,6 +33,8 @@ _REMEDIES: Final = {
     errno.EACCES: "; make it writable for this user, or give another",
     errno.EPERM: "; make it writable for this user, or give another",
     errno.ENOENT: "; give a path where a directory can be made",
+    errno.EEXIST: ", and is no directory; give another path",
+    errno.ENOTDIR: "; give another path",
     errno.ESTALE: "; mount its file system again",
     errno.EROFS: "; give one on a file system that can be written to",
     errno.ENOLCK: ": it has no working flock(2)",
