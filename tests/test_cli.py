@@ -288,6 +288,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"tiered-kv {__version__}\n"
 
 
+def test_a_wrong_number_of_chats_names_its_option(command: Command) -> None:
+    assert command.err("simulate", "--active-chats", "0") == "error: --active-chats: expected at least 1, found 0\n"
+
+
 def test_bad_usage_shows_the_usage_of_its_verb(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, problem in [
         (["check", "x", "--colour"], "unknown arguments: --colour"),

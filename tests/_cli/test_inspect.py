@@ -425,7 +425,7 @@ def test_a_third_party_tier_is_shown_and_what_it_lacks_is_said(
     file = stack_file(tmp_path, "type: other", "type: memory, capacity: 64KiB")
     assert main(["inspect", file]) == 0
     text = capsys.readouterr().out
-    assert "90s 1s" in text
+    assert "90s to 1s" in text
     assert "other: it may be otherwise" in text
     assert "memory: tiers of type 'memory' show nothing to other processes" in text
     assert main(["inspect", file, "--verify"]) == 1, "what was asked for was not done"

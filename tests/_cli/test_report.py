@@ -240,8 +240,8 @@ def test_a_replay_that_was_ended_at_once_has_a_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("missing/page.html", "--report: the page cannot be written"),
-        (".", "--report: the page cannot be written"),
+        ("missing/page.html", "page.html': No such file or directory"),
+        (".", "': Is a directory"),
         ("page.html", "pip install 'tiered-kv[report]'"),
     ],
 )

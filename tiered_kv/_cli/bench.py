@@ -123,7 +123,7 @@ def _fields(result: TierBench) -> dict[str, object]:
 
 def _show(stack: str, results: list[TierBench], settings: BenchSettings) -> None:
     size = format_bytes(results[0].block_bytes)
-    title = f"{stack}: {settings.blocks:,} blocks of {size}, {settings.batch} to a job"
+    title = f"{stack}: {quantity(settings.blocks, 'block')} of {size}, {settings.batch:,} to a job"
     print_table(_COLUMNS, _rows(results), title=title)
     if any(each.is_measured for each in results):
         written = rounded_bytes(settings.blocks * settings.rounds * results[0].block_bytes)

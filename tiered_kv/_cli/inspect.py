@@ -206,7 +206,7 @@ def _show(stack: OperatedStack, tiers: Sequence[TierInspection], args: argparse.
     print_text(f"{args.stack}: {stack}\n")
     heads = ["tier", "namespace", "model", "tenant", "blocks", "stored", "written", "last used"]
     _print_rows(heads, [row for tier in tiers for row in _rows(tier, stack.digest)])
-    print_text("* this stack's own; ages are those of the oldest and the newest block; - is not known")
+    print_text("* this stack's own; ages are from the oldest block to the newest; - is not known")
     if checks := [_checked(tier.name, *each, repairs=args.repair) for tier in tiers for each in tier.checks.items()]:
         print_text("")
         heads = ["tier", "namespace", "checked", "read", "by", "repaired", "damaged", "unreadable here"]
@@ -286,4 +286,4 @@ def _remarks(stack: OperatedStack, tier: TierInspection, *, repairs: bool) -> It
 
 
 def _ages(ages: Ages | None) -> str:
-    return "-" if ages is None else " ".join(map(rounded_seconds, (ages.oldest_s, ages.newest_s)))
+    return "-" if ages is None else " to ".join(map(rounded_seconds, (ages.oldest_s, ages.newest_s)))

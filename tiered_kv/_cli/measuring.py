@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -80,7 +81,10 @@ def _chosen_requests(args: argparse.Namespace) -> Workload:
             raise ConfigError(f"--{next(iter(chat_options)).replace('_', '-')} is for built-in chats, not with --trace")
         requests = read_trace(args.trace, requests_max=args.requests)
         return Workload(f"trace {args.trace}", {"trace": str(args.trace)}, requests, args.requests)
-    chats = ChatWorkload(**chat_options)
+    try:
+        chats = ChatWorkload(**chat_options)
+    except ConfigError as error:
+        raise ConfigError(error.message, location=f"--{error.location.replace('_', '-')}") from error
     total = min(chats.requests_total, args.requests or chats.requests_total)
     title = f"{chats.chats:,} built-in chats of {chats.turns} turns, seed {chats.seed}"
     return Workload(title, {"chats": asdict(chats)}, islice(chats.requests(), total), total)
@@ -107,8 +111,11 @@ def start_report(args: argparse.Namespace, config: StackConfig | None) -> Run | 
     if path is None:
         return None
     require_matplotlib()
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"the page cannot be written to '{path}'", location="--report")
+    why = errno.EISDIR if path.is_dir() else 0 if path.parent.is_dir() else errno.ENOENT
+    if not why and not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = errno.EACCES
+    if why:
+        raise ConfigError(f"the page cannot be written to '{path}': {os.strerror(why)}", location="--report")
     return Run(args.stack or "", args.given, config, datetime.now(UTC))
 
 

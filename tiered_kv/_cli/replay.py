@@ -168,7 +168,7 @@ def _notes(report: ReplayReport) -> Iterator[str]:
     if report.skipped_stores:
         yield f"cpu: {quantity(report.skipped_stores, 'block')} not stored: no room, since other blocks were in use"
     if report.timed_out_requests:
-        yield f"{report.timed_out_requests:,} requests did not wait for the rest of their prefix"
+        yield f"{quantity(report.timed_out_requests, 'request')} did not wait for all of the prefix"
     for block in report.corrupt:
         yield f"CORRUPT: block {block.hash_id} from {block.tier}, first wrong byte at {block.offset}"
     if report.interrupted:
