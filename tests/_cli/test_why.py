@@ -67,6 +67,14 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
 # The stack.
 
 
+def test_a_stack_whose_last_requests_were_hits_does_not_say_that_none_was_a_miss(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with open_stack(stack_of()) as stack, served(stack) as url:
+        assert main(["why", url, "--last"]) == 0
+    assert capsys.readouterr().out == "none of the last requests that ended missed a block\n"
+
+
 def test_a_stack_without_a_history_says_so() -> None:
     with open_stack(stack_of(history=0)) as stack:
         with pytest.raises(ConfigError, match="history"):

@@ -89,7 +89,7 @@ def _show(answer: Answer, req_id: str | None) -> None:
     if req_id is not None and not answer["requests"]:
         print_text(f"request {one_line(req_id)}: unknown, still running, or not among the last that ended")
     elif not answer["requests"] and not answer["keys"]:
-        print_text("no request has missed a block yet")
+        print_text("none of the last requests that ended missed a block")
     for key in answer["keys"]:
         _show_key(key, f"block {key['key']}")
     if any(fate["fate"] in ("unknown", "absent") for key in answer["keys"] for fate in key["tiers"].values()):
