@@ -169,7 +169,8 @@ def _hit_rates(points: Mapping[str, Sequence[tuple[float, float]]], about: str, 
             sizes, rates = zip(*each, strict=True)
             marker = "o" if len(each) < _POINTS / 2 else ""
             axes.plot(sizes, [100 * rate for rate in rates], color=tier_color(index), marker=marker, markersize=3)
-        axes.set_ylim(bottom=0)
+        highest = max(rate for each in points.values() for _, rate in each)
+        axes.set_ylim(0, 110 * highest or 1)  # no line at the edge
         axes.set_xscale("log")
         axes.set_xlabel(f"room of the primary tier ({unit})")
         axes.set_ylabel("blocks asked for (%)")
