@@ -408,7 +408,7 @@ class NoVerification(TierAdministration):
         return Purged(0, 0)
 
     def survey(self, deadline: float, only: str | None = None) -> Survey:
-        found = StoredNamespace("ab" * 16, written=Ages(90.0, 1.0))
+        found = StoredNamespace("ab" * 16, written=Ages(90.0, 1.0), used=Ages(30.2, 29.9))
         return Survey((found,), notes=("it may be otherwise",))
 
 
@@ -425,7 +425,7 @@ def test_a_third_party_tier_is_shown_and_what_it_lacks_is_said(
     file = stack_file(tmp_path, "type: other", "type: memory, capacity: 64KiB")
     assert main(["inspect", file]) == 0
     text = capsys.readouterr().out
-    assert "90s to 1s" in text
+    assert "90s to 1s   30s" in text
     assert "other: it may be otherwise" in text
     assert "memory: tiers of type 'memory' show nothing to other processes" in text
     assert main(["inspect", file, "--verify"]) == 1, "what was asked for was not done"

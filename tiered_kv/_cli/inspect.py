@@ -286,4 +286,4 @@ def _remarks(stack: OperatedStack, tier: TierInspection, *, repairs: bool) -> It
 
 
 def _ages(ages: Ages | None) -> str:
-    return "-" if ages is None else " to ".join(map(rounded_seconds, (ages.oldest_s, ages.newest_s)))
+    return "-" if ages is None else " to ".join(dict.fromkeys(map(rounded_seconds, (ages.oldest_s, ages.newest_s))))
