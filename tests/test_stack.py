@@ -369,6 +369,19 @@ class TestPrefetch:
             assert stack.put(hashes(16, "any"), blocks_of(16)) == 16, "nothing is held any more"
         assert np.array_equal(out[:6], blocks[:6])
 
+    def test_blocks_behind_a_missing_one_are_not_loaded(self) -> None:
+        keys = hashes(8)
+        with open_stack(stack_of({"type": "memory", "capacity": "1MiB", **PATIENT})) as stack:
+            stack.put(keys[1:], blocks_of(7))
+            stack.flush(WAIT_S)
+            for number in range(4):
+                stack.put(hashes(8, f"other-{number}"), blocks_of(8))
+            stack.flush(WAIT_S)
+            assert stack.get(keys, empty(8), timeout=WAIT_S) == 0
+            assert stack.prefetch([keys[1], *hashes(1, "no"), *keys[2:]], timeout=WAIT_S) == 1
+            stack.flush(WAIT_S)
+            assert stack.counters()["memory"]["loaded_blocks_total"] == 1
+
     def test_it_takes_half_of_the_primary_tier_at_most(self) -> None:
         keys, blocks = hashes(32), blocks_of(32)
         with open_stack(stack_of({"type": "memory", "capacity": "1MiB"})) as stack:

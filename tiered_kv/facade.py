@@ -102,7 +102,7 @@ class BlockFacade(StackCalls[M]):
         offload_keys = keys_of(keys)
         shape = len(offload_keys), self.region.block_bytes
         rows = np.empty(shape, np.uint8) if out is None else rows_in(out, *shape, "out", writable=True)
-        loaded = self._run(lambda: self._prefix("get", offload_keys, timeout, hints, self._manager.lookup_many, rows))
+        loaded = self._run(lambda: self._prefix("get", offload_keys, timeout, hints, self._manager.lookup_prefix, rows))
         return rows[:loaded] if out is None else loaded
 
     def contains(self, keys: Sequence[bytes], timeout: float = 1.0) -> int:
@@ -140,7 +140,7 @@ class BlockFacade(StackCalls[M]):
             TypeError, ValueError: A key is not a block hash, or hints cannot be used.
         """
         ahead = keys_of(keys)[: max(self.region.num_blocks // 2, 1)]
-        return self._run(lambda: self._prefix("prefetch", ahead, timeout, hints, self._manager.lookup_many))
+        return self._run(lambda: self._prefix("prefetch", ahead, timeout, hints, self._manager.lookup_prefix))
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until no transfer to or from a secondary tier is in flight, `timeout` seconds at most.

@@ -62,6 +62,7 @@ class ProgramManager(AttachedManager):
     """An attached manager with what the calls of a program need; `TieringOffloadingManager` explains the methods."""
 
     keys_are_alike = False
+    lookup_prefix = AttachedManager.lookup_many
     _has_heard = False
     """Whether a message came since a thread last waited for one."""
 

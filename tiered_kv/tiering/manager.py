@@ -166,6 +166,18 @@ class TieringOffloadingManager(OffloadingManager):
                 rest = [key for key in rest if found[key] is False]
         return [found.get(key, False) for key in keys]
 
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Return `lookup` of each key up to the first block that no tier has. The blocks behind it are not promoted.
+
+        Of those behind it, the missing ones are looked up too, so that they are counted, and can be explained.
+        """
+        found = self.contains_many(keys, req_context)
+        if False in found:
+            end = found.index(False)
+            behind = zip(keys[end:], found[end:], strict=True)
+            keys = [*keys[:end], *(key for key, is_found in behind if is_found is False)]
+        return self.lookup_many(keys, req_context)
+
     def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Begin to promote the prefix `keys`, up to its first miss, for a request that will need it.
 
