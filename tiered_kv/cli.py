@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from tiered_kv import __version__
 from tiered_kv._cli.output import Status, print_json, print_text
-from tiered_kv.config.redaction import scrub
+from tiered_kv.config.secrets import scrub
 from tiered_kv.errors import ConfigError, TieredKVError
 
 _VERBS = {

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from tiered_kv.config.redaction import HIDDEN, EnvironmentText, redact, scrub
+from tiered_kv.config.secrets import HIDDEN, EnvironmentText, redact, scrub
 from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.config.validation import Location, Problems, check, dotted, raise_problems, suggestion
 from tiered_kv.errors import ConfigError, MissingExtraError, ResourceError, remedy_of

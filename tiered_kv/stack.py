@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.calls import StackCalls
-from tiered_kv.config.redaction import error_text
+from tiered_kv.config.secrets import error_text
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager

@@ -19,7 +19,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from tiered_kv.config.redaction import foreign_text
+from tiered_kv.config.secrets import foreign_text
 from tiered_kv.toolkit.resolver import causes_of
 
 ABSENT: Final = "absent"

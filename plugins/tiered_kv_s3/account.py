@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any
 
-from tiered_kv.config.redaction import foreign_text
+from tiered_kv.config.secrets import foreign_text
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.metrics.vocabulary import own_names

@@ -26,7 +26,7 @@ from tests.support.secret_hunt import (
 )
 from tiered_kv.cli import main
 from tiered_kv.config.reading import parse_stack_text
-from tiered_kv.config.redaction import foreign_text
+from tiered_kv.config.secrets import foreign_text
 from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import open_stack

@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import BaseModel, SecretBytes, SecretStr
 
 from tests.support.stacks import manager_of
-from tiered_kv.config.secret_keys import KEY_BYTES
+from tiered_kv.config.secrets import KEY_BYTES
 from tiered_kv.config.settings import StrictModel, TierSettings
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.exporters.metrics import StackCollector, exposition

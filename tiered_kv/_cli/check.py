@@ -20,7 +20,7 @@ from tiered_kv._cli.stacks import (
     tier_error_text,
 )
 from tiered_kv.config.reading import from_source
-from tiered_kv.config.redaction import error_text, scrub
+from tiered_kv.config.secrets import error_text, scrub
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import format_bytes
 from tiered_kv.config.validation import line_of

@@ -20,7 +20,7 @@ from tiered_kv._cli.arguments import size
 from tiered_kv._cli.output import progress
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import from_source
-from tiered_kv.config.redaction import error_text, scrub
+from tiered_kv.config.secrets import error_text, scrub
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError, TierError

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import yaml
 
-from tiered_kv.config.redaction import HIDDEN, EnvironmentText
+from tiered_kv.config.secrets import HIDDEN, EnvironmentText
 from tiered_kv.config.units import expanded_path, format_bytes
 from tiered_kv.config.validation import LINES, Location, dotted, line_of
 from tiered_kv.errors import ConfigError

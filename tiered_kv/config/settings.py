@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from tiered_kv.config.redaction import HIDDEN, redact, secrets_in, texts_in, variables_in
+from tiered_kv.config.secrets import HIDDEN, redact, secrets_in, texts_in, variables_in
 from tiered_kv.config.units import Bytes, BytesPerDay, Count, Seconds
 from tiered_kv.limits import Take
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from tiered_kv.config.redaction import HIDDEN, is_secret_name, redact, scrub, secrets_in
+from tiered_kv.config.secrets import HIDDEN, is_secret_name, redact, scrub, secrets_in
 from tiered_kv.errors import ConfigError
 
 _SHOWN_CHARACTERS_MAX = 80

@@ -15,7 +15,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
 
-from tiered_kv.config.redaction import HIDDEN, scrub
+from tiered_kv.config.secrets import HIDDEN, scrub
 from tiered_kv.errors import MissingExtraError, ShutdownError
 from tiered_kv.metrics.instruments import LABELS_MAX, OTHER, is_histogram
 from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX, TOTAL, Metric

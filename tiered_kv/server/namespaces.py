@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.reading import fill_variables, from_source
-from tiered_kv.config.redaction import error_text
+from tiered_kv.config.secrets import error_text
 from tiered_kv.config.validation import validate
 from tiered_kv.direct.tiers import part_of
 from tiered_kv.errors import ConfigError, TieredKVError

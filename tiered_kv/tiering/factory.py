@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 
-from tiered_kv.config.redaction import scrub
+from tiered_kv.config.secrets import scrub
 from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.config.validation import suggestion
 from tiered_kv.errors import ConfigError, ResourceError, TieredKVError, TierError, remedy_of

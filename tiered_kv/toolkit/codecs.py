@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 import numpy as np
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from tiered_kv.config.secret_keys import parse_key, problem_of_key, read_key_file
+from tiered_kv.config.secrets import parse_key, problem_of_key, read_key_file
 from tiered_kv.config.settings import StrictModel, TierSettings
 from tiered_kv.config.units import Count, FilePath
 from tiered_kv.errors import MissingExtraError

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from tiered_kv.config.secret_keys import KEY_BYTES
+from tiered_kv.config.secrets import KEY_BYTES
 from tiered_kv.errors import MissingExtraError
 from tiered_kv.reasons import RecordStatus
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
-from tiered_kv.config.redaction import scrub
+from tiered_kv.config.secrets import scrub
 from tiered_kv.errors import TierError
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.lookups import BatchedLookups, Probe

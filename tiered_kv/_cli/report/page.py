@@ -22,7 +22,7 @@ from typing import Final
 import yaml
 
 from tiered_kv import __version__
-from tiered_kv.config.redaction import redact, scrub
+from tiered_kv.config.secrets import redact, scrub
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.stack_config import StackConfig
 
