@@ -20,7 +20,7 @@ from tests.support.pages import undescribed
 from tests.support.stacks import Register, stack_file
 from tiered_kv import __version__
 from tiered_kv.cli import main
-from tiered_kv.cpu.policies.lru import LRUPolicy
+from tiered_kv.cpu.policies.recency import LRUPolicy
 from tiered_kv.hooks import PluginState, tier_plugins
 from tiered_kv.tiering.base import JobMetadata
 

@@ -15,7 +15,7 @@ from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, CachePolicy, RequestChain, make_policy
 from tiered_kv.cpu.policies.guarded import GuardedPolicy
-from tiered_kv.cpu.policies.lru import LRUPolicy
+from tiered_kv.cpu.policies.recency import LRUPolicy
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.facade import rows_of
@@ -219,7 +219,10 @@ def test_built_in_policies_are_called_directly() -> None:
     ("body", "message"),
     [
         ("raise RuntimeError('out of order')", "cannot import the policy"),
-        ("import tiered_kv.cpu.policies.lru as lru\nclass Own(lru.LRUPolicy):\n  def __init__(self): pass", "2 blocks"),
+        (
+            "from tiered_kv.cpu.policies.recency import LRUPolicy\nclass Own(LRUPolicy):\n  def __init__(self): pass",
+            "2 blocks",
+        ),
     ],
 )
 def test_a_policy_that_cannot_be_made_is_a_config_error(

@@ -14,10 +14,9 @@ from tests.support.pages import write_shown
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, make_policy
-from tiered_kv.cpu.policies.arc import ARCPolicy
 from tiered_kv.cpu.policies.density import DensityPolicy
 from tiered_kv.cpu.policies.guarded import GuardedPolicy
-from tiered_kv.cpu.policies.lru import LRUPolicy
+from tiered_kv.cpu.policies.recency import ARCPolicy, LRUPolicy
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_engine_stack
 from tiered_kv.workload.replay import replay
@@ -142,7 +141,7 @@ def test_arc_gives_up_no_head_before_the_tail_of_an_older_request() -> None:
 
 def test_a_policy_is_found_by_name_or_by_module_and_class() -> None:
     assert [type(make_policy(name, 4)) for name in ("lru", "arc", "density")] == POLICIES
-    assert isinstance(make_policy("tiered_kv.cpu.policies.lru:LRUPolicy", 4), LRUPolicy)
+    assert isinstance(make_policy("tiered_kv.cpu.policies.recency:LRUPolicy", 4), LRUPolicy)
 
 
 @pytest.mark.parametrize(

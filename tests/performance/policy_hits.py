@@ -23,7 +23,7 @@ from tests.performance.bench import command_line
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock, RequestChain
 from tiered_kv.cpu.manager import CPUOffloadingManager
-from tiered_kv.cpu.policies.arc import ARCPolicy
+from tiered_kv.cpu.policies.recency import ARCPolicy
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.workload.request import ChatWorkload, read_trace
 

@@ -14,8 +14,8 @@ from tiered_kv.errors import ConfigError, remedy_of
 __all__ = ["BUILT_IN_POLICIES", "CachePolicy", "RequestChain", "make_policy"]
 
 BUILT_IN_POLICIES: Final = {
-    "lru": "tiered_kv.cpu.policies.lru:LRUPolicy",
-    "arc": "tiered_kv.cpu.policies.arc:ARCPolicy",
+    "lru": "tiered_kv.cpu.policies.recency:LRUPolicy",
+    "arc": "tiered_kv.cpu.policies.recency:ARCPolicy",
     "density": "tiered_kv.cpu.policies.density:DensityPolicy",
 }
 """The class of each name that a stack's file may give; it is imported when a primary tier is made."""
