@@ -150,7 +150,7 @@ def test_a_policy_is_found_by_name_or_by_module_and_class() -> None:
         ("no_such_policy", "known are lru, arc, density"),
         ("no_such_module:X", "cannot import"),
         ("json:dumps", "not a subclass"),
-        ("tiered_kv.cpu.policies.base:CachePolicy", "with all of its methods"),
+        ("tiered_kv.cpu.policies:CachePolicy", "with all of its methods"),
         (":x", "cannot import"),
         ("..x:y", "cannot import"),
     ],

@@ -16,7 +16,7 @@ from operator import attrgetter
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import NO_KEY, PROMOTION, CPUBlock, RequestChain
-from tiered_kv.cpu.policies.base import CachePolicy
+from tiered_kv.cpu.policies import CachePolicy
 from tiered_kv.cpu.policies.tails import Tail, TailOrder, runs_of
 from tiered_kv.hints import Hints
 from tiered_kv.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, HitDensity

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from tiered_kv.cpu.backend import CPUBlock, RequestChain
-from tiered_kv.cpu.policies.base import CachePolicy
+from tiered_kv.cpu.policies import CachePolicy
 from tiered_kv.cpu.policies.recency import LRUPolicy
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock, RequestChain
-from tiered_kv.cpu.policies.base import CachePolicy
+from tiered_kv.cpu.policies import CachePolicy
 
 QUEUE_SPARE = 64
 """Entries of a queue that may be out of date, besides one for each chain."""
