@@ -16,8 +16,8 @@ import tiered_kv
 from tests.support.shortages import Resource, outage
 from tests.support.stacks import manager_of, stack_of
 from tiered_kv.audit.audit import is_chosen
+from tiered_kv.audit.comparison import BLOCKS_MAX, AuditedGroup
 from tiered_kv.audit.manager import AuditedManager
-from tiered_kv.audit.spare_rows import BLOCKS_MAX, AuditedGroup
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.instruments import count_of

@@ -17,8 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tiered_kv.audit.comparison import is_known
-from tiered_kv.audit.spare_rows import BLOCKS_MAX, Audited, AuditedGroup, Pair, SpareRows
+from tiered_kv.audit.comparison import BLOCKS_MAX, Audited, AuditedGroup, Pair, SpareRows, is_known
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.backend import CPUBlock

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from tiered_kv.audit.audit import Audit, AuditRules
-from tiered_kv.audit.spare_rows import AuditedGroup
+from tiered_kv.audit.comparison import AuditedGroup
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext, RequestOffloadingContext
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.metrics.instruments import timed

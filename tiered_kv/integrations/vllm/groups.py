@@ -16,8 +16,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from tiered_kv.audit.comparison import AuditedGroup
 from tiered_kv.audit.manager import AuditedManager
-from tiered_kv.audit.spare_rows import AuditedGroup
 from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.vllm.engine import canonical_shards, current_engine, layer_specs

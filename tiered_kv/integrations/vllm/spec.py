@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, Offloadin
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from tiered_kv.audit.spare_rows import AuditedGroup
+from tiered_kv.audit.comparison import AuditedGroup
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.validation import suggestion
