@@ -20,7 +20,7 @@ from pathlib import Path
 
 os.environ.update(SGLANG_USE_CPU_ENGINE="1", VLLM_LOGGING_LEVEL="ERROR")
 
-from tiered_kv.integrations.environment import counting_variables
+from tiered_kv.integrations.facts import counting_variables
 
 READS = re.compile(
     r"""(?:getenv|environ(?:\.get|\.setdefault|\.pop)?|\b(?:get_)?\w*env\w*)\s*[\(\[]\s*["']([A-Z][A-Z0-9_]+)["']|"""

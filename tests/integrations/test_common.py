@@ -11,7 +11,7 @@ import pytest
 
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.validation import validate
-from tiered_kv.integrations.environment import computing_packages, counting_variables, names
+from tiered_kv.integrations.facts import computing_packages, counting_variables, names
 from tiered_kv.integrations.prefill_meter import PREFILL_SHARE_MIN, STEPS_MAX, PrefillMeter, TokenCost
 from tiered_kv.integrations.settings import UserModelNamespace
 from tiered_kv.testing.control import ManualClock

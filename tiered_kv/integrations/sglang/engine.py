@@ -28,8 +28,15 @@ from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.validation import validate
 from tiered_kv.direct.tiers import OWN_STORAGE
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.environment import computing_packages, counting_variables, instruction_sets
-from tiered_kv.integrations.model_files import content_of, depends_on_length, weights_in_files, without_origin
+from tiered_kv.integrations.facts import (
+    computing_packages,
+    content_of,
+    counting_variables,
+    depends_on_length,
+    instruction_sets,
+    weights_in_files,
+    without_origin,
+)
 from tiered_kv.integrations.settings import HostSettings, UserModelNamespace
 from tiered_kv.integrations.sglang.irrelevant import COUNTING, SETTINGS, VARIABLES
 from tiered_kv.integrations.sglang.pools import PagePool

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tiered_kv.integrations.environment import names
+from tiered_kv.integrations.facts import names
 
 SETTINGS: Mapping[str, frozenset[str]] = {
     section: names(text)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from tiered_kv.integrations.environment import counting_variables
+from tiered_kv.integrations.facts import counting_variables
 from tiered_kv.integrations.transformers import layout as block_layout
 from tiered_kv.integrations.transformers.layout import CacheLayout
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiered_kv.buffers import Blocks
-from tiered_kv.integrations.model_files import rope_types
+from tiered_kv.integrations.facts import rope_types
 
 if TYPE_CHECKING:
     import torch

@@ -30,8 +30,15 @@ from vllm.v1.kv_cache_interface import iter_layer_specs
 from tiered_kv.config.namespace import Label, Namespace, Parallel
 from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.environment import computing_packages, counting_variables, instruction_sets
-from tiered_kv.integrations.model_files import content_of, depends_on_length, weights_in_files, without_origin
+from tiered_kv.integrations.facts import (
+    computing_packages,
+    content_of,
+    counting_variables,
+    depends_on_length,
+    instruction_sets,
+    weights_in_files,
+    without_origin,
+)
 from tiered_kv.integrations.settings import UserModelNamespace
 from tiered_kv.integrations.vllm.irrelevant import FIELDS, SECTIONS, VARIABLES
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tiered_kv.integrations.environment import names
+from tiered_kv.integrations.facts import names
 
 SECTIONS = names(
     """
