@@ -18,10 +18,7 @@ from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, Purged, Reco
 from tiered_kv.toolkit.claimed import walk
 from tiered_kv.toolkit.listed import Entry, ListedStorage
 from tiered_kv.toolkit.small_files import fields_of, opened, read_all, read_file
-from tiered_kv_fs.directory import claimed
-from tiered_kv_fs.epoch import EpochFile
-from tiered_kv_fs.files import locked, occupied_bytes, reason_of, unlink_same
-from tiered_kv_fs.layout import (
+from tiered_kv_fs.directory import (
     BLOCK_PATH,
     EPOCH_NAME,
     NAMESPACE,
@@ -29,7 +26,13 @@ from tiered_kv_fs.layout import (
     NAMESPACE_PATH,
     SHARED_PATH,
     SWEEP_NAME,
+    claimed,
+    locked,
+    occupied_bytes,
+    reason_of,
+    unlink_same,
 )
+from tiered_kv_fs.epoch import EpochFile
 from tiered_kv_fs.ledger import DirectoryLedger
 from tiered_kv_fs.settings import FsSettings
 

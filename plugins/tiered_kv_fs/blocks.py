@@ -25,8 +25,15 @@ from tiered_kv.toolkit.record import (
     record_bytes_max,
 )
 from tiered_kv.toolkit.small_files import FirstFailures, opened, read_all, remove, write_all
-from tiered_kv_fs.files import ALLOCATION_BYTES, make_directory, reason_of, round_up, unlink_same
-from tiered_kv_fs.layout import block_path, temporary_path
+from tiered_kv_fs.directory import (
+    ALLOCATION_BYTES,
+    block_path,
+    make_directory,
+    reason_of,
+    round_up,
+    temporary_path,
+    unlink_same,
+)
 
 _log = logging.getLogger("tiered_kv.fs")
 

@@ -1,15 +1,117 @@
-"""The shared directory, opened for one namespace."""
+"""The shared directory: its names, the calls to its file system, and its opening for one namespace.
+
+    tiered-kv-fs.json                 the format version
+    lock                              flock(2) while the ledger is read and written
+    ledger                            bytes in use, and grants; see ledger.py
+    sweep                             flock(2) by the one process that surveys, evicts or purges
+    <namespace>/namespace.json        the namespace in readable form
+    <namespace>/epoch                 the mark of the epoch; see tiered_kv/toolkit/epoch.py
+    <namespace>/<epoch>/<shard>/<block>                     a block record
+    <namespace>/<epoch>/<shard>/.<block>.<owner>.<n>.tmp    a block record while it is written
+
+<namespace> is the namespace's digest, <block> a digest of the key, <shard> its first byte. No part of a key is part of
+a path. Other files in the directory are foreign: the tier never changes them, but counts them.
+
+Any thread may call the file system, except the scheduler's: all of these calls may wait.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import hashlib
+import itertools
 import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Final
 
-from tiered_kv.permissions import check_directory, open_directory
-from tiered_kv.toolkit.claimed import ClaimedDirectory, Identity, absolute, refuse_other_device
-from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, as_text, fields_of, read_file, replace_file
-from tiered_kv_fs.files import make_directory
-from tiered_kv_fs.layout import FORMAT_VERSION, LEDGER_NAME, LOCK_NAME, MARKER_NAME, NAMESPACE_NAME, SWEEP_NAME
+from tiered_kv.base import OffloadKey
+from tiered_kv.permissions import DIRECTORY_MODE, check_directory, open_directory
+from tiered_kv.toolkit.claimed import (
+    LOST_AND_FOUND,
+    TEMPORARY,
+    ClaimedDirectory,
+    Identity,
+    absolute,
+    refuse_other_device,
+)
+from tiered_kv.toolkit.small_files import (
+    SMALL_FILE_BYTES_MAX,
+    as_text,
+    fields_of,
+    has_name,
+    opened,
+    read_file,
+    replace_file,
+)
+
+FORMAT_VERSION: Final = 1
+
+MARKER_NAME: Final = "tiered-kv-fs.json"
+LOCK_NAME: Final = "lock"
+LEDGER_NAME: Final = "ledger"
+SWEEP_NAME: Final = "sweep"
+NAMESPACE_NAME: Final = "namespace.json"
+EPOCH_NAME: Final = "epoch"
+
+BLOCK: Final = re.compile(r"[0-9a-f]{32}")
+TEMPORARY_BLOCK: Final = re.compile(r"\.[0-9a-f]{32}\.(?P<owner>[0-9a-f]{16})\.[0-9a-f]+\.tmp")
+
+# Paths below the shared directory.
+NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
+SHARED_PATH: Final = re.compile(
+    "|".join((*map(re.escape, (MARKER_NAME, LOCK_NAME, LEDGER_NAME, SWEEP_NAME, LOST_AND_FOUND)), TEMPORARY.pattern))
+)
+"""The tier's files beside the namespaces' directories, and the file system's own."""
+
+# Paths below a namespace's directory.
+EPOCH: Final = re.compile(r"[0-9a-f]{16}")
+_SHARD: Final = f"{EPOCH.pattern}/[0-9a-f]{{2}}"
+BLOCK_PATH: Final = re.compile(f"{_SHARD}/{BLOCK.pattern}")
+TEMPORARY_PATH: Final = re.compile(f"{_SHARD}/{TEMPORARY_BLOCK.pattern}")
+NAMESPACE_PATH: Final = re.compile(
+    rf"namespace\.json|epoch|{TEMPORARY.pattern}|{EPOCH.pattern}|{_SHARD}|{BLOCK_PATH.pattern}|{TEMPORARY_PATH.pattern}"
+)
+"""Every path that the tier makes there."""
+
+_numbers = itertools.count()
+
+ALLOCATION_BYTES: Final = 4096
+
+_REASONS: Final = {
+    errno.ENOENT: "missing",
+    errno.ESTALE: "stale",
+    errno.ENOSPC: "no_space",
+    errno.EDQUOT: "no_space",
+    errno.EROFS: "read_only",
+    errno.EACCES: "permission",
+    errno.EPERM: "permission",
+    errno.ELOOP: "not_a_file",
+    errno.ENXIO: "not_a_file",
+    errno.EISDIR: "not_a_file",
+    errno.ENOTDIR: "not_a_file",
+}
+_LOCK_POLL_S: Final = 0.01
+
+
+def block_path(key: OffloadKey, namespace_digest: bytes) -> str:
+    """Return a block's path in its epoch's directory.
+
+    BLAKE2b, while the record inside has an XXH3 of the same key: keys that collide in one do not collide in both.
+    """
+    name = hashlib.blake2b(key, digest_size=16, key=namespace_digest).hexdigest()
+    return f"{name[:2]}/{name}"
+
+
+def temporary_path(path: str, owner: str) -> str:
+    """Return a path where `owner` writes a block first; another one with each call."""
+    shard, _, name = path.rpartition("/")
+    return f"{shard}/.{name}.{owner}.{next(_numbers):x}.tmp"
 
 
 def claimed(path: str, tier: str, *, private: bool) -> ClaimedDirectory:
@@ -88,3 +190,61 @@ class Directory:
                 f"{self.namespace_path} holds blocks of {found} bytes, and these have {self._identity.block_bytes}; "
                 "give blocks of another size another namespace or another directory"
             )
+
+
+def reason_of(error: OSError) -> str:
+    return "timeout" if isinstance(error, TimeoutError) else _REASONS.get(error.errno or 0, "io_error")
+
+
+def round_up(size_bytes: int) -> int:
+    return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
+
+
+def occupied_bytes(status: os.stat_result) -> int:
+    """Return the space of an entry, also if the file system has not allocated it yet."""
+    return max(status.st_blocks * 512, round_up(status.st_size) if stat.S_ISREG(status.st_mode) else 0)
+
+
+@contextmanager
+def locked(path: str, timeout_s: float) -> Iterator[float]:
+    """Hold the lock of the file at `path`, which is made if it is missing; yield the file server's time.
+
+    flock(2), which Linux supports over NFS too. The kernel releases the lock of a process that ends.
+
+    Raises:
+        TimeoutError: Other processes held the lock all the time.
+        OSError: The file system refuses, or has no locks.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with opened(path, os.O_RDWR | os.O_CREAT) as fd:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pass
+            else:
+                try:
+                    if has_name(path, fd):
+                        os.utime(fd)
+                        yield os.fstat(fd).st_mtime
+                        return
+                finally:  # closing is not enough: a child that was forked meanwhile holds the lock too
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+        if time.monotonic() >= deadline:
+            raise TimeoutError(None, f"{path} was locked by others for {timeout_s:g} s")
+        time.sleep(_LOCK_POLL_S)
+
+
+def make_directory(path: str) -> bool:
+    """Make a directory with mode 0700; return False if it exists."""
+    with suppress(FileExistsError):
+        os.mkdir(path, DIRECTORY_MODE)
+        return True
+    return False
+
+
+def unlink_same(path: str, status: os.stat_result) -> None:
+    """Remove a file if it is still the one that had `status`: another process may have replaced it."""
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.lstat(path), status):
+            os.unlink(path)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from tiered_kv.errors import FormatError
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv.toolkit.small_files import read_file, replace_file
-from tiered_kv_fs.layout import EPOCH_NAME
+from tiered_kv_fs.directory import EPOCH_NAME
 
 
 class EpochFile:

@@ -16,8 +16,7 @@ from typing import Any, Final, NamedTuple
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import failure_reason
-from tiered_kv_fs.directory import Directory
-from tiered_kv_fs.files import reason_of
+from tiered_kv_fs.directory import Directory, reason_of
 from tiered_kv_fs.ledger import VALID_S, DirectoryLedger, Holder, LedgerState
 from tiered_kv_fs.sweeper import DirectorySweeper, Sweep
 

@@ -26,8 +26,7 @@ from typing import Annotated, Final
 from pydantic import Field, TypeAdapter, ValidationError
 
 from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, read_file, replace_file
-from tiered_kv_fs.files import locked
-from tiered_kv_fs.layout import LEDGER_NAME, LOCK_NAME
+from tiered_kv_fs.directory import LEDGER_NAME, LOCK_NAME, locked
 
 LAPSE_S: Final = 60.0  # how long after its last renewal a holder is removed
 VALID_S: Final = 30.0  # how long a holder may store after its last renewal; less than the lapse

@@ -19,10 +19,18 @@ from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.claimed import TEMPORARY, walk
 from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv.toolkit.small_files import remove
-from tiered_kv_fs.directory import Directory
+from tiered_kv_fs.directory import (
+    BLOCK_PATH,
+    EPOCH,
+    NAMESPACE,
+    SWEEP_NAME,
+    TEMPORARY_PATH,
+    Directory,
+    locked,
+    occupied_bytes,
+    round_up,
+)
 from tiered_kv_fs.epoch import is_joined
-from tiered_kv_fs.files import locked, occupied_bytes, round_up
-from tiered_kv_fs.layout import BLOCK_PATH, EPOCH, NAMESPACE, SWEEP_NAME, TEMPORARY_PATH
 from tiered_kv_fs.ledger import LAPSE_S, SURVEY_INTERVAL_S, DirectoryLedger
 
 _CANDIDATES_MAX: Final = 65_536  # files that one survey keeps as the next to evict; at most about 20 MB

@@ -13,8 +13,7 @@ from tests.support.entries import OpenRig
 from tests.support.faulty import Gate
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv_fs.files import locked
-from tiered_kv_fs.layout import TEMPORARY_BLOCK
+from tiered_kv_fs.directory import TEMPORARY_BLOCK, locked
 from tiered_kv_fs.ledger import DirectoryLedger, Holder
 
 BLOCK_BYTES = 65_536
