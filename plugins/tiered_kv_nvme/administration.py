@@ -48,11 +48,10 @@ from tiered_kv_nvme.directory import (
 )
 from tiered_kv_nvme.disk import OPEN_FLAGS, Disk, StoreCounters
 from tiered_kv_nvme.epoch import EPOCH_NAME
-from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentHeader
 from tiered_kv_nvme.reader import decode_payload, neighbours, read_payloads
 from tiered_kv_nvme.recovery import SegmentScan
-from tiered_kv_nvme.segment import Segment
+from tiered_kv_nvme.segment import Segment, SegmentFiles
 from tiered_kv_nvme.settings import NvmeSettings
 
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -14,10 +14,9 @@ from tiered_kv.threads import start_thread
 from tiered_kv.toolkit.codecs import Draft
 from tiered_kv.toolkit.small_files import has_name
 from tiered_kv_nvme.disk import StoreCounters
-from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.pool import CHUNK_KEYS, PAUSE_S, SegmentPool, place_of
 from tiered_kv_nvme.reader import BlockReader, neighbours
-from tiered_kv_nvme.segment import Segment, SegmentState
+from tiered_kv_nvme.segment import NoSegment, Segment, SegmentFiles, SegmentState
 from tiered_kv_nvme.worth import READ, RELOCATED_SHARE_MAX
 from tiered_kv_nvme.writer import BatchWriter, Payload
 

@@ -15,10 +15,9 @@ from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX, ThreadBuffer
 from tiered_kv.toolkit.small_files import read_all
 from tiered_kv_nvme.disk import Disk, StoreCounters
-from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.layout import PAGE_BYTES, BatchHeader, EntryTable, SegmentHeader, Summary, checksum
 from tiered_kv_nvme.pool import SegmentPool, place_of
-from tiered_kv_nvme.segment import Segment, SegmentState
+from tiered_kv_nvme.segment import Segment, SegmentFiles, SegmentState
 
 
 def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:

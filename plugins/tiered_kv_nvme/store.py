@@ -21,13 +21,12 @@ from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv_nvme.directory import SegmentDirectory
 from tiered_kv_nvme.disk import Disk, StoreCounters, probe_direct
 from tiered_kv_nvme.epoch import DirectoryEpoch
-from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.layout import PAGE_BYTES
 from tiered_kv_nvme.pool import SegmentPool, clear_in_chunks, ordinal_of, slot_of
 from tiered_kv_nvme.reader import BlockReader
 from tiered_kv_nvme.reclaimer import Reclaimer
 from tiered_kv_nvme.recovery import recover
-from tiered_kv_nvme.segment import SegmentState
+from tiered_kv_nvme.segment import SegmentFiles, SegmentState
 from tiered_kv_nvme.sizing import SEGMENTS_MIN, Sizing
 from tiered_kv_nvme.worth import Worth
 from tiered_kv_nvme.writer import BatchWriter

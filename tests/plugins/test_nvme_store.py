@@ -28,9 +28,9 @@ from tiered_kv.toolkit.codecs import AES_ID, ZSTD_AES_ID, CodecSet, ThreadBuffer
 from tiered_kv.toolkit.encryption import Cipher
 from tiered_kv_nvme.directory import SegmentDirectory
 from tiered_kv_nvme.disk import Disk
-from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, EntryTable, SegmentEntry
 from tiered_kv_nvme.pool import SegmentPool, place_of
+from tiered_kv_nvme.segment import SegmentFiles
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.tier import NvmeTier

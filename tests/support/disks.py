@@ -98,7 +98,7 @@ class FlushOrder(Disk):
     A device may write unflushed data in any order; an ext4 image that is shut down shows little of that.
 
     A write is a problem if data must be on the device before it and is not flushed. The rules are those of
-    `tiered_kv_nvme.files` and `formats-nvme.md`. The offset identifies the data: the header is at 0, a summary
+    `tiered_kv_nvme.segment` and `formats-nvme.md`. The offset identifies the data: the header is at 0, a summary
     ends where the file does, all else are batches.
 
     - A batch comes after its segment's header is on the device. Otherwise the header of the use before may stand over

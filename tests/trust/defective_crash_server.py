@@ -12,8 +12,7 @@ import tiered_kv_fs.blocks
 import tiered_kv_nvme.recovery
 from tests.support import crash_server
 from tiered_kv_nvme.epoch import DirectoryEpoch
-from tiered_kv_nvme.files import NoSegment, SegmentFiles
-from tiered_kv_nvme.segment import Segment
+from tiered_kv_nvme.segment import NoSegment, Segment, SegmentFiles
 
 
 def serving(defect: Callable[[], None]) -> Callable[[], None]:
