@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, TypeVar
 
 from tiered_kv.errors import ShutdownError
-from tiered_kv.pauses import PAUSES_MAX, STEP
+from tiered_kv.threads import PAUSES_MAX, STEP
 
 T = TypeVar("T")
 

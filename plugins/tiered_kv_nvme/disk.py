@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tiered_kv.errors import remedy_of
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.metrics.vocabulary import own_names
-from tiered_kv.pauses import give_way
+from tiered_kv.threads import give_way
 from tiered_kv.toolkit.codecs import HUGE_PAGE_BYTES, ThreadBuffer
 from tiered_kv.toolkit.small_files import FirstFailures, opened, read_all, remove, write_all
 from tiered_kv_nvme.layout import PAGE_BYTES

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tiered_kv.errors import TieredKVError
-from tiered_kv.pauses import give_way
-from tiered_kv.threads import start_thread
+from tiered_kv.threads import give_way, start_thread
 from tiered_kv.toolkit.codecs import Draft
 from tiered_kv.toolkit.small_files import has_name
 from tiered_kv_nvme.disk import StoreCounters

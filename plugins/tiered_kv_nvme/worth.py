@@ -19,7 +19,7 @@ import xxhash
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, LEVELS, HitDensity, Table
-from tiered_kv.pauses import give_way
+from tiered_kv.threads import give_way
 from tiered_kv_nvme.layout import EntryTable
 from tiered_kv_nvme.segment import Segment
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.pauses import give_way
+from tiered_kv.threads import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, ThreadBuffer, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
 from tiered_kv.toolkit.small_files import write_all

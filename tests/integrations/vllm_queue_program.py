@@ -47,7 +47,7 @@ from vllm.v1.request import Request, RequestStatus  # noqa: E402
 
 from tiered_kv.integrations.vllm import TieredKVConnector  # noqa: E402 - which asks for the device
 from tiered_kv.integrations.vllm.engine import configured  # noqa: E402
-from tiered_kv.pauses import STEP  # noqa: E402
+from tiered_kv.threads import STEP  # noqa: E402
 
 TOKENS = 32
 SHAPE = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}

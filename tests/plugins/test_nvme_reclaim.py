@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.disks import hold
 from tests.support.faulty import Gate
-from tiered_kv.pauses import STEP
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.threads import STEP
 from tiered_kv.toolkit.codecs import RAW_ID
 from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES
 from tiered_kv_nvme.layout import EntryTable, SegmentEntry

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, PATIENT, stack_of
-from tiered_kv import pauses
+from tiered_kv import threads
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.pauses import IDLE_WAIT_S_MAX, PAUSES_MAX, STEP, Step, give_way, wait_for_idle
 from tiered_kv.stack import EngineStack, open_engine_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.threads import IDLE_WAIT_S_MAX, PAUSES_MAX, STEP, Step, give_way, wait_for_idle
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 CONTEXT = ReqContext("r")
@@ -70,7 +70,7 @@ def replace_time(monkeypatch: pytest.MonkeyPatch, computed_s: Callable[[float], 
         pthread_getcpuclockid=lambda thread: 7,
         clock_gettime=lambda clock_id: computed_s(now_s[0]),
     )
-    monkeypatch.setattr(pauses, "time", clock)
+    monkeypatch.setattr(threads, "time", clock)
     return now_s
 
 
@@ -79,7 +79,7 @@ def test_stores_wait_while_the_engine_computes_for_a_limited_time(
     monkeypatch: pytest.MonkeyPatch, used_s: float, waited_s: float
 ) -> None:
     now_s = replace_time(monkeypatch, lambda at_s: min(at_s - 100.0, used_s))
-    monkeypatch.setattr(pauses, "STEP", step := Step())
+    monkeypatch.setattr(threads, "STEP", step := Step())
     assert wait_for_idle(IDLE_WAIT_S_MAX)
     assert now_s == [100.0], "no scheduler is known"
     step.end()
@@ -100,7 +100,7 @@ def test_the_next_thread_of_an_engine_may_have_the_identity_of_one_that_ended(mo
     clock = SimpleNamespace(
         monotonic=lambda: now_s[0], pthread_getcpuclockid=lambda thread: next(clocks), clock_gettime=clock_gettime
     )
-    monkeypatch.setattr(pauses, "time", clock)
+    monkeypatch.setattr(threads, "time", clock)
     step = Step()
     step.end()
     assert not step.is_busy(), "its thread has ended"

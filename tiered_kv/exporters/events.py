@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from tiered_kv.base import OffloadingEvent, OffloadKey
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.pauses import give_way
 from tiered_kv.stack_config import EventSettings
-from tiered_kv.threads import start_thread
+from tiered_kv.threads import give_way, start_thread
 
 QUEUE_KEYS_MAX: Final = 1 << 16
 """Keys in the queue. Beyond it the oldest batches are dropped, except for the last step's."""

@@ -19,7 +19,7 @@ from tiered_kv.config.secrets import HIDDEN, scrub
 from tiered_kv.errors import MissingExtraError, ShutdownError
 from tiered_kv.metrics.instruments import LABELS_MAX, OTHER, is_histogram
 from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX, TOTAL, Metric
-from tiered_kv.pauses import give_way
+from tiered_kv.threads import give_way
 
 if TYPE_CHECKING:
     from prometheus_client import Metric as Family

@@ -17,9 +17,9 @@ from tiered_kv.exporters.metrics import is_finite, numbers_of, safe_label
 from tiered_kv.history.ledger import CPU, REQUEST_ID_CHARACTERS_MAX, EndedRequest
 from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.metrics.instruments import quantile
-from tiered_kv.pauses import give_way
 from tiered_kv.reasons import PRESENT, Fate
 from tiered_kv.stack_config import StackConfig
+from tiered_kv.threads import give_way
 from tiered_kv.tiering.gates import BreakerState
 from tiered_kv.tiering.manager import TieringOffloadingManager
 

@@ -22,9 +22,8 @@ from typing import Any, Final
 from tiered_kv.base import OffloadKey
 from tiered_kv.history.ledger import CPU, BatchFates, EndedRequest, Ledger, RequestLog
 from tiered_kv.history.tables import CHUNK_KEYS_MAX
-from tiered_kv.pauses import give_way
 from tiered_kv.reasons import Fate
-from tiered_kv.threads import start_thread
+from tiered_kv.threads import give_way, start_thread
 
 _log = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Final
 
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.pauses import PAUSES_MAX, STEP
 from tiered_kv.server import protocol
 from tiered_kv.server.host import Host
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.protocol import Channel, ClosedError, Hello, Message, ProtocolError
 from tiered_kv.server.session import Session
+from tiered_kv.threads import PAUSES_MAX, STEP
 
 CONNECTIONS_MAX: Final = 1024
 UNREAD_BYTES_MAX: Final = 8 << 20

@@ -22,8 +22,8 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.instruments import Notices, StepTimer, timed
-from tiered_kv.pauses import PAUSES_MAX, STEP
 from tiered_kv.reasons import Fate
+from tiered_kv.threads import PAUSES_MAX, STEP
 from tiered_kv.tiering.account import EventSink, PrimaryAccount
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob

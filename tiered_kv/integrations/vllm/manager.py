@@ -23,9 +23,9 @@ from tiered_kv.integrations.prefill_meter import PROMPT_TOKENS_MIN, PrefillMeter
 from tiered_kv.integrations.vllm.attached import HostCache
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, vllm_events
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.pauses import STEP
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.stack import EngineStack
+from tiered_kv.threads import STEP
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 LOOKUP_S_MAX = 0.5
