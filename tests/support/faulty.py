@@ -13,7 +13,8 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.testing.faults import JobWrapperTier
-from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager, WrapperTier
+from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.tiering.wrapper import WrapperTier
 
 _UNKNOWN_JOB: JobId = 1 << 60
 _UNASKED_KEY = make_offload_key(b"not in the job", 0)

@@ -11,7 +11,8 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.faults import FailingTier
 from tiered_kv.testing.rig import OpenTier, TierRig
-from tiered_kv.tiering.base import JobMetadata, SecondaryTierManager, WrapperTier
+from tiered_kv.tiering.base import JobMetadata, SecondaryTierManager
+from tiered_kv.tiering.wrapper import WrapperTier
 
 
 class SmallTier(FourMethodTier):

@@ -18,7 +18,8 @@ from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOfflo
 from tiered_kv.exporters.metrics import series_of
 from tiered_kv.testing.control import ManualClock, wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.tiering.base import JobResult, SecondaryTierManager, WrapperTier
+from tiered_kv.tiering.base import JobResult, SecondaryTierManager
+from tiered_kv.tiering.wrapper import WrapperTier
 
 Make = Callable[[SecondaryTierManager], Any]
 """Returns a method's value, or raises. Its argument is the tier below, which works."""

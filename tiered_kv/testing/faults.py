@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import ClassVar
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager, WrapperTier
+from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.tiering.wrapper import WrapperTier
 
 _POLL_S = 0.0002
 _WAIT_S_MAX = 20.0

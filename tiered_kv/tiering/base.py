@@ -1,4 +1,4 @@
-"""The contract of a secondary tier, and the base class of tiers that wrap another tier.
+"""The contract of a secondary tier.
 
 A *cascade* store copies blocks from the primary tier's CPU region into the tier; a *promotion* load copies them back.
 Both are jobs: submitted without waiting, and reported once by `SecondaryTierManager.get_finished`.
@@ -208,58 +208,3 @@ class SecondaryTierManager(ABC):
     def shutdown(self) -> None:
         """Release threads, connections and files, in bounded time. Jobs that have not ended need not be reported."""
         return
-
-
-def _passed_on(name: str) -> Any:  # Any: a method as the contract has it
-    def method(self: WrapperTier, *arguments: Any, **named: Any) -> Any:
-        return getattr(self.inner, name)(*arguments, **named)
-
-    return method
-
-
-class WrapperTier(SecondaryTierManager):
-    """Passes every call to the wrapped tier, on the caller's thread. A subclass overrides the calls that it changes.
-
-    A subclass may set `is_nonblocking` only if its own methods and those of the wrapped tier return at once.
-
-    Args:
-        inner: The wrapped tier, which is shut down with the wrapper.
-    """
-
-    def __init__(self, inner: SecondaryTierManager) -> None:
-        super().__init__(inner._offloading_spec, inner._primary_kv_view, inner.tier_type)
-        self.inner = inner
-        self.takes_offsets = inner.takes_offsets
-
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return self.inner.lookup(key, req_context)
-
-    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        if type(self).lookup is not WrapperTier.lookup:  # a subclass that overrides `lookup` changes both
-            return super().lookup_many(keys, req_context)
-        return self.inner.lookup_many(keys, req_context)
-
-    submit_store = _passed_on("submit_store")
-    submit_load = _passed_on("submit_load")
-    touch = _passed_on("touch")
-    on_new_request = _passed_on("on_new_request")
-    on_request_finished = _passed_on("on_request_finished")
-    on_schedule_end = _passed_on("on_schedule_end")
-    take_events = _passed_on("take_events")
-    stats = _passed_on("stats")
-    describe = _passed_on("describe")
-    shutdown = _passed_on("shutdown")
-
-    def get_finished(self) -> Iterable[JobResult]:
-        return self.inner.get_finished()
-
-    def reset_cache(self) -> bool:
-        return self.inner.reset_cache()
-
-    @property
-    def lookup_failures(self) -> int:
-        return self.inner.lookup_failures
-
-    @property
-    def reports_stored(self) -> bool:
-        return self.inner.reports_stored

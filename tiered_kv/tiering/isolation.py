@@ -26,8 +26,9 @@ from tiered_kv.tiering.answers import (
     checked_result,
     checked_stats,
 )
-from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager, WrapperTier
+from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.lookups import BatchedLookups, Probe, Question
+from tiered_kv.tiering.wrapper import WrapperTier
 
 POLL_INTERVAL_S = 0.001
 """How often the tier is polled while it has jobs."""

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from tiered_kv.config.settings import TierSettings
     from tiered_kv.config.units import Bytes, Count, Seconds
     from tiered_kv.hooks import TierType, hookimpl, tier_plugins
-    from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec, WrapperTier
+    from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
     from tiered_kv.tiering.factory import SecondaryTierFactory
     from tiered_kv.tiering.lookups import BatchedLookups
+    from tiered_kv.tiering.wrapper import WrapperTier
     from tiered_kv.toolkit.aio import AsyncTier
     from tiered_kv.toolkit.blocking import BlockingTier
     from tiered_kv.toolkit.jobs import Outcome
@@ -48,9 +49,10 @@ _MODULES = {
     "tiered_kv.config.settings": "TierSettings",
     "tiered_kv.config.units": "Bytes Count Seconds",
     "tiered_kv.hooks": "TierType hookimpl tier_plugins",
-    "tiered_kv.tiering.base": "JobMetadata JobResult SecondaryTierManager TierSpec WrapperTier",
+    "tiered_kv.tiering.base": "JobMetadata JobResult SecondaryTierManager TierSpec",
     "tiered_kv.tiering.factory": "SecondaryTierFactory",
     "tiered_kv.tiering.lookups": "BatchedLookups",
+    "tiered_kv.tiering.wrapper": "WrapperTier",
     "tiered_kv.toolkit.aio": "AsyncTier",
     "tiered_kv.toolkit.blocking": "BlockingTier",
     "tiered_kv.toolkit.jobs": "Outcome",
