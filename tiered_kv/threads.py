@@ -19,8 +19,6 @@ shows:
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 import time
 from collections import deque
@@ -62,13 +60,6 @@ def start_thread(target: Callable[..., object], name: str, *arguments: object) -
     except (RuntimeError, MemoryError) as error:
         raise ResourceError.of(f"the thread '{name}' cannot be started", error) from error
     return thread
-
-
-def lower_priority(niceness: int) -> None:
-    """Let other threads go before this one where cores are short; `niceness` is added to the process's. Linux only."""
-    if sys.platform == "linux":  # where niceness is a thread's
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getpid()) + niceness)
 
 
 def run_all(function: Callable[[Item], T], items: Iterable[Item], name: str, threads_max: int) -> list[Future[T]]:

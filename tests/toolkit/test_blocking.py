@@ -20,7 +20,7 @@ import yaml
 
 from tests.support.pages import write_shown
 from tests.support.shortages import Resource, Shortage, outage
-from tests.toolkit.conftest import PATIENCE_S, AsyncDictTier, DictTier, MakeStage
+from tests.toolkit.conftest import PATIENCE_S, DictTier, MakeStage
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import open_stack
@@ -112,21 +112,6 @@ def test_stores_that_hang_leave_a_thread_for_loads(make_stage: MakeStage) -> Non
     assert not stage.gate.is_set()
     stage.gate.set()
     assert stage.rig.wait([store])[0].success
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
-@pytest.mark.parametrize("tier_class", [DictTier, AsyncDictTier])
-def test_workers_give_way_to_the_engine_where_cores_are_short(
-    make_stage: MakeStage, tier_class: type[DictTier | AsyncDictTier]
-) -> None:
-    def niceness() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    stage, found = make_stage(tier_class), list[int]()
-    stage.tier.before = lambda operation, keys: found.append(niceness())
-    stage.rig.store(make_keys(8))
-    stage.rig.load(make_keys(8))
-    assert set(found) == {min(19, niceness() + 5)}
 
 
 def test_a_store_that_hangs_does_not_stop_the_others(make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch) -> None:

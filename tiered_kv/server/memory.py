@@ -28,7 +28,7 @@ from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import Geometry, PrimaryRegion
 from tiered_kv.errors import ConfigError, ResourceError, needing_resources
 from tiered_kv.limits import HugePages, Limit, Limits
-from tiered_kv.threads import lower_priority, start_thread
+from tiered_kv.threads import start_thread
 
 Progress = Callable[[int, int], object]
 """Called with the bytes that are allocated, and the bytes in all."""
@@ -195,7 +195,8 @@ class HostRegion(SealedRegion):
             return mmap.mmap(self.fd, self._size_bytes)
 
     def _populate(self, address: int, on_progress: Progress | None) -> None:
-        lower_priority(_PREFAULT_NICE)
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PREFAULT_NICE)  # of this thread only
         with suppress(IndexError):
             while self._failure is None:
                 offset = self._chunks.popleft()

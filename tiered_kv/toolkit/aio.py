@@ -15,9 +15,9 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ResourceError
-from tiered_kv.threads import DaemonThreads, give_way, lower_priority, start_thread
+from tiered_kv.threads import DaemonThreads, give_way, start_thread
 from tiered_kv.toolkit.jobs import Outcome, Part, checked_outcome, checked_presence
-from tiered_kv.toolkit.queued import NICENESS, QueuedTier, block_bytes_of
+from tiered_kv.toolkit.queued import QueuedTier, block_bytes_of
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -184,7 +184,6 @@ class AsyncTier(QueuedTier):
     # The loop's thread.
 
     def _run_loop(self) -> None:
-        lower_priority(NICENESS)
         try:
             with asyncio.Runner(loop_factory=_EventLoop) as runner:
                 runner.run(self._serve())

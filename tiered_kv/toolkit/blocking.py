@@ -11,9 +11,9 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ResourceError
-from tiered_kv.threads import IDLE_WAIT_S_MAX, give_way, lower_priority, start_thread, wait_for_idle
+from tiered_kv.threads import IDLE_WAIT_S_MAX, give_way, start_thread, wait_for_idle
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part, checked_outcome, checked_presence
-from tiered_kv.toolkit.queued import NICENESS, PART_DEADLINE, QueuedTier, block_bytes_of
+from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
 
 _WORK = True
 _STOP = False
@@ -139,7 +139,6 @@ class BlockingTier(QueuedTier):
 
     def _serve(self, is_for_lookups: bool) -> None:
         self._start_thread()
-        lower_priority(NICENESS)
         tokens = self._lookup_tokens if is_for_lookups else self._work_tokens
         while tokens.get() is _WORK:
             try:

@@ -27,12 +27,6 @@ _log = logging.getLogger("tiered_kv.toolkit")
 
 NO_ROW: Final = "no_row"
 """The reason for jobs that name rows outside of the memory. The engine's fault, so the breaker ignores it."""
-NICENESS: Final = 5
-"""Of the workers: where cores are short, the engine goes first.
-
-With 19, beside two processes that compute on two cores, steps waited up to 43 ms for a worker that the system had
-stopped while it held the interpreter lock (p99 12 to 25 ms); with 5, as with 0, 4 to 7 ms.
-"""
 _ROWS_LOGGED: Final = 16
 # Of the job or lookups that a thread or task serves: see the properties of `QueuedTier`.
 PART_DEADLINE: ContextVar[float] = ContextVar("tiered_kv_part_deadline", default=math.inf)
