@@ -382,6 +382,45 @@ class TestPrefetch:
             stack.flush(WAIT_S)
             assert stack.counters()["memory"]["loaded_blocks_total"] == 1
 
+    def test_blocks_behind_one_that_another_thread_stores_are_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        keys, blocks, out = hashes(6), blocks_of(6), empty(6)
+        loading, asked = list[Future[int]](), threading.Event()
+
+        def load_meanwhile(index: int) -> None:
+            if not loading:
+                loading.append(program.submit(stack.get, keys, out, WAIT_S))
+                assert asked.wait(WAIT_S)
+
+        with ThreadPoolExecutor(1) as program, open_stack(stack_of({"type": "memory", "capacity": "1MiB"})) as stack:
+            stack.put(keys[2:], blocks[2:])
+            manager = manager_of(stack)
+            ask = manager.lookup_prefix
+
+            def noted(*given: Any) -> list[bool | None]:  # under the lock
+                asked.set()
+                return ask(*given)
+
+            monkeypatch.setattr(manager, "lookup_prefix", noted)
+            assert stack.put(keys[:2], copied(blocks[:2], load_meanwhile)) == 2
+            assert loading[0].result(WAIT_S) == 6
+        assert np.array_equal(out, blocks)
+
+    def test_a_get_that_skips_loads_asks_no_tier(self, register: Register) -> None:
+        class Asked(FourMethodTier):
+            is_nonblocking = True
+
+            def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+                asked.append(key)
+                return super().lookup(key, req_context)
+
+        asked = list[OffloadKey]()
+        register("asked", Asked)
+        with open_stack(stack_of({"type": "asked"})) as stack:
+            assert len(stack.get(hashes(4), hints={"skip": "load"})) == 0
+            assert not asked
+            assert len(stack.get(hashes(4))) == 0
+            assert asked
+
     def test_it_takes_half_of_the_primary_tier_at_most(self) -> None:
         keys, blocks = hashes(32), blocks_of(32)
         with open_stack(stack_of({"type": "memory", "capacity": "1MiB"})) as stack:

@@ -167,16 +167,18 @@ class TieringOffloadingManager(OffloadingManager):
         return [found.get(key, False) for key in keys]
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return `lookup` of each key up to the first block that no tier has. The blocks behind it are not promoted.
+        """Return `lookup` of each key up to the first block that no tier has, and None for what tiers have behind it.
 
-        Of those behind it, the missing ones are looked up too, so that they are counted, and can be explained.
+        These blocks are not promoted. The missing ones behind it are looked up too: they are counted, and explained.
         """
-        found = self.contains_many(keys, req_context)
-        if False in found:
-            end = found.index(False)
-            behind = zip(keys[end:], found[end:], strict=True)
-            keys = [*keys[:end], *(key for key, is_found in behind if is_found is False)]
-        return self.lookup_many(keys, req_context)
+        if req_context.req_id in self._load_skippers:
+            return self.lookup_many(keys, req_context)  # which asks no tier
+        below = [key for key in keys if key not in self._primary_blocks]  # the others are there, or being written
+        found = dict(zip(below, self.contains_many(below, req_context), strict=True))
+        end = next((index for index, key in enumerate(keys) if found.get(key) is False), len(keys))
+        asked = [*keys[:end], *(key for key in keys[end:] if found.get(key) is False)]
+        answers = dict(zip(asked, self.lookup_many(asked, req_context), strict=True))
+        return [answers.get(key) for key in keys]
 
     def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Begin to promote the prefix `keys`, up to its first miss, for a request that will need it.
