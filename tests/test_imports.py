@@ -282,6 +282,14 @@ def _uses(path: Path, module: str) -> bool:
     return any(f"{name}.".startswith(f"{module}.") for name in imports_of(path)) or f'"{module}:' in path.read_text()
 
 
+def test_a_package_that_lists_its_modules_names_those_that_it_has() -> None:
+    for package in ROOT.glob("tiered_kv/**/__init__.py"):
+        listed = re.findall(r"(?m)^([a-z_]+)  +[a-z]", ast.get_docstring(ast.parse(package.read_text())) or "")
+        assert {
+            name for name in listed if not [*package.parent.glob(name), *package.parent.glob(f"{name}.py")]
+        } == set()
+
+
 def test_extras_are_imported_where_they_are_used() -> None:
     for module, path in sources():
         package, _, rest = module.partition(".")

@@ -5,6 +5,5 @@ settings         the base of all models; `TierSettings`, which a tier's author s
 units            sizes, durations and paths: the types of such settings
 namespace        which blocks are interchangeable
 validation       what pydantic finds wrong, as a `ConfigError`
-redaction        keeping secrets out of messages
-secret_keys      keys of 32 bytes, from a text or a file
+secrets          keeping secrets out of messages; keys of 32 bytes, from a text or a file
 """

@@ -36,7 +36,7 @@ class StrictModel(BaseModel):
     """Sizes, rates and durations as the file has them, and what they mean."""
 
     def secret_texts(self) -> set[str]:
-        """Return every secret text in the settings, for use with `redaction.scrub`."""
+        """Return every secret text in the settings, for use with `secrets.scrub`."""
         found: set[str] = set()
         for name, value in self:
             for item in _items(value):
