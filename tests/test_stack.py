@@ -421,6 +421,19 @@ class TestPrefetch:
             assert len(stack.get(hashes(4))) == 0
             assert asked
 
+    def test_a_tier_that_raises_is_not_asked_in_each_turn_of_a_call_that_waits(self, register: Register) -> None:
+        class Failing(FourMethodTier):
+            is_nonblocking = True
+
+            def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+                raise OSError("cannot look")
+
+        register("silent", Silent)
+        register("failing", Failing)
+        with open_stack(stack_of({"type": "failing"}, {"type": "silent"})) as stack:
+            assert stack.get(hashes(4), empty(4), timeout=0.05) == 0
+            assert 0 < stack.counters()["failing"]["exceptions_total"] <= 2
+
     def test_it_takes_half_of_the_primary_tier_at_most(self) -> None:
         keys, blocks = hashes(32), blocks_of(32)
         with open_stack(stack_of({"type": "memory", "capacity": "1MiB"})) as stack:

@@ -171,8 +171,9 @@ class TieringOffloadingManager(OffloadingManager):
 
         These blocks are not promoted. The missing ones behind it are looked up too: they are counted, and explained.
         """
-        if req_context.req_id in self._load_skippers:
-            return self.lookup_many(keys, req_context)  # which asks no tier
+        state = self._requests.get(req_context)
+        if req_context.req_id in self._load_skippers or (state is not None and state.timed_out):
+            return self.lookup_many(keys, req_context)  # which asks no tier, or none that has failed this request
         below = [key for key in keys if key not in self._primary_blocks]  # the others are there, or being written
         found = dict(zip(below, self.contains_many(below, req_context), strict=True))
         end = next((index for index, key in enumerate(keys) if found.get(key) is False), len(keys))
