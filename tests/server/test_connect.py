@@ -17,6 +17,7 @@ import pytest
 
 import tiered_kv
 from tests.support.host_server import BLOCK_BYTES, WAIT_S, keys_of, serving, stack_of, unmapping_hangs, wait_for
+from tests.support.stacks import PATIENT
 from tiered_kv.cli import main
 from tiered_kv.errors import ConfigError
 from tiered_kv.server import connect, host, protocol, server
@@ -42,6 +43,20 @@ def test_a_program_gets_what_another_has_put(tmp_path: Path) -> None:
         second.reset_cache()
         wait_for(lambda: first.epoch == 1)
         assert len(first.get(HASHES)) == 0
+
+
+def test_blocks_behind_a_missing_one_are_not_loaded(tmp_path: Path) -> None:
+    memory = {"type": "memory", "capacity": "1MiB", **PATIENT}
+    with serving(tmp_path, stack_of(rows=64, secondary=[memory])) as served, tiered_kv.connect(served.address) as stack:
+        assert stack.put(HASHES[1:], BLOCKS[1:]) == 23
+        for number in range(5):  # they evict the first
+            assert stack.put([b"%d %14d" % (number, each) for each in range(24)], BLOCKS, timeout=WAIT_S) == 24
+        assert stack.flush(WAIT_S)
+        assert len(stack.get(HASHES, timeout=WAIT_S)) == 0
+        assert stack.prefetch([HASHES[1], bytes(16), *HASHES[2:]], timeout=WAIT_S) == 1
+        assert stack.flush(WAIT_S)
+        assert served.count(lambda host: host.stack.counters()["memory"]["loaded_blocks_total"]) == 1
+        assert (stack.get(HASHES[1:9], timeout=WAIT_S) == BLOCKS[1:9]).all()
 
 
 def test_neither_side_polls_for_what_the_other_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,8 @@ class AttachedRequest:
     waits_for_answer: bool = False
     """Whether nothing has come since it last asked."""
     is_ahead: bool = False
+    is_prefix: bool = False
+    """Whether blocks behind a missing one are of no use."""
     transfers: int = 0
     """Blocks that the engine's workers read or write."""
     is_finished: bool = False

@@ -347,7 +347,7 @@ class AttachedManager(OffloadingManager):
         if self.server.link is None or first == len(request.keys):
             return
         self._tell(request)
-        flags = protocol.AHEAD if request.is_ahead else 0
+        flags = protocol.AHEAD * request.is_ahead | protocol.AS_PREFIX * request.is_prefix
         for part, packed in parts_of(request.keys, first, are_alike=self.keys_are_alike):
             self.server.send(protocol.ACQUIRE, request.number, len(part), packed, flags)
         request.asked_s, request.waits_for_answer = self._clock(), True

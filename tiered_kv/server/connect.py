@@ -62,7 +62,6 @@ class ProgramManager(AttachedManager):
     """An attached manager with what the calls of a program need; `TieringOffloadingManager` explains the methods."""
 
     keys_are_alike = False
-    lookup_prefix = AttachedManager.lookup_many
     _has_heard = False
     """Whether a message came since a thread last waited for one."""
 
@@ -80,6 +79,10 @@ class ProgramManager(AttachedManager):
     @property
     def has_tiers_below(self) -> bool:
         return self.link is not None and len(self.link.welcome.tiers) > 1
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        self._request_of(req_context).is_prefix = True
+        return self.lookup_many(keys, req_context)
 
     def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return for each block whether any tier has it, None while the server has not answered."""

@@ -58,8 +58,7 @@ PACKET_BYTES_MAX: Final = 64 << 10
 KEYS_MAX: Final = 512
 """Keys of a message."""
 KEY_BYTES_MAX: Final = 96
-ID_BYTES_MAX: Final = 400
-"""Of a request's id; clients send 100 characters of it."""
+ID_BYTES_MAX: Final = 400  # of a request's id; clients send 100 characters of it
 ROWS_MAX: Final = 4096
 """Rows of a message."""
 REQUEST_KEYS_MAX: Final = 1 << 17
@@ -74,6 +73,8 @@ ONLY_KNOWN: Final = 2
 """Flag of ACQUIRE: the engine has these blocks; say which are stored."""
 ONLY_STORED: Final = 4
 """Flag of ACQUIRE: say which of these blocks any tier has, once all tiers have answered. Nothing is promoted."""
+AS_PREFIX: Final = 8
+"""Flag of ACQUIRE: the blocks behind a missing one are of no use. Do not promote them."""
 WHEN_IDLE: Final = 1
 
 MISSING: Final = 0xFFFFFFFF
@@ -83,8 +84,7 @@ WAITING: Final = 0xFFFFFFFE
 ROW_MAX: Final = WAITING - 1
 ROW_BYTES: Final = 4
 
-_CODES: Final = b"\xff\xff\xff"
-"""In both codes."""
+_CODES: Final = b"\xff\xff\xff"  # in both codes
 
 HEADER: Final = struct.Struct("<BBHII")
 BEGUN: Final = struct.Struct("<qH")

@@ -20,8 +20,7 @@ from tiered_kv.server.session_request import SessionRequest
 from tiered_kv.tiering.pace import EngineCost
 
 REQUESTS_MAX = 100_000
-KEYS_MAX = 1 << 22
-"""Keys of all requests of an engine together."""
+KEYS_MAX = 1 << 22  # keys of all requests of an engine together
 ASKED_AGAIN_MAX = 512
 """Keys that a session looks up again at the end of a step, since a tier may have answered by then."""
 _QUESTIONS_MAX = 4096
@@ -176,7 +175,7 @@ class Session:
         if len(request.codes) + count > protocol.REQUEST_KEYS_MAX or self._keys + count > KEYS_MAX:
             raise ProtocolError(f"expected at most {protocol.REQUEST_KEYS_MAX} keys of a request, {KEYS_MAX} of all")
         self._keys += count
-        request.is_ahead = bool(message.flags & protocol.AHEAD)
+        request.is_ahead, request.is_prefix = bool(message.flags & protocol.AHEAD), message.flags == protocol.AS_PREFIX
         request.unsplit.append((bytes(message.body), count))
         request.codes += protocol.codes_of(protocol.WAITING, count)
         self.changed[request.number] = request
@@ -261,11 +260,15 @@ class Session:
         manager, codes = self.host.manager, request.codes
         asked = [index for index in range(request.answered, len(codes)) if codes[index] == protocol.WAITING]
         if len(asked) > keys_max:
-            first = bisect_left(asked, request.asked_to)
+            first = 0 if request.is_prefix else bisect_left(asked, request.asked_to)
             asked = (asked[first:] + asked[:first])[:keys_max]
             request.asked_to = asked[-1] + 1
         self.host.take_cost(self.cost)
-        answers = manager.lookup_many([request.keys[index] for index in asked], request.context)
+        look_up = manager.lookup_prefix if request.is_prefix else manager.lookup_many
+        answers = look_up([request.keys[index] for index in asked], request.context)
+        if request.is_prefix and False in answers:  # what tiers have behind it does not come
+            missing = answers.index(False)
+            answers[missing:] = map(bool, answers[missing:])
         room = self._lease_room
         ready: list[int] = []
         for index, answer in zip(asked, answers, strict=True):

@@ -39,6 +39,8 @@ class SessionRequest:
     leased: dict[int, None] = field(default_factory=dict)
     is_ahead: bool = False
     """Whether it waits in the engine's queue."""
+    is_prefix: bool = False
+    """Whether blocks behind a missing one are of no use."""
     prefetched: int = 0
     """Keys before this one are ready, or were given to the manager's prefetch."""
     told: array[int] = field(default_factory=lambda: array("I"))
