@@ -125,12 +125,12 @@ class Account:
         shown = "" if "authorization" in words.lower() else foreign_text(words, self._secrets.union(used))
         return sentence(self.url, reason, shown, operation)
 
-    def client(self, credentials: Credentials, attempts: int) -> Any:
+    def client(self, credentials: Credentials, timeout_s: float, attempts: int) -> Any:
         """Return boto3's client for the bucket's server, which makes `attempts` of each request."""
         return self._make_client(
             {
-                "connect_timeout": self._settings.request_timeout,
-                "read_timeout": self._settings.request_timeout,
+                "connect_timeout": timeout_s,
+                "read_timeout": timeout_s,
                 "retries": {"total_max_attempts": attempts, "mode": "standard"},
             },
             verify=self._settings.ca_file,

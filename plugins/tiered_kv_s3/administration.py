@@ -44,6 +44,7 @@ class S3Administration(ListedStorage):
         return f"{self._account.url}/{self._settings.prefix}"
 
     def digests(self, deadline: float) -> Iterable[str]:
+        self._control.deadline = deadline
         return filter(DIGEST_HEX.fullmatch, self._control.folders(f"{self._settings.prefix}/"))
 
     def purge(self, digest: str, deadline: float) -> Purged:
@@ -55,6 +56,7 @@ class S3Administration(ListedStorage):
         return replace(purged, notes=notes)
 
     def entries(self, digest: str | None, deadline: float) -> Iterator[Sequence[Entry]]:
+        self._control.deadline = deadline
         root = f"{self._settings.prefix}/"
         unmarked = set[str]()  # marks whose delete marker was on an earlier page: a purge may have deleted that
         for page in self._control.versions(f"{root}{digest}/" if digest else root):

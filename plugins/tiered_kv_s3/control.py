@@ -1,6 +1,7 @@
 """Listings, deletes and copies through boto3: work that runs once a minute or by hand.
 
-boto3 has no deadlines: timeouts and attempts bound each request, and the callers stop between requests.
+boto3 has no deadlines: timeouts and attempts bound each request, and the callers stop between requests. With less time
+left than all attempts may take, a request gets a client that takes no longer.
 
 Servers differ in what they know. A server that does not know a request gets the older one with the same effect: single
 deletes instead of many at once, version 1 of a listing, the objects instead of their versions.
@@ -36,6 +37,8 @@ LISTED_MIN: Final = 100  # the smallest page that is made smaller when its listi
 PARALLEL_DELETES: Final = 8
 _ATTEMPTS_MAX: Final = 3
 _CREDENTIALS_S: Final = 10.0
+_PAUSE_S: Final = 1.0  # the most between two of three attempts, on average
+_STEP_S: Final = 0.25  # of the time that is left: for each a client is made, which takes some 15 ms
 _UNKNOWN: Final = frozenset({400, 403, 404, 405, 411, 415, 422, 501})
 """Statuses by which servers refuse a request that they do not know; 403 is also S3's to a missing right."""
 _LATE: Final = frozenset({Verdict.TIMEOUT, "RequestTimeout", "GatewayTimeout", "504"})
@@ -81,8 +84,9 @@ class Control:
         self._names_at_once, self._page_objects = DELETED_AT_ONCE, PAGE_OBJECTS
         self._deletes_singly = self._lists_by_version_1 = False
         self._closing = threading.Event()
+        self.deadline = math.inf  # of requests that begin from now on, in seconds of `time.monotonic()`
         self._lock = threading.Lock()  # guards the two below; held while boto3 makes the client
-        self._credentials: Credentials | None = None
+        self._made_for: tuple[Credentials, float, int] | None = None
         self._client: Any = None  # Any: boto3 makes its class at run time
 
     def listed(self, prefix: str) -> Iterator[list[Listed]]:
@@ -276,7 +280,7 @@ class Control:
 
     def _is_late(self, error: BucketError) -> bool:
         """Return whether a smaller request might be answered in time, and there is time for it."""
-        return error.reason in _LATE and not self._closing.is_set()
+        return error.reason in _LATE and not self._closing.is_set() and time.monotonic() < self.deadline
 
     def _call(self, operation: str, call: Callable[[Any], Any], *, has_other: bool = False) -> Any:
         """Return the result of boto3's `call`; with `has_other`, there is another request with the same effect."""
@@ -301,13 +305,24 @@ class Control:
         return BucketError(message, code, tier=self._tier, operation=operation, status=status)
 
     def _boto3(self) -> Any:
-        credentials = self._account.credentials(time.monotonic() + _CREDENTIALS_S)  # not under the lock: it may wait
+        # Not under the lock: it may wait.
+        credentials = self._account.credentials(min(time.monotonic() + _CREDENTIALS_S, self.deadline))
+        wanted = credentials, *self._limits()
         with self._lock:
-            if self._client is None or self._credentials != credentials:
-                self._client = self._account.client(credentials, min(self._settings.attempts, _ATTEMPTS_MAX))
+            if self._made_for != wanted:  # the earlier client may be in use
+                self._client = self._account.client(*wanted)
                 self._client.meta.events.register("before-sign.s3.DeleteObjects", _add_md5)
-                self._credentials = credentials
+                self._made_for = wanted
             return self._client
+
+    def _limits(self) -> tuple[float, int]:
+        """Return the timeout of an attempt of a request that begins now, and how many there may be."""
+        timeout_s, attempts = self._settings.request_timeout, min(self._settings.attempts, _ATTEMPTS_MAX)
+        left_s = self.deadline - time.monotonic()
+        if left_s >= attempts * (timeout_s + _PAUSE_S):
+            return timeout_s, attempts
+        left_s = max(1, math.ceil(left_s / _STEP_S)) * _STEP_S
+        return min(timeout_s, left_s), max(1, int(left_s / (timeout_s + _PAUSE_S)))
 
 
 def _after_objects(page: Mapping[str, Any]) -> Mapping[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support.command import Command
 from tests.support.faulty import FourMethodTier
+from tests.support.loopback import LoopbackServer
 from tests.support.redis_servers import RedisServer, make_tls_files
 from tests.support.stacks import stack_file
 from tests.support.status_server import StatusServer, response
@@ -73,6 +75,31 @@ def test_a_dead_storage_is_named_with_cause_and_remedy(
     assert not METHOD_NAMES.search(shown)
     assert "a-secret" not in shown
     assert time.monotonic() - began_s < 60.0
+
+
+class Silent(LoopbackServer):
+    """Reads requests, and answers none."""
+
+    def serve(self, sock: socket.socket) -> None:
+        while sock.recv(1 << 16):
+            pass
+
+
+@pytest.mark.parametrize("is_engines", [False, True])
+@pytest.mark.parametrize("verb", [["inspect"], ["purge", "--yes"]], ids=lambda verb: verb[0])
+def test_a_bucket_that_does_not_answer_takes_no_longer_than_the_timeout(
+    verb: list[str], is_engines: bool, tmp_path: Path, command: Command
+) -> None:
+    with Silent() as server:
+        tier = f"type: s3, endpoint_url: 'http://{server.address}', " + S3.replace("attempts: 1, ", "")
+        file = stack_file(tmp_path, tier)
+        if is_engines:
+            lines = Path(file).read_text().splitlines(keepends=True)
+            Path(file).write_text("".join(line for line in lines if not line.startswith(("namespace", "block"))))
+        began_s = time.monotonic()
+        shown = command.out(verb[0], file, *verb[1:], "--timeout", "300ms", status=1)
+        assert time.monotonic() - began_s < 5.0, "each attempt takes so long by default"
+    assert "does not answer in time" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize("kind", ["fs", "nvme"])

@@ -151,7 +151,8 @@ def operated_stack(args: argparse.Namespace, *, looks: bool = True) -> OperatedS
     if not from_source(args.stack, _is_engines):
         return OperatedStack(config, True, config.identity.digest.hex(), config.block.bytes, "", {})
     asked, block_bytes = getattr(args, "namespace", None), getattr(args, "block_bytes", None)
-    stored = _fitting(config, block_bytes) if looks else {}
+    find_s = min(_FIND_S, getattr(args, "timeout", None) or _FIND_S)
+    stored = _fitting(config, block_bytes, find_s) if looks else {}
     own: str | None = asked
     source = "--namespace"
     if own is None and len(stored) == 1:
@@ -225,7 +226,7 @@ def tier_error_text(error: Exception, settings: TierSettings) -> str:
     return scrub(error.message, secrets) if isinstance(error, TierError) else error_text(error, secrets)
 
 
-def _fitting(config: StackConfig, block_bytes: int | None) -> dict[str, StoredNamespace]:
+def _fitting(config: StackConfig, block_bytes: int | None, find_s: float) -> dict[str, StoredNamespace]:
     """Return the stored namespaces that may be the stack's: that have its fields, and that all tiers have, if any."""
     found: list[dict[str, StoredNamespace]] = []
     with progress("looking for the namespace", None):
@@ -233,7 +234,7 @@ def _fitting(config: StackConfig, block_bytes: int | None) -> dict[str, StoredNa
             names: list[StoredNamespace] = []
 
             def look(administration: TierAdministration, names: list[StoredNamespace] = names) -> None:
-                names += administration.namespaces(time.monotonic() + _FIND_S)
+                names += administration.namespaces(time.monotonic() + find_s)
 
             administer(settings, look)  # the verb itself reports a storage that cannot be reached
             fit = {each.digest: each for each in names if _fits(config, block_bytes, each)}
