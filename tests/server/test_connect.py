@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import select
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -16,7 +21,16 @@ import numpy as np
 import pytest
 
 import tiered_kv
-from tests.support.host_server import BLOCK_BYTES, WAIT_S, keys_of, serving, stack_of, unmapping_hangs, wait_for
+from tests.support.faulty import FourMethodTier
+from tests.support.host_server import (
+    BLOCK_BYTES,
+    WAIT_S,
+    keys_of,
+    serving,
+    stack_of,
+    unmapping_hangs,
+    wait_for,
+)
 from tests.support.stacks import PATIENT
 from tiered_kv.cli import main
 from tiered_kv.errors import ConfigError
@@ -163,6 +177,35 @@ def test_a_server_that_cannot_open_its_stack_leaves_no_socket(tmp_path: Path) ->
     (tmp_path / "stack.yaml").write_text("primary: {capacity: 1MiB}\nnamespace: {model: m}\n")
     assert main(["serve", str(tmp_path / "stack.yaml"), "--socket", str(tmp_path / "cache.sock")]) == 2
     assert not (tmp_path / "cache.sock").exists()
+
+
+class Hanging(FourMethodTier):
+    """Is being opened."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        print("opening", flush=True)
+        time.sleep(WAIT_S)
+
+
+def test_a_server_that_is_ended_while_it_opens_its_stack_leaves_no_socket(tmp_path: Path) -> None:
+    (tmp_path / "stack.yaml").write_text(json.dumps(stack_of(secondary=[{"type": f"{__name__}:Hanging"}])))
+    command = [sys.executable, "-m", "tiered_kv", "serve", f"{tmp_path}/stack.yaml", "--socket", f"{tmp_path}/a.sock"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "opening\n"
+        assert (tmp_path / "a.sock").is_socket()
+        process.terminate()
+        assert process.wait(WAIT_S) == -signal.SIGTERM
+    assert not (tmp_path / "a.sock").exists()
+
+
+def test_a_refusal_is_one_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file: dict[str, object] = {"primary": {"capacity": "1MiB"}}
+    with serving(tmp_path, file) as served, pytest.raises(ConfigError, match="2 settings cannot be used"):
+        tiered_kv.connect(served.address, namespace={"model": "m", "odd": 1}, block={"bytes": -1})
+    (said,) = [each for each in caplog.messages if "loses its connection" in each]
+    assert re.search(r"2 settings cannot be used: .*odd.*block.bytes|2 settings .*block.bytes.*odd", said)
+    assert "\n" not in said
 
 
 def test_a_server_takes_no_path_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,20 @@ def run(args: argparse.Namespace) -> Status:
     passed = _passed_listener()
     listener = passed or _listener(args.socket, is_shared=bool(args.allow_user))
     where = str(listener.getsockname())
+
+    def remove() -> None:
+        if passed is None:  # else systemd still listens there, and starts a server for the next engine
+            Path(where).unlink(missing_ok=True)
+
+    def end(number: int, _: object) -> None:
+        """End as without a handler: the stack is being opened, and no engine uses it."""
+        remove()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+        os._exit(128 + number)  # the first process of a container has outlived that
+
     with ExitStack() as undo:
+        undo.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, end))
         undo.callback(listener.close)
         try:
             namespaces = Namespaces(args.stack, args.namespaces)
@@ -78,8 +91,7 @@ def run(args: argparse.Namespace) -> Status:
             server.serve()
         finally:
             _notify("STOPPING=1")
-            if passed is None:  # else systemd still listens there, and starts a server for the next engine
-                Path(where).unlink(missing_ok=True)
+            remove()
     return Status.OK
 
 

@@ -33,8 +33,7 @@ _PACKETS_A_TURN: Final = 16
 _TICK_S: Final = 0.001
 """Between two steps while a tier works, a request waits or the history has work, unless a job ends."""
 _IDLE_S: Final = 0.5
-_SO_PEERPIDFD: Final = 77
-"""Linux 6.5; not in Python's socket module."""
+_SO_PEERPIDFD: Final = 77  # Linux 6.5; not in Python's socket module
 _SNDBUF_BYTES: Final = 1 << 20
 
 _log = logging.getLogger(__name__)
@@ -212,7 +211,8 @@ class CacheServer:
             self._disconnect(process)
         except Exception as error:  # also a mistake of ours: the other engines go on
             is_ours = not isinstance(error, TieredKVError)
-            _log.log(logging.ERROR if is_ours else logging.WARNING, "%s loses its connection: %s", process.name, error)
+            why = " ".join(str(error).split())  # wrong settings have a line each
+            _log.log(logging.ERROR if is_ours else logging.WARNING, "%s loses its connection: %s", process.name, why)
             if is_ours:
                 _log.debug("the mistake", exc_info=error)
             with suppress(TieredKVError):
