@@ -110,6 +110,27 @@ def test_without_a_stored_block_the_size_is_asked_for_and_nothing_is_claimed(tmp
     run_engine(*tiers)
 
 
+def test_an_option_that_changes_nothing_is_an_error(tmp_path: Path, command: Command) -> None:
+    tier = tiers_of(tmp_path)[1]
+    file, digest = engine_file(tmp_path, **completed(tier)), run_engine(tier)
+    other = f"{0:032x}"
+    for verb in ("check", "bench", "inspect", "purge"):
+        assert "--block-bytes: expected 4KiB, since the file has 'block', found 8KiB; leave it out" in command.err(
+            verb, file, "--block-bytes", "8KiB"
+        )
+        if verb != "purge":
+            expected = f"--namespace: expected {digest}, since the file has 'block', found {other}"
+            assert expected in command.err(verb, file, "--namespace", other)
+    assert command.json("inspect", file, "--namespace", digest, "--block-bytes", "4KiB")["namespace"] == digest
+    file = engine_file(tmp_path, tier)
+    size = "--block-bytes", "4KiB"
+    assert "--block-bytes: it is not with --offline" in command.err("check", file, "--offline", *size)
+    for which in (["--tenant", "default"], ["--namespace", digest]):
+        assert "--block-bytes: it does not narrow --tenant" in command.err("purge", file, "--yes", *which, *size)
+    assert "--namespace: it needs --namespaces" in command.err("why", file, "--last", "--namespace", digest)
+    assert command.json("inspect", file)["namespace"] == digest, "nothing was removed"
+
+
 def test_one_of_several_namespaces_is_chosen_by_the_file_or_by_its_digest(tmp_path: Path, command: Command) -> None:
     tier = tiers_of(tmp_path)[1]
     own, other = run_engine(tier), run_engine(tier, model="another")

@@ -26,6 +26,7 @@ from tiered_kv.config.units import format_bytes
 from tiered_kv.config.validation import line_of
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_type_of
 from tiered_kv.limits import Need, refuse, shared_memory_need
 from tiered_kv.stack import needs_of, open_publisher, open_region, open_server, open_tier, shut_down
@@ -100,6 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Status:
+    if args.offline and args.block_bytes is not None:
+        raise ConfigError("it is not with --offline, which stores no block", location="--block-bytes")
     stack = operated_stack(args, looks=not args.offline)
     if args.offline:
         config = stack.config

@@ -68,16 +68,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_stack_arguments(parser, namespace=False)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--tenant", metavar="NAME", help="every namespace of this tenant in those tiers")
-    which.add_argument("--namespace", metavar="DIGEST", type=digest, help="the namespace with this digest")
+    about = "the namespace with this digest"  # of any stack, unlike that of the other verbs
+    which.add_argument("--namespace", metavar="DIGEST", type=digest, dest="digest", help=about)
     parser.add_argument("--dry-run", action="store_true", help="show what would be removed")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--timeout", metavar="TIME", type=seconds, default=_TIMEOUT_S, help="for each tier (10m)")
 
 
 def run(args: argparse.Namespace) -> Status:
-    stack = operated_stack(args, looks=args.tenant is None and args.namespace is None)
+    is_named = args.tenant is not None or args.digest is not None
+    if is_named and args.block_bytes is not None:
+        raise ConfigError("it does not narrow --tenant or --namespace; leave it out", location="--block-bytes")
+    stack = operated_stack(args, looks=not is_named)
     config = stack.config
-    chosen = None if args.tenant is not None else args.namespace or stack.digest
+    chosen = None if args.tenant is not None else args.digest or stack.digest
     meant = f"tenant '{args.tenant}'" if chosen is None else f"namespace {chosen}"
     if chosen is None and args.tenant is None:
         if stack.stored:

@@ -148,9 +148,12 @@ def operated_stack(args: argparse.Namespace, *, looks: bool = True) -> OperatedS
         return load_config({**raw, "block": block, "namespace": names})
 
     config = from_source(args.stack, read)
-    if not from_source(args.stack, _is_engines):
-        return OperatedStack(config, True, config.identity.digest.hex(), config.block.bytes, "", {})
     asked, block_bytes = getattr(args, "namespace", None), getattr(args, "block_bytes", None)
+    if not from_source(args.stack, _is_engines):
+        ours = config.identity.digest.hex()
+        _refuse_other("--block-bytes", block_bytes and format_bytes(block_bytes), format_bytes(config.block.bytes))
+        _refuse_other("--namespace", asked, ours)
+        return OperatedStack(config, True, ours, config.block.bytes, "", {})
     find_s = min(_FIND_S, getattr(args, "timeout", None) or _FIND_S)
     stored = _fitting(config, block_bytes, find_s) if looks else {}
     own: str | None = asked
@@ -224,6 +227,11 @@ def tier_error_text(error: Exception, settings: TierSettings) -> str:
     """Return an error of a tier without its secrets, and without its name, which the verb shows beside it."""
     secrets = settings.secret_texts()
     return scrub(error.message, secrets) if isinstance(error, TierError) else error_text(error, secrets)
+
+
+def _refuse_other(option: str, given: str | None, own: str) -> None:
+    if given not in (None, own):
+        raise ConfigError(f"expected {own}, since the file has 'block', found {given}; leave it out", location=option)
 
 
 def _fitting(config: StackConfig, block_bytes: int | None, find_s: float) -> dict[str, StoredNamespace]:

@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> Status:
         if query or is_address(args.stack):
             raise ConfigError("--namespaces needs the stack's file, and no other question")
         return inspect.run(argparse.Namespace(**vars(args), tier=None, verify=False, repair=False, rate=None))
+    if args.namespace is not None:
+        raise ConfigError("it needs --namespaces", location="--namespace")
     if not query:
         raise ConfigError("expected keys, --request, --last or --namespaces")
     with progress("asking", None):
