@@ -95,9 +95,9 @@ class RedisAdministration(ListedStorage):
             client = entries[0].where[0]
             for at, reply in enumerate(_replies(client, [("UNLINK", each.where[1]) for each in entries])):
                 if isinstance(reply, Exception):
-                    if reason_of_error(reply) != why.MOVED:
+                    refused[at] = reason_of_error(reply)
+                    if refused[at] not in why.ELSEWHERE:
                         raise reply
-                    refused[at] = why.MOVED
                     self._topology.refresh()  # the next listing finds it on its new server
         return refused
 
@@ -142,7 +142,7 @@ class RedisAdministration(ListedStorage):
                         yield each, decode_record(header, payload, key, block, namespace, codecs), len(block)
                     elif isinstance(value, int):
                         yield each, RecordStatus.BAD_LENGTH, len(block)
-                    elif isinstance(value, Exception) and (reason := reason_of_error(value)) != why.MOVED:
+                    elif isinstance(value, Exception) and (reason := reason_of_error(value)) not in why.ELSEWHERE:
                         yield each, why.WRONG_TYPE if str(value).startswith("WRONGTYPE") else reason, len(block)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Set
 from typing import Final
 
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     BusyLoadingError,
     ClusterError,
@@ -25,6 +26,7 @@ from tiered_kv.toolkit.resolver import causes_of
 ABSENT: Final = "absent"
 READ_ONLY: Final = "readonly"
 MOVED: Final = "moved"
+ASK: Final = "ask"
 NO_SPACE: Final = "no_space"
 TIMEOUT: Final = "timeout"
 UNAVAILABLE: Final = "unavailable"
@@ -47,7 +49,10 @@ UNANSWERED: Final = "unanswered"
 
 UNUSABLE: Final = frozenset((LOADING, CLUSTER_DOWN))  # replies of a server that can serve nothing now
 
-OF_ONE_SERVER: Final = UNUSABLE | {BUSY, TIMEOUT, UNAVAILABLE, AUTH, TLS, PROTOCOL}
+ELSEWHERE: Final = frozenset((MOVED, ASK))
+"""Replies of a healthy server that has given the key's slot away, or is about to."""
+
+OF_ONE_SERVER: Final = UNUSABLE | {ASK, BUSY, TIMEOUT, UNAVAILABLE, AUTH, TLS, PROTOCOL}
 """Reasons that concern one server only."""
 
 UNLIKE: Final = frozenset((TIMEOUT, UNAVAILABLE, PROTOCOL, TLS))
@@ -96,9 +101,9 @@ _BY_CODE: Final = {
     b"NOREPLICAS": READ_ONLY,
     b"LOADING": LOADING,
     b"MOVED": MOVED,
-    b"ASK": "ask",
-    b"TRYAGAIN": "ask",
-    b"CROSSSLOT": "ask",
+    b"ASK": ASK,
+    b"TRYAGAIN": ASK,
+    b"CROSSSLOT": ASK,
     b"CLUSTERDOWN": CLUSTER_DOWN,
     b"MASTERDOWN": CLUSTER_DOWN,
     b"NOAUTH": AUTH,
@@ -119,6 +124,7 @@ _BY_TYPE: Final[Mapping[type[BaseException], str]] = {
     ssl.SSLCertVerificationError: TLS,
     BusyLoadingError: LOADING,
     MovedError: MOVED,
+    AskError: ASK,
     RedisTimeoutError: TIMEOUT,
     TimeoutError: TIMEOUT,
     ssl.SSLError: TLS,

@@ -218,7 +218,7 @@ class RedisTier(BlockingTier):
         reported = why.UNANSWERED if reason in why.OF_ONE_SERVER and has_others else reason
         if operation == "lookup" and reported != why.UNANSWERED:
             self._counters.add("unanswered_lookups_total", count=count)
-        if reason not in (why.ABSENT, why.MOVED) and (operation, reason) not in self._warned:
+        if reason not in why.ELSEWHERE | {why.ABSENT} and (operation, reason) not in self._warned:
             self._warned.add((operation, reason))
             about = "tier '%s': %ss fail: %s; further ones are only counted, as '%s'"
             _log.warning(about, self.name, operation, self._topology.sentence(reason), reason)

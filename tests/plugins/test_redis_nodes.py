@@ -24,6 +24,7 @@ pytest.importorskip("redis", reason="redis-py is not installed")
 
 from redis.crc import key_slot
 
+from tiered_kv_redis.administration import RedisAdministration
 from tiered_kv_redis.node import Node
 from tiered_kv_redis.reasons import reason_of_error
 from tiered_kv_redis.settings import Address, RedisSettings
@@ -136,6 +137,52 @@ def test_a_slot_without_a_server_is_no_failure_of_the_server_that_reports_it(
     assert 0 < len(rig.load(keys)) < len(keys)
     two_masters[0].error = b""
     assert rig.load(keys) == set(keys), "a server that answered counts as down"
+
+
+def test_a_slot_that_moves_costs_its_blocks_and_is_no_failure_of_the_tier(
+    two_masters: list[Member], open_redis: OpenRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_redis(mode="cluster", nodes=[two_masters[0].server.address])
+    keys, new = make_keys(16), make_keys(16, "new")
+    assert rig.store(keys).success
+    two_masters[0].error = b"-ASK 1 127.0.0.1:7000\r\n"
+    before = rig.tier.lookup_failures
+    assert rig.lookup_all(keys) == [two_masters[1].has(key) for key in keys]
+    assert rig.tier.lookup_failures == before
+    for key in keys:
+        (result,) = rig.wait([rig.submit_load([key])])
+        assert result.success if two_masters[1].has(key) else reason_of(result.reason).is_harmless
+    assert reason_of(rig.store(new).reason).is_harmless
+    counts = rig.tier.stats()
+    assert 0 < count_of(counts, "failed_lookups_total", "ask") < len(keys)
+    assert 0 < count_of(counts, "failed_blocks_total", "load", "ask") < len(keys)
+    assert not caplog.records
+    two_masters[0].error = b""
+    assert rig.load(keys) == set(keys)
+
+
+def test_a_purge_goes_on_beside_a_slot_that_moves() -> None:
+    storage, digest, moving = Storage(), f"{1:032x}", [b"-ASK 1 127.0.0.1:7000\r\n"]
+    storage.values[f"tkv1:{digest}:{2:016x}:key".encode()] = b"block"
+
+    def answer(command: list[bytes]) -> Iterable[bytes]:
+        if command[0] == b"SCAN":
+            names = [b"$%d\r\n%b\r\n" % (len(name), name) for name in storage.values]
+            yield b"*2\r\n$1\r\n0\r\n*%d\r\n%b" % (len(names), b"".join(names))
+        elif command[0] == b"MEMORY":
+            yield b":100\r\n"
+        elif command[0] == b"UNLINK" and b":key" in command[1] and moving:
+            yield moving.pop()
+        else:
+            yield storage.reply(command)
+
+    with (
+        LyingRedis(answer) as server,
+        contextlib.closing(RedisAdministration(RedisSettings(url=f"redis://{server.address}"))) as administration,
+    ):
+        purged = administration.purge(digest, time.monotonic() + 60.0)
+    assert (purged.blocks, purged.left) == (1, ())
+    assert not storage.values
 
 
 def test_slots_without_a_master_are_misses_and_the_others_are_used(open_redis: OpenRedis) -> None:
