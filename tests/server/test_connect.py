@@ -26,6 +26,7 @@ from tests.support.host_server import (
     BLOCK_BYTES,
     WAIT_S,
     keys_of,
+    server_process,
     serving,
     stack_of,
     unmapping_hangs,
@@ -206,6 +207,19 @@ def test_a_refusal_is_one_line_of_the_log(tmp_path: Path, caplog: pytest.LogCapt
     (said,) = [each for each in caplog.messages if "loses its connection" in each]
     assert re.search(r"2 settings cannot be used: .*odd.*block.bytes|2 settings .*block.bytes.*odd", said)
     assert "\n" not in said
+
+
+@pytest.mark.slow
+def test_what_is_put_while_a_server_is_stopped_is_there_when_it_goes_on(tmp_path: Path) -> None:
+    with server_process(tmp_path) as process, tiered_kv.connect(f"unix:{tmp_path}/cache.sock") as stack:
+        assert stack.put(HASHES[:8], BLOCKS[:8]) == 8
+        process.send_signal(signal.SIGSTOP)
+        assert stack.put(HASHES[8:16], BLOCKS[8:16]) == 8, "it has granted rows"
+        assert stack.contains(HASHES[:16], timeout=WAIT_S) == 0  # after a second
+        assert stack.put(HASHES[16:], BLOCKS[16:]) == 0
+        process.send_signal(signal.SIGCONT)
+        wait_for(lambda: stack.is_attached or stack.contains(HASHES))
+        assert (stack.get(HASHES, timeout=WAIT_S) == BLOCKS[:16]).all()
 
 
 def test_a_server_takes_no_path_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,7 +147,8 @@ class HostStack(BlockFacade[ProgramManager]):
     """The cache of a host, with the calls of a `Stack` but `counters` and `explain`. Any thread may call it.
 
     While the server is away, nothing is stored and every block is a miss. The program is attached again when the server
-    is back.
+    is back. `put` counts what it has handed over, and asks for no receipt: a server that has just been stopped stores
+    it when it goes on, and one that ends loses it with all of its memory.
 
     Args:
         attachment: Has a connection.
