@@ -134,7 +134,7 @@ def use(engine: Engine) -> int:
     context = engine.begin()
     manager.prefetch(_FIRST, context)  # a tier has them
     engine.load(_FIRST, context)
-    manager.ask_known(keys[-8:], context)
+    manager.ask_known(lambda: keys[-8:], context)
     manager.contains_many(keys[:8], context)
     engine.end(context)
     engine.look_up(keys[-8:], engine.begin())  # leases that end with the engine

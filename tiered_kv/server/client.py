@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from tiered_kv.base import (
-    OffloadingManager,
+    OffloadingEvent,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
@@ -19,23 +19,20 @@ from tiered_kv.server.attach import Attachment, HostLink, HostRows
 from tiered_kv.server.attached_request import AttachedRequest, parts_of
 from tiered_kv.server.connection import ServerConnection
 from tiered_kv.server.protocol import ROW_MAX, Message
+from tiered_kv.tiering.interface import CacheManager
 from tiered_kv.tiering.pace import EngineCost
 
 _NO_HINTS = Hints()
 
 
-class AttachedManager(OffloadingManager):
-    """Answers an engine's scheduler from a host's server. All methods belong to one thread, and only `shutdown` waits.
+class AttachedManager(CacheManager):
+    """Answers an engine's scheduler from a host's server.
 
-    While the server is away every block is a miss, and nothing is stored. `TieringOffloadingManager` explains the
-    methods that both have.
+    While the server is away every block is a miss, and nothing is stored.
 
     Args:
         attachment: Connects to the server; `shutdown` closes it.
         clock: Seconds of a monotonic clock.
-
-    Attributes:
-        cost: What computing costs the engine, which an engine that measures it keeps up to date.
     """
 
     keys_are_alike = True
@@ -84,9 +81,12 @@ class AttachedManager(OffloadingManager):
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the end of a step has something to send."""
         link = self.link
         return link is not None and link.channel.has_unsent
+
+    @property
+    def num_rows(self) -> int:
+        return 0 if self.link is None else self.link.welcome.rows
 
     @property
     def is_unused(self) -> bool:
@@ -119,7 +119,6 @@ class AttachedManager(OffloadingManager):
         return link is not None and link.is_known(key)
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return `lookup` of each key, in order."""
         request = self._request_of(req_context)
         if request.is_outdated:
             return [False] * len(keys)
@@ -137,12 +136,11 @@ class AttachedManager(OffloadingManager):
                 self._send_asked(request)
                 self.server.flush()
 
-    def ask_known(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Ask which blocks are stored, of those that the engine has itself and will offer."""
+    def ask_known(self, keys: Callable[[], Sequence[OffloadKey]], req_context: ReqContext) -> None:
         request = self._request_of(req_context)
         if self.is_attached and not request.is_outdated:
             self._tell(request)
-            for part, packed in parts_of(keys, are_alike=self.keys_are_alike):
+            for part, packed in parts_of(keys(), are_alike=self.keys_are_alike):
                 if self.link is None:
                     break
                 request.known_asked.append(list(part))
@@ -164,7 +162,6 @@ class AttachedManager(OffloadingManager):
             request.asked_s, request.waits_for_answer = self._clock(), True
 
     def promoting(self, req_context: ReqContext) -> int:
-        """Return for how many blocks a request waits."""
         request = self._requests.get(req_context.req_id)
         return 0 if request is None else sum(row == protocol.WAITING for row in request.rows.values())
 
@@ -260,7 +257,6 @@ class AttachedManager(OffloadingManager):
             self._end_if_over(request)
 
     def outdate(self, req_context: ReqContext) -> None:
-        """Treat a request as one from before the last reset."""
         self._request_of(req_context).outdate()
 
     def on_schedule_end(self) -> None:
@@ -282,7 +278,7 @@ class AttachedManager(OffloadingManager):
         self._outdate_all()
         self.server.reset()
 
-    def take_events(self) -> Iterable[Any]:
+    def take_events(self) -> Iterable[OffloadingEvent]:
         """Return nothing: the server publishes the events of its tiers, for all engines."""
         return ()
 

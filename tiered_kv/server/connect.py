@@ -21,6 +21,7 @@ from tiered_kv.server.attached_request import parts_of
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.idle import IdlePoll
 from tiered_kv.server.protocol import Hello, Message
+from tiered_kv.tiering.interface import CalledManager
 
 AWAIT_S: Final = 0.002
 """How long a thread waits for a message that another thread of the process may take."""
@@ -58,8 +59,8 @@ def connect(
     return HostStack(attachment)
 
 
-class ProgramManager(AttachedManager):
-    """An attached manager with what the calls of a program need; `TieringOffloadingManager` explains the methods."""
+class ProgramManager(AttachedManager, CalledManager):
+    """An attached manager with what the calls of a program need."""
 
     keys_are_alike = False
     _has_heard = False
@@ -85,7 +86,6 @@ class ProgramManager(AttachedManager):
         return self.lookup_many(keys, req_context)
 
     def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return for each block whether any tier has it, None while the server has not answered."""
         request = self._request_of(req_context)
         if not self.is_attached or request.is_outdated:
             return [False] * len(keys)

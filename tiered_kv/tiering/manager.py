@@ -9,7 +9,6 @@ from typing import Any
 
 from tiered_kv.base import (
     OffloadingEvent,
-    OffloadingManager,
     OffloadKey,
     OffloadPolicy,
     PrepareStoreOutput,
@@ -27,6 +26,7 @@ from tiered_kv.threads import PAUSES_MAX, STEP
 from tiered_kv.tiering.account import EventSink, PrimaryAccount
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
+from tiered_kv.tiering.interface import CalledManager
 from tiered_kv.tiering.pace import EngineCost
 from tiered_kv.tiering.prefetch import Prefetches
 from tiered_kv.tiering.requests import ManagerLimits, RequestState, RequestTable
@@ -37,11 +37,10 @@ _DRAIN_POLL_S = 0.0005
 _NONE_READY = 1 << 29  # more pins than a block has
 
 
-class TieringOffloadingManager(OffloadingManager):
+class TieringOffloadingManager(CalledManager):
     """Cascades stores to secondary tiers, and promotes loads from them.
 
-    All methods belong to one thread, the scheduler's, unless they say otherwise. Only `drain_jobs` and `shutdown` wait.
-    The others do no I/O and take no lock that a worker holds across I/O.
+    Only `drain_jobs` and `shutdown` wait. The other methods do no I/O, and take no lock that a worker holds across I/O.
 
     Args:
         secondary_tiers: The tiers below it, in search order. One that is not `is_nonblocking` runs on its own thread.
@@ -54,7 +53,6 @@ class TieringOffloadingManager(OffloadingManager):
         wear_clock: Clock of write budgets; default `clock`. A simulation passes the time of its requests.
 
     Attributes:
-        cost: What computing costs the engine, which an engine that measures it keeps up to date.
         notices: The last changes of state of all tiers.
     """
 
@@ -131,11 +129,9 @@ class TieringOffloadingManager(OffloadingManager):
 
     @timed
     def has_row(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        """Return whether the primary tier has a block, or is getting it."""
         return key in self._primary_blocks
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return `lookup` of each key, in order; cheaper than one call for each key."""
         STEP.pauses_left = PAUSES_MAX
         if self._load_skippers and req_context.req_id in self._load_skippers:
             self._search.below_many(keys, self._primary_blocks, req_context)
@@ -154,7 +150,6 @@ class TieringOffloadingManager(OffloadingManager):
         return [below.get(key, True) for key in keys]
 
     def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return for each block whether a tier has it, None while a tier has not answered. Nothing is promoted."""
         get = self._primary_blocks.get
         found: dict[OffloadKey, bool | None] = {
             key: True for key in keys if (block := get(key)) is not None and block.ref_cnt >= 0
@@ -167,10 +162,6 @@ class TieringOffloadingManager(OffloadingManager):
         return [found.get(key, False) for key in keys]
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return `lookup` of each key up to the first block that no tier has, and None for what tiers have behind it.
-
-        These blocks are not promoted. The missing ones behind it are looked up too: they are counted, and explained.
-        """
         state = self._requests.get(req_context)
         if req_context.req_id in self._load_skippers or (state is not None and state.timed_out):
             return self.lookup_many(keys, req_context)  # which asks no tier, or none that has failed this request
@@ -182,26 +173,14 @@ class TieringOffloadingManager(OffloadingManager):
         return [answers.get(key) for key in keys]
 
     def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Begin to promote the prefix `keys`, up to its first miss, for a request that will need it.
-
-        At the end of each step a bounded number of `keys` is looked up. The prefetch ends when the request loads blocks
-        or ends, or by `end_prefetch`. All prefetched blocks together take at most a share of the promotion budget.
-        """
         self._prefetches.begin(keys, self._requests.state_of(req_context))
 
     def end_prefetch(self, req_context: ReqContext) -> None:
-        """End the prefetch of a request: from now on it looks its blocks up itself."""
         state = self._requests.get(req_context)
         if state is not None:
             self._prefetches.leave(state)
 
     def expect(self, blocks: int, req_context: ReqContext, *, before: int = 0, is_whole: bool = False) -> None:
-        """Announce that a request will look up at most `blocks` blocks, after `before` blocks that the engine has.
-
-        Tiers that would deliver the blocks later than the engine computes them are then not asked. If only the first of
-        them come in time, only these are loaded; not with `is_whole`, for an engine with several KV cache groups, or
-        with a sliding window only.
-        """
         self._search.expect(blocks, before, self._requests.state_of(req_context), is_whole=is_whole)
 
     def is_ahead(self, req_context: ReqContext) -> bool:
@@ -210,12 +189,10 @@ class TieringOffloadingManager(OffloadingManager):
         return state is not None and (state in self._prefetches.running or bool(state.promoting) or state.is_cut)
 
     def promoting(self, req_context: ReqContext) -> int:
-        """Return how many blocks are being promoted for a request. If it waits only for them, lookups find no more."""
         state = self._requests.get(req_context)
         return 0 if state is None else len(state.promoting)
 
     def hit_tier(self, key: OffloadKey, req_context: ReqContext) -> str:
-        """Return the tier that a block was promoted from for this request, or "cpu"."""
         state = self._requests.get(req_context)
         return PRIMARY_NAME if state is None else state.sources.get(key, PRIMARY_NAME)
 
@@ -391,7 +368,6 @@ class TieringOffloadingManager(OffloadingManager):
 
     @timed
     def poll(self) -> None:
-        """Process finished jobs and passed deadlines; part of `on_schedule_end`."""
         self._collect()
 
     def _collect(self) -> None:
@@ -426,38 +402,33 @@ class TieringOffloadingManager(OffloadingManager):
 
     @property
     def epoch(self) -> int:
-        """The number of resets."""
         return self.primary.epoch
+
+    @property
+    def num_rows(self) -> int:
+        return self.primary.backend.num_blocks
 
     @property
     def has_tiers_below(self) -> bool:
         return bool(self._tiers)
 
     def stores_nothing_of(self, req_context: ReqContext) -> bool:
-        """Return whether no block of a request is stored: it began before a reset, or has the hint `skip: store`."""
         return self.primary.skips_store(req_context)
 
     def is_outdated(self, req_context: ReqContext) -> bool:
-        """Return whether a request began before a reset."""
         return self.primary.is_outdated(req_context)
 
     @property
     def jobs_in_flight(self) -> int:
-        """Jobs that a tier has not reported yet, including expired ones."""
         return sum(len(guarded.jobs) for guarded in self._tiers)
 
     def reserve_stores(self, num_blocks: int) -> bool:
-        """Reserve store budget in every tier; return False if a tier has too little now.
-
-        The caller releases it just before the store's `complete_store`.
-        """
         if any(guarded.is_full_for(num_blocks) for guarded in self._tiers):
             return False
         self.release_stores(-num_blocks)
         return True
 
     def release_stores(self, num_blocks: int) -> None:
-        """Release budget of `reserve_stores`."""
         for guarded in self._tiers:
             guarded.stores.reserved_blocks -= num_blocks
 
@@ -487,7 +458,6 @@ class TieringOffloadingManager(OffloadingManager):
         self._search.refresh(self._clock())
 
     def outdate(self, req_context: ReqContext) -> None:
-        """Treat a request as one from before the last reset: its caller began before it."""
         self._outdate(self._requests.state_of(req_context))
 
     def _forget_primary(self) -> None:
@@ -509,10 +479,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._ready_min = _NONE_READY
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
-        """Wait for transfers up to `timeout_s`, close the tiers, then the primary tier.
-
-        If a tier still holds primary blocks after that, the region stays mapped.
-        """
+        """As in `CacheManager`. If a tier still holds primary blocks after that, the region stays mapped."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -538,7 +505,6 @@ class TieringOffloadingManager(OffloadingManager):
         self.poll()
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return all counts by tier, a secondary tier's own `stats` under "tier". Any thread may call."""
         of_primary: dict[str, Any] = {
             **self.primary.snapshot(),
             **self._account.snapshot(),

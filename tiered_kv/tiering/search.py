@@ -291,7 +291,7 @@ class Search:
             state.unanswered.clear()
 
     def expect(self, blocks: int, before: int, state: RequestState, *, is_whole: bool) -> None:
-        """See `TieringOffloadingManager.expect`. Only the first call for a request counts."""
+        """See `CacheManager.expect`. Only the first call for a request counts."""
         if blocks <= 0 or state.blocks_before is not None or state.misses_all is not None:
             return
         state.blocks_before, state.is_whole = before, is_whole

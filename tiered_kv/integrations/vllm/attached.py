@@ -12,7 +12,6 @@ from tiered_kv.config.namespace import Namespace
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.server.attach import Attachment
-from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.idle import EngineManager
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.worker import HostWorker
@@ -47,7 +46,7 @@ class HostCache:
         """Identifies the namespace."""
         return self.namespace.identify(block_bytes=self.block_bytes, block_tokens=self.block_tokens).digest
 
-    def open_manager(self) -> AttachedManager:
+    def open_manager(self) -> EngineManager:
         """Open the scheduler's side. If no server listens, every block is a miss until one does.
 
         Raises:

@@ -16,17 +16,15 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
+from tiered_kv.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.base import OffloadPolicy as OurPolicy
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.integrations.prefill_meter import PROMPT_TOKENS_MIN, PrefillMeter
 from tiered_kv.integrations.vllm.attached import HostCache
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, vllm_events
-from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.server.client import AttachedManager
 from tiered_kv.stack import EngineStack
 from tiered_kv.threads import STEP
-from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.tiering.interface import CacheManager
 
 LOOKUP_S_MAX = 0.5
 """A request that waits is looked up after this time, although nothing has changed: waiting has limits."""
@@ -54,7 +52,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
 
     def __init__(self, stack: EngineStack | HostCache, *, has_events: bool, flush_steps: int | None) -> None:
         self._stack = stack
-        self._manager: TieringOffloadingManager | AttachedManager
+        self._manager: CacheManager
         self._reporting: frozenset[str] = frozenset()
         if isinstance(stack, HostCache):
             self._manager = stack.open_manager()
@@ -111,7 +109,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
             return CacheHitSource.HOST
         return self._sources.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> CPULoadStoreSpec:
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> LoadStoreSpec:
         spec = self._manager.prepare_load(keys, req_context)
         if keys:
             self._begin(_Transfer(False, list(keys), req_context))
@@ -164,8 +162,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
 
     def ask_known(self, req_id: str, keys: Callable[[], Sequence[OffloadKey]]) -> None:
         """Ask a host's cache which of the blocks that the GPU has are stored: the request offers them too."""
-        if isinstance(self._manager, AttachedManager):
-            self._manager.ask_known(keys(), ReqContext(req_id))
+        self._manager.ask_known(keys, ReqContext(req_id))
 
     def outdate(self, req_id: str) -> None:
         """Let a request store and load nothing: it may get blocks of the GPU from before a reset."""
@@ -256,7 +253,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
 
         Jobs of a stack that end while vLLM is idle are collected in its next step.
         """
-        return isinstance(self._manager, AttachedManager) and self._manager.has_unsent
+        return self._manager.has_unsent
 
     # Resets, and the end.
 
@@ -299,17 +296,14 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         stack = self._stack
         tiers: Sequence[str]
         if isinstance(stack, HostCache):
-            tiers, rows, block_bytes, digest = ["host"], 0, stack.block_bytes, stack.digest
-            if isinstance(self._manager, AttachedManager) and self._manager.link is not None:
-                rows = self._manager.link.welcome.rows
+            tiers, block_bytes, digest = ["host"], stack.block_bytes, stack.digest
         else:
             config = stack.config
-            tiers, rows = stack.tier_names, config.primary_blocks
-            block_bytes, digest = config.block.bytes, config.identity.digest
+            tiers, block_bytes, digest = stack.tier_names, config.block.bytes, config.identity.digest
         return [
             {
                 "tiered_kv_tiers": ",".join(tiers),
-                "tiered_kv_blocks": rows,
+                "tiered_kv_blocks": self._manager.num_rows,
                 "tiered_kv_block_bytes": block_bytes,
                 "tiered_kv_namespace": digest.hex(),
             }

@@ -1,0 +1,137 @@
+"""What engines and programs call: one interface for a stack's manager, and for that of a host's cache."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tiered_kv.base import OffloadingManager, OffloadKey, ReqContext
+from tiered_kv.tiering.pace import EngineCost
+
+
+class CacheManager(OffloadingManager):
+    """What an engine calls: an `OffloadingManager` with secondary tiers, its own or those of a host's cache.
+
+    All methods belong to one thread, the scheduler's, unless they say otherwise. Only `shutdown` waits.
+
+    Attributes:
+        cost: What computing costs the engine, which an engine that measures it keeps up to date.
+    """
+
+    cost: EngineCost
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """Blocks that the primary tier has room for; 0 while a host's server is away."""
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the end of a step has something to send."""
+        return False
+
+    @abstractmethod
+    def has_row(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Return whether the primary tier has a block, or is getting it."""
+
+    @abstractmethod
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Return `lookup` of each key, in order; cheaper than one call for each key."""
+
+    @abstractmethod
+    def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        """Begin to promote the prefix `keys`, up to its first miss, for a request that will need it.
+
+        The prefetch ends when the request loads blocks or ends, or by `end_prefetch`.
+        """
+
+    @abstractmethod
+    def end_prefetch(self, req_context: ReqContext) -> None:
+        """End the prefetch of a request: from now on it looks its blocks up itself."""
+
+    def ask_known(self, keys: Callable[[], Sequence[OffloadKey]], req_context: ReqContext) -> None:
+        """Ask which blocks are stored, of those that the engine has itself and will offer; `keys` returns them."""
+        return  # a stack knows without asking
+
+    @abstractmethod
+    def expect(self, blocks: int, req_context: ReqContext, *, before: int = 0, is_whole: bool = False) -> None:
+        """Announce that a request will look up at most `blocks` blocks, after `before` blocks that the engine has.
+
+        Tiers that would deliver the blocks later than the engine computes them are then not asked. If only the first of
+        them come in time, only these are loaded; not with `is_whole`, for an engine with several KV cache groups, or
+        with a sliding window only.
+        """
+
+    @abstractmethod
+    def promoting(self, req_context: ReqContext) -> int:
+        """Return how many blocks are being promoted for a request. If it waits only for them, lookups find no more."""
+
+    @abstractmethod
+    def hit_tier(self, key: OffloadKey, req_context: ReqContext) -> str:
+        """Return the tier that a block was promoted from for this request, or "cpu"."""
+
+    @abstractmethod
+    def poll(self) -> None:
+        """Take note of what has ended, and of passed deadlines; part of `on_schedule_end`."""
+
+    @abstractmethod
+    def outdate(self, req_context: ReqContext) -> None:
+        """Treat a request as one from before the last reset: its caller began before it."""
+
+    @abstractmethod
+    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+        """Return all counts by tier, a secondary tier's own `stats` under "tier". Any thread may call."""
+
+    @abstractmethod
+    def shutdown(self, timeout_s: float = 5.0) -> None:
+        """Wait for transfers up to `timeout_s`, and release everything; a second call does nothing."""
+
+
+class CalledManager(CacheManager):
+    """What the calls of a program need besides: `put` and `get`, of several threads under one lock."""
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """The number of resets."""
+
+    @property
+    @abstractmethod
+    def has_tiers_below(self) -> bool:
+        """Whether there are secondary tiers."""
+
+    @property
+    @abstractmethod
+    def jobs_in_flight(self) -> int:
+        """Jobs that a tier has not reported yet, including expired ones."""
+
+    @abstractmethod
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Return `lookup` of each key up to the first block that no tier has, and None for what tiers have behind it.
+
+        These blocks are not promoted. The missing ones behind it are looked up too: they are counted, and explained.
+        """
+
+    @abstractmethod
+    def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Return for each block whether a tier has it, None while a tier has not answered. Nothing is promoted."""
+
+    @abstractmethod
+    def stores_nothing_of(self, req_context: ReqContext) -> bool:
+        """Return whether no block of a request is stored: it began before a reset, or has the hint `skip: store`."""
+
+    @abstractmethod
+    def is_outdated(self, req_context: ReqContext) -> bool:
+        """Return whether a request began before a reset."""
+
+    @abstractmethod
+    def reserve_stores(self, num_blocks: int) -> bool:
+        """Reserve store budget in every tier; return False if a tier has too little now.
+
+        The caller releases it just before the store's `complete_store`.
+        """
+
+    @abstractmethod
+    def release_stores(self, num_blocks: int) -> None:
+        """Release budget of `reserve_stores`."""
