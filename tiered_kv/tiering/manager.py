@@ -163,7 +163,7 @@ class TieringOffloadingManager(CalledManager):
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         state = self._requests.get(req_context)
-        if req_context.req_id in self._load_skippers or (state is not None and state.timed_out):
+        if req_context.req_id in self._load_skippers or (state is not None and state.lookups.timed_out):
             return self.lookup_many(keys, req_context)  # which asks no tier, or none that has failed this request
         below = [key for key in keys if key not in self._primary_blocks]  # the others are there, or being written
         found = dict(zip(below, self.contains_many(below, req_context), strict=True))
@@ -186,20 +186,22 @@ class TieringOffloadingManager(CalledManager):
     def is_ahead(self, req_context: ReqContext) -> bool:
         """Return whether the prefetch of a request may still find blocks, or left some that would come too late."""
         state = self._requests.get(req_context)
-        return state is not None and (state in self._prefetches.running or bool(state.promoting) or state.is_cut)
+        if state is None:
+            return False
+        return state in self._prefetches.running or bool(state.loads.promoting) or state.loads.is_cut
 
     def promoting(self, req_context: ReqContext) -> int:
         state = self._requests.get(req_context)
-        return 0 if state is None else len(state.promoting)
+        return 0 if state is None else len(state.loads.promoting)
 
     def hit_tier(self, key: OffloadKey, req_context: ReqContext) -> str:
         state = self._requests.get(req_context)
-        return PRIMARY_NAME if state is None else state.sources.get(key, PRIMARY_NAME)
+        return PRIMARY_NAME if state is None else state.loads.sources.get(key, PRIMARY_NAME)
 
     def sources_of(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
         """Return the tier of each block that was promoted for a request."""
         state = self._requests.get(req_context)
-        return {} if state is None else state.sources
+        return {} if state is None else state.loads.sources
 
     # The engine's transfers.
 
@@ -225,11 +227,10 @@ class TieringOffloadingManager(CalledManager):
     def _note_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> RequestState:
         state = self._requests.state_of(req_context)
         log = None if self._history is None else self._requests.log_of(state)
-        self._account.loaded(keys, log, state.sources)
-        if state.held:
+        self._account.loaded(keys, log, state.loads.sources)
+        if state.loads.held:
             self._promotions.release(state, keys)
-        if state.request_level:
-            state.keys.update(dict.fromkeys(keys))
+        state.stores.note(keys)
         return state
 
     @timed
@@ -245,7 +246,7 @@ class TieringOffloadingManager(CalledManager):
             return
         state = self._requests.get(req_context)
         for guarded in self._counting_tiers:
-            if state is not None and guarded in state.request_level:
+            if state is not None and guarded in state.stores.request_level:
                 continue  # it is offered the blocks at the request's end
             # A load counts as an offer, except to the tier that the block came from.
             offered = [key for key in dict.fromkeys(keys) if self.hit_tier(key, req_context) != guarded.name]
@@ -260,17 +261,16 @@ class TieringOffloadingManager(CalledManager):
         output = self.primary.prepare_store(keys, req_context)
         if self._tiers and req_context.req_id:
             state = self._requests.state_of(req_context)
-            if state.request_level:
-                state.keys.update(dict.fromkeys(keys))
+            state.stores.note(keys)
             if output is not None:
-                state.stores_pending += len(output.keys_to_store)
+                state.stores.pending += len(output.keys_to_store)
         return output
 
     @timed
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         written = self.primary.written_blocks(keys, req_context)
         state = self._requests.get(req_context)
-        request_level = state.request_level if state is not None else ()
+        request_level = state.stores.request_level if state is not None else ()
         if not success:
             self.primary.abandon(written)
         elif written:
@@ -279,8 +279,8 @@ class TieringOffloadingManager(CalledManager):
             tiers = [tier for tier in self._tiers if tier not in request_level] if request_level else self._tiers
             self._cascade.commit(written, stored, tiers, self._context_of(req_context))
         if state is not None:
-            state.stores_pending -= len(written)
-            if state.is_finished and state.stores_pending <= 0 and not state.unready:
+            state.stores.pending -= len(written)
+            if state.is_finished and state.stores.pending <= 0 and not state.stores.unready:
                 self._end_request(state)
 
     def store_granted(
@@ -292,9 +292,8 @@ class TieringOffloadingManager(CalledManager):
         stored = [key for key, block in zip(keys, rows, strict=True) if id(block) not in rest]
         if self._tiers and req_context.req_id:
             state = self._requests.state_of(req_context)
-            if state.request_level:
-                state.keys.update(dict.fromkeys(keys))
-            state.stores_pending += len(stored)
+            state.stores.note(keys)
+            state.stores.pending += len(stored)
         self.complete_store(stored, req_context)
         return unused
 
@@ -302,8 +301,8 @@ class TieringOffloadingManager(CalledManager):
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary.touch(keys, req_context)
         state = self._requests.get(req_context)
-        if state is not None and state.request_level:
-            state.keys.update(dict.fromkeys(keys))
+        if state is not None:
+            state.stores.note(keys)
         for guarded in self._tiers:
             guarded.call("touch", list(keys), req_context)
 
@@ -316,21 +315,21 @@ class TieringOffloadingManager(CalledManager):
         known = self._requests.get(req_context)
         stores_pending = 0
         if known is not None and known.is_finished:  # the id is reused while the last stores are in flight
-            stores_pending = known.stores_pending  # they are told apart by the id alone
+            stores_pending = known.stores.pending  # they are told apart by the id alone
             self._end_request(known)
         self.primary.on_new_request(req_context)
         hints = self.primary.hints_of(req_context)
         state = self._requests.state_of(req_context)
         if not req_context.req_id:
             return RequestOffloadingContext()
-        state.stores_pending += stores_pending
+        state.stores.pending += stores_pending
         if hints.skips_load:
-            state.misses_all = Fate.BY_REQUEST
+            state.lookups.miss_all(Fate.BY_REQUEST)
             self._ready_min = _NONE_READY
-        state.request_level = tuple(guarded for guarded in self._tiers if guarded.wants_all_of(req_context))
+        state.stores.request_level = tuple(guarded for guarded in self._tiers if guarded.wants_all_of(req_context))
         if hints.skips_store:
-            state.request_level = ()
-        policy = OffloadPolicy.REQUEST_LEVEL if state.request_level else OffloadPolicy.BLOCK_LEVEL
+            state.stores.request_level = ()
+        policy = OffloadPolicy.REQUEST_LEVEL if state.stores.request_level else OffloadPolicy.BLOCK_LEVEL
         return RequestOffloadingContext(policy)
 
     @timed
@@ -340,11 +339,11 @@ class TieringOffloadingManager(CalledManager):
         if state is None:
             self.primary.forget_request(req_context.req_id)
             return
-        if state.request_level:  # other requests' stores and promotions
-            found = [self._primary_blocks.get(key) for key in state.keys]
+        if state.stores.request_level:  # other requests' stores and promotions
+            found = [self._primary_blocks.get(key) for key in state.stores.keys]
             writing = [block for block in found if block is not None and block.ref_cnt < 0]
-            state.unready = [block.key for block in writing if block.writer != req_context.req_id]
-        if state.stores_pending > 0 or state.unready:
+            state.stores.unready = [block.key for block in writing if block.writer != req_context.req_id]
+        if state.stores.pending > 0 or state.stores.unready:
             self._requests.finish(state)
             self.primary.forget_request(req_context.req_id)
             self._promotions.leave(state)
@@ -382,10 +381,10 @@ class TieringOffloadingManager(CalledManager):
 
     def _end_finished(self, now_s: float) -> None:
         """End the finished requests whose last stores have ended, and those whose time is over."""
-        for state in [state for state in self._requests.finished if state.unready]:
-            found = [self._primary_blocks.get(key) for key in state.unready]
-            state.unready = [block.key for block in found if block is not None and block.ref_cnt < 0]
-            if state.stores_pending <= 0 and not state.unready:
+        for state in [state for state in self._requests.finished if state.stores.unready]:
+            found = [self._primary_blocks.get(key) for key in state.stores.unready]
+            state.stores.unready = [block.key for block in found if block is not None and block.ref_cnt < 0]
+            if state.stores.pending <= 0 and not state.stores.unready:
                 self._end_request(state)
         self._requests.expire(now_s)
 
@@ -474,7 +473,8 @@ class TieringOffloadingManager(CalledManager):
         self._ready_min = _NONE_READY if self._load_skippers else 0
 
     def _outdate(self, state: RequestState) -> None:
-        state.misses_all, state.request_level = Fate.RESET, ()
+        state.lookups.miss_all(Fate.RESET)
+        state.stores.request_level = ()
         self.primary.outdate([state.req_context.req_id])
         self._ready_min = _NONE_READY
 
@@ -536,11 +536,11 @@ class TieringOffloadingManager(CalledManager):
 
     def _end_request(self, state: RequestState) -> None:
         """Offer all blocks of a request to the tiers that wait for its end, then forget the request."""
-        if state.request_level:
-            found = [self._primary_blocks.get(key) for key in state.keys]
+        if state.stores.request_level:
+            found = [self._primary_blocks.get(key) for key in state.stores.keys]
             ready = [block for block in found if block is not None and block.ref_cnt >= 0]
             ready = self.primary.chain_of(state.req_context).in_order(ready)
-            self._cascade.offer(ready, state.request_level, state.req_context)
+            self._cascade.offer(ready, state.stores.request_level, state.req_context)
         self._account.request_ended(state.log)
         self._promotions.leave(state)
         self._prefetches.leave(state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -58,7 +57,7 @@ class Prefetches:
         left = PREFETCH_KEYS
         ended = []
         for state, prefetch in tuple(itertools.islice(self.running.items(), PREFETCH_KEYS)):
-            if state.is_cut:
+            if state.loads.is_cut:
                 ended.append(state)
                 continue
             keys, prefetch.wanted = prefetch.wanted[:left], prefetch.wanted[left:]
@@ -80,7 +79,7 @@ class Prefetches:
         taken = self._taken.pop(state, None)
         if taken is not None:
             self._room += taken
-            state.unanswered.clear()  # the request itself has not waited for these answers
+            state.lookups.keep_unanswered(())  # the request itself has not waited for these answers
 
     def clear(self) -> None:
         """End all prefetches."""
@@ -93,28 +92,21 @@ class Prefetches:
 
     def _look_up(self, keys: list[OffloadKey], state: RequestState, prefetch: _Prefetch) -> bool:
         """Begin promotions, and hold blocks that are ready; return False if a key is a miss, which ends the prefix."""
-        self._search.leave()
-        asked_s = state.asked_s
-        state.is_asking = False
         waiting: list[OffloadKey] = []
         missed = 0
-        for index, key in enumerate(keys):
-            answer = self._manager.lookup(key, state.req_context)
-            if answer is None:
-                if key not in state.promoting:
-                    waiting.append(key)
-            elif answer:
-                self._promotions.keep(self._promotions.primary.blocks[key], state)
-            else:
-                missed = len(keys) - index
-                break
-        self._search.leave()
-        state.is_asking = True
-        if asked_s == math.inf:
-            state.asked_s = asked_s  # the request does not wait yet
+        with self._search.ahead(state):
+            for index, key in enumerate(keys):
+                answer = self._manager.lookup(key, state.req_context)
+                if answer is None:
+                    if key not in state.loads.promoting:
+                        waiting.append(key)
+                elif answer:
+                    self._promotions.keep(self._promotions.primary.blocks[key], state)
+                else:
+                    missed = len(keys) - index
+                    break
         if missed:
-            kept = set(waiting)  # answers for keys after the miss do not matter
-            state.unanswered = {asked: since_s for asked, since_s in state.unanswered.items() if asked[0] in kept}
+            state.lookups.keep_unanswered(set(waiting))  # answers for keys after the miss do not matter
             self._count(state, -missed - len(prefetch.wanted))
             prefetch.upcoming, prefetch.wanted = iter(()), waiting
         else:

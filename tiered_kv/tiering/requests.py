@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey, ReqContext
@@ -30,22 +30,11 @@ class ManagerLimits:
 
 
 @dataclass(slots=True, eq=False)
-class RequestState:
-    """The state of a request, as first seen, from its first call to its end."""
+class LookupState:
+    """What a request has asked the tiers, and how long it has waited. `Search` writes it, others call its methods."""
 
-    req_context: ReqContext
     misses_all: Fate | None = None
     """Why all its lookups are misses: its hint, a reset since it began, or that it has waited as long as it may."""
-    is_finished: bool = False
-    """Whether the engine has finished it; its last stores are still in flight."""
-    stores_pending: int = 0
-    """Keys between `prepare_store` and `complete_store`."""
-
-    # What it waits for.
-    unanswered: dict[tuple[OffloadKey, GuardedTier], float] = field(default_factory=dict)
-    """Since when (seconds) a tier has not answered for a key."""
-    denied: dict[OffloadKey, int] = field(default_factory=dict)
-    """Of the anonymous request: the number of the last tier that has answered False, since the request waits."""
     waited_s: float = 0.0
     """How long it has waited since it last loaded a block that was promoted for it."""
     asked_s: float = math.inf
@@ -56,24 +45,46 @@ class RequestState:
     """The turn of the search in which it last asked."""
     waiting_turn: object = None
     """The turn of the search in which it was last answered None."""
+    unanswered: dict[tuple[OffloadKey, GuardedTier], float] = field(default_factory=dict)
+    """Since when (seconds) a tier has not answered for a key."""
+    denied: dict[OffloadKey, int] = field(default_factory=dict)
+    """Of the anonymous request: the number of the last tier that has answered False, since the request waits."""
+    failed: dict[OffloadKey, set[GuardedTier]] = field(default_factory=dict)
+    """Tiers that it does not ask for a key any more: they failed to load it, or would load it too late."""
+    timed_out: dict[GuardedTier, Fate] = field(default_factory=dict)
+    """Tiers that it does not ask any more: their answer did not come, or would not come, in time; and why."""
     blocks_before: int | None = None
     """Blocks of its prefix that the engine has; None if unknown."""
     is_whole: bool = False
     """Whether a part of a load is of no use."""
-
-    # Tiers that it does not ask any more.
-    failed: dict[OffloadKey, set[GuardedTier]] = field(default_factory=dict)
-    """Tiers that failed to load a key."""
-    timed_out: dict[GuardedTier, Fate] = field(default_factory=dict)
-    """Tiers whose answer did not come, or would not come, in time; and why."""
-
     load_room: dict[GuardedTier, int] = field(default_factory=dict)
     """How many more blocks of a tier arrive before the engine would have computed them, if not all do."""
 
-    is_cut: bool = False
-    """Whether blocks of its prefetch would have come too late: those behind them are not looked up ahead."""
+    def count_wait(self, now_s: float, wait_max_s: float) -> None:
+        """Add the time since it last asked; from `wait_max_s` on, it waits for nothing."""
+        self.waited_s += min(now_s - self.asked_s, PAUSE_S_MAX)
+        self.asked_s = now_s
+        if self.waited_s >= wait_max_s:
+            self.miss_all(Fate.TOO_LATE)
+            self.unanswered.clear()
 
-    # Its promotions.
+    def miss_all(self, why: Fate) -> None:
+        """Answer all further lookups with a miss."""
+        self.misses_all = why
+
+    def end_wait(self) -> None:
+        """Note that the request has received blocks that it waited for."""
+        self.waited_s, self.asked_s = 0.0, math.inf
+
+    def keep_unanswered(self, keys: Collection[OffloadKey]) -> None:
+        """Wait for no answers but those for `keys`."""
+        self.unanswered = {asked: since_s for asked, since_s in self.unanswered.items() if asked[0] in keys}
+
+
+@dataclass(slots=True, eq=False)
+class LoadState:
+    """The promotions of a request. `Promotions` writes it."""
+
     promoting: dict[OffloadKey, None] = field(default_factory=dict)
     """Blocks that are being promoted for it, in the order of its prefix."""
     held: dict[OffloadKey, CPUBlock] = field(default_factory=dict)
@@ -81,24 +92,54 @@ class RequestState:
     held_until_s: float = 0.0
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     """The tier that each promoted block came from."""
+    is_cut: bool = False
+    """Whether blocks of its prefetch would have come too late: those behind them are not looked up ahead."""
 
-    # Tiers that want all of its blocks when it ends.
+
+@dataclass(slots=True, eq=False)
+class StoreState:
+    """The stores of a request, and what tiers want when it ends. The manager writes it."""
+
+    pending: int = 0
+    """Keys between `prepare_store` and `complete_store`."""
     request_level: tuple[GuardedTier, ...] = ()
+    """Tiers that want all of its blocks when it ends."""
     keys: dict[OffloadKey, None] = field(default_factory=dict)
     """All keys of the request, in order; empty without `request_level`."""
     unready: list[OffloadKey] = field(default_factory=list)
     """Once it is finished: its keys that are being written for other requests."""
 
+    def note(self, keys: Collection[OffloadKey]) -> None:
+        """Keep keys that the request uses, if a tier wants them."""
+        if self.request_level:
+            self.keys.update(dict.fromkeys(keys))
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """The state of a request, as first seen, from its first call to its end. `RequestTable` writes its own fields."""
+
+    req_context: ReqContext
+    lookups: LookupState
+    loads: LoadState = field(default_factory=LoadState)
+    stores: StoreState = field(default_factory=StoreState)
+    is_finished: bool = False
+    """Whether the engine has finished it; its last stores are still in flight."""
     log: RequestLog | None = None
     """What the history knows of it; None until it asks for blocks, and without a history."""
 
     def forget_blocks(self) -> None:
         """Forget what is known of blocks after a reset."""
-        self.stores_pending = 0
-        self.unready = []
-        self.sources = {}  # the history still reads the old dictionary
-        for kept in (self.failed, self.unanswered, self.denied, self.keys):
+        self.stores = StoreState()
+        self.loads.sources = {}  # the history still reads the old dictionary
+        for kept in (self.lookups.failed, self.lookups.unanswered, self.lookups.denied):
             kept.clear()
+
+    def leave_tier(self, key: OffloadKey, guarded: GuardedTier, reason: str) -> None:
+        """Ask a tier for a key no more, and note why."""
+        self.lookups.failed.setdefault(key, set()).add(guarded)
+        if self.log is not None:
+            self.log.failed(key, guarded.number, reason)
 
 
 class RequestTable:
@@ -146,7 +187,8 @@ class RequestTable:
                 self.forgotten += 1
             if not req_id:
                 self._anonymous_until_s = self._clock() + 2 * self._wait_max_s
-            state = self.states[req_id] = RequestState(req_context, Fate.RESET if req_id in self._outdated else None)
+            lookups = LookupState(Fate.RESET if req_id in self._outdated else None)
+            state = self.states[req_id] = RequestState(req_context, lookups)
         return state
 
     def log_of(self, state: RequestState) -> RequestLog:
@@ -174,6 +216,7 @@ class RequestTable:
         if state is not None and now_s >= self._anonymous_until_s:
             self.pop(state)
             self._forget(state)
-            if 0 <= now_s - state.asked_s <= PAUSE_S_MAX and state.misses_all is None:
-                following = self.state_of(state.req_context)
-                following.waited_s, following.asked_s = state.waited_s, state.asked_s
+            before = state.lookups
+            if 0 <= now_s - before.asked_s <= PAUSE_S_MAX and before.misses_all is None:
+                lookups = LookupState(waited_s=before.waited_s, asked_s=before.asked_s)
+                self.state_of(state.req_context).lookups = lookups

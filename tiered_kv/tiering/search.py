@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 
 from tiered_kv.base import OffloadKey, ReqContext
@@ -65,11 +67,23 @@ class Search:
         self._searched = [(guarded, guarded.tier.lookup) for guarded in self._tiers if guarded.is_searched]
 
     def leave(self) -> None:
-        """End the questions of the request that asks. Called before its prefetch begins or ends to ask."""
+        """End the questions of the request that asks."""
         if self._asking is not None:
             self._asking = None
             if self._history is not None:
                 self._history.flush()
+
+    @contextmanager
+    def ahead(self, state: RequestState) -> Iterator[None]:
+        """Look up for a request's prefetch: the request itself does not ask, and does not begin to wait."""
+        self.leave()
+        lookups, asked_s = state.lookups, state.lookups.asked_s
+        lookups.is_asking = False
+        yield
+        self.leave()
+        lookups.is_asking = True
+        if asked_s == math.inf:
+            lookups.asked_s = asked_s
 
     def stop(self) -> None:
         self._searched = []
@@ -83,15 +97,16 @@ class Search:
         state = self._states.get(req_context.req_id) or self._requests.state_of(req_context)
         if state is not self._asking:
             self._attend(state)
-        if state.misses_all is not None and not (
-            block is not None and block.ref_cnt >= 0 and state.misses_all is Fate.TOO_LATE
+        lookups = state.lookups
+        if lookups.misses_all is not None and not (
+            block is not None and block.ref_cnt >= 0 and lookups.misses_all is Fate.TOO_LATE
         ):
             return self._miss(key)
         if block is not None:
             return self._await(key, block, state)
-        failed, timed_out, is_unanswered = state.failed, state.timed_out, bool(state.unanswered)
+        failed, timed_out, unanswered = lookups.failed, lookups.timed_out, lookups.unanswered
         searched = self._searched
-        if (is_unanswered or state.denied) and not state.req_context.req_id:
+        if (unanswered or lookups.denied) and not state.req_context.req_id:
             searched = self._not_answered(key, state)
         for guarded, lookup in searched:
             if (failed and guarded in failed.get(key, ())) or (timed_out and guarded in timed_out):
@@ -101,7 +116,7 @@ class Search:
             except tier_exceptions():
                 self._fail(guarded, state, "lookup")
                 continue
-            if answer is False and not is_unanswered:  # by far the most frequent
+            if answer is False and not unanswered:  # by far the most frequent
                 continue
             verdict = self._judge(key, answer, guarded, state)
             if verdict is not _Verdict.ASK_NEXT_TIER:
@@ -119,11 +134,11 @@ class Search:
         state = self._requests.state_of(req_context)
         if state is not self._asking:
             self._attend(state)
-        if state.misses_all is not None:
+        if state.lookups.misses_all is not None:
             return {key: self._miss(key) for key in keys}
         answers: dict[OffloadKey, bool | None] = {}
         rest: list[OffloadKey] = []
-        promoting = len(state.promoting)
+        promoting = len(state.loads.promoting)
         for key in keys:
             block = blocks.get(key)
             if block is None:
@@ -133,11 +148,10 @@ class Search:
         for guarded, _ in self._searched:
             if not rest:
                 break
-            if guarded not in state.timed_out:
+            if guarded not in state.lookups.timed_out:
                 rest = self._ask_many(guarded, rest, req_context, state, answers)
-        if len(state.promoting) > promoting:  # new ones are in the order of the tiers, not of the prefix
-            for key in [key for key in keys if key in state.promoting]:
-                state.promoting[key] = state.promoting.pop(key)
+        if len(state.loads.promoting) > promoting:  # new ones are in the order of the tiers, not of the prefix
+            self._promotions.sort(keys, state)
         if self._missed is not None:
             self._missed += rest
         answers.update(dict.fromkeys(rest, False))
@@ -148,8 +162,8 @@ class Search:
 
         The tiers before it have answered False. They do not keep answers for it, and would have to look again.
         """
-        searched, denied = self._searched, state.denied.get(key, 0)
-        waiting = (at for at, (guarded, _) in enumerate(searched) if (key, guarded) in state.unanswered)
+        searched, denied = self._searched, state.lookups.denied.get(key, 0)
+        waiting = (at for at, (guarded, _) in enumerate(searched) if (key, guarded) in state.lookups.unanswered)
         number = next(waiting, None)
         return searched[number:] if number is not None else [each for each in searched if each[0].number > denied]
 
@@ -163,9 +177,9 @@ class Search:
     ) -> list[OffloadKey]:
         """Ask one tier, put final answers into `answers`, and return the keys to ask the next tier for."""
         asked = keys
-        if state.failed:
-            asked = [key for key in keys if guarded not in state.failed.get(key, ())]
-        if (state.unanswered or state.denied) and not state.req_context.req_id:
+        if state.lookups.failed:
+            asked = [key for key in keys if guarded not in state.lookups.failed.get(key, ())]
+        if (state.lookups.unanswered or state.lookups.denied) and not state.req_context.req_id:
             asked = [key for key in asked if guarded in (each for each, _ in self._not_answered(key, state))]
         try:
             # A copy: whatever the tier does with its list, each key keeps its answer.
@@ -173,13 +187,13 @@ class Search:
         except tier_exceptions():
             self._fail(guarded, state, "lookup_many")
             return keys
-        if not state.unanswered and True not in replies and None not in replies:
+        if not state.lookups.unanswered and True not in replies and None not in replies:
             return keys
         found = dict(zip(asked, replies, strict=True))
         rest = []
         for key in keys:
             answer = found.get(key, False)
-            if answer is False and not state.unanswered:
+            if answer is False and not state.lookups.unanswered:
                 rest.append(key)
                 continue
             verdict = self._judge(key, answer, guarded, state)
@@ -197,19 +211,19 @@ class Search:
             block.step = self._promotions.primary.step
             return True
         if block.writer is PROMOTION:
-            is_known = key in state.promoting
+            is_known = key in state.loads.promoting
             if not self._promotions.join(key, state):
                 return self._miss(key)
             if not is_known and state.log is not None:  # once, although a waiting request asks in each step
                 state.log.found.append(key)
-        state.asked_s, state.waiting_turn = self._now_s, self._turn
+        state.lookups.asked_s, state.lookups.waiting_turn = self._now_s, self._turn
         return None
 
     def _judge(self, key: OffloadKey, answer: bool | None, guarded: GuardedTier, state: RequestState) -> _Verdict:
         if answer is None:
             now_s = self._clock()
-            if now_s - state.unanswered.setdefault((key, guarded), now_s) < guarded.settings.lookup_timeout:
-                state.asked_s, state.waiting_turn = self._now_s, self._turn
+            if now_s - state.lookups.unanswered.setdefault((key, guarded), now_s) < guarded.settings.lookup_timeout:
+                state.lookups.asked_s, state.lookups.waiting_turn = self._now_s, self._turn
                 return _Verdict.WAIT
             guarded.account.lookups_timed_out()
             self._fail(guarded, state)
@@ -220,26 +234,26 @@ class Search:
             except WrongValueError:
                 self._fail(guarded, state, "lookup")
                 return _Verdict.ASK_NEXT_TIER
-        asked_s = state.unanswered.pop((key, guarded), None) if state.unanswered else None
+        asked_s = state.lookups.unanswered.pop((key, guarded), None) if state.lookups.unanswered else None
         if asked_s is not None:
             waited_s = self._clock() - asked_s
-            if guarded.account.looked_up(waited_s, self._now_s) and state.is_asking:
+            if guarded.account.looked_up(waited_s, self._now_s) and state.lookups.is_asking:
                 guarded.pace.add_lookup(waited_s, self._now_s)
         if not answer:
             if asked_s is not None and not state.req_context.req_id:
-                state.denied[key] = guarded.number
+                state.lookups.denied[key] = guarded.number
             return _Verdict.ASK_NEXT_TIER
-        if state.load_room and state.is_asking and not self._has_room(key, guarded, state):
+        if state.lookups.load_room and state.lookups.is_asking and not self._has_room(key, guarded, state):
             return _Verdict.ASK_NEXT_TIER
         if self._promotions.begin(key, guarded, state):
-            if key in state.promoting:  # not if it waits for room: then it may ask again
-                if guarded in state.load_room:
-                    state.load_room[guarded] -= 1
+            if key in state.loads.promoting:  # not if it waits for room: then it may ask again
+                if guarded in state.lookups.load_room:
+                    state.lookups.load_room[guarded] -= 1
                 if state.log is not None:
                     state.log.found.append(key)
-            state.asked_s, state.waiting_turn = self._now_s, self._turn
+            state.lookups.asked_s, state.lookups.waiting_turn = self._now_s, self._turn
             return _Verdict.WAIT
-        if not state.is_asking:
+        if not state.lookups.is_asking:
             return _Verdict.WAIT  # a prefetch may wait for room without a bound
         guarded.account.refused_promotion()
         if state.log is not None:
@@ -255,74 +269,67 @@ class Search:
     def _attend(self, state: RequestState) -> None:
         """Note that `state` asks now, and not the same request as before in this turn."""
         self._asking = state
-        is_new = state.turn is not self._turn
+        lookups = state.lookups
+        is_new = lookups.turn is not self._turn
         if is_new:
-            if state.turn is not state.waiting_turn or self._now_s - state.asked_s > PAUSE_S_MAX:
-                state.denied.clear()  # it does not wait any more
-            state.turn = self._turn
-            if state.asked_s < self._now_s:
-                self._count_wait(state)
-            if state.unanswered and state.is_asking:
+            if lookups.turn is not lookups.waiting_turn or self._now_s - lookups.asked_s > PAUSE_S_MAX:
+                lookups.denied.clear()  # it does not wait any more
+            lookups.turn = self._turn
+            if lookups.asked_s < self._now_s:
+                lookups.count_wait(self._now_s, self._wait_max_s)
+            if lookups.unanswered and lookups.is_asking:
                 self._leave_late_tiers(state)
         if self._history is not None:
             log = state.log or self._requests.log_of(state)
             because = self._reasons_not_asked(state) if is_new else log.because
-            self._history.ask(log, because, is_ahead=not state.is_asking)
+            self._history.ask(log, because, is_ahead=not lookups.is_asking)
 
     def _reasons_not_asked(self, state: RequestState) -> bytes:
         """Return why tiers are not asked for this request, one byte for each tier; b"" if all are asked."""
-        if state.misses_all is not None:
-            return bytes([state.misses_all]) * (len(self._tiers) + 1)
-        if len(self._searched) == len(self._tiers) and not state.timed_out:
+        if state.lookups.misses_all is not None:
+            return bytes([state.lookups.misses_all]) * (len(self._tiers) + 1)
+        if len(self._searched) == len(self._tiers) and not state.lookups.timed_out:
             return b""
         reasons = bytearray(len(self._tiers) + 1)
         for guarded in self._tiers:
-            if guarded in state.timed_out:
-                reasons[guarded.number] = state.timed_out[guarded]
+            if guarded in state.lookups.timed_out:
+                reasons[guarded.number] = state.lookups.timed_out[guarded]
             elif not guarded.is_searched:
                 reasons[guarded.number] = reason_of(guarded.refusal() or "budget").fate
         return bytes(reasons)
 
-    def _count_wait(self, state: RequestState) -> None:
-        state.waited_s += min(self._now_s - state.asked_s, PAUSE_S_MAX)
-        state.asked_s = self._now_s
-        if state.waited_s >= self._wait_max_s:
-            state.misses_all = Fate.TOO_LATE
-            state.unanswered.clear()
-
     def expect(self, blocks: int, before: int, state: RequestState, *, is_whole: bool) -> None:
         """See `CacheManager.expect`. Only the first call for a request counts."""
-        if blocks <= 0 or state.blocks_before is not None or state.misses_all is not None:
+        lookups = state.lookups
+        if blocks <= 0 or lookups.blocks_before is not None or lookups.misses_all is not None:
             return
-        state.blocks_before, state.is_whole = before, is_whole
-        if state.promoting or state.held:
+        lookups.blocks_before, lookups.is_whole = before, is_whole
+        if state.loads.promoting or state.loads.held:
             return
         for guarded in self._compared():
             worth = self._leave_if_late(guarded, state, blocks, blocks, self._now_s, is_whole=is_whole)
             if 0 < worth < blocks:
-                state.load_room[guarded] = worth
+                lookups.load_room[guarded] = worth
 
     def _has_room(self, key: OffloadKey, guarded: GuardedTier, state: RequestState) -> bool:
         """Return whether a block comes before the engine has computed it, which further ones of the prefix may not.
 
         So no row is taken for a block that would not be loaded.
         """
-        if state.load_room.get(guarded, 1) > 0:
+        if state.lookups.load_room.get(guarded, 1) > 0:
             return True
         guarded.note_too_slow(1, "cut")
-        state.failed.setdefault(key, set()).add(guarded)
-        if state.log is not None:
-            state.log.failed(key, guarded.number, TOO_SLOW)
+        state.leave_tier(key, guarded, TOO_SLOW)
         return False
 
     def _leave_late_tiers(self, state: RequestState) -> None:
         """Stop asking tiers whose answer and blocks would arrive later than the blocks are computed."""
         for guarded in self._compared():
-            asked = {key: since_s for (key, tier), since_s in state.unanswered.items() if tier is guarded}
+            asked = {key: since_s for (key, tier), since_s in state.lookups.unanswered.items() if tier is guarded}
             computed = computed_blocks(asked)
             if asked and not self._leave_if_late(guarded, state, len(asked), computed, min(asked.values())):
                 for key in asked:
-                    del state.unanswered[key, guarded]
+                    del state.lookups.unanswered[key, guarded]
 
     def _compared(self) -> list[GuardedTier]:
         """Return the tiers in use, if the time to compute a block is known."""
@@ -339,7 +346,7 @@ class Search:
         is_whole: bool = False,
     ) -> int:
         """Return how many blocks would come sooner than computed; if none, stop asking the tier for this request."""
-        reserved, before, cost = guarded.loads.reserved_blocks, state.blocks_before or 0, guarded.pace.cost
+        reserved, before, cost = guarded.loads.reserved_blocks, state.lookups.blocks_before or 0, guarded.pace.cost
         worth = guarded.pace.worth_asking(
             blocks,
             guarded.blocks_before_load(reserved + blocks) + reserved,
@@ -349,7 +356,7 @@ class Search:
             is_whole=is_whole or computed < blocks,
         )
         if not worth:
-            state.timed_out[guarded] = Fate.TOO_SLOW
+            state.lookups.timed_out[guarded] = Fate.TOO_SLOW
             guarded.account.too_slow(blocks, "not_asked")
         return worth
 
@@ -357,7 +364,7 @@ class Search:
         """Stop asking a tier for this request. The breaker counts one failure, however many keys were asked for."""
         if raised_in:
             guarded.account.note_exception(raised_in)
-        state.timed_out[guarded] = Fate.TIMEOUT
+        state.lookups.timed_out[guarded] = Fate.TIMEOUT
         now_s = self._clock()
         guarded.breaker.fail(now_s)
         self.refresh(now_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -125,7 +124,7 @@ class Promotions:
         """
         # A request with promotions of its own does not wait for room: two such requests could wait for each other.
         # Hot path: runs for each block that is promoted.
-        may_wait = not (state.promoting or state.held)
+        may_wait = not (state.loads.promoting or state.loads.held)
         if len(self._table) + len(self._held) >= self.blocks_max:
             return may_wait
         if guarded.load_room() <= 0:
@@ -138,29 +137,35 @@ class Promotions:
             return may_wait
         chain.extend(blocks)
         blocks[0].source = guarded.name
-        promotion = Promotion(blocks[0], guarded, [state], not state.is_asking)
+        promotion = Promotion(blocks[0], guarded, [state], not state.lookups.is_asking)
         self._table[key] = promotion
         self.batches.setdefault((guarded, state), []).append(promotion)
         guarded.loads.reserved_blocks += 1
-        state.promoting[key] = None
+        state.loads.promoting[key] = None
         return True
 
     def join(self, key: OffloadKey, state: RequestState) -> bool:
         """Let a request wait for a running promotion; return False if it should not wait."""
         promotion = self._table.get(key)
-        if promotion is None or promotion.guarded in state.failed.get(key, ()):
+        if promotion is None or promotion.guarded in state.lookups.failed.get(key, ()):
             return False
-        if key not in state.promoting:
+        if key not in state.loads.promoting:
             promotion.waiters.append(state)
-            state.promoting[key] = None
+            state.loads.promoting[key] = None
             if promotion.is_try:
                 promotion.guarded.note_too_slow(1, "late")
                 self._fail(promotion, TOO_SLOW)
         return not promotion.is_try
 
+    def sort(self, keys: Iterable[OffloadKey], state: RequestState) -> None:
+        """Put those of `keys` that are being promoted for a request behind the others, in this order."""
+        promoting = state.loads.promoting
+        for key in [key for key in keys if key in promoting]:
+            promoting[key] = promoting.pop(key)
+
     def keep(self, block: CPUBlock, state: RequestState) -> None:
         """Hold a ready block for a request, as if it had been promoted for it, if there is room."""
-        if block.key not in state.held and self.blocks_taken < self.blocks_max:
+        if block.key not in state.loads.held and self.blocks_taken < self.blocks_max:
             self.primary.pin([block])
             self._hold(block, [state], self._clock() + self._hold_s)
 
@@ -180,7 +185,8 @@ class Promotions:
                 keys = [block.key for block in blocks]
                 worth = self._worth(keys, guarded, state, backlog_s)
                 if worth < len(keys):
-                    backlog_s += self._cost.of(computed_blocks(keys[worth:]), (state.blocks_before or 0) + worth)
+                    before = (state.lookups.blocks_before or 0) + worth
+                    backlog_s += self._cost.of(computed_blocks(keys[worth:]), before)
                     if worth or not self._is_tried(promotions, guarded, now_s):
                         self._refuse(blocks[worth:], guarded, TOO_SLOW, "cut" if worth else "late")
                         del blocks[worth:]
@@ -226,14 +232,14 @@ class Promotions:
 
     def release(self, state: RequestState, keys: Iterable[OffloadKey] | None = None) -> None:
         """End holds of a request: on `keys`, which it loads, or by default on all blocks."""
-        held = state.held
+        held = state.loads.held
         if keys is None:
             blocks = list(held.values())
             held.clear()
         else:
             blocks = [held.pop(key) for key in keys if key in held]
             if blocks:  # the request has received blocks that it waited for
-                state.waited_s, state.asked_s = 0.0, math.inf
+                state.lookups.end_wait()
         if not held:
             self.holders.pop(state, None)
         for block in blocks:
@@ -245,7 +251,7 @@ class Promotions:
     def release_overdue(self, now_s: float) -> None:
         """End expired holds."""
         before = len(self._held)
-        for state in [state for state in self.holders if state.held_until_s <= now_s]:
+        for state in [state for state in self.holders if state.loads.held_until_s <= now_s]:
             self.release(state)
         self.released_holds += before - len(self._held)
 
@@ -254,11 +260,11 @@ class Promotions:
 
         Those that are not submitted yet become another waiting request's, or end here.
         """
-        for key in state.promoting:
+        for key in state.loads.promoting:
             promotion = self._table.get(key)
             if promotion is not None:
                 promotion.waiters.remove(state)
-        state.promoting.clear()
+        state.loads.promoting.clear()
         for guarded in [guarded for guarded, each in self.batches if each is state]:
             for promotion in self.batches.pop((guarded, state)):
                 if promotion.waiters:
@@ -275,7 +281,7 @@ class Promotions:
             self.release(state)
         for promotion in self._table.values():
             for state in promotion.waiters:
-                state.promoting.clear()
+                state.loads.promoting.clear()
         self._table.clear()
         batches, self.batches = self.batches, {}
         for (guarded, _), promotions in batches.items():
@@ -291,12 +297,12 @@ class Promotions:
         if guarded.loads.blocks > guarded.loads.expired_blocks and not guarded.pace.is_known:
             return 0  # one load at a time
         batch = set(keys)
-        behind = itertools.dropwhile(lambda key: key not in batch, state.promoting)
-        of_tier = [key for key in state.promoting if self._table[key].guarded is guarded]
+        behind = itertools.dropwhile(lambda key: key not in batch, state.loads.promoting)
+        of_tier = [key for key in state.loads.promoting if self._table[key].guarded is guarded]
         saved = dict.fromkeys([*of_tier, *behind]) or dict.fromkeys(keys)
-        computed, before = computed_blocks(saved), state.blocks_before or 0
+        computed, before = computed_blocks(saved), state.lookups.blocks_before or 0
         # A part of the batch is the end of what the request gets, or it has blocks of groups that depend on each other.
-        is_whole = state.is_whole or computed != len(set(of_tier) | batch)
+        is_whole = state.lookups.is_whole or computed != len(set(of_tier) | batch)
         rest = computed - len(keys)
         return guarded.pace.worth(
             len(keys),
@@ -325,16 +331,16 @@ class Promotions:
         waiters = promotion.waiters
         self.primary.commit([block], pins=len(waiters))
         for state in waiters:
-            state.promoting.pop(key, None)
-            state.sources[key] = block.source
+            state.loads.promoting.pop(key, None)
+            state.loads.sources[key] = block.source
         self._hold(block, waiters, until_s)
         return True
 
     def _hold(self, block: CPUBlock, states: Sequence[RequestState], until_s: float) -> None:
         """Hold a block for requests. The caller has pinned it once for each of them."""
         for state in states:
-            state.held[block.key] = block
-            state.held_until_s = until_s
+            state.loads.held[block.key] = block
+            state.loads.held_until_s = until_s
             self.holders[state] = None
             self._held[block.block_id] = self._held.get(block.block_id, 0) + 1
 
@@ -349,11 +355,9 @@ class Promotions:
         """Let no request wait for a block any more, nor ask its tier for it again."""
         key, is_undecided = promotion.block.key, promotion.is_ahead and reason == TOO_SLOW
         for state in promotion.waiters:
-            state.promoting.pop(key, None)
+            state.loads.promoting.pop(key, None)
             if is_undecided:
-                state.is_cut = True
+                state.loads.is_cut = True
             else:
-                state.failed.setdefault(key, set()).add(promotion.guarded)
-                if state.log is not None:
-                    state.log.failed(key, promotion.guarded.number, reason)
+                state.leave_tier(key, promotion.guarded, reason)
         promotion.waiters.clear()
