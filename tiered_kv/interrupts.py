@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, TypeVar
 
 from tiered_kv.errors import ShutdownError
-from tiered_kv.threads import PAUSES_MAX, STEP
+from tiered_kv.threads import STEP
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class _Call(Generic[T]):
         except BaseException as error:
             self.error = error
         self.has_ended = True
-        STEP.pauses_left = PAUSES_MAX
+        STEP.begin()
         self.end.release()
 
 
@@ -89,10 +89,10 @@ class CallThread:
         try:
             if self._start():
                 # Workers of tiers give way to both threads, which would else wait for the interpreter lock.
-                STEP.pauses_left = PAUSES_MAX
+                STEP.begin()
                 self._calls.put(call)
                 self._await(call)
-                STEP.pauses_left = 0
+                STEP.end(is_scheduler=False)
                 if undo is not None:
                     self.stop()
         except BaseException:

@@ -6,7 +6,7 @@ A thread that needs CPython's interpreter lock waits up to `sys.getswitchinterva
 release it. A scheduler that loses the lock within a step would wait that long for a worker that computes. So the
 manager marks its step, and each worker pauses between two blocks while a step runs:
 
-    scheduler: STEP.pauses_left = PAUSES_MAX ... on_schedule_end: STEP.pauses_left = 0
+    scheduler: STEP.begin() ... on_schedule_end: STEP.end()
     worker:    give_way(), load or store a block, give_way(), ...
 
 The engine's thread computes outside of the manager's step too: it launches the model's kernels, and handles tokens. So
@@ -202,16 +202,20 @@ class Step:
 
     def __init__(self) -> None:
         self.pauses_left = 0
-        """Above 0 while a step runs; the scheduler's thread sets it, and workers count it down."""
+        """Above 0 while a step runs; workers count it down."""
         self._thread = 0
         self._clock_id: int | None = None
         self._is_busy = False
         self._sampled_s = self._used_s = 0.0
 
-    def end(self) -> None:
-        """Note the end of a step. The scheduler's thread calls this."""
+    def begin(self) -> None:
+        """Let workers pause until the step ends; also for each further call of the step."""
+        self.pauses_left = PAUSES_MAX
+
+    def end(self, *, is_scheduler: bool = True) -> None:
+        """Let workers go on. If the calling thread is a scheduler's, `is_busy` reads its CPU clock from now on."""
         self.pauses_left = 0
-        if (thread := threading.get_ident()) != self._thread or self._clock_id is None:
+        if is_scheduler and ((thread := threading.get_ident()) != self._thread or self._clock_id is None):
             self._clock_id, self._thread = time.pthread_getcpuclockid(thread), thread
 
     def is_busy(self) -> bool:

@@ -22,7 +22,7 @@ from tiered_kv.server.host import Host
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.protocol import Channel, ClosedError, Hello, Message, ProtocolError
 from tiered_kv.server.session import Session
-from tiered_kv.threads import PAUSES_MAX, STEP
+from tiered_kv.threads import STEP
 
 CONNECTIONS_MAX: Final = 1024
 UNREAD_BYTES_MAX: Final = 8 << 20
@@ -183,7 +183,7 @@ class CacheServer:
         self._selector.register(pidfd, selectors.EVENT_READ, lambda _: self._has_ended(process))
 
     def _receive(self, process: _Process) -> None:
-        STEP.pauses_left = PAUSES_MAX  # until the step ends, so that other threads do not hold the interpreter
+        STEP.begin()  # until the turn's step ends, other threads do not hold the interpreter
         for message in process.channel.receive(_PACKETS_A_TURN, is_expected=True):
             if process.hello is None:
                 self._greet(process, message)

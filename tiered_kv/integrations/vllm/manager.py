@@ -216,7 +216,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
 
     def step_began(self, output: Any) -> None:
         """Note the tokens of a scheduled step. vLLM calls `get_stats` at the end of each, in the same order."""
-        STEP.pauses_left = 0  # vLLM prepares stores behind `on_schedule_end`
+        STEP.end()  # vLLM prepares stores behind `on_schedule_end`
         running, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
         if self._meter is not None:
             before: dict[str, int] = {}
