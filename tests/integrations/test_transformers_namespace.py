@@ -78,11 +78,11 @@ def rope(**entries: object) -> dict[str, Any]:
     return {"rope_theta": theta, **({"rope_scaling": entries} if entries else {})}
 
 
-def saved_and_loaded() -> Any:
+def saved_and_loaded(**options: object) -> Any:
     transformers.utils.logging.disable_progress_bar()  # whose thread stays
     with TemporaryDirectory() as directory:
         llama().save_pretrained(directory)
-        return transformers.LlamaForCausalLM.from_pretrained(directory).eval()
+        return transformers.LlamaForCausalLM.from_pretrained(directory, **options).eval()
 
 
 def with_own_attention() -> Any:
@@ -94,6 +94,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "first, rope": lambda: llama(**rope()),
     "first, half": lambda: llama().half(),
     "first, half and named": lambda: llama().half(),
+    "first, loaded in half": lambda: saved_and_loaded(dtype=torch.float16),
     "rope theta": lambda: llama(**rope(rope_theta=5e5)),
     "rope scaling": lambda: llama(**rope(rope_type="linear", factor=2.0)),
     "unknown entry": lambda: llama(set_entry("unheard_of", 1)),
@@ -103,6 +104,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "sampled weights": lambda: llama(merged),
     "merged adapter": lambda: llama(merged),
     "dtype": lambda: llama().bfloat16(),
+    "cast once it was loaded": lambda: llama().half(),  # with the frequencies of its rotary embedding
     "dtype with a revision": lambda: llama().bfloat16(),
     "another attention": with_own_attention,
     "precision": llama,

@@ -107,6 +107,16 @@ def _approximations(model: Any, layout: CacheLayout) -> dict[str, str]:
     attention = getattr(model.config, "_attn_implementation", None) or "eager"
     if attention not in _EXACT_ATTENTION:
         found["attention"] = str(attention)
+    # A model that is cast once it was made has its rotary embedding's frequencies in 16 bits, too; one that was loaded
+    # in that type has not. They are not among the weights.
+    rounded = {
+        f"{name} {str(each.dtype).removeprefix('torch.')}"
+        for module in model.modules()
+        for name, each in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set and each.is_floating_point() and each.element_size() < 4
+    }
+    if rounded:
+        found["buffers"] = ", ".join(sorted(rounded))
     if layout.dtype == torch.float32:
         reduced = [*_float32_precisions(), *map("=".join, counting_variables(_FLOAT32_VARIABLES, ()).items())]
         if reduced:
