@@ -316,21 +316,26 @@ def test_a_peer_that_sends_a_large_message_is_disconnected_and_others_are_served
         assert subscriber.replay_until(lambda messages: len(messages) == 1)
 
 
+class HeldKeys(list[OffloadKey]):
+    """Keys that nobody reads while a gate is closed."""
+
+    def __init__(self, gate: Gate, keys: list[OffloadKey]) -> None:
+        super().__init__(keys)
+        self._gate = gate
+
+    def __getitem__(self, place: Any) -> Any:  # Any: as a list's
+        self._gate.pass_through()
+        return super().__getitem__(place)
+
+
 def test_where_too_much_waits_the_oldest_is_dropped_and_the_numbers_show_it(
     publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue_keys = 16 * MESSAGE_KEYS_MAX
     monkeypatch.setattr("tiered_kv.exporters.events.QUEUE_KEYS_MAX", queue_keys)
-    gate = Gate(is_open=False)
-
-    class HeldKeys(list[OffloadKey]):
-        def __getitem__(self, place: Any) -> Any:  # Any: as a list's
-            gate.pass_through()
-            return super().__getitem__(place)
-
-    keys = make_keys(13)
+    gate, keys = Gate(is_open=False), make_keys(13)
     with Subscriber(publisher) as subscriber:
-        publisher.publish([OffloadingEvent(HeldKeys(keys[:1]), BLOCK_BYTES, "CPU", removed=False)])
+        publisher.publish([OffloadingEvent(HeldKeys(gate, keys[:1]), BLOCK_BYTES, "CPU", removed=False)])
         wait_until(lambda: gate.waiting == 1)  # the publisher's thread
         for key in keys[1:]:
             publisher.publish([stored(*[key] * (queue_keys // 4))])
@@ -340,6 +345,25 @@ def test_where_too_much_waits_the_oldest_is_dropped_and_the_numbers_show_it(
         messages = subscriber.replay_until(lambda messages: len(messages) == count)
     assert [message.number for message in messages] == [0, *range(9, 9 + count - 1)]
     assert index_of(messages) == {"CPU": hashes([keys[0], *keys[9:]])}
+
+
+def test_a_reset_is_published_also_if_it_was_dropped(
+    publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv.exporters.events.QUEUE_BATCHES_MAX", 2)
+    gate, keys = Gate(is_open=False), make_keys(8)
+    with Subscriber(publisher) as subscriber:
+        publisher.publish([OffloadingEvent(HeldKeys(gate, keys[:1]), BLOCK_BYTES, "CPU", removed=False)])
+        wait_until(lambda: gate.waiting == 1)  # the publisher's thread
+        publisher.publish([stored(keys[1])])
+        publisher.clear()
+        for key in keys[2:]:
+            publisher.publish([stored(key)])
+        assert publisher.snapshot()["dropped_event_batches_total"] == 6
+        gate.open()
+        messages = subscriber.replay_until(lambda messages: len(messages) == 4)
+    assert [message.number for message in messages] == [0, 6, 7, 8]
+    assert index_of(messages) == {"CPU": hashes(keys[6:])}
 
 
 @pytest.mark.slow

@@ -106,6 +106,7 @@ class EventPublisher:
         self._folded: dict[tuple[int, str | None], dict[int, None]] = {}
         # Written by the manager's thread.
         self._next_batch = self._queued_keys = self._dropped_batches = 0
+        self._last_clear = -1
         # Written by the publisher's thread. The keys of the queue are the queued ones without the taken ones.
         self._next_taken = self._taken_keys = self._invalid_batches = 0
         self._next_number = self._kept_bytes = self._sent_messages = self._replay_requests = 0
@@ -141,6 +142,7 @@ class EventPublisher:
 
     def clear(self) -> None:
         """Queue the removal of all blocks."""
+        self._last_clear = self._next_batch
         self._append(None)
 
     def _append(self, events: Sequence[OffloadingEvent] | None) -> None:
@@ -199,6 +201,9 @@ class EventPublisher:
             except IndexError:  # the manager's thread has just dropped it
                 return
             self._next_number += batch - self._next_taken  # dropped batches leave a gap in the numbers
+            if self._next_taken <= self._last_clear < batch:  # one of them was a reset, which nothing repeats
+                self._next_number -= 1
+                self._send(time_s, [{"type": "AllBlocksCleared"}])
             self._next_taken = batch + 1
             if events is None:
                 self._send(time_s, [{"type": "AllBlocksCleared"}])
