@@ -32,6 +32,9 @@ class BlockFacade(StackCalls[M]):
     _batch_blocks: int
     """Blocks that one call moves at a time; at most the smallest tier's budget in flight."""
 
+    def _keys_of(self, block_hashes: Sequence[bytes]) -> list[OffloadKey]:
+        return keys_of(block_hashes)
+
     def put(
         self,
         keys: Sequence[bytes],
@@ -64,7 +67,7 @@ class BlockFacade(StackCalls[M]):
             TypeError, ValueError: The arguments do not fit each other, or hints are invalid.
         """
         began = self.epoch if epoch is None else epoch  # not when the call gets the lock, which a reset may hold
-        offload_keys = keys_of(keys)
+        offload_keys = self._keys_of(keys)
         rows = rows_in(blocks, len(offload_keys), self.region.block_bytes, "blocks")
         return self._run(lambda: self._put(offload_keys, rows, time.monotonic() + timeout, hints, began))
 
@@ -99,7 +102,7 @@ class BlockFacade(StackCalls[M]):
         Raises:
             TypeError, ValueError: The arguments do not fit each other, or hints cannot be used.
         """
-        offload_keys = keys_of(keys)
+        offload_keys = self._keys_of(keys)
         shape = len(offload_keys), self.region.block_bytes
         rows = np.empty(shape, np.uint8) if out is None else rows_in(out, *shape, "out", writable=True)
         loaded = self._run(lambda: self._prefix("get", offload_keys, timeout, hints, self._manager.lookup_prefix, rows))
@@ -118,7 +121,7 @@ class BlockFacade(StackCalls[M]):
         Raises:
             TypeError: A key is not a block hash.
         """
-        offload_keys, ask = keys_of(keys), self._manager.contains_many
+        offload_keys, ask = self._keys_of(keys), self._manager.contains_many
         return self._run(lambda: self._prefix("contains", offload_keys, timeout, None, ask))
 
     def prefetch(self, keys: Sequence[bytes], timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
@@ -139,7 +142,7 @@ class BlockFacade(StackCalls[M]):
         Raises:
             TypeError, ValueError: A key is not a block hash, or hints cannot be used.
         """
-        ahead = keys_of(keys)[: max(self.region.num_blocks // 2, 1)]
+        ahead = self._keys_of(keys)[: max(self.region.num_blocks // 2, 1)]
         return self._run(lambda: self._prefix("prefetch", ahead, timeout, hints, self._manager.lookup_prefix))
 
     def flush(self, timeout: float = 10.0) -> bool:

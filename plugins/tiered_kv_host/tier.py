@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import itertools
 import os
 import threading
@@ -15,13 +14,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from tiered_kv.base import OffloadKey, ReqContext, get_offload_group_idx, make_offload_key
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.calls import PAUSE_MIN_S, pause
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.facade import rows_of
 from tiered_kv.server.attach import Attachment, HostLink
-from tiered_kv.server.connect import AWAIT_S, ProgramManager
-from tiered_kv.server.protocol import KEY_BYTES_MAX, Hello
+from tiered_kv.server.connect import AWAIT_S, ProgramManager, names_of
+from tiered_kv.server.protocol import Hello
 from tiered_kv.toolkit import BlockingTier, JobResult, Outcome
 from tiered_kv_host.settings import HostTierSettings
 
@@ -33,7 +32,6 @@ _LEASE_SHARE: Final = 8
 _POLL_S: Final = 0.25
 """How often an idle process looks whether the server has gone: until then it keeps that server's memory."""
 _VECTORS_MAX: Final = 1024  # IOV_MAX of Linux
-_DIGEST_BYTES: Final = 64
 _AWAY: Final = "unanswered"
 """The reason while the server is away. The breaker ignores it: the tier attaches again by itself."""
 
@@ -263,19 +261,6 @@ def copy_blocks(
                 array[row] = view
             else:
                 view[:] = array[row]
-
-
-def names_of(keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-    """Return the server's keys of blocks: the same, but for keys that are as long as a message allows, or longer.
-
-    These are replaced by a digest (BLAKE2b, RFC 7693) of this length, which no other key has.
-    """
-    return [key if len(key) < KEY_BYTES_MAX else _digest(key) for key in keys]
-
-
-def _digest(key: OffloadKey) -> OffloadKey:
-    digest = hashlib.blake2b(key, digest_size=_DIGEST_BYTES).digest()
-    return make_offload_key(digest.ljust(KEY_BYTES_MAX - 4, b"\0"), get_offload_group_idx(key))
 
 
 def _told(offloading_spec: Any, block_bytes: int) -> dict[str, Any]:  # Any: an engine's, and JSON

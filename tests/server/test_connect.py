@@ -74,6 +74,15 @@ def test_blocks_behind_a_missing_one_are_not_loaded(tmp_path: Path) -> None:
         assert (stack.get(HASHES[1:9], timeout=WAIT_S) == BLOCKS[1:9]).all()
 
 
+def test_keys_may_be_longer_than_a_message_allows(tmp_path: Path) -> None:
+    hashes = [bytes(protocol.KEY_BYTES_MAX) + each for each in HASHES]
+    with serving(tmp_path) as served, tiered_kv.connect(served.address) as stack:
+        assert stack.put(hashes, BLOCKS) == 24
+        assert stack.contains(hashes) == 24
+        assert (stack.get(hashes) == BLOCKS).all()
+        assert stack.is_attached
+
+
 def test_neither_side_polls_for_what_the_other_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_TICK_S", WAIT_S)
     monkeypatch.setattr(host, "ANSWER_S", 2 * WAIT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import select
 import time
@@ -10,22 +11,23 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.base import OffloadKey, ReqContext, get_offload_group_idx, make_offload_key
 from tiered_kv.buffers import Blocks
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, TierUnavailableError
-from tiered_kv.facade import BlockFacade
+from tiered_kv.facade import BlockFacade, keys_of
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink
 from tiered_kv.server.attached_request import parts_of
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.idle import IdlePoll
-from tiered_kv.server.protocol import Hello, Message
+from tiered_kv.server.protocol import KEY_BYTES_MAX, Hello, Message
 from tiered_kv.tiering.interface import CalledManager
 
 AWAIT_S: Final = 0.002
 """How long a thread waits for a message that another thread of the process may take."""
 _BATCH_BLOCKS_MAX: Final = 256
+_DIGEST_BYTES: Final = 64
 
 
 def connect(
@@ -192,6 +194,9 @@ class HostStack(BlockFacade[ProgramManager]):
         self.region = _rows_of(link)
         self._batch_blocks = min(_BATCH_BLOCKS_MAX, link.welcome.grant_max)
 
+    def _keys_of(self, block_hashes: Sequence[bytes]) -> list[OffloadKey]:
+        return names_of(keys_of(block_hashes))
+
     def _store(self, keys: Sequence[OffloadKey], blocks: Blocks, context: ReqContext, reserved: int) -> bool:
         if super()._store(keys, blocks, context, reserved):
             return True
@@ -210,3 +215,16 @@ class HostStack(BlockFacade[ProgramManager]):
 def _rows_of(link: HostLink) -> PrimaryRegion:
     assert link.region is not None, "the program copies blocks itself"
     return link.region
+
+
+def names_of(keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    """Return the server's keys of blocks: the same, but for keys that are as long as a message allows, or longer.
+
+    These are replaced by a digest (BLAKE2b, RFC 7693) of this length, which no other key has.
+    """
+    return [key if len(key) < KEY_BYTES_MAX else _digest(key) for key in keys]
+
+
+def _digest(key: OffloadKey) -> OffloadKey:
+    digest = hashlib.blake2b(key, digest_size=_DIGEST_BYTES).digest()
+    return make_offload_key(digest.ljust(KEY_BYTES_MAX - 4, b"\0"), get_offload_group_idx(key))
