@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,40 @@ def test_questions_of_a_request_are_answered_in_order(tmp_path: Path, monkeypatc
 
         monkeypatch.setattr(manager, "contains_many", late)
         context = engine.begin()
+        answers: list[bool | None] = []
+
+        def ask() -> bool:
+            answers[:] = engine.manager.contains_many(KEYS, context)
+            return None not in answers
+
+        engine.step_until(ask)
+        assert answers == [True] * 12
+
+
+def test_a_question_that_a_tier_answers_late_does_not_make_the_server_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as served:
+        later_s = [0.0]
+        engine = served.engine(clock=lambda: time.monotonic() + later_s[0])
+        engine.store(KEYS)
+        link, manager = engine.manager.link, served.host.manager
+        assert link is not None
+        engine.step_until(lambda: not link.is_granting)
+        real, asked = manager.contains_many, list[Any]()
+
+        def late(keys: Any, context: ReqContext) -> list[bool | None]:
+            asked.append(keys)
+            return real(keys, context) if later_s[0] else [None] * len(keys)
+
+        monkeypatch.setattr(manager, "contains_many", late)
+        context = engine.begin()
+        assert engine.manager.contains_many(KEYS, context) == [None] * 12
+        engine.step_until(lambda: asked)
+        served.rows_in_use()  # the server has sent what it had to say
+        engine.manager.poll()
+        later_s[0] = 5.0
+        engine.manager.poll()
         answers: list[bool | None] = []
 
         def ask() -> bool:

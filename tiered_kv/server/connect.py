@@ -98,6 +98,7 @@ class ProgramManager(AttachedManager, CalledManager):
             for part, packed in parts_of(asked):
                 request.stored_asked.append(part)
                 self.server.send(protocol.ACQUIRE, request.number, len(part), packed, protocol.ONLY_STORED)
+            self.server.send(protocol.PING)  # answered at once: the server is not silent while a tier looks
             request.asked_s, request.waits_for_answer = self._clock(), False
         if self.link is None:  # it was lost meanwhile
             return [False] * len(keys)
