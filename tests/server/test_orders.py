@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.faulty import Gate, HeldJobsTier
 from tests.support.host_server import BLOCK_BYTES, keys_of, serving, stack_of, wait_for
+from tests.support.stacks import Register
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import TieredKVError
@@ -20,6 +22,9 @@ from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.protocol import Channel, Hello, Message, Welcome
 from tiered_kv.server.session import Session
+from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv_memory.settings import MemorySettings
+from tiered_kv_memory.tier import MemoryTier
 
 KEYS = keys_of(12)
 
@@ -315,6 +320,37 @@ def test_a_question_that_a_tier_answers_late_does_not_make_the_server_silent(
 
         engine.step_until(ask)
         assert answers == [True] * 12
+
+
+def test_a_scheduled_request_waits_for_blocks_that_were_promoted_before(tmp_path: Path, register: Register) -> None:
+    gate = Gate()
+
+    class Held(SecondaryTierManager):
+        def __new__(cls, spec: Any, view: memoryview, tier_type: str) -> Any:
+            settings = MemorySettings.model_validate({"type": "memory", "capacity": "1 MiB"})
+            return HeldJobsTier(MemoryTier(spec, view, "memory", settings), gate)
+
+    register("held", Held)
+    with serving(tmp_path, stack_of(rows=64, secondary=[{"type": "held"}], prefill="off")) as served:
+        later_s = [0.0]
+        engine = served.engine(clock=lambda: time.monotonic() + later_s[0])
+        for first in (0, *range(1000, 1100, 12)):  # the others evict the first
+            engine.store(keys_of(12, first))
+            engine.step_until(lambda: not served.count(lambda host: host.manager.jobs_in_flight))
+        gate.close()
+        context = engine.begin()
+        engine.manager.prefetch(KEYS, context)
+        engine.step_until(lambda: served.count(lambda host: host.manager.counters()["cpu"]["promotion_blocks"]) == 12)
+        engine.manager.expect(12, context)
+        engine.manager.on_schedule_end()
+        served.rows_in_use()  # the server has sent what it had to say
+        engine.manager.poll()
+        later_s[0] = 5.0
+        engine.manager.poll()
+        answer = engine.manager.lookup(KEYS[0], context)
+        gate.open()
+        assert answer is None
+        assert engine.load(KEYS, context) == 12
 
 
 def test_a_stack_that_cannot_be_opened_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

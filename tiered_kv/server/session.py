@@ -191,7 +191,7 @@ class Session:
             raise ProtocolError("expected the cost of computing in seconds")
         self.cost = EngineCost(block_s, growth_s, backlog_s, notice_s, stalled)
         self.host.take_cost(self.cost)
-        request.is_ahead = False
+        request.is_ahead, request.told = False, request.codes[:0]  # an engine waits for an answer, even the same one
         self.host.manager.end_prefetch(request.context)
         self.host.manager.expect(blocks, request.context, before=before, is_whole=bool(is_whole))
         self.changed[request.number] = request
