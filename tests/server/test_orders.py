@@ -43,7 +43,7 @@ def test_an_engine_that_has_reset_uses_the_next_server(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_engines_are_told_of_a_reset_by_the_server_itself_as_by_its_audit(tmp_path: Path) -> None:
+def test_engines_are_told_of_a_reset_by_the_server_itself(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         engine = served.engine()
         engine.store(KEYS)

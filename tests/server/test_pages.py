@@ -145,15 +145,10 @@ def test_a_file_with_a_namespace_and_without_block_says_to_leave_both_out() -> N
         Namespaces({"namespace": {"model": "m"}, "primary": {"capacity": "1MiB"}})
 
 
-def test_an_engine_with_several_kv_cache_groups_is_not_audited() -> None:
-    opened: list[Host | TieredKVError] = []
-    settings = {"namespace": {"model": "m", "groups": ["full", "window"]}, "block": {"bytes": BLOCK_BYTES}}
-    Namespaces({**STACK, "audit": 1.0}).open(settings, lambda _: None, opened.append)
-    assert "audit: the server audits models with one KV cache group" in str(opened[0])
-
-
 def test_a_file_that_a_server_cannot_serve_says_what_to_leave_out(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="events: only one stack can publish"):
         Namespaces({**STACK, "events": {"publish": "tcp://127.0.0.1:5557"}}, 2)
+    with pytest.raises(ConfigError, match="audit: a server compares no blocks"):
+        Namespaces({**STACK, "audit": 0.001})
     with pytest.raises(ConfigError, match=r"secondary\.0: a server has the host's cache"):
         Namespaces({**STACK, "secondary": [{"type": "host", "socket": f"unix:{tmp_path}/cache.sock"}]})

@@ -178,7 +178,7 @@ class Host:
         for session in sessions:
             _try(session, session.answer_changed, on_error)
         self.manager.on_schedule_end()
-        self._tell_reset(None)  # the audit may have emptied the primary tier
+        self._tell_reset(None)  # whoever has reset the manager
         for session in sessions:
             if session.is_waiting:
                 _try(session, session.answer_waiting, on_error)

@@ -69,6 +69,9 @@ class Namespaces:
                 "only one stack can publish at these addresses: start a server for each namespace, or leave it out",
                 location="events",
             )
+        if self._raw.get("audit"):
+            message = "a server compares no blocks: only an engine's own stack is audited; leave it out"
+            raise ConfigError(message, location="audit")
         tiers = self._raw.get("secondary")
         for number, tier in enumerate(tiers if isinstance(tiers, list) else ()):
             if isinstance(tier, Mapping) and tier.get("type") == "host":
@@ -156,9 +159,6 @@ class Namespaces:
             return self._own
         wanted = {name: settings.get(name) for name in ("namespace", "block")}
         config = validate(StackConfig, {**self._raw, **wanted})  # no variable of the server's is filled in for a client
-        if config.audit and (len(config.namespace.groups) > 1 or "draft" in config.namespace.extra):
-            message = "the server audits models with one KV cache group and no draft; leave it out of the server's file"
-            raise ConfigError(message, location="audit")
         if self._own is not None:
             differing = differences(self._own.identity.described, config.identity.described)
             if differing:
