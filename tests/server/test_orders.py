@@ -322,6 +322,15 @@ def test_a_question_that_a_tier_answers_late_does_not_make_the_server_silent(
         assert answers == [True] * 12
 
 
+def test_a_program_does_not_wait_for_the_answer_of_a_lost_connection(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        asked = engine.manager.ask_idle()
+        engine.manager.server.lose("a test")
+        engine.step_until(lambda: engine.manager.is_attached)
+        assert engine.manager.is_idle(asked)
+
+
 def test_a_scheduled_request_waits_for_blocks_that_were_promoted_before(tmp_path: Path, register: Register) -> None:
     gate = Gate()
 

@@ -119,16 +119,17 @@ class ProgramManager(AttachedManager, CalledManager):
     def release_stores(self, num_blocks: int) -> None:
         """Do nothing, as `reserve_stores`."""
 
-    def ask_idle(self) -> int:
+    def ask_idle(self) -> tuple[HostLink | None, int]:
         """Ask the server to tell when no job of a tier is in flight; `is_idle` has the answer."""
         self._number = self._number % 0xFFFFFFFF + 1
         self.server.send(protocol.PING, self._number, flags=protocol.WHEN_IDLE)
         self.server.flush()
-        return self._number
+        return self.link, self._number
 
-    def is_idle(self, number: int) -> bool:
-        """Return whether the server has answered `ask_idle`, or is away."""
-        return self.link is None or self.link.pong >= number
+    def is_idle(self, asked: tuple[HostLink | None, int]) -> bool:
+        """Return whether the server has answered `ask_idle`, or was away since."""
+        link, number = asked
+        return link is None or link is not self.link or link.pong >= number
 
     def await_message(self, timeout_s: float) -> None:
         """Wait for a message of the server; not for long, since another thread may take it. Any thread may call."""
@@ -151,7 +152,8 @@ class HostStack(BlockFacade[ProgramManager]):
 
     While the server is away, nothing is stored and every block is a miss. The program is attached again when the server
     is back. `put` counts what it has handed over, and asks for no receipt: a server that has just been stopped stores
-    it when it goes on, and one that ends loses it with all of its memory.
+    it when it goes on, and one that ends loses it with all of its memory. Nor does `put` wait for the tiers below: of
+    blocks over a `store_budget` they store none.
 
     Args:
         attachment: Has a connection.
@@ -209,8 +211,8 @@ class HostStack(BlockFacade[ProgramManager]):
     def _flush(self, end_s: float) -> bool:
         with self._call():
             with self._lock:
-                number = self._manager.ask_idle()
-            return self._wait(lambda: self._manager.is_idle(number), end_s)
+                asked = self._manager.ask_idle()
+            return self._wait(lambda: self._manager.is_idle(asked), end_s)
 
 
 def _rows_of(link: HostLink) -> PrimaryRegion:
