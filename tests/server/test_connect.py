@@ -33,8 +33,10 @@ from tests.support.host_server import (
     wait_for,
 )
 from tests.support.stacks import PATIENT
+from tiered_kv.base import make_offload_key
 from tiered_kv.cli import main
 from tiered_kv.errors import ConfigError
+from tiered_kv.exporters.events import hashes_of
 from tiered_kv.server import connect, host, protocol, server
 from tiered_kv.server.protocol import Hello, Welcome
 
@@ -58,6 +60,13 @@ def test_a_program_gets_what_another_has_put(tmp_path: Path) -> None:
         second.reset_cache()
         wait_for(lambda: first.epoch == 1)
         assert len(first.get(HASHES)) == 0
+
+
+def test_long_keys_have_their_names_in_events() -> None:
+    keys = [make_offload_key(bytes(protocol.KEY_BYTES_MAX) + each, 3) for each in HASHES]
+    names = connect.names_of(keys)
+    assert not set(names) & set(keys)
+    assert hashes_of(names)[3].tolist() == hashes_of(keys)[3].tolist() == list(range(24))
 
 
 def test_blocks_behind_a_missing_one_are_not_loaded(tmp_path: Path) -> None:

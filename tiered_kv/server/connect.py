@@ -223,11 +223,12 @@ def _rows_of(link: HostLink) -> PrimaryRegion:
 def names_of(keys: Sequence[OffloadKey]) -> list[OffloadKey]:
     """Return the server's keys of blocks: the same, but for keys that are as long as a message allows, or longer.
 
-    These are replaced by a digest (BLAKE2b, RFC 7693) of this length, which no other key has.
+    These are replaced by a digest (BLAKE2b, RFC 7693) of this length, which no other key has. It ends as the hash does:
+    events name a block by the last 64 bits.
     """
     return [key if len(key) < KEY_BYTES_MAX else _digest(key) for key in keys]
 
 
 def _digest(key: OffloadKey) -> OffloadKey:
     digest = hashlib.blake2b(key, digest_size=_DIGEST_BYTES).digest()
-    return make_offload_key(digest.ljust(KEY_BYTES_MAX - 4, b"\0"), get_offload_group_idx(key))
+    return make_offload_key(digest.ljust(KEY_BYTES_MAX - 12, b"\0") + key[-12:-4], get_offload_group_idx(key))
