@@ -69,18 +69,36 @@ def test_long_keys_have_their_names_in_events() -> None:
     assert hashes_of(names)[3].tolist() == hashes_of(keys)[3].tolist() == list(range(24))
 
 
+def store_all_but_the_first(stack: connect.HostStack) -> None:
+    """Store blocks that have left the 64 rows of the primary tier."""
+    assert stack.put(HASHES[1:], BLOCKS[1:]) == 23
+    for number in range(5):  # they evict the first
+        assert stack.put([b"%d %14d" % (number, each) for each in range(24)], BLOCKS, timeout=WAIT_S) == 24
+    assert stack.flush(WAIT_S)
+
+
 def test_blocks_behind_a_missing_one_are_not_loaded(tmp_path: Path) -> None:
     memory = {"type": "memory", "capacity": "1MiB", **PATIENT}
     with serving(tmp_path, stack_of(rows=64, secondary=[memory])) as served, tiered_kv.connect(served.address) as stack:
-        assert stack.put(HASHES[1:], BLOCKS[1:]) == 23
-        for number in range(5):  # they evict the first
-            assert stack.put([b"%d %14d" % (number, each) for each in range(24)], BLOCKS, timeout=WAIT_S) == 24
-        assert stack.flush(WAIT_S)
+        store_all_but_the_first(stack)
         assert len(stack.get(HASHES, timeout=WAIT_S)) == 0
         assert stack.prefetch([HASHES[1], bytes(16), *HASHES[2:]], timeout=WAIT_S) == 1
         assert stack.flush(WAIT_S)
         assert served.count(lambda host: host.stack.counters()["memory"]["loaded_blocks_total"]) == 1
         assert (stack.get(HASHES[1:9], timeout=WAIT_S) == BLOCKS[1:9]).all()
+
+
+def test_a_missing_block_ends_the_prefix_for_its_later_parts(tmp_path: Path) -> None:
+    memory = {"type": "memory", "capacity": "1MiB", **PATIENT}
+    with serving(tmp_path, stack_of(rows=64, secondary=[memory])) as served, tiered_kv.connect(served.address) as stack:
+        store_all_but_the_first(stack)
+        engine, keys = served.engine(), [make_offload_key(each, 0) for each in HASHES]
+        context = engine.begin()
+        engine.step_until(lambda: engine.manager.lookup_prefix(keys[:2], context) == [False] * 2)
+        engine.step_until(lambda: engine.manager.lookup_prefix(keys, context) == [False] * 24)
+        engine.end(context)
+        assert stack.flush(WAIT_S)
+        assert served.count(lambda host: host.stack.counters()["memory"]["loaded_blocks_total"]) == 0
 
 
 def test_keys_may_be_longer_than_a_message_allows(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ class ProgramManager(AttachedManager, CalledManager):
         return self.link is not None and len(self.link.welcome.tiers) > 1
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Return what `CalledManager` says, but False in place of None behind a missing block of the request."""
         self._request_of(req_context).is_prefix = True
         return self.lookup_many(keys, req_context)
 

@@ -177,7 +177,7 @@ class Session:
         self._keys += count
         request.is_ahead, request.is_prefix = bool(message.flags & protocol.AHEAD), message.flags == protocol.AS_PREFIX
         request.unsplit.append((bytes(message.body), count))
-        request.codes += protocol.codes_of(protocol.WAITING, count)
+        request.codes += protocol.codes_of(protocol.MISSING if request.has_hole else protocol.WAITING, count)
         self.changed[request.number] = request
 
     def _expect(self, message: Message) -> None:
@@ -266,9 +266,8 @@ class Session:
         self.host.take_cost(self.cost)
         look_up = manager.lookup_prefix if request.is_prefix else manager.lookup_many
         answers = look_up([request.keys[index] for index in asked], request.context)
-        if request.is_prefix and False in answers:  # what tiers have behind it does not come
-            missing = answers.index(False)
-            answers[missing:] = map(bool, answers[missing:])
+        if request.is_prefix and False in answers:
+            request.end_prefix(asked[answers.index(False)])
         room = self._lease_room
         ready: list[int] = []
         for index, answer in zip(asked, answers, strict=True):

@@ -41,6 +41,8 @@ class SessionRequest:
     """Whether it waits in the engine's queue."""
     is_prefix: bool = False
     """Whether blocks behind a missing one are of no use."""
+    has_hole: bool = False
+    """Whether it is such a prefix, and a block is missing."""
     prefetched: int = 0
     """Keys before this one are ready, or were given to the manager's prefetch."""
     told: array[int] = field(default_factory=lambda: array("I"))
@@ -58,6 +60,13 @@ class SessionRequest:
             self._keys += protocol.split_keys(packed, count)
         self.unsplit.clear()
         return self._keys
+
+    def end_prefix(self, missing: int) -> None:
+        """Note that a block of a prefix is missing: what waits behind it, and what is named later, does not come."""
+        self.has_hole = True
+        for index in range(missing, len(self.codes)):
+            if self.codes[index] == protocol.WAITING:
+                self.codes[index] = protocol.MISSING
 
     def unsplit_from(self, first: int) -> list[tuple[bytes, int]]:
         """Return the messages whose keys are those from `first` on; none if these have been split."""
