@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.faulty import Gate, HeldJobsTier
-from tests.support.host_server import BLOCK_BYTES, keys_of, serving, stack_of, wait_for
+from tests.support.host_server import BLOCK_BYTES, Engine, keys_of, server_process, serving, stack_of, wait_for
 from tests.support.stacks import Register
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
@@ -19,6 +20,7 @@ from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink
 from tiered_kv.server.client import AttachedManager
+from tiered_kv.server.connection import RESET_S
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.protocol import Channel, Hello, Message, Welcome
 from tiered_kv.server.session import Session
@@ -123,6 +125,32 @@ def test_a_reset_without_a_server_is_one_of_the_next(tmp_path: Path) -> None:
         engine.store(KEYS)
         assert engine.load(KEYS) == len(KEYS)
         engine.close()
+
+
+@pytest.mark.parametrize("passed_s", [0.0, 2 * RESET_S])
+def test_a_reset_that_a_killed_server_has_not_written_is_made_again(tmp_path: Path, passed_s: float) -> None:
+    folder, before = tmp_path / "nvme", tmp_path / "before"
+    nvme = {"type": "nvme", "path": str(folder), "capacity": "64MiB"}
+    now_s = 0.0
+    with server_process(tmp_path, secondary=[nvme]):
+        resets, follows = (Engine(f"unix:{tmp_path}/cache.sock", name, clock=lambda: now_s) for name in "ab")
+        follows.store(KEYS)
+        asked = follows.manager.ask_idle()
+        follows.step_until(lambda: follows.manager.is_idle(asked))
+        shutil.copytree(folder, before)
+        resets.manager.reset_cache()
+        follows.step_until(lambda: follows.manager.epoch == 1)
+    resets.close()
+    follows.step_until(lambda: not follows.manager.is_attached)
+    shutil.rmtree(folder)
+    before.rename(folder)
+    now_s += passed_s
+    with server_process(tmp_path, secondary=[nvme]):
+        follows.step_until(lambda: follows.manager.is_attached)
+        assert follows.load(KEYS) == (len(KEYS) if passed_s else 0)
+        follows.store(KEYS)
+        assert follows.load(KEYS) == len(KEYS)
+        follows.close()
 
 
 def test_a_reset_while_an_engine_has_no_connection_outdates_its_requests(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -12,6 +13,9 @@ from tiered_kv.server.attach import Attachment, HostLink
 from tiered_kv.server.protocol import Message, ProtocolError
 
 PACKETS_A_TURN: Final = 64
+RESET_S: Final = 60.0
+"""A server that is started anew within this time after a reset is reset again: the last one may have been killed before
+its tiers had written that."""
 _ANSWERED: Final = frozenset((protocol.ACQUIRE, protocol.GRANT))
 """Messages that the server owes an answer."""
 _OF_REQUESTS: Final = frozenset((protocol.ANSWER, protocol.KNOWN, protocol.STORED))
@@ -57,6 +61,8 @@ class ServerConnection:
         """What `epoch` is more than the server's number, which begins with 0 when a server is started."""
         self._resets_owed = 0
         """Resets of this engine that may not have reached the server."""
+        self._reset_s = -math.inf
+        """When this engine, or another while this one was attached, last reset the namespace."""
         self._lost: HostLink | None = None
         """The last connection, while copies may run."""
         self._heard_s: float | None = None
@@ -163,6 +169,7 @@ class ServerConnection:
         """Forget every block of the namespace, for all engines."""
         self.epoch += 1
         self._resets_owed += 1
+        self._reset_s = self._clock()
         if self.link is not None:
             self.link.forget_known()
             self.send(protocol.RESET)
@@ -180,6 +187,8 @@ class ServerConnection:
         elif code == protocol.EPOCH:
             if message.items and self._resets_owed:  # others' resets say nothing of this engine's
                 self._resets_owed -= 1
+            if message.number + self._epochs_before > self.epoch:
+                self._reset_s = self._clock()
             self._reach(message.number + self._epochs_before)
         elif code == protocol.WORKERS:
             link.workers = message.number
@@ -205,6 +214,7 @@ class ServerConnection:
             self.on_attached(link)
         if link.welcome.instance != self._instance:
             self._instance, self._epochs_before = link.welcome.instance, self.epoch
+            self._resets_owed += self._clock() - self._reset_s < RESET_S
         self._resets_owed = min(self._resets_owed, 1)
         count = link.welcome.epoch + self._resets_owed
         self._reach(count + self._epochs_before)  # resets of others while this engine had no connection
