@@ -3,9 +3,10 @@
     python tests/performance/policy_hits.py --policies lru arc s3fifo density --sizes 1000 5000 --trace FILE
     python tests/performance/policy_hits.py --workloads chats agents documents uniform recency --seed 1
 
-The requests go one after the other through the primary tier's manager, or `--running` of them at a time. Blocks are 8
-bytes, and no bytes move. The policy `bound` is Belady's rule by block: it evicts the block whose next use is farthest.
-It bounds no prefix hit rate exactly, but no policy that cannot see the future comes near it.
+The requests go one after the other through the primary tier's manager, or `--running` of them at a time, while its
+clock stands still. Blocks are 8 bytes, and no bytes move. The policy `bound` is Belady's rule by block: it evicts the
+block whose next use is farthest. It bounds no prefix hit rate exactly, but no policy that cannot see the future comes
+near it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Prompt = Sequence[int]
 
 def hits_of(prompts: Sequence[Prompt], policy: str, num_blocks: int) -> int:
     """Return how many blocks the requests find in a primary tier of `num_blocks`."""
-    manager = open_manager(policy, num_blocks)
+    manager = open_manager(policy, num_blocks, clock=lambda: 0.0)
     hits = sum(serve(manager, ids, ReqContext(str(number))) for number, ids in enumerate(prompts))
     manager.shutdown()
     return hits
@@ -77,7 +78,7 @@ def begin(manager: CPUOffloadingManager, ids: Prompt, context: ReqContext) -> tu
 
 def hits_at_once(prompts: Sequence[Prompt], policy: str, num_blocks: int, running: int) -> int:
     """Return how many blocks the requests find where `running` of them run at a time; each stores 8 blocks a step."""
-    manager = open_manager(policy, num_blocks)
+    manager = open_manager(policy, num_blocks, clock=lambda: 0.0)
     waiting = iter(enumerate(prompts))
     requests: list[tuple[ReqContext, list[OffloadKey], list[OffloadKey]]] = []  # with keys to load, and to store
     hits = 0
