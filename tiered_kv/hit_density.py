@@ -52,6 +52,7 @@ class HitDensity:
     def __init__(self, kinds: int, groups: int, *, decay: float = DECAY) -> None:
         self._decay = decay
         self._first_kinds = kinds
+        self._priors: list[int] = []  # of all kinds
         self._groups = groups
         self.seen = array("d")  # tails that reached a cell, without the parts that were used before
         self.hits = array("d")  # the parts of them that a request has used there
@@ -62,15 +63,16 @@ class HitDensity:
             self.add_kind()
         self.learn()
 
-    def add_kind(self) -> int:
+    def add_kind(self, prior: int = 0) -> int:
         """Add a kind, with the last cells, and return its number; `learn` computes their levels.
 
-        Its prior is the first kind.
+        Its prior is the kind `prior`: the first, or one whose prior is the first.
         """
         empty = array("d", bytes(8 * self._groups * BUCKETS))
         self.hits, self.seen = self.hits + empty, self.seen + empty
         self._factor = np.concatenate([self._factor, np.ones((1, self._groups, 1))])
         self.weights.append(1.0)
+        self._priors.append(prior)
         return len(self.weights) - 1
 
     def learn(self) -> None:
@@ -82,11 +84,14 @@ class HitDensity:
         held = (_before(kind_hits) + 1) / (_before(kind_seen * _PRIOR) + 1)
         hazard = (kind_hits + PRIOR_TAILS * _PRIOR * np.minimum(1, held)) / (kind_seen + PRIOR_TAILS)
         added = slice(self._first_kinds, None)
-        hazard[added] = (kind_hits[added] + PRIOR_TAILS * hazard[0]) / (kind_seen[added] + PRIOR_TAILS)
+        priors = self._priors[added]
+        for _ in range(2):  # a prior before those that have it
+            hazard[added] = (kind_hits[added] + PRIOR_TAILS * hazard[priors]) / (kind_seen[added] + PRIOR_TAILS)
         expected = (seen * hazard).sum(2, keepdims=True)
         group_hits = hits.sum(2, keepdims=True)
         factor = self._factor = (group_hits + PRIOR_HITS) / (expected + PRIOR_HITS)
-        factor[added] = (group_hits[added] + PRIOR_HITS * factor[0]) / (expected[added] + PRIOR_HITS)
+        for _ in range(2):
+            factor[added] = (group_hits[added] + PRIOR_HITS * factor[priors]) / (expected[added] + PRIOR_HITS)
         density = _density(np.minimum(0.98, hazard * factor)) * np.array(self.weights)[:, None, None]
         self.level = np.round(LEVELS * np.log(density)).ravel().tolist()
         hits *= self._decay

@@ -40,6 +40,7 @@ class Tail:
     began_s: float = 0.0  # when the request began
     said_s: float = 0.0  # its hint `expect_return`; 0 without one
     late: float = 0.0  # logarithm of how many times later than said its session's requests came
+    pace: float | None = None  # logarithm of how long a request of its session usually comes after another, in seconds
     new_blocks: int = 0  # that the request added
     blocks: dict[int, CPUBlock] = field(default_factory=dict)  # evictable, by block_id
     is_sorted: bool = True  # whether `blocks` is in the order of positions
