@@ -23,7 +23,7 @@ CIRCLE_MAX = 100
 """Limit of tails in a circle of waiting tails; a longer circle is not detected."""
 QUEUE_SPARE = 64
 """Entries of a cell that may be out of date, besides one for each tail."""
-_id_of, _position_of = attrgetter("block_id"), attrgetter("position")
+_id_of, _position_of, _size_of = attrgetter("block_id"), attrgetter("position"), attrgetter("size")
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +155,7 @@ class TailOrder:
         self._order: list[int] = order.tolist()
         self._rank: list[int] = rank.tolist()
         self._cells += [_Cell() for _ in range(len(levels) - len(self._cells))]
-        self._mask = sum(1 << place for place, cell in zip(self._rank, self._cells, strict=True) if cell.size)
+        self._mask = sum(map((1).__lshift__, itertools.compress(self._rank, map(_size_of, self._cells))))
 
     def add(self, blocks: Iterable[CPUBlock]) -> dict[Tail, None]:
         """Add blocks, and return their tails; the caller then calls `enter` for each."""
