@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,14 @@ def test_a_secret_is_hidden_however_a_server_repeats_it(given: dict[str, object]
     source = {**STACK, "secondary": [{**given, **sentinel}]}
     (settings,) = load_config(source, environ={"SECRET": variable}).secondary
     assert "the-secret" not in foreign_text(said, settings.secret_texts())
+
+
+def test_a_variable_that_is_no_utf_8_is_an_error_of_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environb, b"SECRET", b"the-s\xe9cret")
+    entry = {"type": "redis", "url": "redis://127.0.0.1:1", "password": "${SECRET}"}
+    with pytest.raises(ConfigError, match=r"^secondary.0.password: ") as caught:
+        load_config({**STACK, "secondary": [entry]})
+    assert "cret" not in str(caught.value)
 
 
 def test_a_very_short_secret_is_hidden_in_its_setting_only() -> None:

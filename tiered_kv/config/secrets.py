@@ -103,7 +103,8 @@ def scrub(text: str, secrets: Set[str]) -> str:
     """Return a library's `text` without any of `secrets` but very short ones, and without the secret parts of URLs."""
     for secret in sorted(secrets | {" ".join(each.split()) for each in secrets}, key=len, reverse=True):
         if len(secret) >= _HIDDEN_MIN:
-            text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
+            quoted = quote(secret, safe="", errors="replace")  # an environment variable may be no UTF-8
+            text = text.replace(secret, HIDDEN).replace(quoted, HIDDEN)
     return _QUERY.sub(rf"\1{HIDDEN}", _USERINFO_IN_TEXT.sub(rf"\1{HIDDEN}@", text))
 
 
