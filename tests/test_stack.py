@@ -262,6 +262,12 @@ class TestPutAndGet:
         assert stack.contains(keys()) == stack.prefetch(keys()) == len(stack.get(keys())) == 2
         assert len(stack.explain(keys())) == 2
 
+    def test_a_mask_of_an_array_hides_no_block(self, stack: Stack) -> None:
+        blocks, out = blocks_of(2), np.ma.masked_array(empty(2), mask=True, hard_mask=True)
+        assert stack.put(hashes(2), np.ma.masked_array(blocks, mask=True)) == 2
+        assert stack.get(hashes(2), out) == 2
+        assert np.array_equal(out.data, blocks)
+
     def test_a_read_only_buffer_cannot_be_loaded_into(self, stack: Stack) -> None:
         out = empty(1)
         out.flags.writeable = False

@@ -28,7 +28,8 @@ def rows_in(buffer: AnyBuffer, count: int, block_bytes: int, name: str, *, writa
         TypeError, ValueError: As `bytes_in`, or the buffer has another size.
     """
     wanted = (count, block_bytes)
-    if isinstance(buffer, np.ndarray) and buffer.dtype == np.uint8 and buffer.shape == wanted:
+    has_mask = hasattr(buffer, "mask")  # rows of a masked array may not take what is written
+    if isinstance(buffer, np.ndarray) and buffer.dtype == np.uint8 and buffer.shape == wanted and not has_mask:
         if buffer.size and buffer.strides[1] != 1:
             raise ValueError(f"{name} must have contiguous rows; pass numpy.ascontiguousarray({name})")
         rows = buffer
