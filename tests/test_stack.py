@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -578,6 +579,20 @@ class TestClosing:
             assert time.monotonic() - began_s < WAIT_S / 2, "it waits for the call, which does not end"
             with pytest.raises(ShutdownError):
                 call.result(WAIT_S)
+
+    @pytest.mark.parametrize("timeout", [math.inf, math.nan])
+    def test_a_limit_that_no_lock_takes_closes_the_stack(self, timeout: float, gate: Gate) -> None:
+        stack = open_stack(stack_of(metrics={"listen": "127.0.0.1:0"}))
+        gate.close()
+        with ThreadPoolExecutor(2) as pool, opened_at_the_end(gate):
+            call = pool.submit(stack.put, hashes(1), copied(blocks_of(1), lambda _: gate.pass_through()))
+            wait_until(lambda: gate.waiting == 1)
+            closing = pool.submit(stack.close, timeout)
+            assert bool(wait([closing], 0.2).done) is math.isnan(timeout), "without a limit it waits for the call"
+            gate.open()
+            closing.result(WAIT_S)
+            assert isinstance(call.exception(WAIT_S), ShutdownError) or call.result() == 1
+        assert stack.region.close() is True
 
     @pytest.mark.parametrize("verb", ["put", "get"])
     def test_a_call_that_still_copies_after_the_close_touches_its_blocks_only(self, verb: str, gate: Gate) -> None:

@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 PAUSE_MIN_S = 50e-6
 _PAUSE_MAX_S = 2e-3
+_CLOSE_MAX_S = threading.TIMEOUT_MAX / 2
+"""No lock waits for longer, and none for `math.inf`."""
 M = TypeVar("M", bound=CalledManager)
 
 
@@ -68,8 +70,9 @@ class StackCalls(Generic[M]):
         """
         if os.getpid() != self._pid:  # files, sockets and the ends of transfers are the parent's
             return
+        timeout_s = max(0.0, min(timeout, _CLOSE_MAX_S))
         self._is_closed = True
-        self._call_thread.run(lambda: self._close(timeout))
+        self._call_thread.run(lambda: self._close(timeout_s))
         self._call_thread.stop()
 
     # On the call thread or a thread of the program.
