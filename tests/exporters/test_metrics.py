@@ -201,10 +201,17 @@ def test_a_third_party_tier_s_counters_are_bounded_and_readable_whatever_they_ar
         assert openmetrics_of(registry)
 
 
+class BrokenFloat(float):
+    def __float__(self) -> float:
+        raise RuntimeError
+
+
 def test_a_number_that_no_float_can_hold_is_null_in_the_status() -> None:
     with open_stack(stack_of({"type": "obedient"})) as stack:
-        obedient(stack).own_counters = {"huge": 10**400, "used_bytes": -(10**400), "own": 1}
-        assert status(stack.observed())["tiers"][1]["counters"]["tier"] == {"huge": None, "used_bytes": None, "own": 1}
+        obedient(stack).own_counters = {"huge": 10**400, "used_bytes": -(10**400), "own": 1, "broken": BrokenFloat(1)}
+        (_, tier) = status(stack.observed())["tiers"]
+        assert tier["counters"]["tier"] == {"huge": None, "used_bytes": None, "own": 1, "broken": None}
+        assert {sample.value for sample in samples(stack) if sample.name == "tiered_kv_tier_number"} == {1}
 
 
 def test_a_third_party_tier_cannot_hide_the_counters_of_others(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def _float(number: object) -> float | None:
         return None
     try:
         return float(number)
-    except OverflowError:
+    except Exception:  # it is too large, or of a third-party class
         return None
 
 
