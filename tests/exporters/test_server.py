@@ -98,7 +98,9 @@ def test_it_listens_on_loopback_by_default() -> None:
     assert MetricsSettings(listen="[::1]:80").address == ("::1", 80)
 
 
-@pytest.mark.parametrize("listen", ["9464", ":9464", "127.0.0.1", "127.0.0.1:99999", "user:word@host:80", "a b:80"])
+@pytest.mark.parametrize(
+    "listen", ["9464", ":9464", "127.0.0.1", "127.0.0.1:99999", "user:word@host:80", "a b:80", "a..b:80"]
+)
 def test_an_address_that_is_none_is_refused(listen: str) -> None:
     with pytest.raises(ConfigError, match=r"metrics\.listen"):
         open_stack(config_of(listen))

@@ -102,9 +102,10 @@ class StatusServer(ThreadingTCPServer):
         try:
             self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             super().__init__((host, port), _Handler)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter of a name that is none
             shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+            number = getattr(error, "errno", None) or 0
+            reason = os.strerror(number) if number > 0 else getattr(error, "strerror", "this is no host name")
             remedy = remedy_of(error) or "; give another address, or stop what listens there"
             raise ConfigError(f"cannot listen on {shown}: {reason}{remedy}", location="metrics.listen") from error
         self.port: int = self.socket.getsockname()[1]
