@@ -292,6 +292,7 @@ class TestMistakes:
             ({"name": "../x"}, "secondary.0.name: "),
             ({"password": "${NONE}"}, "secondary.0.password: the environment variable NONE is not set"),
             ({"url": "${not a name}"}, "$$ for a plain $"),
+            ({"url": "${ABSENT:-${URL}}"}, "a default without a variable"),
             ({"job_timeout": 0}, "secondary.0.job_timeout: expected a value greater than 0"),
         ],
     )

@@ -163,6 +163,8 @@ def _fill_text(text: str, location: str, environ: Mapping[str, str]) -> str:
         if name is None:
             raise ConfigError("expected ${NAME} or ${NAME:-default}, and $$ for a plain $", location=location)
         found = environ.get(name)
+        if "${" in (default or ""):  # else two models could have one namespace, whose name is "${...}"
+            raise ConfigError("expected a default without a variable in ${NAME:-default}", location=location)
         if default is not None and not found:
             return default
         if found is None:
