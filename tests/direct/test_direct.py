@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import random
 import subprocess
@@ -333,6 +334,21 @@ def test_a_callback_that_raises_ends_nothing(pool: Any) -> None:
         tiers.contains([], fail)
         wait_until(lambda: tiers.counters()[""]["callback_errors_total"] == 2, WAIT_S)
         assert tiers.wait("contains", make_keys(1)) == [True]
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, math.nan, math.inf])
+def test_a_wait_with_any_limit_says_how_the_task_has_ended_or_that_it_has_not(
+    open_held: OpenHeld, gate: Gate, timeout_s: float
+) -> None:
+    gate.close()
+    with open_held() as tiers, ThreadPoolExecutor(1) as waiter:
+        answers = waiter.submit(tiers.wait, "store", make_keys(1), offsets(1), timeout_s=timeout_s)
+        if timeout_s != math.inf:
+            with pytest.raises(TimeoutError, match="has not ended"):
+                answers.result(WAIT_S)
+        gate.open()
+        if timeout_s == math.inf:
+            assert answers.result(WAIT_S) == [True]
 
 
 def test_a_callback_may_call_but_not_wait(pool: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -174,10 +175,12 @@ class DirectTiers:
         """
         if self._thread.is_current:
             raise RuntimeError("a callback cannot wait: it runs on the thread that it would wait for")
+        # Before the task: whoever gets a ValueError of the queue would use the memory again.
+        limit_s = None if timeout_s is None else max(0.0, min(timeout_s, threading.TIMEOUT_MAX / 2))
         answers: SimpleQueue[list[bool]] = SimpleQueue()  # unlike a Future, whole after an interrupt
         getattr(self, method)(*args, answers.put)
         try:
-            return answers.get(timeout=timeout_s)
+            return answers.get(timeout=limit_s)
         except Empty:
             raise TimeoutError(f"{method} of {len(args[0])} blocks has not ended after {timeout_s} s") from None
 
