@@ -263,6 +263,15 @@ class TestPutAndGet:
         assert stack.contains(keys()) == stack.prefetch(keys()) == len(stack.get(keys())) == 2
         assert len(stack.explain(keys())) == 2
 
+    def test_blocks_are_not_loaded_over_each_other(self, stack: Stack) -> None:
+        assert stack.put(hashes(2), blocks_of(2)) == 2
+        memory = np.zeros(2 * BLOCK_BYTES, np.uint8)
+        out = np.lib.stride_tricks.as_strided(memory, (2, BLOCK_BYTES), (BLOCK_BYTES - 1, 1))
+        with pytest.raises(ValueError, match="out must have rows that do not overlap"):
+            stack.get(hashes(2), out)
+        assert not memory.any()
+        assert stack.get(hashes(2), memory.reshape(2, -1)[::-1]) == 2
+
     def test_a_mask_of_an_array_hides_no_block(self, stack: Stack) -> None:
         blocks, out = blocks_of(2), np.ma.masked_array(empty(2), mask=True, hard_mask=True)
         assert stack.put(hashes(2), np.ma.masked_array(blocks, mask=True)) == 2

@@ -32,6 +32,8 @@ def rows_in(buffer: AnyBuffer, count: int, block_bytes: int, name: str, *, writa
     if isinstance(buffer, np.ndarray) and buffer.dtype == np.uint8 and buffer.shape == wanted and not has_mask:
         if buffer.size and buffer.strides[1] != 1:
             raise ValueError(f"{name} must have contiguous rows; pass numpy.ascontiguousarray({name})")
+        if writable and count > 1 and abs(buffer.strides[0]) < block_bytes:
+            raise ValueError(f"{name} must have rows that do not overlap")
         rows = buffer
     else:
         flat = bytes_in(buffer, name)
