@@ -378,9 +378,10 @@ def test_an_expired_load_is_reported_only_when_its_worker_has_ended(pool: Any, r
     register("late", lambda inner: loads_late(inner, gate))
     with open_direct(pool, {"type": "late", "job_timeout": "50 ms"}, MEMORY) as tiers:
         assert tiers.wait("store", key, [0]) == [True]
+        before = tiers.counters()["late"]["expired_jobs_total"]  # the store's, too, on a busy machine
         gate.close()
         tiers.load(key, [BLOCK_BYTES], reports.append)
-        wait_until(lambda: tiers.counters()["late"]["expired_jobs_total"] == 1, WAIT_S)
+        wait_until(lambda: tiers.counters()["late"]["expired_jobs_total"] > before, WAIT_S)
         assert tiers.wait("contains", key) == [True], "other calls are served"
         assert not reports, "a worker may still write"
         gate.open()
