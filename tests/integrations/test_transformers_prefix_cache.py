@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -438,6 +439,12 @@ class TestOpening:
         path.write_text(said + ("" if said.startswith("primary") else "\nprimary: {capacity: 1MiB}") + "\n")
         with pytest.raises(ConfigError, match=message):
             open_cache(model, path)
+
+    def test_a_model_on_several_devices_is_refused(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        spread = [SimpleNamespace(device=torch.device("cuda", number)) for number in range(2)]
+        monkeypatch.setattr(model, "parameters", lambda: spread)
+        with pytest.raises(ValueError, match="several devices"):
+            open_cache(model)
 
     def test_the_name_of_the_weights_may_be_the_user_s(self, model: Any) -> None:
         names = {"model": "mine", "revision": "3f1c"}

@@ -187,6 +187,7 @@ def token_count(states: States) -> int:
 
 
 def _refusals(model: Any) -> Iterator[str]:
+    import torch
     from transformers import DynamicCache, PreTrainedModel
     from transformers.cache_utils import DynamicLayer
 
@@ -203,6 +204,8 @@ def _refusals(model: Any) -> Iterator[str]:
         yield "its attention is not causal, so a token's keys depend on the tokens after it"
     if model.training:
         yield "it is in training mode; call model.eval()"
+    if len({each.device for each in model.parameters()} - {torch.device("meta")}) > 1:  # "meta": moved when it is used
+        yield "it is spread over several devices, and a cache is restored on one"
     unknown = rope_types(config.to_dict()) - _FIXED_ROPE_TYPES
     if unknown:
         names = ", ".join(sorted(unknown))
