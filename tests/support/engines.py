@@ -47,7 +47,9 @@ def interpreter(engine: str) -> str:
 
 def environment_of(engine: str, directory: Path, **variables: str) -> dict[str, str]:
     """Return the variables for a program in an engine's environment; its temporary files go to `directory`."""
-    environment = {**os.environ, "PYTHONHASHSEED": "0", "TMPDIR": str(directory), **variables}
+    # vLLM's sockets are in the program's folder, too: by its whole path, their names could be too long.
+    own = {"PYTHONHASHSEED": "0", "TMPDIR": str(directory), "VLLM_RPC_BASE_PATH": "."}
+    environment = {**os.environ, **own, **variables}
     environment.pop("PYTHONPATH", None)
     paths = [SOURCE / "tests" / "support" / "sglang_cpu", SOURCE] if engine == SGLANG else []
     if (SOURCE / "plugins").is_dir():
