@@ -293,6 +293,18 @@ def test_an_engine_does_not_wait_for_a_server_that_never_reads(told: tuple[Attac
     assert manager.lookup_many(KEYS[:3], ReqContext("request-0")) == [False] * 3
 
 
+def _contained(engine: Engine, context: ReqContext) -> list[bool | None]:
+    """Ask until the server has answered for all of `KEYS`."""
+    answers: list[bool | None] = []
+
+    def ask() -> bool:
+        answers[:] = engine.manager.contains_many(KEYS, context)
+        return None not in answers
+
+    engine.step_until(ask)
+    return answers
+
+
 def test_questions_of_a_request_are_answered_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "KEYS_MAX", 8)
     with serving(tmp_path) as served:
@@ -305,15 +317,7 @@ def test_questions_of_a_request_are_answered_in_order(tmp_path: Path, monkeypatc
             return [None] * len(keys) if len(asked) < 3 and len(keys) == 8 else real(keys, context)
 
         monkeypatch.setattr(manager, "contains_many", late)
-        context = engine.begin()
-        answers: list[bool | None] = []
-
-        def ask() -> bool:
-            answers[:] = engine.manager.contains_many(KEYS, context)
-            return None not in answers
-
-        engine.step_until(ask)
-        assert answers == [True] * 12
+        assert _contained(engine, engine.begin()) == [True] * 12
 
 
 def test_a_question_that_a_tier_answers_late_does_not_make_the_server_silent(
@@ -340,14 +344,7 @@ def test_a_question_that_a_tier_answers_late_does_not_make_the_server_silent(
         engine.manager.poll()
         later_s[0] = 5.0
         engine.manager.poll()
-        answers: list[bool | None] = []
-
-        def ask() -> bool:
-            answers[:] = engine.manager.contains_many(KEYS, context)
-            return None not in answers
-
-        engine.step_until(ask)
-        assert answers == [True] * 12
+        assert _contained(engine, context) == [True] * 12
 
 
 def test_a_program_does_not_wait_for_the_answer_of_a_lost_connection(tmp_path: Path) -> None:
