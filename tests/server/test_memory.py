@@ -8,7 +8,6 @@ import logging
 import mmap
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -18,7 +17,7 @@ import pytest
 
 from tests.support.stacks import stack_of
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.errors import ConfigError, ResourceError
+from tiered_kv.errors import ConfigError
 from tiered_kv.limits import HugePages, Limit, Limits
 from tiered_kv.server import memory
 from tiered_kv.server.memory import PREFAULT_BYTES, Generations, HostRegion, map_generations, map_host_region
@@ -67,27 +66,6 @@ def test_nobody_changes_the_size_of_the_rows(region: HostRegion, size_bytes: int
         os.close(fd)
 
 
-def test_an_engine_refuses_memory_that_could_be_truncated_under_it() -> None:
-    with tempfile.TemporaryFile() as file:
-        file.truncate(ROWS * ROW_BYTES)
-        with pytest.raises(ConfigError, match="can be truncated"):
-            map_host_region(file.fileno(), ROWS, ROW_BYTES)
-    fd = os.memfd_create("half", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, ROWS * 4)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
-    try:
-        with pytest.raises(ConfigError, match="can be truncated"):
-            map_generations(fd, ROWS)
-    finally:
-        os.close(fd)
-
-
-@pytest.mark.parametrize(("rows", "row_bytes"), [(ROWS + 1, ROW_BYTES), (ROWS, 2 * ROW_BYTES), (1, 4096)])
-def test_an_engine_refuses_rows_of_another_size(region: HostRegion, rows: int, row_bytes: int) -> None:
-    with pytest.raises(ConfigError, match="found one of 32KiB"):
-        map_host_region(region.fd, rows, row_bytes)
-
-
 def test_python_has_no_page_to_free_when_it_unmaps_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     region = HostRegion(4, 1 << 20)
     mapped = map_host_region(region.fd, 4, 1 << 20)
@@ -109,47 +87,50 @@ def test_python_has_no_page_to_free_when_it_unmaps_rows(monkeypatch: pytest.Monk
     assert resident == [0, 0], "the pages were not unmapped before, or freed before other threads could run"
 
 
+def allocate_all(region: HostRegion) -> None:
+    region.prefault()
+    for thread in region._threads:
+        thread.join()
+
+
 def test_prefault_allocates_all_pages_and_changes_no_byte(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     size_bytes = 5 * PREFAULT_BYTES // 2
     with closing(HostRegion(2, size_bytes // 2)) as region:
         region.flat[-1] = 42
-        assert not region.wait_prefaulted(0)
-        seen: list[tuple[int, int]] = []
-        region.prefault(2, lambda done, of: seen.append((done, of)))
-        assert region.wait_prefaulted()
+        assert allocated_bytes(region.fd) < size_bytes
+        allocate_all(region)
         assert allocated_bytes(region.fd) == size_bytes
-        assert seen == sorted(seen)
-        assert seen[-1] == (size_bytes, size_bytes)
-        assert len(seen) == 3
-        assert caplog.messages[-3:] == [f"{100 * done // of}% of the rows' 10MiB are allocated" for done, of in seen]
+        assert caplog.messages[-1] == "100% of the rows' 10MiB are allocated"
         assert region.flat[-1] == 42
         assert not region.flat[0]
 
 
-def test_close_stops_prefault() -> None:
-    with closing(HostRegion(64, PREFAULT_BYTES)) as region:
-        seen: list[int] = []
+def test_close_stops_prefault(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
 
-        def note(done: int, _: int) -> None:
-            seen.append(done)
-            while region._chunks:  # until `close` has begun
-                time.sleep(0.001)
+    def allocate(address: int, _: int) -> None:
+        begun.append(address)
+        while opened._chunks:  # until `close` has begun
+            time.sleep(0.001)
 
-        region.prefault(2, note)
-        region.close()
-        assert len(seen) <= 2, "one chunk that each thread has begun"
-        assert not region.wait_prefaulted()
+    monkeypatch.setattr(memory, "_allocate", allocate)
+    with closing(HostRegion(64, PREFAULT_BYTES)) as opened:
+        opened.prefault()
+        threads = len(opened._threads)
+        opened.close()
+        assert len(begun) <= threads, "one chunk that each thread has begun"
 
 
-def test_prefault_says_that_there_is_less_memory(region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefault_says_that_there_is_less_memory(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(address: int, length: int) -> None:
         raise OSError(14, "Bad address")
 
     monkeypatch.setattr(memory, "_allocate", refuse)
-    region.prefault(1)
-    with pytest.raises(ResourceError, match="cannot be allocated"):
-        region.wait_prefaulted()
+    allocate_all(region)
+    assert "the rows' memory cannot be allocated" in caplog.text
 
 
 def test_more_memory_than_is_free_is_refused() -> None:
@@ -210,8 +191,7 @@ def test_reserved_huge_pages_are_used(reserved: bool | None) -> None:
         pytest.skip("no huge pages are reserved")
     region = HostRegion(3, 1 << 20, reserved=reserved)
     with closing(region), closing(map_host_region(region.fd, 3, 1 << 20)) as mapped:
-        region.prefault()
-        assert region.wait_prefaulted()
+        allocate_all(region)
         assert region.has_huge_pages
         mapped.array[2, -1] = 5
         assert region.array[2, -1] == 5
@@ -245,8 +225,6 @@ def test_only_the_server_changes_generations() -> None:
             os.pwrite(generations.fd, b"\xff", 0)
         with pytest.raises(PermissionError):
             os.ftruncate(generations.fd, 0)
-        with pytest.raises(ConfigError, match="found one of 32B"):
-            map_generations(generations.fd, 9)
 
 
 def ended(work: Callable[[], object]) -> int:

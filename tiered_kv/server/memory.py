@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -29,9 +29,6 @@ from tiered_kv.cpu.region import Geometry, PrimaryRegion
 from tiered_kv.errors import ConfigError, ResourceError, needing_resources
 from tiered_kv.limits import HugePages, Limit, Limits
 from tiered_kv.threads import start_thread
-
-Progress = Callable[[int, int], object]
-"""Called with the bytes that are allocated, and the bytes in all."""
 
 PREFAULT_BYTES: Final = 4 << 20
 """What one call of the kernel allocates. Meanwhile, a few milliseconds, the process can map no other memory."""
@@ -107,10 +104,8 @@ class HostRegion(SealedRegion):
         wanted = Geometry(num_blocks, block_bytes).size_bytes
         self._threads: list[threading.Thread] = []
         self._chunks: deque[int] = deque()  # offsets that no thread has begun with
-        self._lock = threading.Lock()  # guards the number below, and makes the calls of `on_progress` one after another
+        self._lock = threading.Lock()  # guards the number below
         self._allocated_bytes = 0
-        self._ended = threading.Event()
-        self._failure: ResourceError | None = None
         try:
             mapping = self._map_reserved(wanted, wait_s) if reserved else None
             if reserved is None and huge_pages and numa_node is None:
@@ -131,35 +126,18 @@ class HostRegion(SealedRegion):
             self.close()
             raise
 
-    def prefault(self, threads: int = _PREFAULT_THREADS, on_progress: Progress | None = None) -> None:
+    def prefault(self) -> None:
         """Start to allocate all pages in the background, so that later no engine's copy waits for a page. Call it once.
 
-        Rows may be used meanwhile: their bytes do not change. Before Linux 5.14, or if the system gives no thread, a
-        page is allocated with its first use.
-
-        Args:
-            threads: Threads that do so; the time is the kernel's, which clears the pages. They log each tenth.
-            on_progress: Called on these threads, one call after another.
+        Rows may be used meanwhile: their bytes do not change. The threads log each tenth; the time is the kernel's,
+        which clears the pages. Before Linux 5.14, or if the system gives no thread, a page is allocated with its first
+        use.
         """
         self._chunks.extend(range(0, self._size_bytes, PREFAULT_BYTES))
         address = self.array.ctypes.data
         with suppress(ResourceError):
-            for number in range(threads):
-                name = f"tiered-kv-prefault-{number}"
-                self._threads.append(start_thread(self._populate, name, address, on_progress))
-        if not self._threads:
-            self._ended.set()
-
-    def wait_prefaulted(self, timeout_s: float | None = None) -> bool:
-        """Return whether all pages are allocated; wait up to `timeout_s` for it, or until the region is closed.
-
-        Raises:
-            ResourceError: The system has given less memory. To use rows that have none may end the process.
-        """
-        self._ended.wait(timeout_s)
-        if self._failure is not None:
-            raise self._failure
-        return self._allocated_bytes == self._size_bytes
+            for number in range(_PREFAULT_THREADS):
+                self._threads.append(start_thread(self._populate, f"tiered-kv-prefault-{number}", address))
 
     def close(self) -> bool:
         """Stop `prefault`, and unmap the region."""
@@ -167,7 +145,6 @@ class HostRegion(SealedRegion):
         for thread in self._threads:
             thread.join()  # of one chunk at most
         self._threads.clear()
-        self._ended.set()
         return super().close()
 
     def _map_reserved(self, wanted: int, wait_s: float) -> mmap.mmap:
@@ -194,29 +171,24 @@ class HostRegion(SealedRegion):
             os.ftruncate(self.fd, self._size_bytes)
             return mmap.mmap(self.fd, self._size_bytes)
 
-    def _populate(self, address: int, on_progress: Progress | None) -> None:
+    def _populate(self, address: int) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PREFAULT_NICE)  # of this thread only
         with suppress(IndexError):
-            while self._failure is None:
+            while True:
                 offset = self._chunks.popleft()
                 length = min(PREFAULT_BYTES, self._size_bytes - offset)
                 try:
                     _allocate(address + offset, length)
                 except OSError as error:
-                    self._failure = ResourceError.of("the rows' memory cannot be allocated", error)
-                    _log.error("%s", self._failure)
-                    self._ended.set()
+                    self._chunks.clear()
+                    _log.error("%s", ResourceError.of("the rows' memory cannot be allocated", error))
                     return
                 with self._lock:
                     tenth = 10 * self._allocated_bytes // self._size_bytes
                     self._allocated_bytes += length
-                    if on_progress is not None:
-                        on_progress(self._allocated_bytes, self._size_bytes)
                     if (now := 10 * self._allocated_bytes // self._size_bytes) > tenth:
                         _log.info("%d0%% of the rows' %s are allocated", now, rounded_bytes(self._size_bytes))
-                    if self._allocated_bytes == self._size_bytes:
-                        self._ended.set()
 
 
 class Generations:
@@ -269,19 +241,15 @@ def map_host_region(fd: int, num_blocks: int, block_bytes: int) -> SealedRegion:
         num_blocks, block_bytes: As the server says.
 
     Raises:
-        ConfigError: The file has another size, or could be made smaller.
         ResourceError: The system maps no more memory.
     """
-    wanted = Geometry(num_blocks, block_bytes).size_bytes
-    size_bytes = _rounded_to_pages(fd, wanted)
-    _check_sealed(fd, size_bytes, f"{num_blocks} rows of {format_bytes(block_bytes)}")
     region = SealedRegion.__new__(SealedRegion)
     with needing_resources("the rows of the host's cache cannot be mapped"):
-        mapping = mmap.mmap(fd, size_bytes)
+        mapping = mmap.mmap(fd, 0)  # all of it: a file of huge pages is longer than the rows
         mapping.madvise(mmap.MADV_DONTFORK)
         region.fd = os.dup(fd)
     region._adopt(mapping, num_blocks, block_bytes)
-    _not_inherited[mapping] = (region.array.ctypes.data, size_bytes, _identity(fd))
+    _not_inherited[mapping] = (region.array.ctypes.data, len(mapping), _identity(fd))
     region._place(True, None)
     return region
 
@@ -294,9 +262,8 @@ def map_generations(fd: int, rows: int) -> memoryview:
         rows: How many rows there are.
 
     Raises:
-        ConfigError, ResourceError: As `map_host_region`.
+        ResourceError: As `map_host_region`.
     """
-    _check_sealed(fd, rows * 4, f"generations of {rows} rows")
     with needing_resources("the generations of the host's cache cannot be mapped"):
         return memoryview(mmap.mmap(fd, rows * 4, prot=mmap.PROT_READ)).cast("I")
 
@@ -352,20 +319,6 @@ def _allocate(address: int, length: int) -> None:
     failed = _libc.madvise(address, length, _MADV_POPULATE_WRITE)
     if failed and (code := ctypes.get_errno()) != errno.EINVAL:  # an older kernel allocates pages with their first use
         raise OSError(code, os.strerror(code))
-
-
-def _check_sealed(fd: int, size_bytes: int, what: str) -> None:
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:  # no file of memory
-        seals = 0
-    if seals & _SIZE_SEALS != _SIZE_SEALS:
-        raise ConfigError(f"expected memory sealed against another size for {what}, found a file that can be truncated")
-    if (found := os.fstat(fd).st_size) != size_bytes:
-        raise ConfigError(
-            f"expected {what}, a file of {format_bytes(size_bytes)}, found one of {format_bytes(found)}; "
-            "the server and this engine must be of one version and divide the memory alike"
-        )
 
 
 def _identity(fd: int) -> tuple[int, int]:
