@@ -179,7 +179,7 @@ def parts_of(
         size, packed = len(part[0]), b"".join(part)
         if len(packed) != size * len(part) or not (are_alike or set(map(len, part)) == {size}):
             part = part[: next(at for at, key in enumerate(part) if len(key) != size)]
-            packed = protocol.pack_keys(part)
+            packed = b"".join(part)
         parts.append((part, packed))
         first += len(part)
     return parts

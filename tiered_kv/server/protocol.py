@@ -45,7 +45,9 @@ import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TieredKVError
@@ -112,6 +114,9 @@ class Message(NamedTuple):
     body: memoryview
 
 
+_Small = Annotated[int, Field(ge=0, lt=1 << 16)]
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
     """Who a client is.
@@ -124,11 +129,14 @@ class Hello:
         version: The newest version of the protocol that the client speaks.
     """
 
-    name: str
-    role: str
-    workers: int = 0
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    role: Annotated[str, Field(pattern="^(scheduler|worker)$")]
+    workers: _Small = 0
     settings: dict[str, Any] | None = None  # Any: JSON
-    version: int = VERSION
+    version: _Small = VERSION
+
+
+_HELLO: Final = TypeAdapter(Hello)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,17 +180,10 @@ def hello_of(body: memoryview) -> Hello:
     Raises:
         ProtocolError: They are not what they have to be.
     """
-    found = object_of(body)
-    known = {name: found[name] for name in Hello.__slots__ if name in found}
-    hello = Hello(**{"name": "", "role": "", **known})
-    texts_are_right = (
-        isinstance(hello.name, str) and 0 < len(hello.name) <= 200 and hello.role in ("scheduler", "worker")
-    )
-    numbers = (hello.workers, hello.version)
-    numbers_are_right = all(type(each) is int and 0 <= each < 1 << 16 for each in numbers)
-    if not (texts_are_right and numbers_are_right and isinstance(hello.settings, dict | None)):
-        raise ProtocolError("expected the name and role of a client")
-    return hello
+    try:
+        return _HELLO.validate_json(bytes(body), strict=True)
+    except ValidationError:
+        raise ProtocolError("expected the name and role of a client") from None
 
 
 def object_of(body: memoryview) -> dict[str, Any]:  # Any: JSON
@@ -220,11 +221,6 @@ def begun_of(body: memoryview) -> tuple[int, str, dict[str, Any] | None]:  # Any
         raise ProtocolError(f"expected an id of at most {ID_BYTES_MAX} bytes")
     hints = object_of(body[end:]) if end < len(body) else None
     return epoch, bytes(body[BEGUN.size : end]).decode(errors="replace"), hints
-
-
-def pack_keys(keys: Sequence[OffloadKey]) -> bytes:
-    """Return keys of one length as the end of a body."""
-    return b"".join(keys)
 
 
 def split_keys(body: memoryview | bytes, count: int) -> list[OffloadKey]:

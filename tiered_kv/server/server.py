@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -48,19 +49,18 @@ class _Process:
     pidfd: int
     since_s: float
     hello: Hello | None = None
-    host: Host | None = None
     session: Session | None = None
+    """None until its stack is open."""
     is_connected: bool = True
     is_mapped: bool = False
-    is_opening: bool = False
 
-    def is_of(self, hello: Hello) -> bool:
-        """Return whether the process is one of the session that `hello` names."""
-        return self.hello is not None and self.hello.name == hello.name
+    @property
+    def role(self) -> str:
+        return "" if self.hello is None else self.hello.role
 
     @property
     def name(self) -> str:
-        role = "" if self.hello is None else f" ({self.hello.role} of {self.hello.name})"
+        role = "" if self.hello is None else f" ({self.role} of {self.hello.name})"
         return f"process {self.pid}{role}"
 
 
@@ -124,7 +124,7 @@ class CacheServer:
     def _session_failed(self, session: object, error: Exception) -> None:
         """End the connections of a session that cannot be answered: its engine begins anew."""
         for process in [each for each in self._channels.values() if each.session is session]:
-            self._guarded(process, functools.partial(_raise, error))
+            self._fail(process, error)
 
     def stop(self) -> None:
         """Let `serve` return. Signal handlers may call this."""
@@ -190,16 +190,15 @@ class CacheServer:
             elif message.code == protocol.BYE:
                 self._has_ended(process)  # it uses no row any more
                 return
-            elif process.is_opening:
+            elif process.session is None:
                 raise ProtocolError("a client waits for the answer to its HELLO")
-            elif process.hello.role == "worker":
-                if message.code != protocol.MAPPED or process.session is None:
-                    raise ProtocolError("a worker only says that it has mapped the rows")
+            elif process.role == "scheduler":
+                process.session.handle(message)
+            elif message.code == protocol.MAPPED:
                 process.is_mapped = True
                 self._tell_workers(process.session)
             else:
-                assert process.session is not None
-                process.session.handle(message)
+                raise ProtocolError("a worker only says that it has mapped the rows")
 
     def _guarded(self, process: _Process, call: Callable[[], None]) -> None:
         """Make a call for a process, which loses its connection if it does what it must not do."""
@@ -210,14 +209,20 @@ class CacheServer:
         except ClosedError:
             self._disconnect(process)
         except Exception as error:  # also a mistake of ours: the other engines go on
-            is_ours = not isinstance(error, TieredKVError)
-            why = " ".join(str(error).split())  # wrong settings have a line each
-            _log.log(logging.ERROR if is_ours else logging.WARNING, "%s loses its connection: %s", process.name, why)
-            if is_ours:
-                _log.debug("the mistake", exc_info=error)
-            with suppress(TieredKVError):
-                _refuse(process.channel, str(error))
-            self._disconnect(process)
+            self._fail(process, error)
+
+    def _fail(self, process: _Process, error: Exception) -> None:
+        """Tell a process why it loses its connection."""
+        if not process.is_connected:
+            return
+        is_ours = not isinstance(error, TieredKVError)
+        why = " ".join(str(error).split())  # wrong settings have a line each
+        _log.log(logging.ERROR if is_ours else logging.WARNING, "%s loses its connection: %s", process.name, why)
+        if is_ours:
+            _log.debug("the mistake", exc_info=error)
+        with suppress(TieredKVError):
+            _refuse(process.channel, str(error))
+        self._disconnect(process)
 
     def _watch_writes(self, process: _Process) -> None:
         if process.is_connected:
@@ -243,19 +248,17 @@ class CacheServer:
                 f"the client speaks version {hello.version}, the server {protocol.VERSION_MIN} to {protocol.VERSION}: "
                 "upgrade tiered-kv in the engine's environment"
             )
-        process.is_opening = True
-        self._namespaces.open(hello.settings, self.call_soon, lambda opened: self._opened(process, opened))
+        self._namespaces.open(hello.settings, self.call_soon, functools.partial(self._opened, process, hello))
 
-    def _opened(self, process: _Process, opened: Host | TieredKVError) -> None:
+    def _opened(self, process: _Process, hello: Hello, opened: Host | TieredKVError) -> None:
         if isinstance(opened, TieredKVError):
-            self._guarded(process, functools.partial(_raise, opened))
+            self._fail(process, opened)
         else:
-            self._guarded(process, lambda: self._welcome(process, opened))
+            self._guarded(process, lambda: self._welcome(process, hello, opened))
 
-    def _welcome(self, process: _Process, host: Host) -> None:
-        hello = process.hello
-        assert hello is not None
-        session = next((each.session for each in self._processes if each.host is host and each.is_of(hello)), None)
+    def _welcome(self, process: _Process, hello: Hello, host: Host) -> None:
+        sessions = [each.session for each in self._processes if each.session is not None]
+        session = next((each for each in sessions if each.host is host and each.name == hello.name), None)
         if hello.role == "scheduler" and session is not None:
             before = self._scheduler_of(session)
             if before is not None and (before.is_connected or before.pid != process.pid):
@@ -270,9 +273,9 @@ class CacheServer:
         if session is None:
             session = host.sessions[hello.name] = Session(hello.name, host)
         for each in [each for each in self._processes if each.session is session and not each.is_connected]:
-            if each.hello is not None and each.hello.role == hello.role and each.pid == process.pid > 0:
+            if each.role == hello.role and each.pid == process.pid > 0:
                 self._forget(each)  # one descriptor tells when the process ends
-        process.host, process.session, process.is_opening = host, session, False
+        process.session = session
         if hello.role == "scheduler":
             session.channel = process.channel
         process.channel.flush()
@@ -293,8 +296,8 @@ class CacheServer:
                 process.channel.add(protocol.WORKERS, workers, count=session.channel is not None)
 
     def _scheduler_of(self, session: Session) -> _Process | None:
-        of_session = (each for each in self._processes if each.session is session and each.hello is not None)
-        return next((each for each in of_session if each.hello is not None and each.hello.role == "scheduler"), None)
+        of_session = (each for each in self._processes if each.session is session)
+        return next((each for each in of_session if each.role == "scheduler"), None)
 
     def _disconnect(self, process: _Process) -> None:
         """Close a connection. The process may still copy, so its rows are free only when it has ended."""
@@ -357,12 +360,8 @@ def listen(path: str | os.PathLike[str], *, mode: int = 0o600) -> socket.socket:
         if where.is_socket():
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
                 other.setblocking(False)
-                try:
-                    other.connect(str(where))
-                except (ConnectionRefusedError, FileNotFoundError):
+                if other.connect_ex(str(where)) in (errno.ECONNREFUSED, errno.ENOENT):
                     where.unlink(missing_ok=True)
-                except BlockingIOError:
-                    pass
         sock.bind(str(where))
         where.chmod(mode)
         sock.listen(64)
@@ -371,10 +370,6 @@ def listen(path: str | os.PathLike[str], *, mode: int = 0o600) -> socket.socket:
         reason = "a server listens there already" if where.is_socket() else error.strerror or str(error)
         raise ConfigError(f"cannot listen at {where}: {reason}", location="--socket") from error
     return sock
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def _flush(channel: Channel) -> None:

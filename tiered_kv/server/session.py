@@ -204,9 +204,7 @@ class Session:
 
     def _commit(self, message: Message) -> None:
         request = self._request(message)
-        keys_bytes = len(message.body) - 4 * message.items
-        if keys_bytes <= 0:
-            raise ProtocolError("expected keys and rows")
+        keys_bytes = max(0, len(message.body) - 4 * message.items)
         keys = protocol.split_keys(message.body[:keys_bytes], message.items)
         rows = protocol.split_rows(message.body[keys_bytes:], message.items)
         blocks = self._take_granted(rows)

@@ -115,7 +115,7 @@ class RowIndex:
         self._clear_after_reset()
         if not len(self._keys):
             self._keys = np.zeros(self._size, f"V{len(keys[0])}")
-        packed = protocol.pack_keys(keys)
+        packed = b"".join(keys)
         if set(map(len, keys)) != {self._keys.itemsize}:  # engines of a namespace have keys of one length
             return
         for at in range(0, len(rows), self._size):
