@@ -245,7 +245,7 @@ def test_an_error_after_the_file_was_read_names_its_line_too(
     file = tmp_path / "stack.yaml"
     file.write_text(STACK.replace("capacity: 1MiB\n", "capacity: 1MiB\n  policy: tests.nonesuch:Policy\n", 1))
     error = Command(capsys, "replay").err(str(file))
-    assert error.startswith(f"error: {file}:6: primary.policy: cannot import the policy")
+    assert error.startswith(f"error: {file}:6: primary.policy: the policy 'tests.nonesuch:Policy' cannot be made")
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_built_in_policies_are_called_directly() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("raise RuntimeError('out of order')", "cannot import the policy"),
+        ("raise RuntimeError('out of order')", "RuntimeError: out of order"),
         (
             "from tiered_kv.cpu.policies.recency import LRUPolicy\nclass Own(LRUPolicy):\n  def __init__(self): pass",
             "2 blocks",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from inspect import isabstract
 from typing import Final
 
 from tiered_kv.config.validation import suggestion
@@ -102,22 +101,14 @@ def make_policy(name: str, num_blocks: int) -> CachePolicy:
             location="primary.policy",
         )
     try:
-        policy: object = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:  # any exception that a third-party module raises when it is imported
-        if remedy_of(error):
-            raise
-        raise ConfigError(f"cannot import the policy {name!r}: {error}", location="primary.policy") from error
-    if not (isinstance(policy, type) and issubclass(policy, CachePolicy)) or isabstract(policy):
-        raise ConfigError(
-            f"{name!r} is not a subclass of {CachePolicy.__qualname__} with all of its methods",
-            location="primary.policy",
-        )
-    try:
-        return policy(num_blocks)
-    except Exception as error:
+        policy: object = getattr(importlib.import_module(module_name), class_name)(num_blocks)
+    except Exception as error:  # any exception that a third-party module raises
         if remedy_of(error):
             raise
         raise ConfigError(
             f"the policy {name!r} cannot be made for {num_blocks} blocks: {type(error).__name__}: {error}",
             location="primary.policy",
         ) from error
+    if not isinstance(policy, CachePolicy):
+        raise ConfigError(f"{name!r} is not a subclass of {CachePolicy.__qualname__}", location="primary.policy")
+    return policy
