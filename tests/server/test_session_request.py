@@ -26,7 +26,7 @@ class Rows:
             block.ref_cnt = 0
         self.generations = memoryview(array("I", bytes(4 * 200)))
         self.epoch = 0
-        self.index = RowIndex(self, self.generations)
+        self.index = RowIndex(self, self.generations)  # type: ignore[arg-type]  # all that it reads of a manager
 
     def find(self, keys: Sequence[OffloadKey]) -> list[int]:
         return self.find_all([(b"".join(keys), len(keys))])

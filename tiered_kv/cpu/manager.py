@@ -274,17 +274,13 @@ class CPUOffloadingManager(OffloadingManager):
 
     def is_outdated(self, req_context: ReqContext) -> bool:
         """Return whether a request began before a reset."""
-        return bool(self.outdated) and req_context.req_id in self.outdated
+        return req_context.req_id in self.outdated
 
     def outdate(self, req_ids: Iterable[str]) -> None:
         """Let requests store and load nothing until they end."""
         for req_id in req_ids:
             self.outdated[req_id] = None
             self.load_skippers.add(req_id)
-
-    def skips_store(self, req_context: ReqContext) -> bool:
-        """Return whether none of a request's blocks are stored: it is outdated, or has the hint `skip: store`."""
-        return self.is_outdated(req_context) or self.hints_of(req_context).skips_store
 
     def forget_request(self, req_id: str) -> None:
         """Forget what is known of a request, but not that it is outdated."""

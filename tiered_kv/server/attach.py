@@ -172,7 +172,7 @@ class Attachment:
         try:
             self.open()
         except OSError as error:
-            self._tell(error.strerror or str(error))
+            self.lost(error.strerror or str(error))
             return False
         return True
 
@@ -230,10 +230,6 @@ class Attachment:
             except OSError:  # workers keep the rows of a dead server for longer
                 sock.close()
 
-    def lost(self, why: str) -> None:
-        """Note that the connection has ended."""
-        self._tell(why)
-
     def close(self) -> None:
         """Stop to connect; a connection that nobody has taken is closed."""
         self._closed.set()
@@ -273,7 +269,7 @@ class Attachment:
             except (OSError, TieredKVError) as error:
                 if self._closed.is_set():
                     return
-                self._tell(str(error) if isinstance(error, TieredKVError) else error.strerror or str(error))
+                self.lost(str(error) if isinstance(error, TieredKVError) else error.strerror or str(error))
                 self._closed.wait(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MAX_S)
 
@@ -282,7 +278,7 @@ class Attachment:
         _log.log(logging.WARNING if self._told else logging.INFO, "attached to the host's cache at %s", self._path)
         self._told = ""
 
-    def _tell(self, why: str) -> None:
+    def lost(self, why: str) -> None:
         """Log once that there is no server, and why."""
         if why != self._told:
             self._told = why

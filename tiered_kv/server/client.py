@@ -108,7 +108,8 @@ class AttachedManager(CacheManager):
             return self._wait(request)
         if not self.is_attached or request.hints.skips_load:
             return False
-        self._ask(request, (key,))
+        if request.ask((key,)):
+            self._unsent[request.number] = request
         return None if key in request.rows else False  # a request has at most `REQUEST_KEYS_MAX` keys
 
     def has_row(self, key: OffloadKey, req_context: ReqContext) -> bool:
@@ -330,11 +331,6 @@ class AttachedManager(CacheManager):
             hints = None if request.hints is _NO_HINTS else request.hints.given() or {}
             body = protocol.pack_begun(epoch, request.req_context.req_id, hints)
             self.server.send(protocol.BEGIN, request.number, body=body)
-
-    def _ask(self, request: AttachedRequest, keys: Iterable[OffloadKey]) -> None:
-        """Note keys to be asked for, once each."""
-        if request.ask(keys):
-            self._unsent[request.number] = request
 
     def _send_asked(self, request: AttachedRequest) -> None:
         """Ask for the keys that were noted."""

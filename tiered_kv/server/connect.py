@@ -161,12 +161,11 @@ class HostStack(BlockFacade[ProgramManager]):
     """
 
     def __init__(self, attachment: Attachment) -> None:
-        regions: list[PrimaryRegion] = []
-        manager = ProgramManager(attachment, on_attached=lambda link: regions.append(_rows_of(link)))
-        super().__init__(manager, regions[-1])
-        manager.server.on_attached = self._attached
+        manager = ProgramManager(attachment)
         link = manager.link
         assert link is not None
+        super().__init__(manager, _rows_of(link))
+        manager.server.on_attached = self._attached
         self._attached(link)
         self._idle_poll = IdlePoll(manager, self._lock)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.server import protocol
 
 RING_ROWS: Final = 2
@@ -78,13 +78,6 @@ class SessionRequest:
         return []
 
 
-class ReadyBlocks(Protocol):
-    """What `RowIndex` reads of a `CPUOffloadingManager`."""
-
-    blocks: dict[OffloadKey, CPUBlock]
-    epoch: int
-
-
 class RowIndex:
     """Remembers prefixes as they were last seen, one behind the other in a ring. Owned by the server's thread.
 
@@ -97,7 +90,7 @@ class RowIndex:
         generations: The generation of each row.
     """
 
-    def __init__(self, primary: ReadyBlocks, generations: memoryview) -> None:
+    def __init__(self, primary: CPUOffloadingManager, generations: memoryview) -> None:
         self._primary = primary
         self._generations = generations
         self._size = RING_ROWS * len(generations)

@@ -324,7 +324,7 @@ class TieringOffloadingManager(CalledManager):
             return RequestOffloadingContext()
         state.stores.pending += stores_pending
         if hints.skips_load:
-            state.lookups.miss_all(Fate.BY_REQUEST)
+            state.lookups.misses_all = Fate.BY_REQUEST
             self._ready_min = _NONE_READY
         state.stores.request_level = tuple(guarded for guarded in self._tiers if guarded.wants_all_of(req_context))
         if hints.skips_store:
@@ -412,7 +412,7 @@ class TieringOffloadingManager(CalledManager):
         return bool(self._tiers)
 
     def stores_nothing_of(self, req_context: ReqContext) -> bool:
-        return self.primary.skips_store(req_context)
+        return self.is_outdated(req_context) or self.primary.hints_of(req_context).skips_store
 
     def is_outdated(self, req_context: ReqContext) -> bool:
         return self.primary.is_outdated(req_context)
@@ -473,7 +473,7 @@ class TieringOffloadingManager(CalledManager):
         self._ready_min = _NONE_READY if self._load_skippers else 0
 
     def _outdate(self, state: RequestState) -> None:
-        state.lookups.miss_all(Fate.RESET)
+        state.lookups.misses_all = Fate.RESET
         state.stores.request_level = ()
         self.primary.outdate([state.req_context.req_id])
         self._ready_min = _NONE_READY

@@ -31,7 +31,7 @@ class ManagerLimits:
 
 @dataclass(slots=True, eq=False)
 class LookupState:
-    """What a request has asked the tiers, and how long it has waited. `Search` writes it, others call its methods."""
+    """What a request has asked the tiers, and how long it has waited. `Search` writes most of it."""
 
     misses_all: Fate | None = None
     """Why all its lookups are misses: its hint, a reset since it began, or that it has waited as long as it may."""
@@ -65,12 +65,8 @@ class LookupState:
         self.waited_s += min(now_s - self.asked_s, PAUSE_S_MAX)
         self.asked_s = now_s
         if self.waited_s >= wait_max_s:
-            self.miss_all(Fate.TOO_LATE)
+            self.misses_all = Fate.TOO_LATE
             self.unanswered.clear()
-
-    def miss_all(self, why: Fate) -> None:
-        """Answer all further lookups with a miss."""
-        self.misses_all = why
 
     def end_wait(self) -> None:
         """Note that the request has received blocks that it waited for."""

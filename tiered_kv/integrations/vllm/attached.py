@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tiered_kv.base import CanonicalKVCaches
 from tiered_kv.config.namespace import Namespace
@@ -80,5 +78,5 @@ class HostCache:
 
     def _hello(self, role: str) -> Hello:
         block = {"bytes": self.block_bytes, "tokens": self.block_tokens}
-        settings: Mapping[str, Any] = {"namespace": self.namespace.model_dump(mode="json"), "block": block}
-        return Hello(self.name, role, workers=self.num_workers, settings=dict(settings))  # Any: JSON
+        settings = {"namespace": self.namespace.model_dump(mode="json"), "block": block}
+        return Hello(self.name, role, workers=self.num_workers, settings=settings)
