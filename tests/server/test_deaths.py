@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.host_server import Engine, Served, keys_of, server_process, serving, stack_of, wait_for
+from tests.support.host_server import Engine, Served, keys_of, raw_client, server_process, serving, stack_of, wait_for
 from tiered_kv.server import protocol
 from tiered_kv.server.host import Host
 
@@ -141,19 +140,6 @@ def test_an_engine_goes_on_while_the_server_is_stopped(tmp_path: Path) -> None:
         engine.close()
 
 
-@pytest.mark.slow
-def test_an_engine_attaches_again_after_the_server_was_killed(tmp_path: Path) -> None:
-    with server_process(tmp_path):
-        engine = Engine(f"unix:{tmp_path}/cache.sock", "first")
-        engine.store(KEYS)
-    assert engine.load(KEYS) == 0
-    with server_process(tmp_path):
-        engine.step_until(lambda: engine.manager.is_attached)
-        engine.store(KEYS)
-        assert engine.load(KEYS) == len(KEYS)
-        engine.close()
-
-
 def test_a_forked_child_changes_nothing_for_its_parent(tmp_path: Path) -> None:
     with server_process(tmp_path):
         engine = Engine(f"unix:{tmp_path}/cache.sock", "first")
@@ -236,19 +222,13 @@ def test_a_client_that_sends_garbage_harms_nobody(
     last: bytes,
 ) -> None:
     served, honest = garbage_server
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(20)
-        sock.connect(served.address.removeprefix("unix:"))
-        if role is not None:
-            body = protocol.to_json(protocol.Hello(f"garbage-{next(numbers)}", role))
-            sock.send(protocol.HEADER.pack(protocol.HELLO, 0, 0, 0, len(body)) + body)
-            _, fds, _, _ = socket.recv_fds(sock, 1 << 16, 2)
-            for fd in fds:
-                os.close(fd)
-        with suppress(BrokenPipeError, ConnectionResetError):  # the server has closed the connection
-            for (code, flags, items, number, body), size in [*((each, None) for each in [*OPENING, *sent]), *then]:
-                sock.send(protocol.HEADER.pack(code, flags, items, number, len(body) if size is None else size) + body)
-            sock.send(last)
+    with (
+        raw_client(served, f"garbage-{next(numbers)}", role) as sock,
+        suppress(BrokenPipeError, ConnectionResetError),  # the server has closed the connection
+    ):
+        for (code, flags, items, number, body), size in [*((each, None) for each in [*OPENING, *sent]), *then]:
+            sock.send(protocol.HEADER.pack(code, flags, items, number, len(body) if size is None else size) + body)
+        sock.send(last)
 
     def end_the_others(_: Host) -> int:
         for process in list(served.server._processes):

@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.host_server import Served, keys_of, serving, wait_for
+from tests.support.host_server import keys_of, packet, raw_client, serving, wait_for
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
 
 KEYS = keys_of(12)
-
-
-def packet(code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> bytes:
-    return protocol.HEADER.pack(code, flags, count, number, len(body)) + body
-
-
-@contextmanager
-def raw_client(served: Served, name: str, role: str = "scheduler") -> Iterator[socket.socket]:
-    """Connect, and say who one is; nothing is read after the welcome."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(20)
-        sock.connect(served.address.removeprefix("unix:"))
-        sock.send(packet(protocol.HELLO, body=protocol.to_json(protocol.Hello(name, role))))
-        _, fds, _, _ = socket.recv_fds(sock, 1 << 16, 2)
-        for fd in fds:
-            os.close(fd)
-        yield sock
 
 
 def begin(sock: socket.socket, number: int) -> None:

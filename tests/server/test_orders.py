@@ -31,20 +31,6 @@ from tiered_kv_memory.tier import MemoryTier
 KEYS = keys_of(12)
 
 
-def test_an_engine_that_has_reset_uses_the_next_server(tmp_path: Path) -> None:
-    with serving(tmp_path) as served:
-        engine = served.engine()
-        served.engines.clear()
-        engine.manager.reset_cache()
-        engine.step_until(lambda: served.host.epoch == 1)
-    engine.step_until(lambda: not engine.manager.is_attached)
-    with serving(tmp_path):
-        engine.step_until(lambda: engine.manager.is_attached)
-        engine.store(KEYS)
-        assert engine.load(KEYS) == len(KEYS)
-        engine.close()
-
-
 def test_engines_are_told_of_a_reset_by_the_server_itself(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         engine = served.engine()
@@ -109,22 +95,6 @@ def test_an_engine_is_told_of_blocks_that_it_waits_for_after_others_have_come() 
     primary.commit(second)
     session.channel = None
     host.close(1.0)
-
-
-def test_a_reset_without_a_server_is_one_of_the_next(tmp_path: Path) -> None:
-    nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
-    with serving(tmp_path, stack_of(secondary=[nvme])) as served:
-        engine = served.engine()
-        served.engines.clear()
-        engine.store(KEYS)
-    engine.step_until(lambda: not engine.manager.is_attached)
-    engine.manager.reset_cache()
-    with serving(tmp_path, stack_of(secondary=[nvme])):
-        engine.step_until(lambda: engine.manager.is_attached)
-        assert engine.load(KEYS) == 0
-        engine.store(KEYS)
-        assert engine.load(KEYS) == len(KEYS)
-        engine.close()
 
 
 @pytest.mark.parametrize("passed_s", [0.0, 2 * RESET_S])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
-from tiered_kv.server import idle
+from tiered_kv.server import idle, protocol
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.connect import ProgramManager
 from tiered_kv.server.host import Host
@@ -153,6 +154,24 @@ class Served:
     def rows_in_use(self) -> int:
         """Return how many rows engines have: leased, or granted."""
         return self.count(lambda host: sum(each.leases + len(each.granted) for each in host.sessions.values()))
+
+
+def packet(code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> bytes:
+    return protocol.HEADER.pack(code, flags, count, number, len(body)) + body
+
+
+@contextmanager
+def raw_client(served: Served, name: str, role: str | None = "scheduler") -> Iterator[socket.socket]:
+    """Connect, and say who one is, unless the role is None; nothing is read after the welcome."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(WAIT_S)
+        sock.connect(served.address.removeprefix("unix:"))
+        if role is not None:
+            sock.send(packet(protocol.HELLO, body=protocol.to_json(Hello(name, role))))
+            _, fds, _, _ = socket.recv_fds(sock, 1 << 16, 2)
+            for fd in fds:
+                os.close(fd)
+        yield sock
 
 
 class Engine:
