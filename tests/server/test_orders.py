@@ -31,14 +31,14 @@ from tiered_kv_memory.tier import MemoryTier
 KEYS = keys_of(12)
 
 
-def test_engines_are_told_of_a_reset_by_the_server_itself(tmp_path: Path) -> None:
+def test_no_row_that_outlasts_a_reset_in_use_is_found_after_it(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
-        engine = served.engine()
+        engine, other = served.engine(), served.engine()
         engine.store(KEYS)
         assert engine.load(KEYS) == len(KEYS)
         reading = engine.begin()
         assert engine.look_up(KEYS[1:], reading) == len(KEYS) - 1  # these rows stay in use
-        served.server.call_soon(served.host.manager.reset_cache)
+        other.manager.reset_cache()
         engine.step_until(lambda: engine.manager.epoch == 1)
         engine.store(KEYS[:1])
         assert engine.load(KEYS) == 1  # and none of the others, whose rows nobody has freed

@@ -25,8 +25,7 @@ class Rows:
         for block in self.blocks.values():
             block.ref_cnt = 0
         self.generations = memoryview(array("I", bytes(4 * 200)))
-        self.epoch = 0
-        self.index = RowIndex(self, self.generations)  # type: ignore[arg-type]  # all that it reads of a manager
+        self.index = RowIndex(self.blocks, self.generations)
 
     def find(self, keys: Sequence[OffloadKey]) -> list[int]:
         return self.find_all([(b"".join(keys), len(keys))])
@@ -72,7 +71,7 @@ def test_a_block_that_is_being_written_is_not_found(rows: Rows) -> None:
 
 
 def test_after_a_reset_no_row_is_found(rows: Rows) -> None:
-    rows.epoch += 1
+    rows.index.forget()
     assert rows.find(KEYS) == []
 
 

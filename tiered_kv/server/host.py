@@ -103,8 +103,7 @@ class Host:
             raise
         self.manager = self.stack.manager
         self._history = self.stack.history
-        self.index = RowIndex(self.manager.primary, self.generations.values)
-        self._told_epoch = self.epoch
+        self.index = RowIndex(self.manager.primary.blocks, self.generations.values)
         self.sessions: dict[str, HostSession] = {}
         self.leases_max = max(1, config.primary_blocks // LEASE_SHARE)
         self.grant_max = max(1, config.primary_blocks // GRANT_MAX_SHARE)
@@ -178,7 +177,6 @@ class Host:
         for session in sessions:
             _try(session, session.answer_changed, on_error)
         self.manager.on_schedule_end()
-        self._tell_reset(None)  # whoever has reset the manager
         for session in sessions:
             if session.is_waiting:
                 _try(session, session.answer_waiting, on_error)
@@ -197,13 +195,9 @@ class Host:
     def reset(self, by: HostSession) -> None:
         """Forget every block, and tell all engines."""
         self.manager.reset_cache()
-        self._tell_reset(by)
-
-    def _tell_reset(self, by: HostSession | None) -> None:
-        if self._told_epoch != self.epoch:
-            self._told_epoch = self.epoch
-            for session in self.sessions.values():
-                session.send(protocol.EPOCH, self.epoch, session is by)
+        self.index.forget()
+        for session in self.sessions.values():
+            session.send(protocol.EPOCH, self.epoch, session is by)
 
     def free(self, blocks: Collection[CPUBlock]) -> None:
         """Free rows that were granted."""

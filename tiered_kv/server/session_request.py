@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.server import protocol
 
 RING_ROWS: Final = 2
@@ -86,12 +86,12 @@ class RowIndex:
     whose rows still have the noted generations: a row gets another when it is freed.
 
     Args:
-        primary: The primary tier. After a reset, which rows in use outlast with their generation, nothing is noted.
+        blocks: The primary tier's, by key.
         generations: The generation of each row.
     """
 
-    def __init__(self, primary: CPUOffloadingManager, generations: memoryview) -> None:
-        self._primary = primary
+    def __init__(self, blocks: Mapping[OffloadKey, CPUBlock], generations: memoryview) -> None:
+        self._blocks = blocks
         self._generations = generations
         self._size = RING_ROWS * len(generations)
         self._places = np.zeros(len(generations), np.uint32)
@@ -100,12 +100,10 @@ class RowIndex:
         self._rows = np.zeros(self._size, np.uint32)
         self._noted = np.zeros(self._size, np.uint32)
         self._end = 0
-        self._epoch = primary.epoch
-        self._forget()
+        self.forget()
 
     def note(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
         """Note that ready blocks are in these rows, in the order of a prefix."""
-        self._clear_after_reset()
         if not len(self._keys):
             self._keys = np.zeros(self._size, f"V{len(keys[0])}")
         packed = b"".join(keys)
@@ -126,7 +124,6 @@ class RowIndex:
         Args:
             parts: Keys of one length, one behind the other, and how many they are.
         """
-        self._clear_after_reset()
         found = array("I")
         for packed, count in parts:
             wanted = len(found) + count
@@ -139,7 +136,7 @@ class RowIndex:
         """Append the rows of a message's keys."""
         size = self._keys.itemsize
         while len(packed) == count * size > 0:
-            block = self._primary.blocks.get(OffloadKey(packed[:size]))
+            block = self._blocks.get(OffloadKey(packed[:size]))
             if block is None or block.ref_cnt < 0:
                 break
             place = int(self._places[block.block_id])
@@ -153,12 +150,8 @@ class RowIndex:
             if same < RUN_MIN:
                 break
 
-    def _clear_after_reset(self) -> None:
-        if self._epoch != self._primary.epoch:
-            self._epoch = self._primary.epoch
-            self._forget()
-
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Find nothing of what was noted: after a reset, which rows in use outlast with their generation."""
         self._noted[:] = self._current().take(self._rows) - np.uint32(1)
 
     def _current(self) -> np.ndarray[Any, np.dtype[np.uint32]]:
