@@ -230,6 +230,12 @@ class Attachment:
             except OSError:  # workers keep the rows of a dead server for longer
                 sock.close()
 
+    def lost(self, why: str) -> None:
+        """Log once that there is no server, and why."""
+        if why != self._told:
+            self._told = why
+            _log.warning("no cache at %s: %s; every block is a miss until it is there", self._path, why)
+
     def close(self) -> None:
         """Stop to connect; a connection that nobody has taken is closed."""
         self._closed.set()
@@ -277,12 +283,6 @@ class Attachment:
         # Whoever was warned of the outage sees its end, too.
         _log.log(logging.WARNING if self._told else logging.INFO, "attached to the host's cache at %s", self._path)
         self._told = ""
-
-    def lost(self, why: str) -> None:
-        """Log once that there is no server, and why."""
-        if why != self._told:
-            self._told = why
-            _log.warning("no cache at %s: %s; every block is a miss until it is there", self._path, why)
 
     def _open(self) -> HostLink:
         """Return a new connection.

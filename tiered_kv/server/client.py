@@ -197,10 +197,9 @@ class AttachedManager(CacheManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         request = self._request_of(req_context)
         link = self.link
-        if request.is_outdated or request.hints.skips_store or link is None or not self.is_attached:
+        is_kept_out = request.is_outdated or request.hints.skips_store
+        if is_kept_out or link is None or not self.is_attached or request.link not in (None, link):
             return PrepareStoreOutput([], HostRows([], ""), [])
-        if request.link not in (None, link):
-            return PrepareStoreOutput([], link.rows_of([]), [])
         held, writing, is_known = request.rows, self._writing, link.is_known
         new = [
             key
