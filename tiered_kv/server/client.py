@@ -175,9 +175,9 @@ class AttachedManager(CacheManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> HostRows:
         request = self._requests.get(req_context.req_id)
-        found = [-1] if request is None else [request.rows.get(key, -1) for key in keys]
+        found = [] if request is None else [request.rows.get(key, protocol.MISSING) for key in keys]
         link = self.link
-        if link is None or request is None or request.link is not link or not _are_rows(found):
+        if link is None or request is None or request.link is not link or max(found, default=0) > ROW_MAX:
             raise ValueError("a block is not ready to be loaded; look keys up in the same step")
         self._count_transfers(request, len(set(keys)))
         self._counts["loaded_blocks_total"] += len(found)
@@ -384,7 +384,3 @@ class AttachedManager(CacheManager):
         self._unsent.clear()
         for request in self._requests.values():
             request.forget_answers()
-
-
-def _are_rows(codes: Collection[int]) -> bool:
-    return not codes or (min(codes) >= 0 and max(codes) <= ROW_MAX)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tiered_kv.base import OffloadKey
@@ -202,15 +202,6 @@ class Host:
     def free(self, blocks: Collection[CPUBlock]) -> None:
         """Free rows that were granted."""
         self._backend.free_all(blocks)
-
-    def outdate_rows(self, blocks: Iterable[CPUBlock]) -> None:
-        """Let engines forget what they know of rows whose blocks were not taken."""
-        self.generations.bump(block.block_id for block in blocks)
-
-    def generations_of(self, rows: Sequence[int]) -> list[int]:
-        """Return the generation of each row; 0 for a code."""
-        current = self.generations.values
-        return [current[row] if row <= protocol.ROW_MAX else 0 for row in rows]
 
     def blocks_of(self, rows: Iterable[int]) -> list[CPUBlock]:
         """Return the block of each row."""

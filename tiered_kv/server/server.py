@@ -260,7 +260,8 @@ class CacheServer:
         sessions = [each.session for each in self._processes if each.session is not None]
         session = next((each for each in sessions if each.host is host and each.name == hello.name), None)
         if hello.role == "scheduler" and session is not None:
-            before = self._scheduler_of(session)
+            schedulers = (each for each in self._processes if each.session is session and each.role == "scheduler")
+            before = next(schedulers, None)
             if before is not None and (before.is_connected or before.pid != process.pid):
                 raise ProtocolError(f"another process, {before.pid}, is the scheduler of '{hello.name}'")
             if before is None and (session.requests or session.has_rows):
@@ -294,10 +295,6 @@ class CacheServer:
         for process in processes:
             with suppress(ProtocolError):  # who does not read loses its connection elsewhere
                 process.channel.add(protocol.WORKERS, workers, count=session.channel is not None)
-
-    def _scheduler_of(self, session: Session) -> _Process | None:
-        of_session = (each for each in self._processes if each.session is session)
-        return next((each for each in of_session if each.role == "scheduler"), None)
 
     def _disconnect(self, process: _Process) -> None:
         """Close a connection. The process may still copy, so its rows are free only when it has ended."""

@@ -62,7 +62,7 @@ class Session:
             protocol.EXPECT: self._expect,
             protocol.RELEASE: self._release,
             protocol.COMMIT: self._commit,
-            protocol.END: self._end,
+            protocol.END: lambda message: self._finish(self._request(message)),
             protocol.GRANT: self._grant,
             protocol.RETURN: self._return,
             protocol.RESET: lambda _: self.host.reset(self),
@@ -212,11 +212,8 @@ class Session:
         if not unused:
             self.host.index.note(keys, rows)
         else:
-            self.host.outdate_rows(unused)
+            self.host.generations.bump(block.block_id for block in unused)  # the engine takes them for stored
             self._give(unused)
-
-    def _end(self, message: Message) -> None:
-        self._finish(self._request(message))
 
     def _grant(self, message: Message) -> None:
         wanted = min(message.number, self.host.grant_max - len(self.granted), self.host.grant_room, protocol.ROWS_MAX)
@@ -243,7 +240,8 @@ class Session:
         rows = [protocol.MISSING if block is None or block.ref_cnt < 0 else block.block_id for block in blocks]
         found = [key for key, row in zip(keys, rows, strict=True) if row != protocol.MISSING]
         self.host.manager.touch(found, request.context)
-        generations = self.host.generations_of(rows)
+        current = self.host.generations.values
+        generations = [current[row] if row != protocol.MISSING else 0 for row in rows]
         self.send(protocol.KNOWN, request.number, len(rows), protocol.pack_rows(rows) + protocol.pack_rows(generations))
 
     def _tell_stored(self, request: SessionRequest, keys: list[OffloadKey]) -> bool:
