@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -20,8 +20,9 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.facade import rows_of
 from tiered_kv.server.attach import Attachment, HostLink
 from tiered_kv.server.connect import AWAIT_S, ProgramManager, names_of
+from tiered_kv.server.idle import IdlePoll
 from tiered_kv.server.protocol import Hello
-from tiered_kv.toolkit import BlockingTier, JobResult, Outcome
+from tiered_kv.toolkit import BlockingTier, Outcome
 from tiered_kv_host.settings import HostTierSettings
 
 _THREADS: Final = 3
@@ -29,8 +30,6 @@ _PART_BYTES: Final = 16 << 20
 _PART_BLOCKS_MAX: Final = 256  # a part leases, or writes, so many of the server's rows at a time
 _LEASE_SHARE: Final = 8
 """A part leases one row in so many at most: those of three parts stay below what a server lets one session lease."""
-_POLL_S: Final = 0.25
-"""How often an idle process looks whether the server has gone: until then it keeps that server's memory."""
 _VECTORS_MAX: Final = 1024  # IOV_MAX of Linux
 _AWAY: Final = "unanswered"
 """The reason while the server is away. The breaker ignores it: the tier attaches again by itself."""
@@ -68,13 +67,13 @@ class HostTier(BlockingTier):
         self._region: PrimaryRegion | None = None  # the server's rows; of the last server, while there is none
         self._lock = threading.Lock()  # guards the manager and the region; held for no copy
         self._numbers = itertools.count()
-        self._poll_at_s = 0.0
         name = f"{self.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         attachment = Attachment(
             settings.socket, Hello(name, "scheduler", settings=_told(offloading_spec, self.block_bytes))
         )
         attachment.connect()
         self._manager = ProgramManager(attachment, on_attached=self._attached)
+        self._idle_poll = IdlePoll(self._manager, self._lock)
 
     # Worker threads.
 
@@ -146,22 +145,11 @@ class HostTier(BlockingTier):
                 self._manager.await_message(AWAIT_S)
 
     def close(self) -> None:
+        self._idle_poll.stop()
         with self._lock:
             self._manager.shutdown()
 
-    def _run_probes(self) -> None:
-        with self._lock:
-            self._manager.poll()
-        super()._run_probes()
-
     # The scheduler's thread.
-
-    def get_finished(self) -> Iterable[JobResult]:
-        now_s = time.monotonic()
-        if now_s >= self._poll_at_s:
-            self._poll_at_s = now_s + _POLL_S
-            self._put_probe()  # also without a lookup: a worker polls the connection
-        return super().get_finished()
 
     def reset_cache(self) -> bool:
         with self._lock:
