@@ -42,15 +42,19 @@ class AttachedManager(CacheManager):
         self,
         attachment: Attachment,
         *,
-        on_attached: Callable[[HostLink], object] | None = None,
+        on_attached: Callable[[HostLink], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cost = EngineCost()
         self._clock = clock
         self.server = ServerConnection(
-            attachment, clock, on_message=self._handle, on_reset=self._outdate_all, on_lost=self._forget_answers
+            attachment,
+            clock,
+            on_message=self._handle,
+            on_reset=self._outdate_all,
+            on_lost=self._forget_answers,
+            on_attached=on_attached,
         )
-        self.server.on_attached = on_attached
         self._hint_reader = HintReader()
         self._requests: dict[str, AttachedRequest] = {}
         self._by_number: dict[int, AttachedRequest] = {}

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from tiered_kv.base import OffloadKey, ReqContext, get_offload_group_idx, make_offload_key
 from tiered_kv.buffers import Blocks
-from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.facade import BlockFacade, keys_of
 from tiered_kv.server import protocol
@@ -161,12 +160,8 @@ class HostStack(BlockFacade[ProgramManager]):
     """
 
     def __init__(self, attachment: Attachment) -> None:
-        manager = ProgramManager(attachment)
-        link = manager.link
-        assert link is not None
-        super().__init__(manager, _rows_of(link))
-        manager.server.on_attached = self._attached
-        self._attached(link)
+        manager = ProgramManager(attachment, on_attached=self._attached)
+        super().__init__(manager, self.region)
         self._idle_poll = IdlePoll(manager, self._lock)
 
     def close(self, timeout: float = 5.0) -> None:
@@ -194,7 +189,8 @@ class HostStack(BlockFacade[ProgramManager]):
 
     def _attached(self, link: HostLink) -> None:
         """Use the rows of a new server, under the lock; no copy runs."""
-        self.region = _rows_of(link)
+        assert link.region is not None, "the program copies blocks itself"
+        self.region = link.region
         self._batch_blocks = min(_BATCH_BLOCKS_MAX, link.welcome.grant_max)
 
     def _keys_of(self, block_hashes: Sequence[bytes]) -> list[OffloadKey]:
@@ -213,11 +209,6 @@ class HostStack(BlockFacade[ProgramManager]):
             with self._lock:
                 asked = self._manager.ask_idle()
             return self._wait(lambda: self._manager.is_idle(asked), end_s)
-
-
-def _rows_of(link: HostLink) -> PrimaryRegion:
-    assert link.region is not None, "the program copies blocks itself"
-    return link.region
 
 
 def names_of(keys: Sequence[OffloadKey]) -> list[OffloadKey]:

@@ -30,13 +30,13 @@ class ServerConnection:
         on_message: Called with each message of the server.
         on_reset: Called when another engine has reset the namespace, or may have.
         on_lost: Called when the server has gone: what it has answered is not valid any more, but for copies that run.
+        on_attached: Called with each new connection.
 
     Attributes:
         link: The open connection; None while the server is away.
         epoch: The number of resets of the namespace that this engine knows.
         is_silent: Whether the server does not answer.
         losses: How many connections were lost.
-        on_attached: If set, it is called with each new connection.
     """
 
     def __init__(
@@ -47,15 +47,16 @@ class ServerConnection:
         on_message: Callable[[Message], object],
         on_reset: Callable[[], object],
         on_lost: Callable[[], object],
+        on_attached: Callable[[HostLink], object],
     ) -> None:
         self.link: HostLink | None = None
         self.epoch = 0
         self.is_silent = False
         self.losses = 0
-        self.on_attached: Callable[[HostLink], object] | None = None
         self._attachment = attachment
         self._clock = clock
         self._on_message, self._on_reset, self._on_lost = on_message, on_reset, on_lost
+        self._on_attached = on_attached
         self._instance = ""
         self._epochs_before = 0
         """What `epoch` is more than the server's number, which begins with 0 when a server is started."""
@@ -210,8 +211,7 @@ class ServerConnection:
         if link is None:
             return
         self._heard_s, self.is_silent = None, False
-        if self.on_attached is not None:
-            self.on_attached(link)
+        self._on_attached(link)
         if link.welcome.instance != self._instance:
             self._instance, self._epochs_before = link.welcome.instance, self.epoch
             self._resets_owed += self._clock() - self._reset_s < RESET_S
