@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.status_server import StatusServer, response
-from tiered_kv._cli.ask import ANSWER_BYTES_MAX, StatusAddress, address_of, fetch
+from tiered_kv._cli.ask import ANSWER_BYTES_MAX, fetch, url_of
 from tiered_kv.errors import ConfigError, TierUnavailableError
 
 STACK = """
@@ -26,14 +26,14 @@ secondary:
         ("http://127.0.0.1:9464", "http://127.0.0.1:9464"),
         ("http://host.example:80/engine-0/", "http://host.example:80/engine-0"),
         ("http://127.0.0.1:9464/status", "http://127.0.0.1:9464"),
-        ("https://host.example", "https://host.example:443"),
+        ("https://host.example", "https://host.example"),
         ("http://[::1]:9464", "http://[::1]:9464"),
         ("127.0.0.1:9464", "http://127.0.0.1:9464"),
         ("[::1]:9464", "http://[::1]:9464"),
     ],
 )
 def test_an_address_is_a_url_or_a_host_and_a_port(text: str, expected: str) -> None:
-    assert str(address_of(text)) == expected
+    assert url_of(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_a_stack_s_file_names_the_address_whatever_else_it_needs(
 ) -> None:
     monkeypatch.setenv("RANK", "3")
     (tmp_path / "stack.yaml").write_text(f"{STACK}{metrics}\n")
-    assert str(address_of(str(tmp_path / "stack.yaml"))) == expected
+    assert url_of(str(tmp_path / "stack.yaml")) == expected
 
 
 def test_a_stack_s_file_without_the_setting_says_which_line_to_add(tmp_path: Path) -> None:
     (tmp_path / "stack.yaml").write_text(STACK)
     with pytest.raises(ConfigError, match=r'add this line .*: metrics: \{listen: "127\.0\.0\.1:9464"\}'):
-        address_of(str(tmp_path / "stack.yaml"))
+        url_of(str(tmp_path / "stack.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_a_stack_s_file_without_the_setting_says_which_line_to_add(tmp_path: Pat
 )  # fmt: skip
 def test_an_invalid_address_is_an_error_that_repeats_no_secret(text: str) -> None:
     with pytest.raises(ConfigError) as error:
-        address_of(text)
+        url_of(text)
     assert "secret" not in str(error.value)
 
 
 def test_a_page_is_asked_for_and_its_body_returned() -> None:
     with StatusServer(lambda: response(b"{}")) as server:
-        assert fetch(address_of(f"http://{server.address}/engine"), "/status") == b"{}"
+        assert fetch(url_of(f"http://{server.address}/engine"), "/status") == b"{}"
     head = server.requests[0].decode()
     assert head.startswith("GET /engine/status HTTP/1.1\r\n")
     assert f"Host: {server.address}\r\n" in head
@@ -95,7 +95,7 @@ def test_a_bad_answer_is_an_error_for_a_terminal(answer: bytes, expected: str) -
         StatusServer(lambda: answer) as server,
         pytest.raises(TierUnavailableError, match=expected) as error,
     ):
-        fetch(address_of(server.address), "/status")
+        fetch(url_of(server.address), "/status")
     assert str(error.value).isprintable()
 
 
@@ -104,9 +104,9 @@ def test_an_answer_that_does_not_come_times_out() -> None:
         socket.create_server(("127.0.0.1", 0)) as listening,
         pytest.raises(TierUnavailableError, match=r"no answer within 0\.2 s"),
     ):
-        fetch(StatusAddress("127.0.0.1", listening.getsockname()[1]), "/status", 0.2)
+        fetch(f"http://127.0.0.1:{listening.getsockname()[1]}", "/status", 0.2)
 
 
 def test_tls_that_is_not_trusted_is_an_error() -> None:
     with StatusServer(lambda: response(b"{}")) as server, pytest.raises(TierUnavailableError, match="TLS failed"):
-        fetch(address_of(f"https://{server.address}"), "/status")
+        fetch(url_of(f"https://{server.address}"), "/status")

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Final
 
 from tiered_kv._cli.arguments import describe_use, seconds
-from tiered_kv._cli.ask import DEFAULT_ADDRESS, address_of, fetch, is_address
+from tiered_kv._cli.ask import DEFAULT_ADDRESS, fetch, is_address, url_of
 from tiered_kv._cli.output import Status, one_line, print_json, print_text, printable, progress
 from tiered_kv._cli.stacks import administer, operated_stack
 from tiered_kv.config.namespace import differences
@@ -71,23 +71,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Status:
-    address = address_of(args.where)
+    url = url_of(args.where)
     file = args.stack or (None if is_address(args.where) else args.where)
     with progress("asking", None):
         try:
-            readings = Readings(fetch(address, "/metrics", args.timeout).decode("utf-8", "replace"))
+            readings = Readings(fetch(url, "/metrics", args.timeout).decode("utf-8", "replace"))
         except TierUnavailableError as error:
             raise TierUnavailableError(
-                f"no answer from {address}/metrics: {error}; start the engine, or give the address of its metrics"
+                f"no answer from {url}/metrics: {error}; start the engine, or give the address of its metrics"
             ) from error
         if not readings.tiers:
             raise TierUnavailableError(
-                f"{address}/metrics has no counter of Tiered KV: is its connector in the engine's configuration, or "
+                f"{url}/metrics has no counter of Tiered KV: is its connector in the engine's configuration, or "
                 "'metrics' in the stack's file? Send a request, and ask again"
             )
     limits = [*advice(readings), *(() if file is None else _of_storage(file, args.timeout))]
     if args.json:
-        print_json({"url": str(address), "gains": [*gains(readings)], "limits": [asdict(each) for each in limits]})
+        print_json({"url": url, "gains": [*gains(readings)], "limits": [asdict(each) for each in limits]})
     else:
         for sentence in gains(readings):
             print_text(sentence)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from tiered_kv._cli.arguments import describe_use, seconds
-from tiered_kv._cli.ask import StatusAddress, fetch, read_status
+from tiered_kv._cli.ask import fetch, read_status
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
 from tiered_kv._cli.stacks import add_stack_arguments, administer, digest, operated_stack
 from tiered_kv.config.settings import TierSettings
@@ -120,11 +120,11 @@ def run(args: argparse.Namespace) -> Status:
 
 def _running(config: StackConfig, tiers: Sequence[TierPurge]) -> str:
     """Return which process to stop first, if one answers at the file's `metrics.listen`."""
-    address = None if config.metrics is None else StatusAddress(*config.metrics.address)
+    url = "" if config.metrics is None else f"http://{config.metrics.listen}"
     with suppress(TieredKVError):  # nothing listens there, or another program does
-        status = None if address is None else read_status(fetch(address, "/status", _ASK_S))
+        status = read_status(fetch(url, "/status", _ASK_S)) if url else None
         if status and any(each.namespace == status.namespace for tier in tiers for each in tier.namespaces):
-            has = f"process {status.pid}, which answers at {address}, has {status.namespace} open"
+            has = f"process {status.pid}, which answers at {url}, has {status.namespace} open"
             return f"{has} and may store again: stop it first"
     return ""
 

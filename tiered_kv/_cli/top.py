@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import FrameType
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
@@ -20,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiered_kv._cli.arguments import describe_use, interval
-from tiered_kv._cli.ask import DEFAULT_ADDRESS, StackStatus, View, address_of, fetch, read_status, view_of
+from tiered_kv._cli.ask import DEFAULT_ADDRESS, StackStatus, View, fetch, read_status, url_of, view_of
 from tiered_kv._cli.output import Status, print_json, print_text, progress
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.errors import TieredKVError, TierUnavailableError
@@ -77,16 +76,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Status:
-    address = address_of(args.where)
+    url = url_of(args.where)
 
     def ask() -> StackStatus:
-        return read_status(fetch(address, "/status"))
+        return read_status(fetch(url, "/status"))
 
     can_draw = sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
     if args.once or args.json or not can_draw:
-        return _once(ask, str(address), args)
-    _end_by_signals()
-    _draw(ask, str(address), args.interval)
+        return _once(ask, url, args)
+    for each in (signal.SIGTERM, signal.SIGHUP):  # by an exception, so that the terminal is restored
+        signal.signal(each, lambda signum, _: sys.exit(128 + signum))
+    _draw(ask, url, args.interval)
     return Status.INTERRUPTED
 
 
@@ -137,17 +137,6 @@ def _console(**settings: Any) -> Console:  # Any: rich's
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a name may have characters that the output's encoding lacks
     return Console(**settings)
-
-
-def _end_by_signals() -> None:
-    """Turn SIGTERM and SIGHUP into an exception, so that the terminal is restored."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as after `nohup`
-            signal.signal(number, end)
 
 
 def screen(view: View | None, error: str, where: str, console: Console) -> RenderableType:

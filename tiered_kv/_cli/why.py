@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from tiered_kv._cli import inspect
 from tiered_kv._cli.arguments import describe_use, seconds
-from tiered_kv._cli.ask import StatusAddress, address_of, fetch, is_address
+from tiered_kv._cli.ask import fetch, is_address, url_of
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress, quantity
 from tiered_kv._cli.stacks import add_namespace_argument
 from tiered_kv.config.units import rounded_seconds
@@ -18,7 +18,6 @@ from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.reasons import SENTENCES
 
 _TIMEOUT_S: Final = 10.0
-_NO_STACK: Final = "what answers at {} is no stack of this kind"
 
 Answer = Mapping[str, Any]  # Any: JSON
 
@@ -55,31 +54,22 @@ def run(args: argparse.Namespace) -> Status:
         raise ConfigError("it needs --namespaces", location="--namespace")
     if not query:
         raise ConfigError("expected keys, --request, --last or --namespaces")
-    with progress("asking", None):
-        answer = _fetch(address_of(args.stack), query, args.timeout)
-    if args.json:
-        print_json(answer)
-    else:
-        try:
-            _show(answer, args.request)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise TierUnavailableError(_NO_STACK.format(address_of(args.stack))) from error
-    return Status.FOUND if args.request is not None and not answer["requests"] else Status.OK
-
-
-def _fetch(address: StatusAddress, query: list[tuple[str, str]], timeout_s: float) -> Answer:
-    """Return the answer of the process at `address`; raise TierUnavailableError if it is not that of a stack."""
+    url = url_of(args.stack)
     try:
-        answer = json.loads(fetch(address, f"/explain?{urllib.parse.urlencode(query)}", timeout_s))
+        with progress("asking", None):
+            answer: Answer = json.loads(fetch(url, f"/explain?{urllib.parse.urlencode(query)}", args.timeout))
+        requests = answer["requests"]
+        if args.json:
+            print_json(answer)
+        else:
+            _show(answer, args.request)
     except TierUnavailableError as error:
         raise TierUnavailableError(
-            f"no process answers at {address}: {error}; the stack has to be open there, with 'metrics' and 'history'"
+            f"no process answers at {url}: {error}; the stack has to be open there, with 'metrics' and 'history'"
         ) from error
-    except (ValueError, RecursionError):
-        answer = None
-    if not isinstance(answer, dict) or not {"keys", "requests"} <= answer.keys():
-        raise TierUnavailableError(_NO_STACK.format(address))
-    return answer
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise TierUnavailableError(f"what answers at {url} is no stack of this kind") from error
+    return Status.FOUND if args.request is not None and not requests else Status.OK
 
 
 def _show(answer: Answer, req_id: str | None) -> None:
