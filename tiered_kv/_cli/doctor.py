@@ -9,7 +9,7 @@ import argparse
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -103,13 +103,11 @@ def _of_storage(file: str, timeout_s: float) -> Iterator[Advice]:
     stack = operated_stack(argparse.Namespace(stack=file))
     with progress("looking for namespaces", None):
         for settings in stack.config.secondary:
-            stored: list[StoredNamespace] = []
-            deadline = time.monotonic() + timeout_s
-            administer(settings, lambda found: stored.extend(found.survey(deadline).namespaces))  # noqa: B023
-            yield from _of_namespaces(settings.name, stack.digest, stored)
+            survey, _ = administer(settings, lambda found: found.survey(time.monotonic() + timeout_s))
+            yield from _of_namespaces(settings.name, stack.digest, () if survey is None else survey.namespaces)
 
 
-def _of_namespaces(tier: str, own: str | None, stored: list[StoredNamespace]) -> Iterator[Advice]:
+def _of_namespaces(tier: str, own: str | None, stored: Sequence[StoredNamespace]) -> Iterator[Advice]:
     newest = min(stored, key=lambda each: each.written.newest_s if each.written else float("inf"), default=None)
     ours = next((each for each in stored if each.digest == own), newest)
     if ours is None:

@@ -110,7 +110,7 @@ def _inspect(stack: OperatedStack, settings: TierSettings, args: argparse.Namesp
         if args.verify:
             _verify(administration, stack, settings, tier, args)
 
-    error = administer(settings, inspect)
+    _, error = administer(settings, inspect)
     if error is None:
         tier.unavailable = f"tiers of type '{settings.type}' show nothing to other processes"
     tier.error = error or ""

@@ -141,7 +141,7 @@ def _look(settings: TierSettings, digest: str | None, tenant: str | None, timeou
             elif stored.tenant is None:
                 tier.unknown.append(stored.digest)
 
-    error = administer(settings, look)
+    _, error = administer(settings, look)
     tier.error = f"tiers of type '{settings.type}' cannot be purged by this command" if error is None else error
     return tier
 
@@ -161,7 +161,7 @@ def _purge(settings: TierSettings, tier: TierPurge, timeout_s: float) -> None:
             found.purged = not removed.left
 
     if tier.namespaces:
-        tier.error = administer(settings, purge) or tier.error
+        tier.error = administer(settings, purge)[1] or tier.error
 
 
 def _ask(tiers: Sequence[TierPurge]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from logging.handlers import MemoryHandler
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
@@ -31,6 +31,7 @@ from tiered_kv.toolkit.administration import DIGEST_HEX, StoredNamespace, TierAd
 OWN_MODEL: Final = "tiered-kv check"
 """Of the namespace under which tiers are opened if that of the stack is not known; it is purged afterwards."""
 _FIND_S: Final = 30.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class OperatedStack:
                 location="block.bytes",
             )
         block = {"bytes": self.block_bytes, "tokens": self.config.block.tokens}
-        return own_config(_completed(self.config, self.config.namespace, block))
+        return _completed(self.config, Namespace(model=OWN_MODEL), block)
 
     def ambiguous(self) -> ConfigError:
         """Return the error if it is not known which of several namespaces is meant."""
@@ -174,19 +175,18 @@ def chosen_tiers(config: StackConfig, name: str | None) -> list[TierSettings]:
     return tiers
 
 
-def administer(settings: TierSettings, work: Callable[[TierAdministration], None]) -> str | None:
-    """Call `work` with a tier's administration; return an error's text, or None if tiers of the type have none."""
+def administer(settings: TierSettings, work: Callable[[TierAdministration], T]) -> tuple[T | None, str | None]:
+    """Return the result of `work` with a tier's administration, and an error; both None if the type has none."""
     with held_log() as drop:
         try:
             load = tier_type_of(settings).administration
             if load is None:
-                return None
+                return None, None
             with closing(load()(settings)) as administration:
-                work(administration)
+                return work(administration), ""
         except Exception as error:  # a third-party administration may raise anything
             drop()
-            return tier_error_text(error, settings)
-    return ""
+            return None, tier_error_text(error, settings)
 
 
 @contextmanager
@@ -202,25 +202,11 @@ def held_log() -> Iterator[Callable[[], None]]:
             root.handle(record)
 
 
-def own_config(config: StackConfig) -> StackConfig:
-    """Return the configuration with the namespace of `OWN_MODEL`, which is no stack's."""
-    return _completed(config, Namespace(model=OWN_MODEL), config.block.model_dump())
-
-
-def purge_own(config: StackConfig, tiers: Iterable[TierSettings]) -> dict[str, str]:
-    """Delete what tiers store under the namespace of `OWN_MODEL`; return what is left, and why, by the tier's name.
-
-    The tiers are shut down.
-    """
-    namespace = own_config(config).identity.digest.hex()
-    left: dict[str, str] = {}
-
-    def purge(administration: TierAdministration) -> None:
-        left[settings.name] = "; ".join(administration.purge(namespace, time.monotonic() + _FIND_S).left)
-
-    for settings in tiers:
-        left[settings.name] = administer(settings, purge) or left.get(settings.name, "")
-    return {name: what for name, what in left.items() if what}
+def purge_own(config: StackConfig, tiers: Iterable[TierSettings]) -> None:
+    """Delete what tiers, which are shut down, store of a configuration with the namespace of `OWN_MODEL`."""
+    if config.namespace.model == OWN_MODEL:
+        for settings in tiers:
+            administer(settings, lambda each: each.purge(config.identity.digest.hex(), time.monotonic() + _FIND_S))
 
 
 def tier_error_text(error: Exception, settings: TierSettings) -> str:
@@ -239,13 +225,9 @@ def _fitting(config: StackConfig, block_bytes: int | None, find_s: float) -> dic
     found: list[dict[str, StoredNamespace]] = []
     with progress("looking for the namespace", None):
         for settings in config.secondary:
-            names: list[StoredNamespace] = []
-
-            def look(administration: TierAdministration, names: list[StoredNamespace] = names) -> None:
-                names += administration.namespaces(time.monotonic() + find_s)
-
-            administer(settings, look)  # the verb itself reports a storage that cannot be reached
-            fit = {each.digest: each for each in names if _fits(config, block_bytes, each)}
+            # The verb itself reports a storage that cannot be reached.
+            names, _ = administer(settings, lambda found: found.namespaces(time.monotonic() + find_s))
+            fit = {each.digest: each for each in names or () if _fits(config, block_bytes, each)}
             found += [fit] if fit else []
     common = set(found[0]).intersection(*found[1:]) if found else set()
     every = {digest: each for tier in found for digest, each in tier.items()}
