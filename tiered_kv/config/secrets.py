@@ -57,9 +57,6 @@ class EnvironmentText(str):
         made.values = frozenset(values)
         return made
 
-    def __reduce__(self) -> tuple[type[Self], tuple[str, frozenset[str]]]:
-        return type(self), (str(self), self.values)
-
 
 def is_secret_name(name: str) -> bool:
     """Return whether the value of a setting called `name` is a secret."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from tiered_kv.integrations.facts import counting_variables
+from tiered_kv.integrations.facts import counting_variables, names
 from tiered_kv.integrations.transformers import layout as block_layout
 from tiered_kv.integrations.transformers.layout import CacheLayout
 
@@ -32,33 +32,16 @@ _SAMPLE_BYTES = 4096
 
 _REMEDY = "name the model and its revision in the stack's namespace, and pass weights='revision'"
 
-_NOT_OF_THE_MODEL = frozenset(
-    {
-        # The model's origin.
-        "_name_or_path",
-        "architectures",
-        "transformers_version",
-        # The weights' digest has their data types.
-        "dtype",
-        "torch_dtype",
-        # What a call returns.
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "return_dict_in_generate",
-        "use_cache",
-        # Names of classes.
-        "id2label",
-        "label2id",
-        "problem_type",
-    }
+# The model's origin; data types, which the weights' digest has; what a call returns; names of classes.
+_NOT_OF_THE_MODEL = names(
+    """
+    _name_or_path architectures transformers_version dtype torch_dtype output_attentions output_hidden_states
+    return_dict return_dict_in_generate use_cache id2label label2id problem_type
+    """
 )
 """Entries of a configuration that no key or value depends on. All others count, in future versions too."""
 
-
-_EXACT_ATTENTION = frozenset(
-    {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"}
-)
+_EXACT_ATTENTION = names("eager sdpa flash_attention_2 flash_attention_3 flash_attention_4 flex_attention")
 """Implementations of attention that compute the same but for the last bits. Others, and yours, may approximate."""
 
 _FLOAT32_VARIABLES = re.compile(
