@@ -304,7 +304,6 @@ def keys_of(block_hashes: Sequence[bytes]) -> list[OffloadKey]:
 
 
 def rows_of(spec: object) -> list[int]:
-    """Return the rows of a transfer spec."""
     assert isinstance(spec, BlockIDsLoadStoreSpec), "the primary tier gives block ids"
     rows: list[int] = np.asarray(spec.block_ids).tolist()
     return rows

@@ -132,7 +132,6 @@ def _show(stack: str, results: list[TierBench], settings: BenchSettings) -> None
 
 
 def _rows(results: Sequence[TierBench]) -> list[list[str]]:
-    """Return the rows of `_COLUMNS`, one for each tier."""
     return [
         [
             each.name if each.name == each.type else f"{each.name} ({each.type})",
@@ -146,7 +145,6 @@ def _rows(results: Sequence[TierBench]) -> list[list[str]]:
 
 
 def _remarks(results: Sequence[TierBench]) -> Iterator[str]:
-    """Yield a sentence for each kind of failure."""
     for each in results:
         if each.error:
             yield f"{each.name} FAILED: {each.error}"

@@ -190,7 +190,6 @@ class TierReading:
         return max(0.0, twice - once)
 
     def words(self) -> dict[str, str]:
-        """Return the words that sentences may use."""
         highest = partial(self._readings.highest, tier=self.name)
         capacity = highest(f"{PREFIX}capacity_bytes") or highest(f"{TIER_PREFIX}capacity_bytes")
         failed = self._readings.values(f"{PREFIX}failed_blocks_total", "reason", tier=self.name)

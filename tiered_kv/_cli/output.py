@@ -178,26 +178,16 @@ def progress(title: str, total: int | None, *, in_bytes: bool = False) -> Iterat
     if not sys.stderr.isatty():
         yield lambda done, doing=None: None
         return
+    from rich import progress as shown
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
-    columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn()]
+    columns: list[shown.ProgressColumn] = [shown.TextColumn("{task.description}"), shown.BarColumn()]
     if in_bytes:
-        columns += [DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()]
+        columns += [shown.DownloadColumn(binary_units=True), shown.TransferSpeedColumn(), shown.TimeRemainingColumn()]
     else:
-        columns += [MofNCompleteColumn(), TimeElapsedColumn()]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        columns += [shown.MofNCompleteColumn(), shown.TimeElapsedColumn()]
+    with shown.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done, doing=None: bar.update(task, completed=done, description=doing and escape(doing))
 

@@ -177,5 +177,4 @@ class ClassArguments(TierSettings):
 
     @property
     def arguments(self) -> dict[str, object]:
-        """The arguments of the class."""
         return dict(self.model_extra or {})

@@ -153,7 +153,6 @@ class StackCollector:
         return []
 
     def collect(self) -> Iterator[Family]:
-        """Yield all metrics."""
         families: dict[str, Any] = {}  # Any: a family, whose `add_metric` depends on its type
         for read, labels, secrets in self._sources:
             with suppress(ShutdownError):

@@ -129,7 +129,6 @@ class BlockHistory:
         self._evicted.extend(keys)
 
     def note(self, tier: int, fate: Fate, keys: Collection[OffloadKey]) -> None:
-        """Note the fate of blocks in a tier."""
         self._add(self._ledger.note, keys, tier, fate)
 
     def missed(self, log: RequestLog, because: BatchFates, keys: Collection[OffloadKey]) -> None:
@@ -175,7 +174,6 @@ class BlockHistory:
 
     @property
     def has_work(self) -> bool:
-        """Whether the queue is not empty."""
         return bool(self._batch or self._pending)
 
     def work(self, *, is_idle: bool) -> None:
@@ -229,7 +227,6 @@ class BlockHistory:
             return list(self._ledger.ended)
 
     def age_s(self, request: EndedRequest) -> float:
-        """Return the seconds since a request ended."""
         return self._clock() - request.ended_s
 
     # The history's thread, or a reader.
@@ -247,7 +244,6 @@ class BlockHistory:
         return min(max(THREAD_SHARE, self._fullness()), THREAD_SHARE_MAX)
 
     def _fullness(self) -> float:
-        """Return the share of the queue that is full."""
         waiting = self._appended_keys - self._taken_keys
         return max(waiting / PENDING_KEYS_MAX, len(self._pending) / PENDING_BATCHES_MAX)
 

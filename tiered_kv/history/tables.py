@@ -112,7 +112,6 @@ class Ghosts:
                         followed.popitem(last=False)
 
     def reset(self) -> None:
-        """Forget all blocks."""
         for followed in self._followed:
             followed.clear()
 

@@ -223,7 +223,6 @@ TIER: Final = {
 
 
 def counters_of(metrics: Mapping[str, Metric]) -> Counters:
-    """Return counters with these names and labels."""
     return Counters(*_names_of(metrics))
 
 

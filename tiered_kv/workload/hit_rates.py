@@ -108,7 +108,6 @@ class HitCurve:
         return len(self.hits) - 1
 
     def rate(self, capacity_blocks: int) -> float:
-        """Return the hit rate with room for `capacity_blocks`."""
         return int(self.hits[min(capacity_blocks, self.distinct_blocks)]) / max(self.blocks, 1)
 
 

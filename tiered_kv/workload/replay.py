@@ -134,7 +134,6 @@ class Replay:
 
     @property
     def running(self) -> int:
-        """The number of running requests."""
         return len(self._running)
 
     def drive(

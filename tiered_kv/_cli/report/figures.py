@@ -121,7 +121,6 @@ def _inline(svg: str, description: str) -> Html:
 
 
 def hits_over_requests(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
-    """Draw the share of blocks that each tier served, over the requests."""
     windows = _windows(samples, lambda sample: sample.blocks)
     edges = np.array([windows[0][0].requests, *(after.requests for _, after in windows)] if windows else [0])
 
@@ -141,7 +140,6 @@ def hits_over_requests(samples: Sequence[ReplaySample], tiers: Sequence[str]) ->
 
 
 def throughput(samples: Sequence[ReplaySample], tiers: Sequence[str]) -> Html:
-    """Draw bytes stored and bytes loaded a second by each tier, over time."""
     names = ("stored_bytes_total", "loaded_bytes_total")
     windows = _windows(samples, lambda sample: sample.seconds)
     seconds = np.array([after.seconds - before.seconds for before, after in windows])

@@ -153,7 +153,6 @@ def color_key(color: str) -> Html:
 
 
 def section(title: str, about: str, *content: Html) -> Html:
-    """Return a part of a page."""
     return element("section", element("h2", title), element("p", about, class_="about"), *content)
 
 

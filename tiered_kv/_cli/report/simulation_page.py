@@ -80,7 +80,6 @@ def cheapest(runs: Sequence[StackRun]) -> StackRun:
 
 
 def headline(runs: Sequence[StackRun], currency: str) -> str:
-    """Return the result of a comparison in a sentence."""
     name, simulated, costs = cheapest(runs)
     best_name, best, _ = max(runs, key=lambda each: each[1].hit_rate)
     cost = f", {_cost(costs):,.2f} {currency} a month" if costs else ""
@@ -103,7 +102,6 @@ def _cost(costs: Costs) -> float:
 
 
 def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: Sequence[HitRate]) -> str:
-    """Return the page of a simulation of policies and sizes."""
     points = {_LRU: points_of(curve)}
     for rate in sorted(rates, key=lambda rate: rate.capacity_blocks):
         if rate.policy != _LRU:
@@ -162,7 +160,6 @@ def _tile(hit_rate: float, of: str) -> Html:
 
 
 def _hit_rates(points: Mapping[str, Sequence[tuple[float, float]]], about: str, unit: str) -> Html:
-    """Return a figure of hit rates by size, with a line for each policy."""
 
     def plot(axes: Axes) -> None:
         for index, each in enumerate(points.values()):

@@ -281,7 +281,6 @@ class TierSet:
                 tiers.contains(known, report)
 
     def status(self) -> dict[str, Any]:  # Any: as `DirectTiers.counters`
-        """Return the set for LMCache's status."""
         tiers = self._tiers
         shown: dict[str, Any] = {"model": self.model, "layout": self.layout, "block_bytes": self.block_bytes}
         if tiers is not None:
@@ -306,7 +305,6 @@ class TierSet:
 
 
 def namespace_of(model: str, layout: str, settings: AdapterSettings) -> Namespace:
-    """Return the namespace of a model's objects."""
     facts = {"engine": "lmcache", "lmcache": str(lmcache.__version__)}
     return settings.namespace.complete("LMCache", {"model": model, "layout": layout}, facts, (LOCATION, "namespace"))
 

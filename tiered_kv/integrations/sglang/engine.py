@@ -133,7 +133,6 @@ _GEOMETRY = ("start_layer", "end_layer", "head_num", "head_dim", "v_head_dim", "
 
 
 def model_path() -> str:
-    """Return the name or path of the engine's model."""
     return str(get_context().config_bag("model").model_path)
 
 

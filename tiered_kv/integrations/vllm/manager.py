@@ -137,7 +137,6 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._transfers.setdefault(transfer.req_context.req_id, []).append(transfer)
 
     def _end(self, is_store: bool, keys: Collection[OffloadKey], req_context: Any) -> _Transfer | None:
-        """Remove and return the transfer of these keys."""
         transfers = self._transfers.get(req_context.req_id, [])
         for index, transfer in enumerate(transfers):
             if transfer.is_store is is_store and len(transfer.keys) == len(keys) and transfer.keys[0] in keys:

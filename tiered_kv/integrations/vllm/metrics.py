@@ -44,7 +44,6 @@ _OBSERVATIONS_MAX = 10_000
 
 
 def metric_definitions() -> dict[str, Any]:  # Any: vLLM's OffloadingMetricMetadata
-    """Return the declarations of our metrics."""
     definitions = {PREFIX + name: _definition(name, metric) for name, metric in MANAGER.items()}
     definitions |= {TIER_PREFIX + name: _definition(name, metric) for name, metric in TIER.items()}
     definitions[PREFIX + DROPPED] = _definition(DROPPED, DROPPED_METRIC)

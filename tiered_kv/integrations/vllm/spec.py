@@ -361,7 +361,6 @@ class HandlerWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not ther
         return self._handlers.load.transfer_async(job_id, (src_spec, dst_spec))
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the transfers that have ended."""
         results = [*self._handlers.store.get_finished(), *self._handlers.load.get_finished()]
         if not results:
             return []
