@@ -170,7 +170,7 @@ def test_a_plugin_is_registered_once() -> None:
     plugins = TierPlugins()
     plugin = Plugin("one")
     plugins.register(plugin)
-    with pytest.raises(ConfigError, match="cannot be used: it cannot be registered"):
+    with pytest.raises(ConfigError, match="cannot be loaded: it cannot be registered"):
         plugins.register(plugin, "again")
     assert list(plugins.tier_types()) == ["one"]
 
@@ -184,7 +184,7 @@ def test_a_plugin_that_raises_is_a_config_error_and_is_not_registered() -> None:
             return [TierType(name, TierSettings, lambda: FourMethodTier) for name in self.names]  # type: ignore[union-attr]
 
     plugins, plugin = TierPlugins(), Raising()
-    with pytest.raises(ConfigError, match="plugin 'Raising' cannot be used: TypeError: "):
+    with pytest.raises(ConfigError, match="plugin 'Raising' cannot be loaded: TypeError: "):
         plugins.register(plugin)
     plugin.names = ("one",)
     plugins.register(plugin)

@@ -155,18 +155,12 @@ class TierPlugins:
             ResourceError: The system gives no descriptor, thread or memory to load it.
         """
         self._load()
-        label = name or str(getattr(plugin, "__name__", type(plugin).__name__))
-        try:
-            tiers = self._tiers_of(plugin, label)
-        except Exception as error:  # any exception of its hook
-            if remedy_of(error):
-                raise ResourceError.of(f"the plugin '{label}' cannot be used", error) from error
-            found = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            raise ConfigError(f"plugin '{label}' cannot be used: {found}") from error
-        state = PluginState(label, "", tiers)
+        state = self._read(name or str(getattr(plugin, "__name__", type(plugin).__name__)), "", lambda: plugin)
+        if state.error:
+            raise ConfigError(f"{state.origin} cannot be loaded: {state.error}")
         self._states.append(state)
         if conflicts := self._conflicts(state):
-            self.unregister(label)
+            self.unregister(state.plugin)
             raise ConfigError(conflicts)
         return state
 
@@ -217,22 +211,24 @@ class TierPlugins:
         """Load the plugins whose entry point is called `name`, by default all, that are not loaded yet."""
         with self._lock:
             for entry_point in [each for each in self._waiting if name in (None, each.name)]:
-                state = self._loaded(entry_point)
+                state = self._read(*_origin(entry_point), entry_point.load)
                 self._waiting = [each for each in self._waiting if each is not entry_point]
                 self._states.append(state)
-                if conflicts := self._conflicts(state):
+                if state.error:
+                    _log.warning("%s cannot be loaded and is left out: %s", state.origin, state.error)
+                elif conflicts := self._conflicts(state):
                     _log.warning("%s", conflicts)
 
-    def _loaded(self, entry_point: importlib.metadata.EntryPoint) -> PluginState:
-        plugin, distribution = _origin(entry_point)
+    def _read(self, name: str, distribution: str, load: Callable[[], object]) -> PluginState:
         try:
-            return PluginState(plugin, distribution, self._tiers_of(entry_point.load(), f"{distribution}:{plugin}"))
-        except Exception as error:  # any exception that a third-party module raises when it is imported
+            return PluginState(
+                name, distribution, self._tiers_of(load(), f"{distribution}:{name}" if distribution else name)
+            )
+        except Exception as error:  # a third-party module, or its hook, may raise anything
             if remedy_of(error):  # it may be loaded later
-                raise ResourceError.of(f"the plugin '{plugin}' cannot be loaded", error) from error
-            state = PluginState(plugin, distribution, (), f"{type(error).__name__}: {error}")
-            _log.warning("%s cannot be loaded and is left out: %s", state.origin, state.error)
-            return state
+                raise ResourceError.of(f"the plugin '{name}' cannot be loaded", error) from error
+            found = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            return PluginState(name, distribution, (), found)
 
     def _owner(self, name: str) -> tuple[TierType | None, str]:
         """Return the tier type of that name, if there is one, and what to do about plugins in conflict about it.
