@@ -70,13 +70,8 @@ class StackCheck:
 
     @property
     def ok(self) -> bool:
-        return not any(
-            (
-                *(not tier.ok for tier in self.tiers),
-                *(each.error for each in self.listens),
-                *(need.is_refused for need in self.limits),
-            )
-        )
+        is_open = all(tier.ok for tier in self.tiers) and not any(each.error for each in self.listens)
+        return is_open and not any(need.is_refused for need in self.limits)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -100,9 +100,13 @@ def bench_tier(
     for number in range(settings.rounds):
         bench.run_round(number)
         on_round(number + 1)
-        if not bench.is_measured:  # another round would wait for the same server
+        if not bench.result.is_measured:  # another round would wait for the same server
             break
-    return bench.result()
+    result = bench.result
+    result.store_gb_per_s = median(each.store_gb_per_s for each in result.rounds)
+    result.load_gb_per_s = median(each.load_gb_per_s for each in result.rounds)
+    result.lookup_us = LatencyUs.of_seconds(bench.lookup_s)
+    return result
 
 
 class _Bench:
@@ -115,8 +119,8 @@ class _Bench:
         self._content = BlockContent(self._rows.shape[1])
         self._job_ids = count()
         self._token = os.urandom(8)
-        self._lookup_s: list[float] = []
-        self._result = TierBench(name, tier.tier_type, self._rows.shape[1], settings.batch, settings.blocks)
+        self.lookup_s: list[float] = []
+        self.result = TierBench(name, tier.tier_type, self._rows.shape[1], settings.batch, settings.blocks)
 
     def run_round(self, number: int) -> None:
         blocks = self._settings.blocks
@@ -129,31 +133,20 @@ class _Bench:
         stored, store_s, store_cores = self._transfer(
             self._tier.submit_store, keys, range(blocks), context, is_load=False
         )
-        self._result.failed_stores += blocks - len(stored)
+        self.result.failed_stores += blocks - len(stored)
         self._measure_lookups([keys[row] for row in stored[:: max(1, len(stored) // _LOOKUPS_MAX)]], context)
         # Bytes that the store left in the region must not count as loaded.
         self._rows[:blocks] = 0
         loaded, load_s, load_cores = self._transfer(
             self._tier.submit_load, [keys[row] for row in stored], stored, context, is_load=True
         )
-        self._result.failed_loads += len(stored) - len(loaded)
+        self.result.failed_loads += len(stored) - len(loaded)
         wrong = self._content.check(self._rows, loaded, [ids[row] for row in loaded])
-        self._result.corrupt_blocks += len(wrong)
-        self._result.verified_blocks += len(loaded) - len(wrong)
+        self.result.corrupt_blocks += len(wrong)
+        self.result.verified_blocks += len(loaded) - len(wrong)
         self._tier.on_request_finished(context)
         rates = self._rate(stored, store_s), self._rate(loaded, load_s)
-        self._result.rounds.append(Round(*rates, store_cores, load_cores))
-
-    @property
-    def is_measured(self) -> bool:
-        return self._result.is_measured
-
-    def result(self) -> TierBench:
-        result = self._result
-        result.store_gb_per_s = median(each.store_gb_per_s for each in result.rounds)
-        result.load_gb_per_s = median(each.load_gb_per_s for each in result.rounds)
-        result.lookup_us = LatencyUs.of_seconds(self._lookup_s)
-        return result
+        self.result.rounds.append(Round(*rates, store_cores, load_cores))
 
     def _key(self, number: int, index: int) -> OffloadKey:
         place = number.to_bytes(8, "little") + index.to_bytes(8, "little")
@@ -189,7 +182,7 @@ class _Bench:
                     succeeded += job.block_ids.tolist()
                     continue
                 reason = result.reason or "unknown"
-                self._result.reasons[reason] = self._result.reasons.get(reason, 0) + 1
+                self.result.reasons[reason] = self.result.reasons.get(reason, 0) + 1
                 good = set(result.successful_keys or ())
                 succeeded += [int(row) for key, row in zip(job.keys, job.block_ids, strict=True) if key in good]
             is_away = not is_load and not succeeded and 0 < len(pending) < len(jobs)
@@ -210,7 +203,7 @@ class _Bench:
             while self._tier.lookup(key, context) is None:
                 self._tier.on_schedule_end()
                 self._wait_until(deadline_s, "lookup", "the lookup of a key")
-            self._lookup_s.append(time.perf_counter() - started_s)
+            self.lookup_s.append(time.perf_counter() - started_s)
 
     def _wait_until(self, deadline_s: float, operation: str, what: str) -> None:
         if time.monotonic() > deadline_s:
@@ -218,9 +211,9 @@ class _Bench:
         time.sleep(POLL_S)
 
     def _unavailable(self, problem: str, operation: str) -> TierUnavailableError:
-        failed = ", ".join(f"{count} {reason}" for reason, count in self._result.reasons.items())
+        failed = ", ".join(f"{count} {reason}" for reason, count in self.result.reasons.items())
         problem += failed and f"; jobs failed before: {failed}"
-        return TierUnavailableError(problem, tier=self._result.name, operation=operation)
+        return TierUnavailableError(problem, tier=self.result.name, operation=operation)
 
     def _rate(self, blocks: Sequence[int], seconds: float) -> float:
         return round(len(blocks) * self._content.block_bytes / GB / seconds, 3)
