@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-from tiered_kv.errors import FormatError
-from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
+from tiered_kv.toolkit.epoch import MARK_BYTES_MAX
 from tiered_kv.toolkit.small_files import read_file, replace_file
 from tiered_kv_fs.directory import EPOCH_NAME
 
@@ -34,12 +33,3 @@ class EpochFile:
     def remove(self, deadline: float) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._path)
-
-
-def is_joined(namespace_path: str, epoch: str) -> bool:
-    """Return whether new processes join an epoch; true also if the namespace's mark cannot be read."""
-    try:
-        mark = EpochMark.decode(read_file(f"{namespace_path}/{EPOCH_NAME}", MARK_BYTES_MAX) or b"")
-    except (OSError, FormatError):
-        return True
-    return mark is not None and mark.value == epoch

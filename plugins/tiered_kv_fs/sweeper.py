@@ -30,7 +30,6 @@ from tiered_kv_fs.directory import (
     occupied_bytes,
     round_up,
 )
-from tiered_kv_fs.epoch import is_joined
 from tiered_kv_fs.ledger import LAPSE_S, SURVEY_INTERVAL_S, DirectoryLedger
 
 _CANDIDATES_MAX: Final = 65_536  # files that one survey keeps as the next to evict; at most about 20 MB
@@ -55,11 +54,11 @@ class Sweep(Enum):
 @dataclass(slots=True)
 class _Count:
     used_bytes: int = 0
-    oldest: list[tuple[int, str, int, int]] = field(default_factory=list)
-    """The oldest blocks, a heap with the newest first: negated time of last use, path, size, time of last change."""
+    oldest: list[tuple[int, str, int]] = field(default_factory=list)
+    """The oldest blocks, a heap with the newest first: negated time of last use, path, size."""
     temporaries: list[tuple[str, str | None, os.stat_result]] = field(default_factory=list)
     """Unfinished files: path, writer (known for blocks), status."""
-    epochs: list[str] = field(default_factory=list)  # paths of their directories
+    epochs: list[str] = field(default_factory=list)  # paths of directories where nobody has made a shard for a while
 
 
 @dataclass(eq=False)
@@ -73,7 +72,7 @@ class DirectorySweeper:
 
     def __post_init__(self) -> None:
         self._root = self.directory.path
-        self._candidates: deque[tuple[str, int, int]] = deque()  # path, size and time of last change, oldest use first
+        self._candidates: deque[tuple[int, str, int]] = deque()  # as in `_Count.oldest`, the oldest first
         self._candidates_until_s = 0.0
         self._is_stopped = threading.Event()
 
@@ -126,9 +125,8 @@ class DirectorySweeper:
         with self.ledger.locked() as state:
             state.survey = word
             state.pending_bytes = sum(holder.granted_bytes for holder in state.holders.values())
-            live = {f"{holder.namespace}/{holder.epoch}" for holder in state.holders.values()}
             now_s = state.now_s
-        found = self._count(live)
+        found = self._count(now_s)
         if found is None:
             return
         for path, owner, status in found.temporaries:
@@ -140,31 +138,27 @@ class DirectorySweeper:
                 return
             state.total_bytes = found.used_bytes + state.pending_bytes
             state.surveyed_s = state.now_s
-        self._candidates = deque((path, size, changed) for _, path, size, changed in sorted(found.oldest, reverse=True))
+        self._candidates = deque(sorted(found.oldest, reverse=True))
         self._candidates_until_s = time.monotonic() + SURVEY_INTERVAL_S
         self.counters.add("surveys_total")
-        self._remove_dead_epochs(found.epochs, live)
+        self._remove_empty(found.epochs)
 
-    def _count(self, live: set[str]) -> _Count | None:
-        """Walk the directory, and add epochs in use to `live`; return None if that was stopped."""
+    def _count(self, now_s: float) -> _Count | None:
+        """Walk the directory; return None if that was stopped."""
         found = _Count(occupied_bytes(os.lstat(self._root)))
         for files in walk(self._root):
             for path, status in files:
                 found.used_bytes += occupied_bytes(status)
                 if stat.S_ISREG(status.st_mode) and _BLOCK.fullmatch(path):
-                    used_ns = status.st_mtime_ns if path.rsplit("/", 2)[0] in live else 0
-                    entry = (-used_ns, path, occupied_bytes(status), status.st_mtime_ns)
+                    entry = (-status.st_mtime_ns, path, occupied_bytes(status))
                     if len(found.oldest) < _CANDIDATES_MAX:
                         heapq.heappush(found.oldest, entry)
                     else:
                         heapq.heappushpop(found.oldest, entry)
                 elif stat.S_ISREG(status.st_mode) and (match := _TEMPORARY.fullmatch(path)):
                     found.temporaries.append((path, match["owner"], status))
-                elif _EPOCH.fullmatch(path) and stat.S_ISDIR(status.st_mode):
+                elif _EPOCH.fullmatch(path) and stat.S_ISDIR(status.st_mode) and now_s - status.st_mtime > LAPSE_S:
                     found.epochs.append(path)
-                    namespace, _, epoch = path.partition("/")
-                    if is_joined(f"{self._root}/{namespace}", epoch):
-                        live.add(path)
             if self._is_stopped.is_set():
                 return None
         return found
@@ -176,10 +170,10 @@ class DirectorySweeper:
             for _ in range(_EVICTED_AT_ONCE):
                 if removed_bytes >= wanted_bytes or not self._candidates:
                     break
-                path, size_bytes, changed_ns = self._candidates.popleft()
+                negated_ns, path, size_bytes = self._candidates.popleft()
                 path = f"{self._root}/{path}"
                 with suppress(FileNotFoundError, NotADirectoryError):
-                    if os.lstat(path).st_mtime_ns == changed_ns:
+                    if os.lstat(path).st_mtime_ns == -negated_ns:
                         os.unlink(path)
                         removed_bytes += size_bytes
                         removed_files += 1
@@ -188,15 +182,13 @@ class DirectorySweeper:
             with self.ledger.locked() as state:
                 state.take_off(removed_bytes)
 
-    def _remove_dead_epochs(self, epochs: list[str], live: set[str]) -> None:
-        """Remove empty directories of epochs that no process uses."""
+    def _remove_empty(self, epochs: list[str]) -> None:
         for epoch in epochs:
-            if epoch not in live:
-                path = f"{self._root}/{epoch}"
-                with suppress(OSError):  # not empty, or gone
-                    for shard in os.listdir(path):
-                        os.rmdir(f"{path}/{shard}")
-                    os.rmdir(path)
+            path = f"{self._root}/{epoch}"
+            with suppress(OSError):  # not empty, or gone
+                for shard in os.listdir(path):
+                    os.rmdir(f"{path}/{shard}")
+                os.rmdir(path)
 
 
 class FsKeys(KeyStore):
