@@ -10,7 +10,7 @@ import pytest
 
 from tests.worker.test_copiers import Reversal
 from tiered_kv.worker.cuda import SHORT_RUN_BYTES, Kernel
-from tiered_kv.worker.plan import LOAD, STORE, BlockLayout, CopyPlan, GroupLayout
+from tiered_kv.worker.plan import LOAD, PIECE, STORE, BlockLayout, CopyPlan, GroupLayout
 from tiered_kv.worker.short_runs import KernelCopies, Seconds, choose_kernels, word_bytes_of
 
 DEVICE = cast("Any", "cuda:0")
@@ -68,27 +68,11 @@ class Stack:
 def layout(*groups: list[int], address: int = 1 << 30, part_address: int = REGION_ADDRESS) -> BlockLayout:
     """Return a layout of groups, each of refs with so many bytes a page."""
 
-    def column(values: list[int]) -> Any:
-        return np.array(values, dtype=np.int64).reshape(-1, 1)
+    def pieces(pages: list[int]) -> Any:
+        found = [(address, size, size, sum(pages[:ref]), size, True) for ref, size in enumerate(pages)]
+        return np.array(found, PIECE).reshape(-1, 1)
 
-    return BlockLayout(
-        tuple(
-            GroupLayout(
-                addresses=column([address] * len(pages)),
-                strides=column(pages),
-                page_bytes=column(pages),
-                row_offsets=column([sum(pages[:ref]) for ref in range(len(pages))]),
-                row_strides=column(pages),
-                is_stored=np.ones((len(pages), 1), dtype=np.bool_),
-                num_blocks=4,
-            )
-            for pages in groups
-        ),
-        1,
-        part_address,
-        1 << 21,
-        8,
-    )
+    return BlockLayout(tuple(GroupLayout(pieces(pages), 4) for pages in groups), 1, part_address, 1 << 21, 8)
 
 
 def test_the_faster_way_is_chosen_for_each_direction(caplog: pytest.LogCaptureFixture) -> None:

@@ -48,38 +48,31 @@ if TYPE_CHECKING:
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
+PIECE = np.dtype(
+    [
+        ("address", np.int64),  # in device block 0
+        ("stride", np.int64),  # bytes from a device block to the next
+        ("bytes", np.int64),
+        ("row_offset", np.int64),  # of the first page's piece in the worker's part of a row
+        ("row_stride", np.int64),  # bytes from it to that of the next page of the row
+        ("is_stored", np.bool_),  # whether this worker stores it
+    ],
+    align=True,
+)
+"""A piece of a ref's page; without a mapping, the whole page."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """One KV cache group. The arrays are of shape (pieces, 1), ready to be broadcast over blocks.
-
-    A ref without a mapping is one piece, its whole page.
+    """One KV cache group.
 
     Args:
-        addresses: Of each piece in device block 0.
-        strides: Bytes from a device block to the next.
-        page_bytes: Bytes of the piece.
-        row_offsets: Offset of the piece of the first page in the worker's part of a row.
-        row_strides: Bytes from it to that of the next page of the row.
-        is_stored: Whether this worker stores the piece.
+        pieces: Of `PIECE`, of shape (pieces, 1), ready to be broadcast over blocks.
         num_blocks: Device blocks that all of the refs have; without refs, those that all tensors have.
     """
 
-    addresses: Int64Array
-    strides: Int64Array
-    page_bytes: Int64Array
-    row_offsets: Int64Array
-    row_strides: Int64Array
-    is_stored: np.ndarray[Any, np.dtype[np.bool_]]
+    pieces: np.ndarray[Any, np.dtype[np.void]]
     num_blocks: int
-
-    def stored(self) -> GroupLayout:
-        """Return the pieces that this worker stores."""
-        if self.is_stored.all():
-            return self
-        names = ("addresses", "strides", "page_bytes", "row_offsets", "row_strides", "is_stored")
-        kept = {name: getattr(self, name)[self.is_stored[:, 0]] for name in names}
-        return dataclasses.replace(self, **kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +87,9 @@ class BlockLayout:
 
     def stored(self) -> BlockLayout:
         """Return what this worker stores; it loads all."""
-        return dataclasses.replace(self, groups=tuple(group.stored() for group in self.groups))
+        stored = [each.pieces[each.pieces["is_stored"][:, 0]] for each in self.groups]
+        groups = (GroupLayout(pieces, each.num_blocks) for pieces, each in zip(stored, self.groups, strict=True))
+        return dataclasses.replace(self, groups=tuple(groups))
 
 
 def lay_out(
@@ -207,16 +202,8 @@ def _lay_out_group(
             is_stored = ref.mapping is None or ref.mapping.writer_index == 0
             pieces.append((at.address + page_offset, at.stride_bytes, size, row_offset + offset, row_stride, is_stored))
         row_offset += factor * row_stride
-    addresses, strides, sizes, row_offsets, row_strides, stored = zip(*pieces, strict=True) if pieces else [()] * 6
-    return GroupLayout(
-        addresses=_column(addresses),
-        strides=_column(strides),
-        page_bytes=_column(sizes),
-        row_offsets=_column(row_offsets),
-        row_strides=_column(row_strides),
-        is_stored=_column(stored).astype(np.bool_),
-        num_blocks=min(each.num_blocks for each in [rows[ref.tensor_idx] for ref in refs] or rows),
-    )
+    num_blocks = min(each.num_blocks for each in [rows[ref.tensor_idx] for ref in refs] or rows)
+    return GroupLayout(np.array(pieces, PIECE).reshape(-1, 1), num_blocks)
 
 
 def offloaded_bytes(ref: CanonicalKVCacheRef) -> int:
@@ -233,10 +220,6 @@ def _pieces_of(ref: CanonicalKVCacheRef) -> Iterator[tuple[int, int, int]]:
         for number in range(run.num_fragments):
             local, canonical = number * run.local_stride, number * run.canonical_stride
             yield run.local_offset + local, run.canonical_offset + canonical, run.fragment_size
-
-
-def _column(values: Sequence[int]) -> Int64Array:
-    return np.array(values, dtype=np.int64).reshape(-1, 1)
 
 
 STORE: TransferType = (GPULoadStoreSpec.medium(), CPULoadStoreSpec.medium())
@@ -319,7 +302,7 @@ def plan_transfer(layout: BlockLayout, kind: TransferType, spec: TransferSpec) -
         if size:
             ids = device_ids[device_at : device_at + size]
             _check_range(ids, group.num_blocks, f"device block_ids of group {index}")
-            if group.page_bytes.size:
+            if group.pieces.size:
                 parts.append(_runs_of_group(layout, group, ids, row_ids[row_at : row_at + rows], skip))
             device_at += size
             row_at += rows
@@ -338,12 +321,14 @@ def _runs_of_group(
     rows, pages_in_row = row_ids[pages // layout.block_size_factor], pages % layout.block_size_factor
     # Of shape (pieces, blocks), so that a ref's pages follow each other. Neighbours in memory belong to one
     # allocation only within a tensor.
-    device = group.addresses + device_ids * group.strides
-    region = (layout.part_address + rows * layout.row_bytes) + (group.row_offsets + pages_in_row * group.row_strides)
+    piece = group.pieces
+    device = piece["address"] + device_ids * piece["stride"]
+    parts = layout.part_address + rows * layout.row_bytes
+    region = parts + (piece["row_offset"] + pages_in_row * piece["row_stride"])
     begins = np.ones(device.shape, dtype=np.bool_)
-    begins[:, 1:] = (np.diff(device) != group.page_bytes) | (np.diff(region) != group.page_bytes)
+    begins[:, 1:] = (np.diff(device) != piece["bytes"]) | (np.diff(region) != piece["bytes"])
     starts = np.flatnonzero(begins)
-    lengths = np.broadcast_to(group.page_bytes, device.shape).ravel()
+    lengths = np.broadcast_to(piece["bytes"], device.shape).ravel()
     return device.ravel()[starts], region.ravel()[starts], np.add.reduceat(lengths, starts)
 
 

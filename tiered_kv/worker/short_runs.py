@@ -104,7 +104,7 @@ def choose_kernels(
         region_address: Where the region begins, which is pinned.
         open_kernel, measure, driver: What tests replace.
     """
-    pages = np.concatenate([group.page_bytes.ravel() for group in layout.groups])
+    pages = np.concatenate([group.pieces["bytes"].ravel() for group in layout.groups])
     pages = pages[pages < SHORT_RUN_BYTES]
     if not pages.size:
         return {}
@@ -134,8 +134,8 @@ def word_bytes_of(layout: BlockLayout) -> int:
     """Return the largest power of two, 16 at most, that divides all addresses and lengths of the layout's plans."""
     bits = _WORD_BYTES_MAX | layout.part_address | layout.row_bytes
     for group in layout.groups:
-        for column in (group.addresses, group.strides, group.page_bytes, group.row_offsets, group.row_strides):
-            bits |= int(np.bitwise_or.reduce(column, axis=None))
+        for name in ("address", "stride", "bytes", "row_offset", "row_stride"):
+            bits |= int(np.bitwise_or.reduce(group.pieces[name], axis=None))
     return bits & -bits
 
 
