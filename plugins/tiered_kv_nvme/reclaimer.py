@@ -46,19 +46,15 @@ class Reclaimer:
         self._watch_after_s = self._watched_s + _WATCH_S
         self._is_failing = False  # no header of a reclaimed segment could be written, and no new file since
         self._logged: set[type[BaseException]] = set()
-        self._stopping = False
         self._thread = start_thread(self._serve, self.name)
 
-    def stop(self, timeout_s: float) -> bool:
-        """Stop the thread after its current work; return whether it ended in time."""
-        with self.pool.changed:
-            self._stopping = True
-            self.pool.changed.notify_all()
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread, which ends after its current work once the pool is closed; return whether it has."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _serve(self) -> None:
-        while not self._stopping:
+        while not self.pool.closed:
             failed = False
             try:
                 self._watch()
@@ -81,7 +77,7 @@ class Reclaimer:
         with self.pool.changed:
             short = self.pool.free_missing > 0
             ready = self.pool.next_to_seal() or (short and bool(self.pool.reclaimable()))
-            if not self._stopping and (failed or self._is_failing or not ready):
+            if not self.pool.closed and (failed or self._is_failing or not ready):
                 self.pool.changed.wait(_RETRY_S if short or failed else _WATCH_S)
 
     def _watch(self) -> None:

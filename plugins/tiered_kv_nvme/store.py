@@ -238,8 +238,8 @@ class SegmentStore:
             self.pool.close()
             self.pool.clear()
         deadline = time.monotonic() + (CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
-        for stop in (self._reclaimer.stop, self._reset_task.join):
-            if not stop(max(0.0, deadline - time.monotonic())):
+        for join in (self._reclaimer.join, self._reset_task.join):
+            if not join(max(0.0, deadline - time.monotonic())):
                 return False
         with self.pool.changed:
             segments = list(self.pool.segments.values())
