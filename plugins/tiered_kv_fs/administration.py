@@ -87,16 +87,11 @@ class FsAdministration(ListedStorage):
 
     def delete(self, entries: Sequence[Entry]) -> dict[int, str]:
         for each in entries:
-            path, status = each.where
-            unlink_same(path, status)
+            unlink_same(each.name, each.where)
         return {}
 
     def describe(self, digest: str, deadline: float) -> object:
         return fields_of(read_file(f"{self._path}/{digest}/{NAMESPACE_NAME}", DESCRIPTION_BYTES_MAX)).get("namespace")
-
-    def named(self, entry: Entry) -> tuple[str, bytes]:
-        path, _ = entry.where
-        return path, b""
 
     def check(
         self, digest: str, blocks: Iterator[Sequence[Entry]], found: Verification, deadline: float
@@ -104,11 +99,10 @@ class FsAdministration(ListedStorage):
         check = RecordCheck(bytes.fromhex(digest), self._settings.open_codecs(), found.block_bytes)
         for batch in blocks:
             for each in batch:
-                path, _ = each.where
                 status: RecordStatus | str = check.too_long
                 read_bytes = 0
                 try:
-                    with opened(path, os.O_RDONLY) as fd:
+                    with opened(each.name, os.O_RDONLY) as fd:
                         about = os.fstat(fd)
                         record = check.room(about.st_size)
                         if self._settings.private and about.st_uid != os.geteuid():
@@ -121,7 +115,7 @@ class FsAdministration(ListedStorage):
                 except OSError as error:
                     yield each, reason_of(error), 0
                 else:
-                    yield each._replace(where=(path, about)), status, read_bytes
+                    yield each._replace(where=about), status, read_bytes
 
     @contextmanager
     def opened(self, operation: str) -> Iterator[bool]:
@@ -140,7 +134,7 @@ class FsAdministration(ListedStorage):
             if not inner or (inner == EPOCH_NAME and not is_directory):
                 return None  # both may stay after a purge, and are no block
             is_block = stat.S_ISREG(status.st_mode) and BLOCK_PATH.fullmatch(inner) is not None
-            where, used_s = (f"{self._path}/{top}/{inner}", status), time.time() - status.st_mtime
-            return Entry(inner, top, size_bytes, is_block, used_s=used_s, where=where, stays=is_directory)
+            path, used_s = f"{self._path}/{top}/{inner}", time.time() - status.st_mtime
+            return Entry(path, top, size_bytes, is_block, used_s=used_s, where=status, stays=is_directory)
         shown = f"{self._path}/{digest}/{path}" if digest else path
         return None if not digest and SHARED_PATH.fullmatch(path) else Entry(shown, None, size_bytes)

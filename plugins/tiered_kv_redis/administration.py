@@ -112,10 +112,6 @@ class RedisAdministration(ListedStorage):
                     break
         return None
 
-    def named(self, entry: Entry) -> tuple[str, bytes]:
-        _, name, key = entry.where
-        return repr(name)[2:-1], key  # escaped as by redis-cli
-
     def check(
         self, digest: str, blocks: Iterator[Sequence[Entry]], found: Verification, deadline: float
     ) -> Iterator[tuple[Entry, RecordStatus | str, int]]:
@@ -137,7 +133,7 @@ class RedisAdministration(ListedStorage):
                     client.client_no_touch("ON")
                 for each, value in _loaded(client, batch, limit):
                     if isinstance(value, bytes):
-                        record, key = memoryview(value), OffloadKey(each.where[2])
+                        record, key = memoryview(value), OffloadKey(each.key)
                         header, payload = record[:HEADER_BYTES], record[HEADER_BYTES:]
                         yield each, decode_record(header, payload, key, block, namespace, codecs), len(block)
                     elif isinstance(value, int):
@@ -169,8 +165,9 @@ def _entries(client: Redis, names: Sequence[bytes]) -> Iterator[Entry]:
         if match is None:
             yield Entry(name.decode("utf-8", "backslashreplace"), None, known_bytes)
         elif size_bytes is not None and (match["key"] is not None or not name.endswith(b":epoch")):
-            key = match["key"]
-            yield Entry("", match["digest"].decode(), known_bytes, key is not None, where=(client, name, key))
+            key, shown = match["key"], repr(name)[2:-1]  # escaped as by redis-cli
+            where = client, name
+            yield Entry(shown, match["digest"].decode(), known_bytes, key is not None, where=where, key=key or b"")
 
 
 def _loaded(client: Redis, entries: Sequence[Entry], limit: int) -> Iterator[tuple[Entry, object]]:

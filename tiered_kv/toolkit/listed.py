@@ -36,13 +36,14 @@ _SURVEYS_MAX: Final = 20  # listings of one purge: a stack may go on storing
 class Entry(NamedTuple):
     """One entry of a storage; None means unknown."""
 
-    name: str  # for messages
+    name: str  # in the storage, for people
     digest: str | None  # its namespace; None for foreign entries, which are counted and never deleted
     size_bytes: int | None
     is_block: bool = False  # and not a mark, a readable form or a file that is being written
     written_s: float | None = None  # how long ago
     used_s: float | None = None
-    where: Any = None  # what the storage needs to read and delete it
+    where: Any = None  # what the storage needs beside the name to read and delete it
+    key: bytes = b""  # of a block, if the storage has keys
     stays: bool = False  # whether a purge leaves it, such as a directory
 
 
@@ -87,10 +88,6 @@ class ListedStorage(TierAdministration):
 
         A block that is deleted meanwhile is left out.
         """
-
-    def named(self, entry: Entry) -> tuple[str, bytes]:
-        """Return the name of a block for people, and its key if the storage has keys."""
-        return entry.name, b""
 
     def opened(self, operation: str) -> AbstractContextManager[bool]:
         """Hold what `purge`, `survey`, `verify` or `repair` needs; whether there is a storage at all."""
@@ -176,7 +173,7 @@ class ListedStorage(TierAdministration):
             batches = self.entries(digest, deadline) if is_stored else iter(())
             blocks = ([each for each in batch if each.is_block] for batch in batches)
             for each, status, read_bytes in self.check(digest, blocks, verification, deadline):
-                if verification.note(status, read_bytes, *(("",) if status is RecordStatus.OK else self.named(each))):
+                if verification.note(status, read_bytes, each.name, each.key):
                     verification.repaired += not self.delete([each])
                 self.check_time(deadline, operation)
 
