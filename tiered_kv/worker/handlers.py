@@ -26,8 +26,8 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ResourceError, ShutdownError
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.threads import DaemonThreads
-from tiered_kv.worker.cuda import CudaCopier, Kernel
-from tiered_kv.worker.plan import LOAD, STORE, BlockLayout, Copier, Copy, CopyPlan, device_of, lay_out, plan_transfer
+from tiered_kv.worker.cuda import CudaCopier, CudaCopy, Kernel
+from tiered_kv.worker.plan import LOAD, STORE, BlockLayout, CopyPlan, device_of, lay_out, plan_transfer
 from tiered_kv.worker.short_runs import choose_kernels
 
 
@@ -99,7 +99,7 @@ def open_handlers(
             if not users:
                 on_shutdown()
 
-        copier: Copier = (
+        copier = (
             CudaCopier(device, kernel=kernels.get(kind)) if device.type == "cuda" else HostCopier(f"tiered-kv-{name}")
         )
         ours = layout.stored() if kind == STORE else layout
@@ -111,14 +111,15 @@ def open_handlers(
 class CopyHandler(OffloadingHandler):
     """One direction. All methods belong to one thread.
 
-    The handler closes the copier, and keeps `memory` until then, so that the layout's addresses stay valid.
+    The copier executes plans one after the other. The handler closes it, which waits for the plan that runs, and drops
+    the others. It keeps `memory` until then, so that the layout's addresses stay valid.
     """
 
     def __init__(
         self,
         layout: BlockLayout,
         kind: TransferType,
-        copier: Copier,
+        copier: CudaCopier | HostCopier,
         memory: object,
         *,
         check: Callable[[], object],
@@ -131,7 +132,7 @@ class CopyHandler(OffloadingHandler):
         self._copier = copier
         # Called by `shutdown`, or when the handler is collected: copies must not outlive their memory.
         self._end = weakref.finalize(self, _end_copies, copier, memory)
-        self._transfers: dict[int, tuple[Copy, int]] = {}
+        self._transfers: dict[int, tuple[CudaCopy | HostCopy, int]] = {}
         """The unreported transfers and their bytes, by their jobs, in the order of their submission."""
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
@@ -167,7 +168,7 @@ class CopyHandler(OffloadingHandler):
             self._on_shutdown()
 
 
-def _end_copies(copier: Copier, memory: object) -> None:
+def _end_copies(copier: CudaCopier | HostCopier, memory: object) -> None:
     """Close the copier while the memory is still referenced."""
     copier.close()
 
@@ -214,6 +215,7 @@ class HostCopy:
             self._future.exception()
 
     def seconds(self) -> float | None:
+        """Return how long the ended copy took; None if it failed or was dropped."""
         if self._future.cancelled():
             return None
         error = self._future.exception()

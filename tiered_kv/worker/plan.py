@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -241,29 +241,6 @@ class CopyPlan:
     def total_bytes(self) -> int:
         """Bytes of all runs."""
         return int(self.lengths.sum())
-
-
-class Copy(Protocol):
-    """A plan that was handed to a copier. The copier's thread or device works on it; one thread asks."""
-
-    def has_ended(self) -> bool:
-        """Return at once whether nothing of the plan is still to be copied."""
-
-    def wait(self) -> None:
-        """Block until it has ended."""
-
-    def seconds(self) -> float | None:
-        """Return how long an ended copy took, or None if it failed or was dropped; asked once."""
-
-
-class Copier(Protocol):
-    """Executes plans one after the other."""
-
-    def submit(self, plan: CopyPlan) -> Copy:
-        """Begin a plan behind those before it, and return at once."""
-
-    def close(self) -> None:
-        """Wait for the plans that run, drop the others, and release everything; called once."""
 
 
 def plan_transfer(layout: BlockLayout, kind: TransferType, spec: TransferSpec) -> CopyPlan:
