@@ -43,11 +43,6 @@ _RIGHTS: Final = (
 )
 
 
-class _Mark(KeySpace):
-    def describe(self, deadline: float) -> None:
-        """Store no readable form: it is to be deleted."""
-
-
 class RedisAdministration(ListedStorage):
     """The servers of a redis tier. Raises `ConfigError`: a file of certificates or keys cannot be used."""
 
@@ -86,8 +81,8 @@ class RedisAdministration(ListedStorage):
             self.check_time(deadline, "survey")
             yield from names
 
-    def mark(self, digest: str) -> _Mark:
-        return _Mark(self._topology, bytes.fromhex(digest), {})
+    def mark(self, digest: str) -> KeySpace:
+        return KeySpace(self._topology, bytes.fromhex(digest), None)
 
     def delete(self, entries: Sequence[Entry]) -> dict[int, str]:
         refused: dict[int, str] = {}

@@ -26,10 +26,10 @@ class KeySpace:
     answer or refuses, and `FormatError` if another version of this project wrote the mark.
     """
 
-    def __init__(self, topology: Topology, namespace_digest: bytes, namespace: Mapping[str, object]) -> None:
+    def __init__(self, topology: Topology, namespace_digest: bytes, namespace: Mapping[str, object] | None) -> None:
         self._topology = topology
         self._prefix = KEY_PREFIX + namespace_digest.hex().encode() + b":"
-        self._described = json.dumps(namespace, sort_keys=True, default=str).encode()
+        self._described = json.dumps(namespace, sort_keys=True, default=str).encode() if namespace is not None else b""
         self.epoch = Epoch(self)
 
     # Worker threads.
@@ -83,9 +83,10 @@ class KeySpace:
         self._call(deadline, b"UNLINK", b"epoch")
 
     def describe(self, deadline: float) -> None:
-        """Store the namespace in readable form, for people; in a cluster another server may have it."""
+        """Store the namespace in readable form, for people, if it is known; in a cluster another server may have it."""
         with contextlib.suppress(NodeError):
-            self._call(deadline, b"SET", b"namespace", self._described)
+            if self._described:
+                self._call(deadline, b"SET", b"namespace", self._described)
 
     def _call(self, deadline: float, verb: bytes, name: bytes, *arguments: bytes) -> Reply:
         name = self._prefix + name
