@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Final, NamedTuple
@@ -239,7 +239,7 @@ def _holder(locked_fd: int, lock_fd: int) -> str:
     The kernel knows, and the file's text does not: its writer may have ended, or count processes in another container.
     """
     status = os.fstat(locked_fd)
-    pids = [pid for pid in _pids() if _holds(pid, status)]
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal() and _holds(name, status)]
     if os.getpid() in pids:
         return "another tier of this process"
     if pids:
@@ -249,12 +249,7 @@ def _holder(locked_fd: int, lock_fd: int) -> str:
     return f"a process that this one cannot see, of another user, in another container or on another host{said}"
 
 
-def _pids() -> Iterator[int]:
-    with suppress(OSError):
-        yield from (int(name) for name in os.listdir("/proc") if name.isdecimal())
-
-
-def _holds(pid: int, status: os.stat_result) -> bool:
+def _holds(pid: str, status: os.stat_result) -> bool:
     """Return whether a process has the lock of a file. False if this process may not see that."""
     folder = f"/proc/{pid}/fd"
     with suppress(OSError):

@@ -99,7 +99,6 @@ class SegmentStore:
         )
         worth = Worth(sizing.capacity_bytes // identity.block_bytes, sizing.segments_max)
         self.pool = SegmentPool(identity.digest, self._epoch.value, worth, wants_events=options.wants_events)
-        self.events = self.pool.events
         recover(self._files, self.pool, threads=options.threads)
         for segment in self.pool.segments.values():
             undo.callback(os.close, segment.fd)
@@ -161,7 +160,7 @@ class SegmentStore:
         with self.pool.changed:
             self.pool.reset(epoch)
             self._old_indexes.append(self.pool.clear())
-            self.events.clear()
+            self.pool.events.clear()
         self._reset_task.ask()
         return epoch
 

@@ -80,7 +80,7 @@ class NvmeTier(BlockingTier):
         return True
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return self._store.events.take(self.block_bytes, self.name)
+        return self._pool.events.take(self.block_bytes, self.name)
 
     def stats(self) -> Mapping[str, Any]:
         return {**super().stats(), **self._store.stats()}

@@ -49,22 +49,17 @@ class Sweeper:
         self._renewing = BackgroundTask(self._renew_all, f"{name}-renewals")
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # guards the rest
-        self._used_bytes = 0
+        self.used_bytes = 0  # of all blocks: of the last sweep, and what this process has stored since
         self._deleted: tuple[float, frozenset[str]] = (0.0, frozenset())  # some blocks of the last sweep, and its end
         self._renewals: OrderedDict[str, None] = OrderedDict()
         self._name = name
         self._thread: threading.Thread | None = None
         self._is_started = min(self._ttl_s, self._capacity_bytes) == math.inf  # or needs no thread
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all blocks: those of the last sweep, and those that this process has stored since."""
-        return self._used_bytes
-
     def note_stored(self, size_bytes: int) -> None:
         """Count a block that was stored; the first one starts the sweeps."""
         with self._lock:
-            self._used_bytes += size_bytes
+            self.used_bytes += size_bytes
             if self._is_started or self._stopping.is_set():
                 return
             with contextlib.suppress(ResourceError):  # the next store tries again
@@ -157,7 +152,7 @@ class Sweeper:
                 break
         self._deleted = time.monotonic(), first_gone
         with self._lock:
-            self._used_bytes = listed_bytes - deleted_bytes
+            self.used_bytes = listed_bytes - deleted_bytes
         if refusals:  # the next listing shows which blocks are left
             raise TierError(f"blocks could not be deleted: {', '.join(sorted(refusals))}", operation="delete")
         if kept:
