@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -27,7 +28,7 @@ def job_of(blocks: int, is_load: bool = True, part_blocks: int = 3, job_id: int 
 
 def test_a_result_names_what_succeeded_in_order() -> None:
     job = job_of(9)
-    queue = PartQueue(lambda: None, stores_running_max=1)
+    queue = PartQueue(lambda: None, Climb(1, time.monotonic))
     queue.put(job)
     parts = [queue.take(), queue.take(), queue.take()]
     for part in reversed(parts):
@@ -42,7 +43,7 @@ def test_a_result_names_what_succeeded_in_order() -> None:
 
 def test_a_load_wakes_a_worker_for_a_store_that_waits_behind_one_that_hangs() -> None:
     clock, woken = ManualClock(), list[str]()
-    queue = PartQueue(lambda: woken.append("worker"), stores_running_max=3, climb=Climb(3, clock))
+    queue = PartQueue(lambda: woken.append("worker"), Climb(3, clock))
     queue.put(job_of(1, is_load=False, job_id=1))
     assert queue.take() is not None
     queue.begin_stores()  # and hangs
@@ -61,7 +62,7 @@ def test_a_load_wakes_a_worker_for_a_store_that_waits_behind_one_that_hangs() ->
 
 def test_no_worker_is_woken_for_a_store_that_may_not_begin() -> None:
     woken: list[str] = []
-    queue = PartQueue(lambda: woken.append("worker"), stores_running_max=1)
+    queue = PartQueue(lambda: woken.append("worker"), Climb(1, time.monotonic))
     for number in range(3):
         queue.put(job_of(6, is_load=False, job_id=number))
     woken.clear()
@@ -79,7 +80,7 @@ def test_no_worker_is_woken_for_a_store_that_may_not_begin() -> None:
 def test_every_block_is_served_or_dropped_once_by_concurrent_workers(seed: int) -> None:
     choice = random.Random(seed)
     tokens = threading.Semaphore(0)
-    queue = PartQueue(tokens.release, stores_running_max=2)
+    queue = PartQueue(tokens.release, Climb(2, time.monotonic, begins_at=2))
     served: list[tuple[int, int]] = []
     ended: list[int] = []
     stop = threading.Event()

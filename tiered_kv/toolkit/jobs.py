@@ -139,13 +139,12 @@ class PartQueue:
     Workers take jobs in parts, so that all of them serve one large job. The scheduler adds jobs without the lock: a
     worker that holds the lock, and has lost the interpreter, cannot delay it. The lock is held for a few assignments.
 
-    Any thread calls `wake`, which must not wait, if one more worker may find a part. At most `stores_running_max` parts
-    of stores run at once, or as many of these as `climb` says, so that slow stores leave a worker to loads.
+    Any thread calls `wake`, which must not wait, if one more worker may find a part. As many parts of stores run at
+    once as `climb` says, so that slow stores leave a worker to loads.
     """
 
-    def __init__(self, wake: Callable[[], None], *, stores_running_max: int, climb: Climb | None = None) -> None:
+    def __init__(self, wake: Callable[[], None], climb: Climb) -> None:
         self._wake = wake
-        self._stores_running_max = stores_running_max
         self._climb = climb
         self._stores_running = 0  # under the lock
         self._loads: deque[Job] = deque()
@@ -159,7 +158,7 @@ class PartQueue:
         """Add a job that has at least one block."""
         self._queue_of(job).append(job)
         # Without the lock: the job is queued, so if the limit is reached, the worker whose part ends wakes one.
-        if job.metadata.is_promotion or self._stores_running < self._stores_limit or self._has_stalled:
+        if job.metadata.is_promotion or self._stores_running < self._climb.limit or self._climb.has_stalled:
             self._wake()
 
     def put_lookups(self) -> None:
@@ -183,16 +182,15 @@ class PartQueue:
                 return None
             job = queue[0]
             if queue is self._stores:
-                if self._climb is not None:
-                    self._climb.rise_if_stalled()
-                if self._stores_running >= self._stores_limit:
+                self._climb.rise_if_stalled()
+                if self._stores_running >= self._climb.limit:
                     return None
                 self._stores_running += 1
             start = job.next_block
             job.next_block = stop = min(start + job.part_blocks, job.end_block)
             if stop == job.end_block:
                 queue.popleft()
-            may_store = self._stores_running < self._stores_limit or self._has_stalled
+            may_store = self._stores_running < self._climb.limit or self._climb.has_stalled
             has_more = bool(self._loads or (self._stores and may_store))
         if has_more:
             self._wake()
@@ -206,12 +204,12 @@ class PartQueue:
         """
         first = part.job
         queue, room = self._queue_of(first), first.part_blocks - (part.stop - part.start)
-        if room <= 0 or len(queue) <= self._stores_running_max:
+        if room <= 0 or len(queue) <= self._climb.limit_max:
             return []
         taken: list[Part] = []
         keys = set(part.keys)
         with self._lock:
-            while len(queue) > self._stores_running_max and len(taken) < TOGETHER_MAX - 1:
+            while len(queue) > self._climb.limit_max and len(taken) < TOGETHER_MAX - 1:
                 job = queue[0]
                 room -= job.end_block
                 is_alike = job.epoch == first.epoch and job.deadline <= first.deadline + _TOGETHER_S
@@ -231,7 +229,7 @@ class PartQueue:
             is_last = job.ended_blocks == job.end_block
             unblocks_stores = False
             if not job.metadata.is_promotion and not part.is_extra:
-                unblocks_stores = self._stores_running >= self._stores_limit
+                unblocks_stores = self._stores_running >= self._climb.limit
                 self._stores_running -= 1
         if unblocks_stores:
             self._wake()
@@ -239,29 +237,19 @@ class PartQueue:
 
     def begin_stores(self) -> None:
         """Note that a worker begins to move the blocks of a store; before it, the worker may have given way."""
-        if self._climb is not None:
-            with self._lock:
-                self._climb.begin()
+        with self._lock:
+            self._climb.begin()
 
     def end_stores(self, blocks: int) -> None:
         """Note that a worker has moved `blocks` blocks since `begin_stores`."""
-        if self._climb is not None:
-            with self._lock:
-                has_risen = self._climb.end(blocks, is_behind=bool(self._stores))
-            if has_risen:
-                self._wake()
+        with self._lock:
+            has_risen = self._climb.end(blocks, is_behind=bool(self._stores))
+        if has_risen:
+            self._wake()
 
     @property
     def stores_waiting(self) -> int:
         return len(self._stores)
-
-    @property
-    def _has_stalled(self) -> bool:
-        return self._climb is not None and self._climb.has_stalled
-
-    @property
-    def _stores_limit(self) -> int:
-        return self._stores_running_max if self._climb is None else self._climb.limit
 
     def drop_rest(self, job: Job, reason: str) -> bool:
         """Cancel the blocks of `job` that have not been started; return whether the caller has to report the job.
@@ -291,12 +279,13 @@ class Climb:
 
     A rate is blocks a second of the time in which at least one part runs: pauses of the threads do not count.
 
-    `limit_max` is the highest limit; `clock` returns seconds of a monotonic clock.
+    `limit_max` is the highest limit; `clock` returns seconds of a monotonic clock. Without calls of `begin` and `end`
+    the limit stays at `begins_at`.
     """
 
-    def __init__(self, limit_max: int, clock: Callable[[], float]) -> None:
-        self.limit = 1
-        self._limit_max = limit_max
+    def __init__(self, limit_max: int, clock: Callable[[], float], *, begins_at: int = 1) -> None:
+        self.limit = begins_at
+        self.limit_max = limit_max
         self._clock = clock
         self._running = 0
         self._since_s = 0.0
@@ -319,7 +308,7 @@ class Climb:
         if not is_behind:  # one suffices again, beside those that may hang
             self._parts = self._blocks = 0
             self._busy_s = 0.0
-            self.limit = min(self._running + 1, self._limit_max)
+            self.limit = min(self._running + 1, self.limit_max)
             self._before, self._pause_left = None, self._pause
             return False
         self._parts += 1
@@ -333,7 +322,7 @@ class Climb:
 
     def rise_if_stalled(self) -> None:
         if self.has_stalled:
-            self.limit = min(self._running + 1, self._limit_max)
+            self.limit = min(self._running + 1, self.limit_max)
 
     @property
     def has_stalled(self) -> bool:
@@ -349,10 +338,10 @@ class Climb:
         if before is not None:
             self._pause = self._pause_left = 1
         self._pause_left -= 1
-        if self._pause_left > 0 or self.limit >= self._limit_max:
+        if self._pause_left > 0 or self.limit >= self.limit_max:
             return False
         self._before = self.limit, rate
-        self.limit = min(2 * self.limit, self._limit_max)
+        self.limit = min(2 * self.limit, self.limit_max)
         return True
 
     def _tick(self) -> None:

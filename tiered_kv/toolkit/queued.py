@@ -85,8 +85,8 @@ class QueuedTier(SecondaryTierManager):
         self._part_blocks = part_blocks
         self._store_part_blocks = store_part_blocks or part_blocks
         self._shutdown_timeout_s = shutdown_timeout_s
-        climb = Climb(stores_running_max, clock) if climbs else None
-        self._part_queue = PartQueue(self._wake, stores_running_max=stores_running_max, climb=climb)
+        climb = Climb(stores_running_max, clock, begins_at=1 if climbs else stores_running_max)
+        self._part_queue = PartQueue(self._wake, climb)
         self._on_finished: Callable[[], None] | None = getattr(offloading_spec, "on_finished", None)
         self._batched_lookups = BatchedLookups(
             self._put_probe, timeout_s=lookup_timeout_s, clock=clock, on_answered=self._on_finished
