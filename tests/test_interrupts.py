@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.faulty import FourMethodTier, Gate, HeldJobsTier
-from tests.support.interrupt_cases import BLOCK_BYTES, BLOCKS, CONTENT, INTERRUPTED, WAIT_S, check_stack, new_keys
+from tests.support.interrupt_cases import BLOCK_BYTES, BLOCKS, CONTENT, WAIT_S, check_stack, interrupt_call, new_keys
 from tests.support.interrupts import Interrupt, interrupt, signalled
 from tests.support.shortages import Resource, Shortage, outage
 from tests.support.stacks import PATIENT, Register, stack_of
@@ -30,15 +30,18 @@ MEMORY: dict[str, object] = {"type": "memory", "capacity": "1 MiB", **PATIENT}
 
 
 @pytest.mark.one_quick(3)
-@pytest.mark.parametrize("verb", ["put", "get", "close", "wait-store", "direct-close"])
-def test_an_interrupted_call_leaves_nothing_behind(verb: str) -> None:
-    assert INTERRUPTED[verb](MEMORY, verb, 12) >= 10
+@pytest.mark.parametrize(
+    ("over", "verb"),
+    [("stack", "put"), ("stack", "get"), ("stack", "close"), ("direct", "wait-store"), ("direct", "close")],
+)
+def test_an_interrupted_call_leaves_nothing_behind(over: str, verb: str) -> None:
+    assert interrupt_call(over, verb, MEMORY, 12) >= 10
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt of a generator's close
-@pytest.mark.parametrize("verb", ["open_stack", "DirectTiers"])
-def test_an_interrupted_opening_leaves_nothing_open(verb: str) -> None:
-    assert INTERRUPTED[verb](MEMORY, verb, 199) >= 5
+@pytest.mark.parametrize("over", ["stack", "direct"])
+def test_an_interrupted_opening_leaves_nothing_open(over: str) -> None:
+    assert interrupt_call(over, "open", MEMORY, 199) >= 5
 
 
 @pytest.fixture

@@ -1,7 +1,4 @@
-"""What is interrupted: calls of a stack and of tiers over a host's memory, and what must hold after each.
-
-Each function `interrupt_...` interrupts a call at one in so many of its instructions, and returns at how many.
-"""
+"""What is interrupted: calls of a stack and of tiers over a host's memory, and what must hold after each."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -39,7 +36,6 @@ def new_keys(count: int) -> list[OffloadKey]:
 
 
 def stack_calls(stack: Stack) -> dict[str, Callable[[], object]]:
-    """Return the calls of a stack by their names, and store what they load."""
     known, out = new_keys(2), np.zeros_like(CONTENT)
     assert stack.put(known, CONTENT[:2]) == 2
     return {
@@ -54,10 +50,7 @@ def stack_calls(stack: Stack) -> dict[str, Callable[[], object]]:
 
 
 def check_stack(stack: Stack) -> None:
-    """Check that the stack stores in all of its memory and in its tier, and loads, as if nothing had happened.
-
-    On another thread: a lock that is held makes this fail, not hang.
-    """
+    """Check that the stack stores in all of its memory and in its tier, and loads, as if nothing had happened."""
 
     def check() -> None:
         assert stack.flush(WAIT_S)
@@ -75,32 +68,6 @@ def check_stack(stack: Stack) -> None:
     _on_another_thread(check)
 
 
-def interrupt_stack(entry: Entry, verb: str, one_in: int) -> int:
-    with open_stack(stack_of(entry, blocks=BLOCKS)) as stack:
-        call = stack_calls(stack)[verb]
-        return _count(interrupts(lambda: call, one_in), lambda: check_stack(stack))
-
-
-def interrupt_closing(entry: Entry, _: str, one_in: int) -> int:
-    """After an interrupt, a second call closes the rest."""
-    stacks: list[Stack] = []
-
-    def used() -> Call:
-        stacks.append(open_stack(stack_of(entry, blocks=BLOCKS)))
-        stacks[-1].put(new_keys(2), CONTENT[:2])
-        return stacks[-1].close
-
-    return _count(interrupts(used, one_in), lambda: _close_all(stacks))
-
-
-def interrupt_opening(entry: Entry, _: str, one_in: int) -> int:
-    """Interrupts come where a signal handler may run. A test fails if it leaves anything open."""
-    config = load_config(stack_of(entry, blocks=BLOCKS))
-    stacks: list[Stack] = []
-    found = interrupts(lambda: lambda: stacks.append(open_stack(config)), one_in, where_handlers_run=True)
-    return _count(found, lambda: _close_all(stacks))
-
-
 def direct_calls(tiers: DirectTiers) -> dict[str, Callable[[], object]]:
     known, offsets = new_keys(2), [0, BLOCK_BYTES]
     assert tiers.wait("store", known, offsets) == [True, True]
@@ -108,11 +75,11 @@ def direct_calls(tiers: DirectTiers) -> dict[str, Callable[[], object]]:
         "wait-store": lambda: tiers.wait("store", new_keys(2), offsets),
         "wait-load": lambda: tiers.wait("load", known, offsets),
         "wait-contains": lambda: tiers.wait("contains", known),
-        "direct-store": lambda: tiers.store(new_keys(2), offsets, lambda _: None),
-        "direct-load": lambda: tiers.load(known, offsets, lambda _: None),
-        "direct-contains": lambda: tiers.contains(known, lambda _: None),
-        "direct-reset": tiers.reset,
-        "direct-counters": tiers.counters,
+        "store": lambda: tiers.store(new_keys(2), offsets, lambda _: None),
+        "load": lambda: tiers.load(known, offsets, lambda _: None),
+        "contains": lambda: tiers.contains(known, lambda _: None),
+        "reset": tiers.reset,
+        "counters": tiers.counters,
     }
 
 
@@ -129,74 +96,81 @@ def check_direct(tiers: DirectTiers) -> None:
     _on_another_thread(check)
 
 
-def open_direct(entry: Entry) -> DirectTiers:
-    return DirectTiers(CONTENT.copy(), block_bytes=BLOCK_BYTES, tiers=[entry], namespace=Namespace(model="m"))
+class Subject(NamedTuple):
+    """What is opened, called and closed."""
+
+    opener: Callable[[Entry], Callable[[], Any]]
+    calls: Callable[[Any], dict[str, Callable[[], object]]]
+    """Returns its calls by their names, and stores what they load."""
+    check: Callable[[Any], None]
 
 
-def interrupt_direct(entry: Entry, verb: str, one_in: int) -> int:
-    with open_direct(entry) as tiers:
-        call = direct_calls(tiers)[verb]
-        return _count(interrupts(lambda: call, one_in), lambda: check_direct(tiers))
+SUBJECTS = {
+    "stack": Subject(
+        lambda entry: partial(open_stack, load_config(stack_of(entry, blocks=BLOCKS))), stack_calls, check_stack
+    ),
+    "direct": Subject(
+        lambda entry: (
+            lambda: DirectTiers(CONTENT.copy(), block_bytes=BLOCK_BYTES, tiers=[entry], namespace=Namespace(model="m"))
+        ),
+        direct_calls,
+        check_direct,
+    ),
+}
+VERBS = {
+    "stack": ("put", "get", "prefetch", "flush", "counters", "explain", "reset_cache", "close", "open"),
+    "direct": (
+        *("wait-store", "wait-load", "wait-contains", "store", "load", "contains", "reset", "counters"),
+        *("close", "open"),
+    ),
+}
+CALLS = [(over, verb) for over, verbs in VERBS.items() for verb in verbs]
 
 
-def interrupt_direct_closing(entry: Entry, _: str, one_in: int) -> int:
-    opened: list[DirectTiers] = []
+def interrupt_call(over: str, verb: str, entry: Entry, one_in: int) -> int:
+    """Interrupt a call at one in so many of its instructions, and return at how many.
+
+    After an interrupted close, a second one closes the rest. An opening is interrupted where a signal handler may run.
+    A test fails if it leaves anything open.
+    """
+    subject, opened = SUBJECTS[over], list[Any]()
+    open_one = subject.opener(entry)
 
     def used() -> Call:
-        opened.append(open_direct(entry))
-        opened[-1].wait("store", new_keys(2), [0, BLOCK_BYTES])
-        return opened[-1].close
+        opened.append(open_one())
+        subject.calls(opened[-1])
+        return cast(Call, opened[-1].close)
 
-    return _count(interrupts(used, one_in), lambda: _close_all(opened))
+    def close_all() -> None:
+        while opened:
+            _on_another_thread(opened.pop().close)
+
+    if verb == "close":
+        return _count(interrupts(used, one_in), close_all)
+    if verb == "open":
+        calls = interrupts(lambda: lambda: opened.append(open_one()), one_in, where_handlers_run=True)
+        return _count(calls, close_all)
+    with open_one() as one:
+        call = subject.calls(one)[verb]
+        return _count(interrupts(lambda: call, one_in), lambda: subject.check(one))
 
 
-def interrupt_direct_opening(entry: Entry, _: str, one_in: int) -> int:
-    opened: list[DirectTiers] = []
-    found = interrupts(lambda: lambda: opened.append(open_direct(entry)), one_in, where_handlers_run=True)
-    return _count(found, lambda: _close_all(opened))
-
-
-def interrupt_by_signals(entry: Entry, over: str, seconds: float) -> int:
-    """Interrupt calls of a stack, or of tiers over a host's memory, by signals at random; return how many were."""
-    hits, end_s = 0, time.monotonic() + seconds
-    with ExitStack() as closing:
-        if over == "stack":
-            stack = closing.enter_context(open_stack(stack_of(entry, blocks=BLOCKS)))
-            calls, check = stack_calls(stack), partial(check_stack, stack)
-        else:
-            tiers = closing.enter_context(open_direct(entry))
-            calls, check = direct_calls(tiers), partial(check_direct, tiers)
+def interrupt_by_signals(over: str, entry: Entry, seconds: float) -> int:
+    """Interrupt calls by signals at random; return how many were."""
+    subject, hits, end_s = SUBJECTS[over], 0, time.monotonic() + seconds
+    with subject.opener(entry)() as one:
+        calls = list(subject.calls(one).values())
         while time.monotonic() < end_s:
             for _ in range(20):
-                call = random.choice(list(calls.values()))
+                call = random.choice(calls)
                 try:
                     with signalled(interrupt, random.uniform(5e-5, 1e-3)):
                         call()
                         call()
                 except Interrupt:
                     hits += 1
-            check()
+            subject.check(one)
     return hits
-
-
-INTERRUPTED: Mapping[str, Callable[[Entry, str, int], int]] = {
-    **dict.fromkeys(("put", "get", "prefetch", "flush", "counters", "explain", "reset_cache"), interrupt_stack),
-    "close": interrupt_closing,
-    "open_stack": interrupt_opening,
-    **dict.fromkeys(("wait-store", "wait-load", "wait-contains"), interrupt_direct),
-    **dict.fromkeys(("direct-store", "direct-load", "direct-contains"), interrupt_direct),
-    **dict.fromkeys(("direct-reset", "direct-counters"), interrupt_direct),
-    "direct-close": interrupt_direct_closing,
-    "DirectTiers": interrupt_direct_opening,
-}
-"""How each call is interrupted."""
-
-
-def _close_all(opened: list[Stack] | list[DirectTiers]) -> None:
-    """Close on another thread: a lock that is held makes this fail, not hang."""
-    while opened:
-        close = opened.pop().close
-        _on_another_thread(close)
 
 
 def _count(interrupted: Iterator[int], check: Callable[[], None]) -> int:
@@ -209,5 +183,6 @@ def _count(interrupted: Iterator[int], check: Callable[[], None]) -> int:
 
 
 def _on_another_thread(check: Callable[[], object]) -> None:
+    """Call on another thread: a lock that is held makes this fail, not hang."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(check).result(2 * WAIT_S)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.entries import EntryOf
 from tests.support.figures import Figures, Profile
-from tests.support.interrupt_cases import INTERRUPTED, interrupt_by_signals
+from tests.support.interrupt_cases import CALLS, interrupt_by_signals, interrupt_call
 from tests.support.stacks import PATIENT
 
 pytestmark = [
@@ -24,12 +24,12 @@ TIERS = ["memory", "nvme", "fs"]
 
 
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("verb", INTERRUPTED)
+@pytest.mark.parametrize(("over", "verb"), CALLS)
 def test_a_call_may_be_interrupted_at_any_instruction(
-    verb: str, tier: str, entry_of: EntryOf, profile: Profile, figures: Figures
+    over: str, verb: str, tier: str, entry_of: EntryOf, profile: Profile, figures: Figures
 ) -> None:
-    count = INTERRUPTED[verb]({**entry_of(tier), **PATIENT}, verb, profile.pick(5, 1))
-    figures.add("interrupts", count, count, f"{len(INTERRUPTED)} calls")
+    count = interrupt_call(over, verb, {**entry_of(tier), **PATIENT}, profile.pick(5, 1))
+    figures.add("interrupts", count, count, f"{len(CALLS)} calls")
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -37,5 +37,5 @@ def test_a_call_may_be_interrupted_at_any_instruction(
 def test_calls_may_be_interrupted_by_signals_at_any_time(
     tier: str, over: str, entry_of: EntryOf, profile: Profile, figures: Figures
 ) -> None:
-    count = interrupt_by_signals({**entry_of(tier), **PATIENT}, over, profile.pick(2.0, 20.0))
+    count = interrupt_by_signals(over, {**entry_of(tier), **PATIENT}, profile.pick(2.0, 20.0))
     figures.add("interrupts", count, count)
