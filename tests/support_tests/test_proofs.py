@@ -1,26 +1,18 @@
-"""Proofs judge rightly: a soak what grows, crashes only faults that happened; the sample of `.ci/run` is whole."""
+"""Proofs judge rightly: a soak what grows, crashes only faults that happened."""
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 
-from tests.support.children import Child
-from tests.support.crash_cases import FS, CaseOutcome, CrashCases, settle
+from tests.support.crash_cases import FS, CaseOutcome, settle
 from tests.support.crash_server import Case
 from tests.support.figures import Figures
 from tests.support.soak.holdings import Holdings, growth_problems, left_problems
 from tests.support.soak.soak import pace_problems
-from tests.support.syscalls import TracedChild
-from tiered_kv.testing.control import wait_until
 
 MIB = 1 << 20
 FULL_S, SHORT_S = 600.0, 60.0
@@ -128,61 +120,3 @@ def test_a_proof_fails_that_broke_a_promise_or_reached_a_third_of_its_points() -
         settle("crash/fs", outcomes([True], ["wrong bytes"]), Figures())
     with pytest.raises(AssertionError, match="only 2 of 6"):
         settle("crash/fs", outcomes([True] * 2 + [False] * 4), Figures())
-
-
-def fail() -> None:
-    sys.exit(3)
-
-
-@pytest.mark.slow
-def test_every_server_is_ended_also_if_one_has_failed(tmp_path: Path) -> None:
-    """Otherwise their pipes are left behind."""
-    with pytest.raises(AssertionError, match="it ended with 3"), CrashCases(tmp_path / "crash", main=fail):
-        pass
-
-
-# A traced child ends with the process that traces it.
-
-
-def wait_for_no_tracer() -> None:
-    """Fork a child that waits for a tracer, print its id, and never trace it."""
-    child = TracedChild(lambda: None, wanted="main", log=Path(sys.argv[1]))
-    assert child.wait_for_thread() == child.pid
-    print(child.pid, flush=True)
-    time.sleep(600.0)
-
-
-@pytest.mark.slow
-def test_a_child_that_waits_for_a_tracer_ends_with_its_parent(tmp_path: Path) -> None:
-    with Child(wait_for_no_tracer, str(tmp_path / "log")) as parent:
-        process_id = int(parent.line())
-        assert runs(process_id)
-    wait_until(lambda: not runs(process_id), 20.0, what="its end")
-
-
-def runs(process_id: int) -> bool:
-    """Return whether a process exists and has not ended yet."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{process_id}/status").read_text()
-    except OSError:  # it may end between the two system calls
-        return False
-
-
-# What a sample of the slow tests has, as `.ci/run` runs it.
-
-
-INTEGRATIONS = Path(__file__).parents[1] / "integrations"
-
-
-@pytest.mark.slow
-def test_a_sample_restarts_lmcache_s_server() -> None:
-    files = [str(INTEGRATIONS / name) for name in ("test_lmcache.py", "test_sglang.py")]
-    options = ["--collect-only", "-q", "--one-in", "20", "-m", "slow", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, *files]
-    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    done = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=60.0, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    names = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
-    assert "test_a_server_that_was_killed_finds_and_verifies_everything[1]" in names
-    assert "test_pages_of_every_host_pool_come_back" in names
-    assert "test_two_ranks_have_their_own_tiers" not in names  # it is marked `full`
