@@ -14,7 +14,6 @@ import pytest
 
 from tests.support.disk_use import occupied_bytes
 from tests.support.places import Place, PlaceOf
-from tests.support.redis_groups import RedisSentinelServers
 from tests.support.redis_servers import RedisServer
 from tests.support.stacks import manager_of
 from tests.support.tenants import Tenant, neighbour
@@ -124,22 +123,6 @@ def test_a_purge_disturbs_no_process_that_uses_the_same_storage(kind: str, place
     of_alice, of_bob = storage.hold(alice.marker, bob.marker)
     assert of_alice == []
     assert of_bob
-
-
-def test_a_purge_through_a_sentinel_finds_the_master_that_there_is_now(
-    redis_sentinel: RedisSentinelServers, place_of: PlaceOf, purge: Purge
-) -> None:
-    replica, storage = redis_sentinel.replica, place_of("redis-sentinel")
-    alice, bob = two_tenants(storage)
-    wait_until(lambda: len(replica.keys("*")) >= len(redis_sentinel.master.keys("*")), what="the replica's following")
-    redis_sentinel.fail_over()
-    storage.masters = [replica]
-    assert storage.holds(alice.marker)
-    status, tier = purge(alice, "--tenant", "alice")
-    assert (status, tier["error"]) == (0, "")
-    assert tier["namespaces"][0]["blocks"] == BLOCKS
-    assert storage.hold(alice.marker, alice.digest.encode()) == [[], []]
-    assert bob.load(BLOCKS) == (BLOCKS, 0)
 
 
 def test_an_nvme_directory_that_is_open_is_not_purged(place_of: PlaceOf, purge: Purge) -> None:
