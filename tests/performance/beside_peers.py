@@ -11,15 +11,20 @@ of the ratio within a round: the machine's own speed may change between two roun
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any  # what a script prints
 
-from tests.performance.bench import Table, command_line
+from tests.performance.bench import Table, command_line, in_turn
+from tests.support.lmcache_programs import adapter
+from tests.support.redis_servers import RedisServer
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 TIMEOUT_S = 900
 MANAGER_TARGETS = {"lru": "3 x", "density": "1.5 x"}
 VLLM_TARGETS = {
@@ -34,6 +39,13 @@ REDIS_TARGETS = {
     ("LMCache resp", "store"): "1.2 x",
     ("LMCache resp", "load"): "1 x",
 }
+LMCACHE_TARGETS = {
+    "nvme, 64 KiB: store": "3 x",
+    "nvme, 64 KiB: load": "1.2 x",
+    "nvme, 1 MiB: store": "1.2 x",
+    "nvme, 1 MiB: load": "1 x",
+}
+DISK_SIZES = (("64 KiB", 65536, 16384), ("1 MiB", 1 << 20, 1024))
 
 
 class Measurements:
@@ -42,11 +54,13 @@ class Measurements:
     def __init__(self, directory: Path, bench: Path, peers: Path) -> None:
         self._directory, self._bench, self._peers = directory, bench, peers
         self.table = Table()
+        self.number = 0
+        """Of the round."""
 
     def nvme(self) -> None:
         limits = [line.split() for line in _output([str(self._bench / "disk_limit.sh"), str(self._directory)])]
         fio = {{"write": "store", "read": "load"}[mode]: float(rate) for mode, rate, _ in limits}
-        for size, block_bytes, blocks in (("64 KiB", 65536, 16384), ("1 MiB", 1 << 20, 1024)):
+        for size, block_bytes, blocks in DISK_SIZES:
             self._disk(fio, size, block_bytes, blocks)
 
     def _disk(self, fio: dict[str, float], size: str, block_bytes: int, blocks: int) -> None:
@@ -55,8 +69,7 @@ class Measurements:
         with tempfile.TemporaryDirectory(dir=self._directory) as path:
             vllm = self._peer("vllm", "vllm_fs.py", *sizes, f"{path}/fs")
         with tempfile.TemporaryDirectory(dir=self._directory) as path:
-            adapter = {"type": "fs_native", "base_path": path, "num_workers": 8, "use_odirect": True}
-            lmcache = self._peer("lmcache", "lmcache_l2.py", *sizes, json.dumps(adapter))
+            lmcache = self._peer("lmcache", "lmcache_l2.py", *sizes, fs_native(path))
         for direction in ("store", "load"):
             what, name = f"{direction} {size}", f"{direction}_gb_per_s"
             self.table.add(f"{what} (GB/s)", ours[name], "vLLM fs", vllm[name], VLLM_TARGETS[what])
@@ -105,6 +118,32 @@ class Measurements:
                 mine, other = (rates[f"{side}_{direction}_{name}"] for side in ("ours", "boto3"))
                 self.table.add(f"s3 {direction} 1 MiB ({unit})", mine, "boto3", other, target)
 
+    def lmcache(self) -> None:
+        """Measure our tiers as an L2 adapter of LMCache, beside its own adapters."""
+        with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder)) as server:
+            resp = json.dumps({"type": "resp", "host": "127.0.0.1", "port": server.port})
+            redis = {"ours": adapter([{"type": "redis", "url": server.url}]), "resp": resp}
+            for size, block_bytes, blocks in DISK_SIZES:
+                with tempfile.TemporaryDirectory(dir=self._directory) as path:
+                    ours = adapter([{"type": "nvme", "path": f"{path}/ours", "capacity": "4GiB"}])
+                    nvme = {"ours": ours, "fs_native": fs_native(path)}
+                    self._adapters(f"nvme, {size}", nvme, block_bytes, blocks, lambda: None)
+                self._adapters(f"redis, {size}", redis, block_bytes, blocks // 2, server.empty)
+
+    def _adapters(
+        self, over: str, configs: dict[str, str], block_bytes: int, blocks: int, empty: Callable[[], None]
+    ) -> None:
+        """Measure both sides in turn: a server that has just freed memory stores faster."""
+        sizes, rates = ("--block-bytes", str(block_bytes), "--blocks", str(blocks), "--batch", "32"), {}
+        for side in in_turn(self.number, configs):
+            rates[side] = self._peer("lmcache", "lmcache_l2.py", configs[side], *sizes)
+            empty()
+        whom = list(configs)[1]
+        for direction in ("store", "load"):
+            name, target = f"{direction}_gb_per_s", LMCACHE_TARGETS.get(f"{over}: {direction}", "0.9 x")
+            what = f"LMCache over {over}: {direction} (GB/s)"
+            self.table.add(what, rates["ours"][name], whom, rates[whom][name], target)
+
     def _ours(self, script: str, *arguments: str, has_directory: bool = True) -> dict[str, Any]:
         where = [str(self._directory)] if has_directory else []
         return _printed([sys.executable, str(HERE / script), *where, *arguments])
@@ -120,7 +159,13 @@ PARTS = {
     "manager": Measurements.manager,
     "redis": Measurements.redis,
     "s3": Measurements.s3,
+    "lmcache": Measurements.lmcache,
 }
+
+
+def fs_native(path: str) -> str:
+    """Return LMCache's option for its own adapter."""
+    return json.dumps({"type": "fs_native", "base_path": path, "num_workers": 8, "use_odirect": True})
 
 
 def _printed(command: list[str]) -> dict[str, Any]:
@@ -130,7 +175,8 @@ def _printed(command: list[str]) -> dict[str, Any]:
 
 
 def _output(command: list[str]) -> list[str]:
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}"}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S, env=variables)
     return done.stdout.strip().splitlines()
 
 
@@ -143,6 +189,7 @@ def main() -> None:
     measurements = Measurements(arguments.directory, arguments.bench, arguments.peers)
     for number in range(arguments.rounds):
         print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
+        measurements.number = number
         for part in arguments.parts:
             PARTS[part](measurements)
     print(measurements.table)
