@@ -17,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,6 +154,12 @@ def hashes_of(keys: Iterable[bytes]) -> Counter[Any]:
     return Counter(maybe_convert_block_hash(get_offload_block_hash(key)) for key in keys)
 
 
+def stack_over(*tiers: Mapping[str, object]) -> dict[str, object]:
+    size = PRIMARY_BLOCKS * ROW_BYTES
+    secondary = [{**tier, "store_budget": size, "load_budget": size} for tier in tiers]
+    return {"primary": {"capacity": size}, "secondary": secondary}
+
+
 class Checks(ChecksIn):
     def _open(self) -> Stack:
         return open_stack(
@@ -205,17 +211,10 @@ class Checks(ChecksIn):
                 wait_for(sees_the_block)
 
     def vllm_s_publisher_publishes_the_events_of_our_tiers(self) -> None:
-        tiers: list[dict[str, object]] = [
-            {"type": "memory", "capacity": 10 * (ROW_BYTES + 4096)},
-            {"type": "nvme", "path": str(self.directory / "engine"), "capacity": "64MiB", "name": "disk"},
-        ]
-        budgets = {"store_budget": PRIMARY_BLOCKS * ROW_BYTES, "load_budget": PRIMARY_BLOCKS * ROW_BYTES}
-        stack = {
-            "primary": {"capacity": PRIMARY_BLOCKS * ROW_BYTES},
-            "secondary": [{**tier, **budgets} for tier in tiers],
-        }
+        memory_tier = {"type": "memory", "capacity": 10 * (ROW_BYTES + 4096)}
+        nvme = {"type": "nvme", "path": str(self.directory / "engine"), "capacity": "64MiB", "name": "disk"}
         everything: list[bytes] = []
-        with engine_with(stack, enable_events=True) as engine:
+        with engine_with(stack_over(memory_tier, nvme), enable_events=True) as engine:
             tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, False))
             publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic="kv")
             endpoints = [each.getsockopt_string(zmq.LAST_ENDPOINT) for each in (publisher._pub, publisher._replay)]
@@ -244,15 +243,13 @@ class Checks(ChecksIn):
     def _dynamo_s_indexer_credits_a_worker_with_our_tiers(self) -> None:
         """By name only: the indexer has an environment of its own."""
         nvme = {"type": "nvme", "path": str(self.directory / "dynamo"), "capacity": "64MiB"}
-        budgets = {"store_budget": PRIMARY_BLOCKS * ROW_BYTES, "load_budget": PRIMARY_BLOCKS * ROW_BYTES}
-        stack = {"primary": {"capacity": PRIMARY_BLOCKS * ROW_BYTES}, "secondary": [{**nvme, **budgets}]}
         group = SimpleNamespace(hashes_per_chunk=1, tokens_per_chunk=16, tokens_per_block=16, group_idx=0)
         group.sliding_window_size_in_chunks = None
         group.kv_event_group_spec = OffloadingEventGroupSpec("full_attention", None)
         tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
         publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic="kv")
         live, past = (each.getsockopt_string(zmq.LAST_ENDPOINT) for each in (publisher._pub, publisher._replay))
-        with engine_with(stack, enable_events=True) as engine, dynamo_s_indexer() as ask:
+        with engine_with(stack_over(nvme), enable_events=True) as engine, dynamo_s_indexer() as ask:
 
             def serve(number: int) -> list[int]:
                 """Store a prompt of six blocks, and publish it; return its tokens."""
@@ -286,22 +283,15 @@ class Checks(ChecksIn):
                 publisher.shutdown()
 
     def removals_are_expected_of_tiers_that_tell_them(self) -> None:
-        budgets = {"store_budget": PRIMARY_BLOCKS * ROW_BYTES, "load_budget": PRIMARY_BLOCKS * ROW_BYTES}
-        fs = {"type": "fs", "path": str(self.directory / "fs"), "capacity": "64MiB", **budgets}
-        stack = {
-            "primary": {"capacity": PRIMARY_BLOCKS * ROW_BYTES},
-            "secondary": [{"type": "memory", "capacity": "16MiB", **budgets}, fs],
-        }
-        with engine_with(stack, enable_events=True) as engine:
+        fs = {"type": "fs", "path": str(self.directory / "fs"), "capacity": "64MiB"}
+        with engine_with(stack_over({"type": "memory", "capacity": "16MiB"}, fs), enable_events=True) as engine:
             engine.store(keys_of("expected", 4), 0)
             engine.settle()
             told = {(event.medium, event.removal_expected) for event in engine.manager.take_events()}
             assert told == {(Medium.CPU, False), (Medium.STORAGE, True), (Medium.STORAGE, False)}
 
     def without_vllm_s_events_nothing_is_collected(self) -> None:
-        memory = {"type": "memory", "capacity": "16MiB"}
-        stack = {"primary": {"capacity": PRIMARY_BLOCKS * ROW_BYTES}, "secondary": [memory]}
-        with engine_with(stack) as engine:
+        with engine_with(stack_over({"type": "memory", "capacity": "16MiB"})) as engine:
             engine.store(keys_of("silent", 4), 0)
             engine.settle()
             assert list(engine.manager.take_events()) == []

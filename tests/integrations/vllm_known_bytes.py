@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from vllm_program_parts import OUR_MODULE, OUR_SPEC, stand_in_for_a_device  # type: ignore[import-not-found]
+from vllm_program_parts import OUR_SPEC, stand_in_for_a_device, vllm_config_of  # type: ignore[import-not-found]
 
 stand_in_for_a_device()
 
@@ -24,7 +24,6 @@ import torch  # noqa: E402 - after the stand-in
 from vllm import SamplingParams  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole  # noqa: E402
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.v1.engine.core import EngineCore  # noqa: E402
 from vllm.v1.executor.abstract import Executor  # noqa: E402
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout, KVCacheSpec, MambaSpec  # noqa: E402
@@ -326,32 +325,18 @@ class Engine:
         layout: str = KVCacheLayout.LBHNC.name,
         **options: Any,
     ) -> None:
-        transfer = {
-            "kv_connector": "TieredKVConnector",
-            "kv_connector_module_path": OUR_MODULE,
-            "kv_role": "kv_both",
-            "engine_id": f"test-{uuid.uuid4().hex}",
-            "kv_connector_extra_config": {**OUR_SPEC, **({"stack": stack} if stack else {}), **extra},
-        }
         settings = {
             "max_model_len": 512,
             "block_size": 16,
-            "dtype": "float32",
             "load_format": "dummy",
             "num_gpu_blocks_override": GPU_BLOCKS,
             "async_scheduling": False,
             "max_num_batched_tokens": 128,
+            "tensor_parallel_size": len(specs),
+            "distributed_executor_backend": "mp" if len(specs) > 1 else "uni",
             **options,
         }
-        arguments = EngineArgs(
-            model=str(model),
-            skip_tokenizer_init=True,
-            tensor_parallel_size=len(specs),
-            distributed_executor_backend="mp" if len(specs) > 1 else "uni",
-            kv_transfer_config=transfer,
-            **settings,
-        )
-        self.config = arguments.create_engine_config()
+        self.config = vllm_config_of(model, {**OUR_SPEC, **({"stack": stack} if stack else {}), **extra}, **settings)
         modes = {each.mamba_cache_mode for rank in specs for each in rank.values() if isinstance(each, MambaSpec)}
         for mode in modes:  # vLLM sets it for a hybrid model, which its stand-in is not
             self.config.cache_config.mamba_cache_mode = mode
