@@ -89,6 +89,21 @@ def test_offline_opens_nothing_and_finds_what_the_file_and_the_libraries_say(
     assert not (tmp_path / "kv").exists()
 
 
+def test_what_cannot_be_deleted_again_is_a_warning(tmp_path: Path, check: Command) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        rights = ["+get", "+set", "+strlen", "+unlink"]
+        server.call("ACL", "SETUSER", "tier", "on", ">secret", "~tkv1:*", *rights)
+        url = f"redis://tier:secret@127.0.0.1:{server.port}"
+        found = check.json(stack_file(tmp_path, f"type: redis, url: '{url}'"))["tiers"][1]
+        assert found["details"]["warning"].startswith("the block that was stored here could not be deleted: the server")
+        assert "+scan" in found["details"]["warning"]
+        assert "secret" not in str(found)
+        server.call("ACL", "SETUSER", "tier", "+scan", "+memory|usage")
+        check.out(stack_file(tmp_path, f"type: redis, url: '{url}'"))
+        names = server.call("KEYS", "*")
+        assert names.count(b"tkv1:") == 2, "the mark and the readable form of the stack's own namespace"
+
+
 def test_a_user_of_one_namespace_is_enough(tmp_path: Path, check: Command) -> None:
     with RedisServer(tmp_path / "redis") as server:
         file = stack_file(tmp_path, f"type: redis, url: 'redis://tier:secret@127.0.0.1:{server.port}'")

@@ -13,6 +13,7 @@ from tiered_kv._cli.arguments import describe_use, positive_int
 from tiered_kv._cli.measuring import shown_us
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress, quantity
 from tiered_kv._cli.stacks import (
+    OWN_MODEL,
     add_stack_arguments,
     chosen_tiers,
     held_log,
@@ -110,7 +111,8 @@ def _bench(
             result.error = tier_error_text(error, settings)
         finally:
             shut_down(opened, config)
-            purge_own(config, [settings])
+            if config.namespace.model == OWN_MODEL:
+                purge_own(config, [settings])
         return result
 
 

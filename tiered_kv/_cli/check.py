@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress, readable
 from tiered_kv._cli.stacks import (
+    OWN_MODEL,
     OperatedStack,
     add_stack_arguments,
     held_log,
     operated_stack,
+    own_config,
     purge_own,
     tier_error_text,
 )
@@ -32,6 +34,7 @@ from tiered_kv.stack import needs_of, open_publisher, open_region, open_server, 
 from tiered_kv.stack_config import PRIMARY_BLOCKS_MIN, StackConfig
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.toolkit.codecs import CodecSettings
+from tiered_kv.toolkit.listed import ListedStorage
 from tiered_kv.workload.bench import BenchSettings, bench_tier
 
 _PROBE_S = 30.0
@@ -78,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Find out before an engine does whether a stack would open here, and store. It compares what the stack takes "
         "with what the machine has, listens where the stack would, opens all tiers together, and stores, finds and "
-        "loads a block in each. It opens them for real: this block stays, and of nvme a directory and a segment or two."
+        "loads a block in each. It opens them for real: of nvme, a directory, a segment or two and this block stay."
     )
     describe_use(
         parser,
@@ -156,8 +159,16 @@ def _check(stack: OperatedStack, config: StackConfig) -> StackCheck:
             _check_tiers(config, needs, opened, tiers)
     finally:  # also after Ctrl-C
         closed = {tier.name for tier in tiers if tier.error and not tier.details}
-        purge_own(config, [each for each in config.secondary if each.name not in closed])
-    return StackCheck(tiers, listens, needs)
+        is_own = config.namespace.model == OWN_MODEL
+        left = purge_own(config, [each for each in config.secondary if is_own and each.name not in closed])
+    return StackCheck([_with_left(tier, left.get(tier.name, "")) for tier in tiers], listens, needs)
+
+
+def _with_left(tier: TierCheck, left: str) -> TierCheck:
+    if not left:
+        return tier
+    warning = f"the block that was stored here could not be deleted: {left}"
+    return replace(tier, details={"warning": warning, **tier.details})
 
 
 def _check_listens(config: StackConfig, opened: ExitStack) -> list[ListenCheck]:
@@ -220,6 +231,9 @@ def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegi
             tier = open_tier(config, settings, region.kv_view)
             opened.callback(shut_down, [tier], config)
             details = _described(tier, secrets)
+            left = _store_elsewhere(config, settings, region) if _lists_entries(settings) else None
+            if left is not None:
+                return _with_left(TierCheck(settings.name, settings.type, True, details=details), left)
             error = _store_one(tier, settings, region)
             details = _described(tier, secrets)  # with what the store showed
             error += f"; {details['warning']}" if error and "warning" in details else ""
@@ -228,6 +242,26 @@ def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegi
         if error or "warning" in details:  # which say what the log does
             drop_log()
     return TierCheck(settings.name, settings.type, not error, error, details)
+
+
+def _store_elsewhere(config: StackConfig, settings: TierSettings, region: PrimaryRegion) -> str | None:
+    """Store a block under the command's own namespace, and delete it again; return what is left.
+
+    So no tier evicts or sweeps the stack's blocks for a `capacity` that may be a mistake. None if that is not possible:
+    the tier is full, or its credentials are those of the stack's namespace only.
+    """
+    is_stored = False
+    with suppress(Exception), ExitStack() as opened:  # a third-party tier may raise anything
+        tier = open_tier(own_config(config), settings, region.kv_view)
+        opened.callback(shut_down, [tier], config)
+        is_stored = not _store_one(tier, settings, region)
+    left = purge_own(config, [settings]).get(settings.name, "")
+    return left if is_stored else None
+
+
+def _lists_entries(settings: TierSettings) -> bool:
+    load = tier_type_of(settings).administration
+    return load is not None and issubclass(load(), ListedStorage)
 
 
 def _store_one(tier: SecondaryTierManager, settings: TierSettings, region: PrimaryRegion) -> str:

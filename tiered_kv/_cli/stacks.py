@@ -84,7 +84,7 @@ class OperatedStack:
                 location="block.bytes",
             )
         block = {"bytes": self.block_bytes, "tokens": self.config.block.tokens}
-        return _completed(self.config, Namespace(model=OWN_MODEL), block)
+        return own_config(_completed(self.config, self.config.namespace, block))
 
     def ambiguous(self) -> ConfigError:
         """Return the error if it is not known which of several namespaces is meant."""
@@ -202,11 +202,22 @@ def held_log() -> Iterator[Callable[[], None]]:
             root.handle(record)
 
 
-def purge_own(config: StackConfig, tiers: Iterable[TierSettings]) -> None:
-    """Delete what tiers, which are shut down, store of a configuration with the namespace of `OWN_MODEL`."""
-    if config.namespace.model == OWN_MODEL:
-        for settings in tiers:
-            administer(settings, lambda each: each.purge(config.identity.digest.hex(), time.monotonic() + _FIND_S))
+def own_config(config: StackConfig) -> StackConfig:
+    """Return the configuration with the namespace of `OWN_MODEL`, which is no stack's."""
+    return _completed(config, Namespace(model=OWN_MODEL), config.block.model_dump())
+
+
+def purge_own(config: StackConfig, tiers: Iterable[TierSettings]) -> dict[str, str]:
+    """Delete what tiers store under the namespace of `OWN_MODEL`; return what is left, and why, by the tier's name.
+
+    The tiers are shut down.
+    """
+    namespace = own_config(config).identity.digest.hex()
+    left: dict[str, str] = {}
+    for settings in tiers:
+        purged, error = administer(settings, lambda each: each.purge(namespace, time.monotonic() + _FIND_S))
+        left[settings.name] = error or "; ".join(() if purged is None else purged.left)
+    return {name: what for name, what in left.items() if what}
 
 
 def tier_error_text(error: Exception, settings: TierSettings) -> str:
