@@ -231,6 +231,18 @@ Served = tuple[Terminal, StatusServer]
 
 
 @pytest.mark.slow
+def test_on_a_terminal_the_key_q_ends_it_at_once_and_no_other_is_shown(terminal: Served) -> None:
+    top, _ = terminal
+    top.wait_for("evicted")
+    top.type("x!q")
+    status_, shown = top.end()
+    assert status_ == 0
+    assert "x!" not in shown
+    assert MAIN_SCREEN in shown
+    assert SHOW_CURSOR in shown
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number_", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_on_a_terminal_it_draws_until_a_signal_and_puts_the_terminal_back(
     terminal: Served, number_: signal.Signals

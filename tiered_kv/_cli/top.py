@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import select
 import shutil
 import signal
 import sys
+import termios
 import time
+import tty
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
@@ -50,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show what a running stack does: hits, throughput, use and breaker of each tier, why blocks are missed or not "
         "stored, and the last events. It asks the process that has the stack open, which needs 'metrics' in the "
-        "stack's file. It opens no tier, and changes nothing. Ctrl-C ends it.\n\n"
+        "stack's file. It opens no tier, and changes nothing. The key q ends it.\n\n"
         "Where standard output is no terminal, it shows one interval and ends, as with --once."
     )
     parser.add_argument(
@@ -86,7 +89,9 @@ def run(args: argparse.Namespace) -> Status:
         return _once(ask, url, args)
     for each in (signal.SIGTERM, signal.SIGHUP):  # by an exception, so that the terminal is restored
         signal.signal(each, lambda signum, _: sys.exit(128 + signum))
-    _draw(ask, url, args.interval)
+    with suppress(KeyboardInterrupt):
+        _draw(ask, url, args.interval)
+        return Status.OK
     return Status.INTERRUPTED
 
 
@@ -111,15 +116,18 @@ def _once(ask: Callable[[], StackStatus], where: str, args: argparse.Namespace) 
 
 
 def _draw(ask: Callable[[], StackStatus], where: str, interval_s: float) -> None:
-    """Draw on the terminal's alternate screen until Ctrl-C."""
+    """Draw on the terminal's alternate screen until somebody presses q."""
     console = _console()
     last: StackStatus | None = None
     view: View | None = None
     error = lost_at = ""
     with (
-        suppress(KeyboardInterrupt),
+        ExitStack() as undo,
         Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
     ):
+        if sys.stdin.isatty():
+            undo.callback(termios.tcsetattr, sys.stdin, termios.TCSADRAIN, termios.tcgetattr(sys.stdin))
+            tty.setcbreak(sys.stdin)  # keys come at once, and are not shown
         live.update(Text(f"asking {where}"), refresh=True)
         while True:
             next_s = time.monotonic() + interval_s
@@ -130,7 +138,17 @@ def _draw(ask: Callable[[], StackStatus], where: str, interval_s: float) -> None
                 lost_at = lost_at or time.strftime("%H:%M:%S")
                 error = f"NO ANSWER since {lost_at}: {problem}; again in {rounded_seconds(interval_s)}"
             live.update(screen(view, error, where, console), refresh=True)
-            time.sleep(max(0.0, next_s - time.monotonic()))
+            if _is_ended(next_s):
+                return
+
+
+def _is_ended(until_s: float) -> bool:
+    """Wait until a time of `time.monotonic`; return True as soon as q is pressed, or the terminal has gone."""
+    keys = [sys.stdin] if sys.stdin.isatty() else []
+    while (left_s := until_s - time.monotonic()) > 0:
+        if select.select(keys, [], [], left_s)[0] and os.read(sys.stdin.fileno(), 1) in (b"q", b""):
+            return True
+    return False
 
 
 def _console(**settings: Any) -> Console:  # Any: rich's
@@ -146,7 +164,7 @@ def screen(view: View | None, error: str, where: str, console: Console) -> Rende
         title.append(
             f"  {view['version']}  up {rounded_seconds(view['uptime_seconds'])}  pid {view['pid']}", style="not bold"
         )
-    title.append(f"  {where}{'  Ctrl-C ends' if console.is_terminal else ''}", style="not bold dim")
+    title.append(f"  {where}{'  q ends' if console.is_terminal else ''}", style="not bold dim")
     lost = Text(error, style="bold white on red", no_wrap=True, overflow="ellipsis")
     if view is None:
         return Group(title, lost)
