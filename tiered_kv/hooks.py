@@ -325,6 +325,10 @@ def check_entry(entry: object, location: Location) -> TierSettings | list[Config
         return entry
     name = entry.get("type") if isinstance(entry, Mapping) else None
     if not isinstance(name, str):
+        if isinstance(entry, Mapping) and "type" in entry:
+            problems = check(TierSettings, {"type": name}, location)
+            if isinstance(problems, list):
+                return problems
         known = ", ".join([*tier_plugins().tier_types(), "'module:Class'"])
         message = f"expected a mapping with the key 'type', which is one of: {known}"
         return [ConfigError(message, location=dotted(location))]

@@ -251,7 +251,7 @@ class TestMistakes:
             ({"block": {"bytes": 1, "tokens": "many"}}, "block.tokens: expected a whole number, found 'many'"),
             ({"block": None}, "block: expected a mapping, found nothing"),
             ({"namespace": {"model": 1.0}}, "namespace.model: expected a text; put it in quotes"),
-            ({"secondary": [{"type": 5}]}, "secondary.0: expected a mapping with the key 'type'"),
+            ({"secondary": [{"type": 5}]}, "secondary.0.type: expected a text; put it in quotes"),
             ({"primary": {"capacity": "1MiB", "huge_pages": "x"}}, "huge_pages: expected true or false, found 'x'"),
             (
                 {"primary": {"capacity": "1MiB", "policy": "lruu"}},
