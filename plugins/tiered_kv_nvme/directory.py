@@ -239,7 +239,10 @@ def _holder(locked_fd: int, lock_fd: int) -> str:
     The kernel knows, and the file's text does not: its writer may have ended, or count processes in another container.
     """
     status = os.fstat(locked_fd)
-    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal() and _holds(name, status)]
+    names: list[str] = []
+    with suppress(OSError):  # a jail may have no /proc
+        names = os.listdir("/proc")
+    pids = [int(name) for name in names if name.isdecimal() and _holds(name, status)]
     if os.getpid() in pids:
         return "another tier of this process"
     if pids:

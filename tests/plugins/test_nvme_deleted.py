@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -200,4 +201,18 @@ def test_an_owner_in_another_container_is_not_taken_for_a_process_of_this_one(
     monkeypatch.setattr("tiered_kv_nvme.directory._holds", lambda pid, status: False)
     wanted = rf"in another container or on another host; its owner wrote 'process {os.getpid()} on [\w.-]+' into lock"
     with pytest.raises(TierBusyError, match=wanted):
+        bench.open()
+
+
+def test_an_owner_is_busy_where_a_jail_has_no_proc(bench: StoreBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.open()
+    listdir = os.listdir
+
+    def without_proc(path: Any = ".") -> list[Any]:  # Any: as of `os.listdir`
+        if path == "/proc":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", without_proc)
+    with pytest.raises(TierBusyError, match="is in use by a process that this one cannot see"):
         bench.open()
