@@ -45,6 +45,24 @@ def test_no_row_that_outlasts_a_reset_in_use_is_found_after_it(tmp_path: Path) -
         engine.end(reading)
 
 
+def test_a_reset_that_fails_half_way_leaves_the_cache_to_other_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with serving(tmp_path) as served:
+        engine, other = served.engine(), served.engine()
+        engine.store(KEYS)
+        monkeypatch.setattr(served.host.manager.notices, "add", fail)
+        other.manager.reset_cache()
+        engine.step_until(lambda: served.host.epoch == 1)
+        engine.step_until(lambda: engine.manager.epoch == 1)
+        assert engine.load(KEYS) == 0
+        engine.store(KEYS)
+        assert engine.load(KEYS) == len(KEYS)
+
+
 class Told:
     """In place of a session's channel: how often each request was answered."""
 

@@ -194,10 +194,12 @@ class Host:
 
     def reset(self, by: HostSession) -> None:
         """Forget every block, and tell all engines."""
-        self.manager.reset_cache()
-        self.index.forget()
-        for session in self.sessions.values():
-            session.send(protocol.EPOCH, self.epoch, session is by)
+        try:
+            self.manager.reset_cache()
+        finally:  # also after a mistake of ours: requests of an epoch that is over find and store nothing
+            self.index.forget()
+            for session in self.sessions.values():
+                session.send(protocol.EPOCH, self.epoch, session is by)
 
     def free(self, blocks: Collection[CPUBlock]) -> None:
         """Free rows that were granted."""
