@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
-from pathlib import Path
 
 from tiered_kv._cli.arguments import file_path, positive_int
 from tiered_kv._cli.output import print_text, progress
@@ -111,8 +111,11 @@ def start_report(args: argparse.Namespace, config: StackConfig | None) -> Run | 
     if path is None:
         return None
     require_matplotlib()
-    with _writing(path):
-        path.open("a").close()
+    why = errno.EISDIR if path.is_dir() else 0 if path.parent.is_dir() else errno.ENOENT
+    if not why and not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = errno.EACCES
+    if why:
+        raise ConfigError(f"the page cannot be written to '{path}': {os.strerror(why)}", location="--report")
     return Run(args.stack or "", args.given, config, datetime.now(UTC))
 
 
@@ -120,15 +123,11 @@ def write_report(args: argparse.Namespace, draw: Callable[[], str]) -> None:
     """Draw the page and write it to the file of `--report`."""
     with progress("drawing the page", None):
         page = draw()
-    with _writing(args.report):
+    try:
         args.report.write_text(page, encoding="utf-8", errors="backslashreplace")  # file names may have any bytes
+    except OSError as error:
+        raise ConfigError(
+            f"the page cannot be written to '{args.report}': {error.strerror}", location="--report"
+        ) from error
     if not args.json:
         print_text(f"page with plots: {args.report}")
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"the page cannot be written to '{path}': {error.strerror}", location="--report") from error
