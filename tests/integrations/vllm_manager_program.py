@@ -1,6 +1,6 @@
 """Runs in an environment with vLLM: vLLM's own tiering manager above our tiers gets the calls of vLLM's scheduler.
 
-    python vllm_manager_program.py DIRECTORY '{"redis": {...}, "s3": {...}}'
+    python vllm_manager_program.py DIRECTORY
 
 Each check opens vLLM's `TieringOffloadingSpec`, so that its factories construct our tier, and drives the manager as
 vLLM's connector does. Prints one line of JSON for each check: its name, and an error or nothing. A test reads them.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import sys
 import threading
 import time
@@ -38,6 +37,7 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
 )
 
 import tiered_kv.integrations.vllm.tier as tier_module
+from tests.integrations.program_checks import ChecksIn
 from tests.support.faulty import FourMethodTier
 from tiered_kv.metrics.instruments import count_of
 
@@ -130,13 +130,7 @@ def engine_on(entries: Sequence[Entry], **options: Any) -> contextlib.closing[En
     return contextlib.closing(Engine(entries, **options))
 
 
-class Checks:
-    """The checks, one method each, in the order they run."""
-
-    def __init__(self, directory: Path, remote: Mapping[str, Entry]) -> None:
-        self.directory = directory
-        self.remote = remote
-
+class Checks(ChecksIn):
     def _nvme(self, name: str, **more: object) -> Entry:
         entry = {"type": "nvme", "path": str(self.directory / name), "capacity": "64MiB"}
         return {**entry, **WHOLE_PRIMARY, **more}
@@ -163,16 +157,6 @@ class Checks:
                 engine.store(keys[first : first + 8])
                 engine.settle()
             assert 0 < engine.load(keys) <= PRIMARY_CHUNKS
-
-    def every_tier_and_a_restart(self) -> None:
-        keys = keys_of("restart", 8)
-        for entry in (self._nvme("restart"), *({**entry, **WHOLE_PRIMARY} for entry in self.remote.values())):
-            with engine_on([entry]) as engine:
-                engine.store(keys)
-                engine.settle()
-                assert engine.counted()["stored_blocks_total"] == 8, engine.counted()
-            with engine_on([entry]) as engine:
-                assert engine.load(keys) == 8, (entry["type"], engine.counted())
 
     def empty_jobs_end_and_chunks_outside_of_the_memory_are_refused(self) -> None:
         keys, entry = keys_of("outside", 2), self._nvme("outside")
@@ -277,29 +261,6 @@ class Checks:
             assert count_of(engine.counted(), "skipped_blocks_total", "breaker") > 0
             assert engine.load(keys_of("broken-unknown", 2)) == 0
 
-    def budgets_and_admission(self) -> None:
-        with engine_on([self._nvme("budget", store_budget=2 * CHUNK_BYTES)]) as engine:
-            engine.store(keys_of("budget", 8))
-            engine.settle()
-            assert engine.counted()["stored_blocks_total"] == 2
-            assert count_of(engine.counted(), "skipped_blocks_total", "budget") == 6
-        with engine_on([self._nvme("admission", admit_after=2)]) as engine:
-            for _ in range(2):
-                engine.store(keys_of("admission", 4))
-                engine.settle()
-                engine.manager.reset_cache()
-            assert count_of(engine.counted(), "skipped_blocks_total", "admission") == 4
-            assert engine.counted()["stored_blocks_total"] == 4
-        with engine_on([self._nvme("both", admit_after=2, store_budget=2 * CHUNK_BYTES)]) as engine:
-            keys = keys_of("both", 4)
-            for offered in (keys, keys, keys[2:]):
-                engine.store(offered)
-                engine.settle()
-                engine.manager.reset_cache()
-                if hasattr(engine.manager, "on_reset_flushed"):
-                    engine.manager.on_reset_flushed()
-            assert engine.counted()["stored_blocks_total"] == 4, "an offer that found no room did not count"
-
     def a_key_may_stand_twice_in_a_job(self) -> None:
         keys = keys_of("twice", 2)
         entries = [
@@ -363,7 +324,7 @@ class Checks:
 
 def main() -> None:
     sys.modules.setdefault(__name__, sys.modules["__main__"])
-    run_checks(Checks(Path(sys.argv[1]), json.loads(sys.argv[2])), sys.argv[3:])
+    run_checks(Checks(Path(sys.argv[1])), sys.argv[2:])
 
 
 if __name__ == "__main__":

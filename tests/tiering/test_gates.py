@@ -6,6 +6,7 @@ import pytest
 
 from tests.tiering.conftest import LARGE_BUDGETS, MakeBench
 from tiered_kv.base import make_offload_key
+from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.tiering import gates
 from tiered_kv.tiering.gates import Admission, Breaker
@@ -70,6 +71,15 @@ def test_admission_counts_offers_and_starts_over_once_admitted() -> None:
     assert [admission.admit(key) for _ in range(7)] == [False, False, True, False, False, True, False]
     assert not admission.is_open()
     assert Admission(1).is_open()
+
+
+def test_an_offer_that_finds_no_room_does_not_count() -> None:
+    admission, blocks = Admission(admit_after=2), [CPUBlock(row) for row in range(4)]
+    for block in blocks:
+        block.key = make_offload_key(b"%d" % block.block_id, 0)
+    assert admission.select(blocks, 4, "first") == ([], blocks, [])
+    assert admission.select(blocks, 2, "second") == (blocks[:2], [], blocks[2:])
+    assert admission.select(blocks[2:], 2, "third") == (blocks[2:], [], [])
 
 
 def test_admission_remembers_two_generations_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
