@@ -19,20 +19,18 @@ import json
 import os
 import random
 import select
-import signal
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from tests.support.host_server import server_process
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.client import AttachedManager
@@ -41,7 +39,6 @@ from tiered_kv.server.protocol import Hello
 ROWS, ROW_BYTES, KEYS = 65_536, 4096, 512
 STEP_S = 0.003
 ROUNDS = 3
-_PROGRAM = "import sys; from tiered_kv.cli import main; sys.exit(main())"
 _PEER = Path(__file__).with_name("lmcache_lookups.py")
 
 
@@ -53,8 +50,8 @@ def main() -> None:
     count, taken = arguments.requests, defaultdict[str, list[float]](list)
     stack = {"namespace": {"model": "m"}, "block": {"bytes": ROW_BYTES}, "primary": {"capacity": ROWS * ROW_BYTES}}
     for _ in range(1 if arguments.lmcache is None else ROUNDS):
-        with tempfile.TemporaryDirectory() as directory, serving(stack, Path(directory)) as address:
-            for name, seconds in measure(address, count).items():
+        with tempfile.TemporaryDirectory() as directory, server_process(Path(directory), stack):
+            for name, seconds in measure(f"unix:{directory}/cache.sock", count).items():
                 taken[name] += seconds
         if arguments.lmcache is not None:
             command = [str(arguments.lmcache), str(_PEER), "--requests", str(count // 2)]
@@ -66,21 +63,6 @@ def main() -> None:
             name: round(theirs / figures["acquire_us"][name], 2) for name, theirs in figures["lmcache_us"].items()
         }
     print(json.dumps(figures, indent=2))
-
-
-@contextmanager
-def serving(stack: Mapping[str, object], directory: Path) -> Iterator[str]:
-    """Run `tiered-kv serve`; yield its address."""
-    file, path = directory / "stack.yaml", directory / "cache.sock"
-    file.write_text(json.dumps(stack))
-    command = [sys.executable, "-c", _PROGRAM, "serve", str(file), "--socket", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline(), "the server has not started"
-        try:
-            yield f"unix:{path}"
-        finally:
-            server.send_signal(signal.SIGTERM)
 
 
 def measure(address: str, count: int) -> dict[str, list[float]]:

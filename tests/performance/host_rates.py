@@ -33,8 +33,9 @@ import numpy as np
 
 import tiered_kv
 from tests.performance.bench import Sample, block_key, command_line, in_turn, ratios, sample, spread, summary, timed
-from tests.performance.host_cache import attached, serving, store
+from tests.performance.host_cache import attached, store
 from tests.performance.step_latency import BLOCK_BYTES, MODEL_STEP_S, percentiles, tier_settings
+from tests.support.host_server import server_process
 from tiered_kv.base import ReqContext
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.connect import HostStack, connect
@@ -60,7 +61,8 @@ def measure(directory: Path, tier: str, rounds: int, steps: int, blocks: int) ->
     with tempfile.TemporaryDirectory(dir=directory) as folder, tier_settings(tier, Path(folder)) as entry:
         own, host = stack_of(entry, "own"), stack_of(entry, "host")
         small = stack_of(entry, "own_small_pages", huge_pages=False)
-        with serving(host, Path(folder)) as address:
+        with server_process(Path(folder), host):
+            address = f"unix:{folder}/cache.sock"
             rates: defaultdict[str, list[Sample]] = defaultdict(list)
             with (
                 connect(address) as attached_stack,

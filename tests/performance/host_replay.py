@@ -18,7 +18,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.performance.host_cache import ROW_BYTES, attached, serving, store
+from tests.performance.host_cache import ROW_BYTES, attached, store
+from tests.support.host_server import server_process
 from tiered_kv.base import ReqContext
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.stack_config import load_config
@@ -39,8 +40,8 @@ def main() -> None:
     requests = list(read_trace(args.trace, requests_max=args.requests))
     stack: dict[str, object] = {"namespace": {"model": "m"}, "block": {"bytes": ROW_BYTES}}
     stack["primary"] = {"capacity": args.capacity * ROW_BYTES}
-    with tempfile.TemporaryDirectory() as directory, serving(stack, Path(directory)) as address:
-        hits = replay(address, requests, args.engines)
+    with tempfile.TemporaryDirectory() as directory, server_process(Path(directory), stack):
+        hits = replay(f"unix:{directory}/cache.sock", requests, args.engines)
     rate = sum(hits) / sum(len(request.hash_ids) for request in requests)
     fleet = Fleet(args.engines, "random", concurrency=args.engines)
     simulated = host_rates(load_config(stack).primary.policy, args.capacity, requests, fleet)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,10 +81,12 @@ def serving(
 
 
 @contextmanager
-def server_process(directory: Path, **more: object) -> Iterator[subprocess.Popen[str]]:
+def server_process(
+    directory: Path, stack: Mapping[str, object] | None = None, **more: object
+) -> Iterator[subprocess.Popen[str]]:
     """Serve a stack at `directory`/cache.sock in a process of its own, which is killed at the end."""
     file = directory / "stack.yaml"
-    file.write_text(json.dumps(stack_of(**more)))  # type: ignore[arg-type]
+    file.write_text(json.dumps(stack or stack_of(**more)))  # type: ignore[arg-type]
     command = [sys.executable, "-m", "tiered_kv", "serve", str(file), "--socket", f"{directory}/cache.sock"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
