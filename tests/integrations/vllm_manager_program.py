@@ -246,21 +246,6 @@ class Checks(ChecksIn):
             engine.finish(hoarder)
             engine.finish(late)
 
-    def a_broken_tier_is_left_alone(self) -> None:
-        class Raising(FourMethodTier):
-            def lookup(self, key: Any, req_context: Any) -> bool | None:
-                raise OSError("broken")
-
-            def submit_store(self, job_metadata: Any) -> None:
-                raise OSError("broken")
-
-        globals()["Raising"] = Raising
-        with engine_on([{"type": f"{__name__}:Raising", "breaker_failures": 3, "breaker_cooldown": "60s"}]) as engine:
-            engine.fill("broken", 6, 2)
-            assert engine.counted()["breaker_opened_total"] == 1
-            assert count_of(engine.counted(), "skipped_blocks_total", "breaker") > 0
-            assert engine.load(keys_of("broken-unknown", 2)) == 0
-
     def a_key_may_stand_twice_in_a_job(self) -> None:
         keys = keys_of("twice", 2)
         entries = [
