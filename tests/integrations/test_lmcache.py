@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.disk_use import damage_files
 from tests.support.engines import (
+    ENGINE,
     LMCACHE,
     TIMEOUT_S,
-    Message,
-    damage_segments,
-    interpreter,
+    Chats,
     passed_checks,
+    play_chats,
     run_example,
     running,
 )
@@ -34,9 +32,6 @@ from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
 
 pytestmark = pytest.mark.slow
-
-CHAT: Mapping[str, Any] = {"mode": "chat", "threads": 1, "conversations": 12, "turns": 2, "prefix_caching": False}
-"""LMCache keeps a request's blocks from vLLM's prefix cache for steps after its end, so the cache cannot be dropped."""
 
 
 def nvme(tmp_path: Path, capacity: str = "512MiB", **settings: object) -> Entry:
@@ -83,7 +78,7 @@ def test_a_server_that_was_killed_finds_and_verifies_everything(ranks: int, tmp_
         again = bench(server, tmp_path, 0, 5, ranks)
         assert server.counters("nvme")["tier"]["recovered_blocks_total"] == 4 * CHUNKS * ranks
         server.clear_l1()
-        damage_segments(tmp_path / "kv")
+        damage_files(tmp_path / "kv")
         damaged = bench(server, tmp_path, 0, 5, ranks)
         assert count_of(server.counters("nvme"), "tier", "corrupt_blocks_total") > 0
     assert first.found == dict.fromkeys(range(4), 0)
@@ -117,57 +112,42 @@ def test_a_server_finds_in_the_cache_of_a_host_what_a_killed_one_has_stored(tmp_
 # A whole engine.
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    interpreter(LMCACHE)
-    return tmp_path_factory.mktemp("vllm") / "model"
+def chat(models: Path, server: LMCacheServer | None, turns: int = 2) -> Chats:
+    """Let an engine play conversations, over LMCache's server or alone.
 
-
-def chat(model: Path, server: LMCacheServer | None, **options: object) -> Message:
-    """Let an engine play conversations, over LMCache's server or alone."""
-    told: dict[str, object] = {**CHAT, **options}
-    if server is not None:
-        told["kv_transfer_config"] = {
+    LMCache keeps a request's blocks from vLLM's prefix cache for steps after its end, so the cache cannot be dropped.
+    """
+    config = (
+        None
+        if server is None
+        else {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server.port},
         }
-    with running(LMCACHE, "vllm_engine_program.py", str(model), json.dumps(told)) as program:
-        *_, result = program.messages()
-    return result
+    )
+    with running(LMCACHE, ENGINE, str(models)) as engine:
+        engine.tell("open", kv_transfer_config=config, enable_prefix_caching=False)
+        return play_chats(engine, 12, turns)
 
 
 @pytest.mark.full
-def test_an_engine_and_a_server_that_were_restarted_compute_less_and_answer_the_same(
-    model: Path, tmp_path: Path
-) -> None:
+def test_no_token_changes_whatever_happens_to_server_and_blocks(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    expected = chat(models, None)
     server = LMCacheServer(tmp_path, [nvme(tmp_path)], chunk_tokens=32)
     with server:
-        first = chat(model, server, turns=1)
-        server.stop()
-    with server:
-        again = chat(model, server, turns=1)
-        assert server.counters("nvme")["loaded_blocks_total"] > 0
-    assert again["tokens"] == first["tokens"]
-    assert again["cached_tokens"] > first["cached_tokens"]
-
-
-@pytest.mark.full
-def test_no_token_changes_whatever_happens_to_server_and_blocks(model: Path, tmp_path: Path) -> None:
-    expected = chat(model, None)
-    server = LMCacheServer(tmp_path, [nvme(tmp_path)], chunk_tokens=32)
-    with server:
-        first = chat(model, server)
+        first = chat(models, server)
         server.kill()
         server.start()
-        again = chat(model, server)
+        again = chat(models, server)
         server.clear_l1()
-        damage_segments(tmp_path / "kv")
-        damaged = chat(model, server, turns=1)
+        damage_files(tmp_path / "kv")
+        damaged = chat(models, server, turns=1)
         assert count_of(server.counters("nvme"), "tier", "corrupt_blocks_total") > 0
-    assert first["tokens"] == again["tokens"] == expected["tokens"]
-    assert damaged["tokens"] == [answers[:1] for answers in expected["tokens"]]
-    assert again["cached_tokens"] > first["cached_tokens"] > expected["cached_tokens"]
+    assert first.tokens == again.tokens == expected.tokens
+    assert damaged.tokens == [answers[:1] for answers in expected.tokens]
+    assert again.found > first.found > expected.found
 
 
 @pytest.mark.full

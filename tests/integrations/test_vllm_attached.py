@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import sys
+import random
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.engines import Message, Program, interpreter, running
+from tests.support.engines import ENGINE, Program, connector, interpreter, running
+from tests.support.host_server import server_process
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = [[seed, 200] for seed in range(4)]
-FOUND = 192
+PROMPTS = [random.Random(seed).choices(range(512), k=200) for seed in range(4)]
+FOUND = [192]
 """Tokens of a prompt's whole blocks."""
 TRIES_MAX = 20
 PAUSE_S = 2.0
 """vLLM's workers take a processor each for a second after a message: on two, another replica would hardly start."""
 STACK = {"primary": {"capacity": "16MiB"}, "prefill": "off"}
 
-
-class Talk:
-    """A program that is told what to do.
-
-    Args:
-        program: The running program, which says that it is ready.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self._messages: Iterator[Message] = program.messages()
-        self.said = next(self._messages)
-
-    def ask(self, **message: Any) -> Message:
-        self.program.go_on(message)
-        return next(self._messages)
+Served = tuple[list[list[int]], list[int]]
+"""The tokens that an engine answers, and how many of the prompt it has found."""
 
 
 class Host:
@@ -57,66 +42,50 @@ class Host:
     def __init__(self, closing: ExitStack, directory: Path, tensor_parallel_size: int) -> None:
         self._closing = closing
         self._directory = directory
-        self._engine: dict[str, object] = {"tensor_parallel_size": tensor_parallel_size}
+        self._options: dict[str, object] = {"tensor_parallel_size": tensor_parallel_size}
         if tensor_parallel_size > 1:
-            self._engine["distributed_executor_backend"] = "mp"
-        (directory / "stack.yaml").write_text(json.dumps(STACK))
+            self._options["distributed_executor_backend"] = "mp"
 
-    def start_server(self) -> Program:
-        socket = str(self._directory / "cache.sock")
-        command = [sys.executable, "-c", "from tiered_kv.cli import main; raise SystemExit(main())"]
-        command += ["serve", "stack.yaml", "--socket", socket]
-        log = self._directory / "server.errors"
-        server = self._closing.enter_context(Program(command, log, dict(os.environ)))
-        assert server.line().startswith("serving"), server.log()
-        return server
+    def start_server(self) -> subprocess.Popen[str]:
+        return self._closing.enter_context(server_process(self._directory, STACK))
 
-    def start_engine(self, *, alone: bool = False) -> Talk:
-        extra = {
-            "spec_name": "TieredKVOffloadingSpec",
-            "spec_module_path": "tiered_kv.integrations.vllm",
-            "attach": f"unix:{self._directory}/cache.sock",
-        }
-        config = {
-            "kv_connector": "TieredKVConnector",
-            "kv_connector_module_path": "tiered_kv.integrations.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        }
-        options = {"engine": self._engine, "kv_transfer_config": None if alone else config}
-        model = str(self._directory / "model")
-        return Talk(
-            self._closing.enter_context(running("0.32.0", "vllm_attached_program.py", model, json.dumps(options)))
-        )
+    def start_engine(self, *, alone: bool = False) -> Program:
+        config = None if alone else connector(attach=f"unix:{self._directory}/cache.sock")
+        engine = self._closing.enter_context(running("0.32.0", ENGINE, str(self._directory / "models")))
+        engine.tell("open", kv_transfer_config=config, **self._options)
+        return engine
+
+
+def answer(engine: Program, prompt: list[int]) -> Served:
+    told = engine.tell("serve", prompts=[prompt], tokens=6)
+    return told["tokens"], told["found"]
 
 
 def tokens_of_the_engine_alone(host: Host) -> list[list[list[int]]]:
     alone = host.start_engine(alone=True)
-    tokens = [alone.ask(prompts=[prompt])["tokens"] for prompt in PROMPTS]
-    alone.program.kill()
+    tokens = [answer(alone, prompt)[0] for prompt in PROMPTS]
+    alone.kill()
     return tokens
 
 
-def served(engine: Talk, prompt: list[int]) -> tuple[list[list[int]], list[int]]:
-    """Return the tokens that an attached engine answers, and how many of the prompt it has found."""
-    engine.ask(attached=True)
-    answer = engine.ask(prompts=[prompt])
-    return answer["tokens"], answer["found"]
+def served(engine: Program, prompt: list[int]) -> Served:
+    """Return what an attached engine answers."""
+    engine.tell("attached", wanted=True)
+    return answer(engine, prompt)
 
 
-def restore(engine: Talk, prompt: list[int], tokens: list[list[int]]) -> None:
+def restore(engine: Program, prompt: list[int], tokens: list[list[int]]) -> None:
     """Let an engine find a prompt, after a few tries: workers that wait for each other may take all processors.
 
     The server is late then, so that a prompt is computed, or its blocks are not stored.
     """
     counters = []
     for _ in range(TRIES_MAX):
-        engine.ask(attached=True)
-        answer = engine.ask(prompts=[prompt])
-        assert answer["tokens"] == tokens
-        if answer["found"] == [FOUND]:
+        answered, found = served(engine, prompt)
+        assert answered == tokens
+        if found == FOUND:
             return
-        counters.append((answer["found"], answer["counters"]))
+        counters.append((found, engine.tell("counters")["host"]))
     raise AssertionError(f"a prompt is never found: {counters}")
 
 
@@ -126,26 +95,26 @@ def test_engines_share_a_cache_that_outlives_them(tmp_path: Path, closing: ExitS
     expected = tokens_of_the_engine_alone(host)
     host.start_server()
     first, second = host.start_engine(), host.start_engine()
-    for engine, hit in ((first, 0), (second, FOUND)):
+    for engine, hit in ((first, [0]), (second, FOUND)):
         for prompt, tokens in zip(PROMPTS[:3], expected, strict=False):
-            assert served(engine, prompt) == (tokens, [hit])
-    second.program.kill()
+            assert served(engine, prompt) == (tokens, hit)
+    second.kill()
     assert served(first, PROMPTS[3]) == (expected[3], [0])
     restore(first, PROMPTS[3], expected[3])  # an engine that is killed at once may not have stored it
-    first.program.kill()
+    first.kill()
     again = host.start_engine()
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
-        assert served(again, prompt) == (tokens, [FOUND])
+        assert served(again, prompt) == (tokens, FOUND)
 
 
 @contextmanager
-def loaded(engine: Talk, expected: list[list[list[int]]]) -> Iterator[None]:
+def loaded(engine: Program, expected: list[list[list[int]]]) -> Iterator[None]:
     """Serve prompts meanwhile, and check the tokens."""
-    over, answers = threading.Event(), list[tuple[int, Message]]()
+    over, answers = threading.Event(), list[tuple[int, Served]]()
 
     def serve() -> None:
         for number in itertools.cycle(range(len(PROMPTS))):
-            answers.append((number, engine.ask(prompts=[PROMPTS[number]])))
+            answers.append((number, answer(engine, PROMPTS[number])))
             if over.wait(PAUSE_S):
                 return
 
@@ -157,7 +126,7 @@ def loaded(engine: Talk, expected: list[list[list[int]]]) -> Iterator[None]:
             over.set()
     serving.result()
     assert answers
-    assert all(answer["tokens"] == expected[number] for number, answer in answers)
+    assert all(tokens == expected[number] for number, (tokens, _) in answers)
 
 
 @pytest.mark.full
@@ -174,7 +143,7 @@ def test_two_replicas_are_restarted_in_turns_under_load(
         restore(engines[0], prompt, tokens)
     for number in range(2):
         with loaded(engines[1 - number], expected):
-            engines[number].program.kill()
+            engines[number].kill()
             engines[number] = host.start_engine()
             for prompt, tokens in zip(PROMPTS, expected, strict=True):
                 restore(engines[number], prompt, tokens)
@@ -192,8 +161,7 @@ def test_an_engine_runs_on_while_the_server_is_away_and_attaches_again(
     for prompt, (tokens, _) in zip(PROMPTS, computed, strict=True):
         restore(engine, prompt, tokens)
     server.kill()
-    away = [engine.ask(prompts=[prompt]) for prompt in PROMPTS]
-    assert [(answer["tokens"], answer["found"]) for answer in away] == computed
+    assert [answer(engine, prompt) for prompt in PROMPTS] == computed
     host.start_server()
     assert [served(engine, prompt) for prompt in PROMPTS] == computed, "the memory is lost"
     for prompt, (tokens, _) in zip(PROMPTS, computed, strict=True):

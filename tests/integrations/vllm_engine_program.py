@@ -1,47 +1,154 @@
-"""Runs in an environment with vLLM for the CPU: a whole engine, a small model of random weights, nothing downloaded.
+"""Runs in an environment with vLLM for the CPU: whole engines of small random models, told line by line what to do.
 
-    python vllm_engine_program.py MODEL_DIRECTORY '{"mode": "chat", "kv_transfer_config": {...}, ...}'
+    python vllm_engine_program.py DIRECTORY
 
-`chat` plays conversations of several turns that share system prompts, and drops the engine's own prefix cache after
-each batch of requests, or has none (`prefix_caching`). `serve` measures how long prompts that it is told of take to
-their first token. `hints` serves prompts with what their requests say of them. `namespaces` says those of the engine's
-processes. `audit` serves prompts one by one, with other weights from one of them on if told so, and looks up the keys
-that it is given before and after. `reset` resets with other weights while a request runs, and says what requests after
-it get. Prints lines of JSON, the last one the result; after {"pause": true} it waits for a line on its standard input.
-A test reads and writes them.
+A line of its input names one of `COMMANDS` ("do") and its arguments, and a line of JSON answers it. `open` closes the
+engine before. Nothing is downloaded: models are made in DIRECTORY.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.tiny_llama import DEPENDENT_WEIGHTS, llama_sizes, save_llama
+from tests.support.tiny_llama import DEPENDENT_WEIGHTS, TINY_LLAMA, llama_sizes, save_llama
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
     LMCACHE_DISABLE_BANNER="1",
     LMCACHE_LOG_LEVEL="WARNING",
     LMCACHE_TRACK_USAGE="false",
+    VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # of a function, to a worker
     VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_HOST_IP="127.0.0.1",
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_NO_USAGE_STATS="1",
+    # Threads that are bound to cores wait for each other for ever where other processes have these cores too.
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
 )
 
 BLOCK_TOKENS = 32
+WAIT_S = 60.0
 SETTLE_S = 0.6
-"""A third of the time that a prompt's blocks have to reach a tier; nothing is measured meanwhile."""
-CHAT_MODEL = {
-    **llama_sizes(vocab=512, hidden=128, intermediate=256, layers=2, heads=4, kv_heads=2),
-    "initializer_range": DEPENDENT_WEIGHTS,
+"""A third of the time that a prompt's blocks have to reach a tier of an engine in another process."""
+SAVED: dict[str, dict[str, Any]] = {
+    "chat": {
+        **llama_sizes(vocab=512, hidden=128, intermediate=256, layers=2, heads=4, kv_heads=2),
+        "initializer_range": DEPENDENT_WEIGHTS,
+    },
+    "middle": llama_sizes(vocab=1024, hidden=512, intermediate=1408, layers=8, heads=8, kv_heads=4),
+    "large": llama_sizes(vocab=1024, hidden=1024, intermediate=2816, layers=8, heads=16, kv_heads=4),
 }
-MIDDLE_MODEL = llama_sizes(vocab=1024, hidden=512, intermediate=1408, layers=8, heads=8, kv_heads=4)
-LARGE_MODEL = llama_sizes(vocab=1024, hidden=1024, intermediate=2816, layers=8, heads=16, kv_heads=4)
+"""Llamas whose weights are saved."""
+WINDOW = {"head_dim": 32, "sliding_window": 2 * BLOCK_TOKENS}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 2.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full": ({}, {}),
+    "fp8": ({}, {"kv_cache_dtype": "fp8_e5m2"}),
+    "windows": (
+        {
+            **WINDOW,
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 4,
+            "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+            "query_pre_attn_scalar": 32,
+        },
+        {},
+    ),
+    "windows alone": (
+        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 2 * BLOCK_TOKENS},
+        {},
+    ),
+    "sinks": (
+        {
+            **WINDOW,
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": YARN,
+        },
+        {},
+    ),
+    "gdn": (
+        {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "layer_types": ["linear_attention", "full_attention"],
+            "dtype": "bfloat16",
+            "head_dim": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+        {"dtype": "bfloat16", "prefix_match_unit": BLOCK_TOKENS},
+    ),
+    "mtp": (
+        {
+            "architectures": ["Glm4MoeForCausalLM"],
+            "model_type": "glm4_moe",
+            "head_dim": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "num_nextn_predict_layers": 1,
+        },
+        {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+    ),
+    "eagle": ({}, {"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}}),
+}
+"""Models of dummy weights: what `config.json` has beside that of a small Llama, and vLLM's options."""
+
+
+def make_model(path: Path, kind: str) -> dict[str, Any]:
+    """Make a model unless it is there; return vLLM's options for it."""
+    if kind in SAVED:
+        save_llama(path, **SAVED[kind], dtype="float32")
+        return {}
+    config, options = KINDS[kind]
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**TINY_LLAMA, **config}))
+    if options.get("speculative_config", {}).get("method") == "eagle":
+        (path / "draft").mkdir(exist_ok=True)
+        (path / "draft" / "config.json").write_text(json.dumps({**TINY_LLAMA, "num_hidden_layers": 1}))
+        options["speculative_config"]["model"] = str(path / "draft")
+    draw_weights()
+    return {"load_format": "dummy", **options}
+
+
+def draw_weights() -> None:
+    """Let vLLM's dummy weights be such that every token depends on all of its context."""
+    from vllm.model_executor.model_loader import dummy_loader as loader
+    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight as draw
+
+    seeds = itertools.count(1)  # of each engine anew
+
+    def larger(weight: Any) -> None:
+        low, high = (-0.3, 0.3) if weight.ndim > 1 else (0.5, 1.0)
+        draw(weight, low=low, high=high, seed=next(seeds))
+
+    loader.initialize_single_dummy_weight = larger
 
 
 def hide_what_no_library_has() -> None:
@@ -62,193 +169,168 @@ def hide_what_no_library_has() -> None:
     library.__getattr__ = answer_for_functions
 
 
-def open_engine(directory: Path, kv_transfer_config: dict[str, Any] | None, **options: Any) -> Any:
-    if kv_transfer_config and kv_transfer_config["kv_connector"].startswith("LMCache"):
-        hide_what_no_library_has()
+def open_engine(
+    directory: Path,
+    *,
+    kind: str = "chat",
+    kv_transfer_config: dict[str, Any] | None = None,
+    threads: int = 1,
+    is_apart: bool = False,
+    **options: Any,
+) -> Any:
+    """Open an engine: in a process of its own, as in a server, or in this one, to look into it."""
+    os.environ.update(OMP_NUM_THREADS=str(threads), VLLM_ENABLE_V1_MULTIPROCESSING=str(int(is_apart)))
+    if kv_transfer_config is not None:
+        options["kv_transfer_config"] = kv_transfer_config
+        if kv_transfer_config["kv_connector"].startswith("LMCache"):
+            hide_what_no_library_has()
     from vllm import LLM
 
-    options |= {"kv_transfer_config": kv_transfer_config} if kv_transfer_config else {}
     # In float32: in smaller types the result depends on how a prompt is cut into batches, with or without offloading.
-    settings = {"max_model_len": 4096, "block_size": BLOCK_TOKENS, "dtype": "float32", "seed": 0, **options}
-    return LLM(str(directory), skip_tokenizer_init=True, enforce_eager=True, **settings)
+    settings = {"max_model_len": 4096, "block_size": BLOCK_TOKENS, "dtype": "float32", "seed": 0}
+    settings |= {**make_model(directory / kind, kind), **options}
+    return LLM(str(directory / kind), skip_tokenizer_init=True, enforce_eager=True, **settings)
 
 
 def manager_of(engine: Any) -> Any:
-    connector = engine.llm_engine.engine_core.engine_core.scheduler.connector
+    """Return the connector's manager; None of an engine in another process, without a connector, or with LMCache's."""
+    core = getattr(engine.llm_engine.engine_core, "engine_core", None)
+    connector: Any = None if core is None else core.scheduler.connector
     return connector.connector_scheduler.manager if hasattr(connector, "connector_scheduler") else None
 
 
-def counters_of(engine: Any) -> dict[str, dict[str, Any]]:
-    """Return what our tiers have counted, in our stack or below vLLM's tiering."""
-    manager = manager_of(engine)
-    if manager is None:
-        return {}
-    if hasattr(manager, "counters"):
-        return dict(manager.counters())
-    return {
-        name: values
-        for tier in manager.secondary_tiers
-        if hasattr(tier, "counters")
-        for name, values in tier.counters().items()
-    }
+def stack_of(engine: Any) -> Any:
+    """Return the engine's own stack, if it has one."""
+    stack = getattr(manager_of(engine), "_stack", None)
+    return stack if hasattr(stack, "manager") else None
 
 
-def say(message: dict[str, Any]) -> None:
-    print(json.dumps(message), flush=True)
-
-
-def generate(engine: Any, prompts: list[list[int]], max_tokens: int, said: dict[str, Any] | None = None) -> list[Any]:
+def generate(engine: Any, prompts: list[list[int]], tokens: int, said: dict[str, Any] | None = None) -> list[Any]:
     from vllm import SamplingParams
 
     extra = {"kv_transfer_params": {"tiered_kv": said}} if said else None
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True, extra_args=extra)
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True, extra_args=extra)
     outputs: list[Any] = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     return outputs
 
 
-def chat(engine: Any, options: dict[str, Any]) -> None:
-    """Play `conversations` of `turns`; `pause_after_turn` names the turn after which to wait for a line."""
-    random_numbers = random.Random(options.get("seed", 0))
-    systems = [[random_numbers.randrange(512) for _ in range(160)] for _ in range(4)]
-    histories = [list(systems[number % len(systems)]) for number in range(options["conversations"])]
-    tokens: list[list[list[int]]] = [[] for _ in histories]
-    cached_tokens = 0
-    for turn in range(options["turns"]):
-        order = list(range(len(histories)))
-        random_numbers.shuffle(order)
-        for history in histories:
-            history += [random_numbers.randrange(512) for _ in range(random_numbers.randrange(20, 90))]
-        for first in range(0, len(order), 6):
-            batch = order[first : first + 6]
-            for number, output in zip(batch, generate(engine, [histories[number] for number in batch], 6), strict=True):
-                answer = list(output.outputs[0].token_ids)
-                tokens[number].append(answer)
-                histories[number] += answer
-                cached_tokens += output.num_cached_tokens or 0
-            assert engine.reset_prefix_cache() or not options.get("prefix_caching", True)
-        if turn == options.get("pause_after_turn"):
-            say({"pause": True, "counters": counters_of(engine)})
-            sys.stdin.readline()
-    say({"tokens": tokens, "cached_tokens": cached_tokens, "counters": counters_of(engine)})
+def step(engine: Any) -> None:
+    generate(engine, [[2] * 8], 2)  # of no whole block
 
 
-def timed(engine: Any, prompt: list[int]) -> dict[str, float]:
-    """Return the first token of a prompt, how long it took, and how many of its tokens were found."""
-    began_s = time.perf_counter()
-    (output,) = generate(engine, [prompt], 1)
-    seconds = time.perf_counter() - began_s
-    assert engine.reset_prefix_cache()
-    # vLLM's worker stores in the step after the one that computed; a prompt of less than a block gives it steps, in
-    # which what is in flight arrives.
+def settle(engine: Any) -> None:
+    """Let what was computed reach the tiers: vLLM's worker stores in the step after the one that computed."""
+    manager, stack = manager_of(engine), stack_of(engine)
+    if hasattr(getattr(manager, "_manager", None), "link"):
+        settle_at_host(engine, manager._manager)
+        return
     for _ in range(3):
-        generate(engine, [[2] * 8], 1)
-        time.sleep(SETTLE_S)
-    return {"token": output.outputs[0].token_ids[0], "seconds": seconds, "found": output.num_cached_tokens}
+        step(engine)
+        if stack is not None:
+            stack.manager.drain_jobs(10.0)
+        elif not hasattr(engine.llm_engine.engine_core, "engine_core"):
+            time.sleep(SETTLE_S)
 
 
-def serve(engine: Any, _: dict[str, Any]) -> None:
-    """Serve what each line of the input tells, such as {"prompt": [SEED, TOKENS]}.
+def settle_at_host(engine: Any, manager: Any) -> None:
+    """Let the workers copy all that is stored, and the server know."""
+    from tiered_kv.server.protocol import PING
 
-    Says how long the first token of a prompt took, and how many of its tokens were found.
-    """
-    generate(engine, [[1] * 40], 1)  # whatever an engine does once
-    say({"ready": True})
-    for line in sys.stdin:
-        seed, size = json.loads(line)["prompt"]
-        numbers = random.Random(seed)
-        say(timed(engine, [numbers.randrange(1024) for _ in range(size)]))
-
-
-def hints(engine: Any, options: dict[str, Any]) -> None:
-    """Serve a prompt for each of `requests`, its number and what is said of it; say how many tokens were found."""
-    random_numbers = random.Random(0)
-    prompts = [[random_numbers.randrange(512) for _ in range(200)] for _ in range(3)]
-    found = []
-    for number, said in options["requests"]:
-        (output,) = generate(engine, [prompts[number]], 1, said)
-        found.append(output.num_cached_tokens or 0)
-        assert engine.reset_prefix_cache()
-        for _ in range(3):  # steps, in which blocks are stored; shorter than a block
-            generate(engine, [[2] * 8], 1)
-            manager_of(engine)._stack.manager.drain_jobs(10.0)
-    say({"found": found, "counters": counters_of(engine)})
+    step(engine)
+    if not manager.is_attached:
+        return
+    step_until(engine, lambda: not manager._transfers or not manager.is_attached)
+    if not manager.is_attached:
+        return
+    link = manager.link
+    link.channel.add(PING, 1)
+    link.pong = 0
+    step_until(engine, lambda: link.pong == 1 or manager.link is not link)
 
 
-def namespaces(engine: Any, _: dict[str, Any]) -> None:
-    """Say the namespace of the scheduler's process, and of each worker's."""
+def step_until(engine: Any, is_over: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not is_over():
+        assert time.monotonic() < end_s, "it takes too long"
+        step(engine)
+        time.sleep(0.01)
+
+
+# The commands.
+
+
+def serve(
+    engine: Any, *, prompts: list[list[int]], tokens: int = 1, said: dict[str, Any] | None = None, settles: bool = True
+) -> dict[str, Any]:
+    """Answer prompts together, with hints, and drop the engine's own prefix cache."""
+    began_s = time.perf_counter()
+    outputs = generate(engine, prompts, tokens, said)
+    seconds = time.perf_counter() - began_s
+    drop(engine)
+    if settles:
+        settle(engine)
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "found": [output.num_cached_tokens or 0 for output in outputs],
+        "seconds": seconds,
+    }
+
+
+def drop(engine: Any, *, resets_connector: bool = False) -> None:
+    has_cache = engine.llm_engine.vllm_config.cache_config.enable_prefix_caching
+    assert engine.reset_prefix_cache(reset_connector=resets_connector) or not has_cache
+
+
+def counters(engine: Any) -> dict[str, Any]:
+    """Return what our tiers have counted, in our stack, in a host's, or below vLLM's tiering."""
+    manager = manager_of(engine)
+    counting = [manager] if hasattr(manager, "counters") else getattr(manager, "secondary_tiers", [])
+    return {name: values for each in counting if hasattr(each, "counters") for name, values in each.counters().items()}
+
+
+def attached(engine: Any, *, wanted: bool) -> None:
+    """Step until the engine is attached to its host's cache, or is not."""
+    manager = manager_of(engine)._manager
+    step_until(engine, lambda: manager.is_attached is wanted)
+
+
+def namespaces(engine: Any) -> dict[str, Any]:
+    """Return the namespace of the scheduler's process, and of each worker's."""
     (info,) = manager_of(engine).config_info()
-    say({"scheduler": info["tiered_kv_namespace"], "workers": engine.collective_rpc(namespace_of_worker)})
+    return {"scheduler": info["tiered_kv_namespace"], "workers": engine.collective_rpc(namespace_of_worker)}
 
 
-def namespace_of_worker(_: Any) -> tuple[int, str]:
+def namespace_of_worker(_: Any) -> str:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    spec = get_kv_transfer_group().connector_worker.spec
-    return os.getpid(), spec._shared.config.identity.digest.hex()
+    digest: bytes = get_kv_transfer_group().connector_worker.spec._shared.config.identity.digest
+    return digest.hex()
 
 
-def audit(engine: Any, options: dict[str, Any]) -> None:
-    """Serve `prompts` one by one, `rounds` times; look `keys` up before, after, and then in the first tier alone."""
+def blocks(engine: Any) -> dict[str, Any]:
+    """Return the keys of the primary tier."""
+    return {"keys": [key.hex() for key in stack_of(engine).primary.blocks]}
+
+
+def look_up(engine: Any, *, keys: list[str]) -> dict[str, Any]:
+    """Look keys up for a request of its own, and in the first tier alone."""
     from tiered_kv.base import OffloadKey, ReqContext
 
-    random_numbers = random.Random(0)
-    prompts = [[random_numbers.randrange(512) for _ in range(200)] for _ in range(options["prompts"])]
-    stack, known = manager_of(engine)._stack, set()
-    keys: list[list[str]] = []
-    asked, probe = [OffloadKey(bytes.fromhex(key)) for key in options["keys"]], ReqContext("probe")
-    before = [stack.manager.lookup(key, probe) for key in asked]
+    stack, probe = stack_of(engine), ReqContext("probe")
+    asked = [OffloadKey(bytes.fromhex(key)) for key in keys]
+    found = [stack.manager.lookup(key, probe) for key in asked]
+    in_tier = [stack.secondary_tiers[0].lookup(key, probe) for key in asked]
     stack.manager.on_request_finished(probe)
     stack.manager.drain_jobs(10.0)
-    for number, prompt in enumerate(prompts * options["rounds"]):
-        if number == options["other_weights_from"]:
-            engine.apply_model(change_weights)
-        generate(engine, [prompt], 1)
-        assert engine.reset_prefix_cache()
-        for _ in range(3):  # steps, in which blocks are stored, loaded and judged; shorter than a block
-            generate(engine, [[2] * 8], 1)
-            stack.manager.drain_jobs(10.0)
-        keys.append([key.hex() for key in stack.primary.blocks if key not in known])
-        known.update(stack.primary.blocks)
-    after = [stack.manager.lookup(key, probe) for key in asked]
-    in_tier = [stack.secondary_tiers[0].lookup(key, probe) for key in asked]
-    say({"keys": keys, "counters": counters_of(engine), "before": before, "after": after, "in_tier": in_tier})
+    return {"found": found, "in_tier": in_tier}
 
 
-def reset(engine: Any, options: dict[str, Any]) -> None:
-    """Reset, with other weights, amid a request; then serve its prompt again and again, without the engine's own cache.
-
-    With `resets_running` vLLM computes the running request anew, else the GPU keeps its blocks until the second reset.
-    Says for each later answer its token and how many tokens were found.
-    """
-    from vllm import SamplingParams
-
-    random_numbers = random.Random(0)
-    prompt = [random_numbers.randrange(512) for _ in range(200)]
-    core, stack = engine.llm_engine, manager_of(engine)._stack
-    sampling = SamplingParams(max_tokens=100, temperature=0, detokenize=False, ignore_eos=True)
-    core.add_request("running", {"prompt_token_ids": prompt}, sampling)
-    for _ in range(8):
-        core.step()
-    stack.manager.drain_jobs(10.0)
-    stored = len(stack.primary.blocks)
-    engine.apply_model(change_weights)
-    is_reset = engine.reset_prefix_cache(reset_running_requests=options["resets_running"], reset_connector=True)
-    core.add_request("beside", {"prompt_token_ids": prompt}, sampling)  # the GPU may still have its blocks
-    answers = []
-    while core.has_unfinished_requests():
-        core.step()
-    for resets_connector in (False, False, True, False, False):
-        assert engine.reset_prefix_cache(reset_connector=resets_connector)
-        (output,) = generate(engine, [prompt], 1)
-        answers.append([output.outputs[0].token_ids[0], output.num_cached_tokens or 0])
-        for _ in range(3):  # steps, in which blocks are stored
-            generate(engine, [[2] * 8], 1)
-            stack.manager.drain_jobs(10.0)
-    say({"stored": stored, "is_reset": is_reset, "answers": answers})
-
-
-def change_weights(model: Any) -> None:
+def change_weights(engine: Any) -> None:
     """Change what the model computes and leave everything else: no name of it tells."""
+    engine.apply_model(roll_embeddings)
+
+
+def roll_embeddings(model: Any) -> None:
     import torch
 
     with torch.inference_mode():
@@ -257,34 +339,51 @@ def change_weights(model: Any) -> None:
                 parameter.copy_(parameter.roll(1, 0))
 
 
-MODES = {
-    "audit": audit,
-    "chat": chat,
-    "hints": hints,
-    "namespaces": namespaces,
-    "reset": reset,
-    "serve": serve,
+def reset(engine: Any, *, prompt: list[int], resets_running: bool) -> dict[str, Any]:
+    """Reset, with other weights, amid a request, and let another one run beside it.
+
+    With `resets_running` vLLM computes the running request anew, else the GPU keeps its blocks until the next reset.
+    """
+    from vllm import SamplingParams
+
+    core, stack = engine.llm_engine, stack_of(engine)
+    sampling = SamplingParams(max_tokens=100, temperature=0, detokenize=False, ignore_eos=True)
+    core.add_request("running", {"prompt_token_ids": prompt}, sampling)
+    for _ in range(8):
+        core.step()
+    stack.manager.drain_jobs(10.0)
+    stored = len(stack.primary.blocks)
+    change_weights(engine)
+    is_reset = engine.reset_prefix_cache(reset_running_requests=resets_running, reset_connector=True)
+    core.add_request("beside", {"prompt_token_ids": prompt}, sampling)  # the GPU may still have its blocks
+    while core.has_unfinished_requests():
+        core.step()
+    return {"stored": stored, "is_reset": is_reset}
+
+
+COMMANDS: dict[str, Callable[..., dict[str, Any] | None]] = {
+    each.__name__: each
+    for each in (serve, drop, counters, attached, namespaces, blocks, look_up, change_weights, reset)
 }
 
 
 def main() -> None:
-    directory, options = Path(sys.argv[1]), json.loads(sys.argv[2])
-    # Threads that are bound to cores wait for each other for ever where other processes have these cores too.
-    os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(options["threads"]))
-    # To measure, the engine is in a process of its own, as in a server. To look into it, it is in this one.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options["mode"] == "serve" else "0"
-    model = MIDDLE_MODEL if options.get("model") == "middle" else LARGE_MODEL
-    save_llama(directory, **(model if options["mode"] == "serve" else CHAT_MODEL), dtype="float32")
-    more: dict[str, Any] = options.get("engine", {})
-    if options["mode"] == "namespaces":
-        more = {"distributed_executor_backend": "mp"}  # a worker in a process of its own
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # of a function, to the worker
-    if not options.get("prefix_caching", True):
-        more["enable_prefix_caching"] = False
-    engine = open_engine(directory, options.get("kv_transfer_config"), **more)
+    directory, engine = Path(sys.argv[1]), None
     try:
-        MODES[options["mode"]](engine, options)
+        for line in sys.stdin:
+            message = json.loads(line)
+            if (do := message.pop("do")) == "open":
+                close(engine)
+                engine, answer = open_engine(directory, **message), None
+            else:
+                answer = COMMANDS[do](engine, **message)
+            print(json.dumps(answer or {}), flush=True)
     finally:
+        close(engine)
+
+
+def close(engine: Any) -> None:
+    if engine is not None:
         engine.llm_engine.engine_core.shutdown()
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import pytest
 
@@ -31,6 +32,7 @@ VARIABLES = {
 }
 """Of each engine, version of vLLM or router, what names its interpreter."""
 PROGRAMS = SOURCE / "tests" / "integrations"
+ENGINE = "vllm_engine_program.py"
 VERSIONS = [pytest.param("0.32.0", marks=pytest.mark.full), pytest.param("0.33.0")]
 """The versions of vLLM, of which a sample of the tests takes the newest."""
 
@@ -127,11 +129,21 @@ class Program:
         status = self._process.wait()
         assert status == 0, f"the program ended with {status}:\n{self.log()[-6000:]}"
 
-    def go_on(self, message: Message | None = None) -> None:
-        """Let a waiting program continue, with a message if it reads one."""
+    def post(self, do: str, **arguments: object) -> None:
+        """Tell a program that reads messages what to do."""
         assert self._process.stdin is not None
-        self._process.stdin.write(("" if message is None else json.dumps(message)) + "\n")
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self._process.stdin.flush()
+
+    def answer(self) -> Message:
+        message = next(self.messages(), None)
+        assert message is not None, f"the program has ended:\n{self.log()[-6000:]}"
+        return message
+
+    def tell(self, do: str, **arguments: object) -> Message:
+        """Tell a program what to do, and return its answer."""
+        self.post(do, **arguments)
+        return self.answer()
 
     def end(self) -> None:
         """Let a program that reads messages end, with its engine's processes."""
@@ -165,29 +177,50 @@ def passed_checks(engine: str, program: str, directory: Path, *arguments: str) -
     return list(errors)
 
 
-def our_spec(primary_bytes: int, tiers: Sequence[Mapping[str, object]]) -> Message:
-    """Return vLLM's configuration of our connector with these secondary tiers, whose blocks are all loaded."""
-    stack = {"primary": {"capacity": primary_bytes}, "secondary": list(tiers), "prefill": "off"}
+def connector(spec_name: str = "TieredKVOffloadingSpec", **extra: object) -> Message:
+    """Return vLLM's configuration of our connector."""
+    module = "tiered_kv.integrations.vllm"
     return {
         "kv_connector": "TieredKVConnector",
-        "kv_connector_module_path": "tiered_kv.integrations.vllm",
+        "kv_connector_module_path": module,
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "TieredKVOffloadingSpec",
-            "spec_module_path": "tiered_kv.integrations.vllm",
-            "stack": stack,
-        },
+        "kv_connector_extra_config": {"spec_name": spec_name, "spec_module_path": module, **extra},
     }
 
 
-def damage_segments(directory: Path) -> None:
-    """Flip a byte in each 32 KiB of the segments of nvme tiers, except in their first 16 KiB."""
-    segments = sorted(directory.rglob("*.kv"))
-    assert segments
-    for path in segments:
-        with path.open("r+b") as file:
-            for offset in range(16 << 10, path.stat().st_size, 32 << 10):
-                file.seek(offset)
-                (byte,) = file.read(1) or b"\0"
-                file.seek(offset)
-                file.write(bytes([byte ^ 0xFF]))
+def our_spec(primary_bytes: int, tiers: Sequence[Mapping[str, object]], **stack: object) -> Message:
+    """Return vLLM's configuration of our stack with these secondary tiers, whose blocks are all loaded."""
+    return connector(
+        stack={"primary": {"capacity": primary_bytes}, "secondary": list(tiers), "prefill": "off", **stack}
+    )
+
+
+class Chats(NamedTuple):
+    tokens: list[list[list[int]]]
+    """The answers of each conversation."""
+    found: int
+    """Tokens of prompts that were not computed."""
+
+
+def play_chats(
+    engine: Program, conversations: int, turns: int, after_turn: Callable[[int], object] = lambda turn: None
+) -> Chats:
+    """Let a vLLM play conversations that share system prompts, six at a time, without its own prefix cache."""
+    chance = random.Random(0)
+    systems = [chance.choices(range(512), k=160) for _ in range(4)]
+    histories = [list(systems[number % len(systems)]) for number in range(conversations)]
+    tokens: list[list[list[int]]] = [[] for _ in histories]
+    found = 0
+    for turn in range(turns):
+        for history in histories:
+            history += chance.choices(range(512), k=chance.randrange(20, 90))
+        order = chance.sample(range(conversations), conversations)
+        for first in range(0, conversations, 6):
+            batch = order[first : first + 6]
+            told = engine.tell("serve", prompts=[histories[number] for number in batch], tokens=6, settles=False)
+            found += sum(told["found"])
+            for number, answer in zip(batch, told["tokens"], strict=True):
+                tokens[number].append(answer)
+                histories[number] += answer
+        after_turn(turn)
+    return Chats(tokens, found)
