@@ -3,18 +3,15 @@
     python sglang_engine_program.py MODEL_DIRECTORY '{"hicache_mem_layout": "page_first", ...}'
 
 The model is a small Llama of random weights; nothing is downloaded. It reads commands from its standard input, one line
-of JSON each, and answers each with a line of JSON. `generate` answers prompts; `begin` takes one whose answer `finish`
-waits for. `flush` drops what the engine has in memory; `clear`, `detach` and `attach` are SGLang's own for a storage
-backend, `end` ends.
+of JSON each, and answers each with a line of JSON. `generate` answers prompts, `flush` drops what the engine has
+in memory, `end` ends; `clear`, `detach` and `attach` are SGLang's own for a storage backend.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +33,9 @@ def save_model(directory: Path) -> None:
 SAMPLING = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
 
 
-def begin(engine: Any, prompt: list[int]) -> Any:
-    """Let the engine take a prompt, and return the task of its answer."""
-    task = engine.loop.create_task(engine.async_generate(input_ids=prompt, sampling_params=SAMPLING))
-    engine.loop.run_until_complete(asyncio.sleep(0))  # it goes on whenever the loop runs
-    return task
-
-
 def generate(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
-    """Answer prompts one by one."""
-    began_s = time.perf_counter()
+    """Answer prompts one by one; "storage" is how many tokens of each came from the storage."""
     answers = [engine.generate(input_ids=prompt, sampling_params=SAMPLING) for prompt in prompts]
-    return {**described(answers), "seconds": time.perf_counter() - began_s}
-
-
-def described(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what came; "storage" is how many tokens of each prompt came from the storage."""
     details = [answer["meta_info"].get("cached_tokens_details") or {} for answer in answers]
     return {
         "tokens": [answer["output_ids"] for answer in answers],
@@ -91,10 +75,6 @@ def main() -> None:
         match command.pop("do"):
             case "generate":
                 answer = generate(engine, command["prompts"])
-            case "begin":
-                begun, answer = begin(engine, command["prompt"]), {}
-            case "finish":
-                answer = described([engine.loop.run_until_complete(begun)])
             case "flush":
                 answer = {"success": engine.flush_cache().success}
             case "clear" | "detach" | "attach" as verb:

@@ -425,33 +425,6 @@ def check_places_outside_of_the_pool_are_refused() -> None:
     assert backend.batch_get_v1(hashes(2), slots(pool, [5, 6])) == [True, True]
 
 
-def check_sglang_s_failure_injection() -> None:
-    """Whatever fails or is late, a page that counts as loaded has its bytes."""
-    os.environ["SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY"] = "0.002"
-    os.environ["SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE"] = "0.3"
-    try:
-        pool = mha_pool("page_first")
-        fill(pool)
-        expected = pages_of(pool, range(8))
-        backend = opened(nvme("injected"), pool)
-        loaded = 0
-        for _ in range(20):
-            backend.batch_set_v1(hashes(8), slots(pool, range(8)))
-            if backend.batch_exists(hashes(8)) == 8:
-                overwrite(pool, range(12, 20))
-                answers = backend.batch_get_v1(hashes(8), slots(pool, range(12, 20)))
-                pages = pages_of(pool, range(12, 20))
-                assert all(pages[at] == expected[at] for at, answer in enumerate(answers) if answer)
-                loaded += sum(answers)
-        assert loaded > 0
-        backend.close()
-    finally:
-        del (
-            os.environ["SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY"],
-            os.environ["SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE"],
-        )
-
-
 def closed_after(check: Callable[[], None]) -> Callable[[], None]:
     """Return a check that closes its backends at its end."""
 

@@ -6,12 +6,12 @@ All prompts end alike, so that an answer depends on what is in the cache.
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.engines import SGLANG, Message, damage_segments, interpreter, passed_checks, run_example
+from tests.support.disk_use import damage_files
+from tests.support.engines import SGLANG, Message, interpreter, passed_checks, run_example
 from tests.support.host_server import serving
 from tests.support.sglang_programs import SGLangEngine, extra_config, hicache
 from tiered_kv.metrics.instruments import count_of
@@ -71,7 +71,7 @@ def test_a_killed_engine_s_successor_finds_its_pages_and_damaged_ones_are_comput
         assert (result["tokens"], result["storage"]) == (expected[:1], [WHOLE])
         # Bytes that are damaged.
         assert engine.tell("flush")["success"]
-        damage_segments(tmp_path / "kv" / "kv")
+        damage_files(tmp_path / "kv" / "kv")
         result = engine.tell("generate", prompts=PROMPTS)
         assert (result["tokens"], result["storage"]) == (expected, [0] * len(PROMPTS))
         assert count_of(engine.counters()["kv"], "nvme", "tier", "corrupt_blocks_total") > 0
@@ -125,26 +125,6 @@ def test_sglang_s_own_delays_and_failures_change_no_token(model: Path, tmp_path:
         found = [sum(found_again(engine, expected)) for _ in range(6)]
         assert max(found) > 0
         assert min(found) < WHOLE * len(PROMPTS)
-
-
-@pytest.mark.full
-def test_a_load_that_hangs_for_good_holds_up_its_own_request_alone(model: Path, tmp_path: Path) -> None:
-    """Requests that come later find nothing, from `job_timeout` on. The one that hangs has its pages when it can."""
-    options = hicache(extra_config([nvme(tmp_path, job_timeout="1s")]))
-    with SGLangEngine(model, tmp_path, options).wait_ready() as engine:
-        expected = computed(engine)
-        assert engine.tell("flush")["success"]
-        hanging = engine.let_loads_hang()
-        engine.tell("begin", prompt=PROMPTS[0])
-        engine.tell("generate", prompts=[[1] * 8])  # its loop runs, and takes the other prompt, too
-        wait_until(hanging.with_suffix(".load").exists)
-        time.sleep(1.5)  # more than `job_timeout`
-        result = engine.tell("generate", prompts=PROMPTS[1:])
-        assert (result["tokens"], result["storage"]) == (expected[1:], [0] * 3)
-        hanging.unlink()
-        result = engine.tell("finish")
-        assert (result["tokens"], result["storage"]) == (expected[:1], [WHOLE])
-        assert found_again(engine, expected) == [WHOLE] * len(PROMPTS)
 
 
 @pytest.mark.full

@@ -59,16 +59,8 @@ class SGLangEngine(Program):
         )
 
     def wait_ready(self) -> Self:
-        assert self._answer() == {"ready": True}
+        assert self.answer() == {"ready": True}
         return self
-
-    def tell(self, do: str, **arguments: object) -> Message:
-        """Send a request and return its answer."""
-        self.post(do, **arguments)
-        return self._answer()
-
-    def post(self, do: str, **arguments: object) -> None:
-        self.go_on({"do": do, **arguments})
 
     def kill(self) -> None:
         """Kill all processes of the engine, and remove what SGLang leaves in /dev/shm."""
@@ -77,12 +69,6 @@ class SGLangEngine(Program):
         for path in left:
             path.unlink(missing_ok=True)
 
-    def let_loads_hang(self) -> Path:
-        """Block loads until the returned file is removed; a file with the suffix ".load" reports a blocked load."""
-        path = self._counters.with_name("hanging")
-        path.touch()
-        return path
-
     def has_counted(self) -> bool:
         return self._counters.exists()
 
@@ -90,11 +76,6 @@ class SGLangEngine(Program):
         """Return the backend's counters after its last transfer."""
         counters: Message = json.loads(self._counters.read_text())
         return counters
-
-    def _answer(self) -> Message:
-        answer = next(self.messages(), None)
-        assert answer is not None, f"the engine has ended:\n{self.log()[-6000:]}"
-        return answer
 
     def _maps(self) -> list[str]:
         lines: list[str] = []
