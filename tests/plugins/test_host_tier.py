@@ -20,12 +20,12 @@ from tests.support.host_server import (
     serving,
     stack_of,
     unmapping_hangs,
-    wait_for,
 )
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
+from tiered_kv.testing.control import wait_until
 from tiered_kv_host import tier
 
 KEYS = keys_of(40)
@@ -93,7 +93,7 @@ def test_a_process_finds_what_a_killed_one_has_stored(tmp_path: Path) -> None:
             assert process.contains([*KEYS, *keys_of(3, first=900)]) == len(KEYS)
             assert process.load(KEYS) == len(KEYS)
             assert process.store(KEYS) == len(KEYS)  # it knows that the server has them
-        wait_for(lambda: not served.rows_in_use())
+        wait_until(lambda: not served.rows_in_use())
 
 
 @pytest.mark.slow
@@ -103,10 +103,10 @@ def test_without_a_server_every_block_is_a_miss_and_an_idle_process_attaches_aga
         assert (process.store(KEYS), process.contains(KEYS), process.load(KEYS)) == (0, 0, 0)
         for stored in (0, len(KEYS)):
             with server_process(tmp_path, secondary=[nvme]):
-                wait_for(process.is_attached)
+                wait_until(process.is_attached)
                 assert process.load(KEYS) <= stored  # nvme has what it had written
                 assert process.store(KEYS) == process.load(KEYS) == len(KEYS)
-            wait_for(lambda: not process.is_attached())
+            wait_until(lambda: not process.is_attached())
             assert process.load(KEYS) == 0
 
 
@@ -117,9 +117,9 @@ def test_a_block_is_gone_if_the_server_says_so_and_not_while_it_is_away(tmp_path
         assert process.contains(KEYS) == 0  # after what was told of the load
         assert gone == []
         with serving(tmp_path):
-            wait_for(process.is_attached)
+            wait_until(process.is_attached)
             assert process.load(KEYS) == 0
-            wait_for(lambda: gone == KEYS)
+            wait_until(lambda: gone == KEYS)
 
 
 def test_a_load_of_more_blocks_than_a_session_may_lease_finds_all(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.event_subscriber import Subscriber
-from tests.support.host_server import keys_of, serving, stack_of, wait_for
+from tests.support.host_server import keys_of, serving, stack_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError, ResourceError
 from tiered_kv.exporters.metrics import series_of
+from tiered_kv.testing.control import wait_until
 
 KEYS = keys_of(40)
 
@@ -108,7 +109,7 @@ def test_a_reset_beside_that_of_another_engine_is_not_lost_with_the_connection(t
     with serving(tmp_path) as served:
         first, second = served.engine(), served.engine()
         first.manager.reset_cache()
-        wait_for(lambda: served.host.epoch == 1)
+        wait_until(lambda: served.host.epoch == 1)
         is_held, goes_on = threading.Event(), threading.Event()
 
         def hold() -> None:
@@ -159,7 +160,7 @@ def test_a_request_after_a_pause_of_the_engine_waits_for_its_answer(tmp_path: Pa
         assert link is not None
         engine.step_until(lambda: not link.is_granting)
         paused_s[0] = 60.0
-        served.server.call_soon(partial(wait_for, is_over.is_set))
+        served.server.call_soon(partial(wait_until, is_over.is_set))
         manager.prefetch(KEYS, context)
         manager.poll()
         answer = manager.lookup(KEYS[0], context)
@@ -235,7 +236,7 @@ def test_engines_of_two_models_share_one_server(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--namespaces"):
             served.engine(settings=settings[2])
         second.close()
-        wait_for(lambda: not served.namespaces.hosts[1].sessions)
+        wait_until(lambda: not served.namespaces.hosts[1].sessions)
         third = served.engine(settings=settings[2])
         assert third.store(KEYS[:16]) == KEYS[:16]
 
@@ -251,7 +252,7 @@ def test_a_stack_that_cannot_be_replaced_is_still_there(tmp_path: Path, monkeypa
         first = served.engine(settings=settings[0])
         first.store(KEYS)
         first.close()
-        wait_for(lambda: not served.host.sessions)
+        wait_until(lambda: not served.host.sessions)
         with monkeypatch.context() as broken:
             broken.setattr("tiered_kv.server.namespaces.start_thread", refuse)
             with pytest.raises(ConfigError, match="no thread"):
@@ -291,7 +292,7 @@ def test_an_engine_without_requests_keeps_few_rows(tmp_path: Path) -> None:
         engine.look_up(keys_of(50), context)  # it will store what is missing, and asks for rows
         engine.step_until(lambda: engine.manager.link is not None and len(engine.manager.link.free) >= 50)
         engine.end(context)
-        wait_for(lambda: served.rows_in_use() == 16)
+        wait_until(lambda: served.rows_in_use() == 16)
 
 
 def test_a_server_publishes_what_its_engines_store(tmp_path: Path) -> None:
@@ -342,7 +343,7 @@ def test_keys_that_no_tier_has_answered_are_asked_for_again_some_at_a_time(
         for keys in (asked[:2000], asked[2000:]):
             engine.manager.lookup_many(keys, engine.begin())
         engine.manager.on_schedule_end()
-        wait_for(lambda: len(calls) >= 40)
+        wait_until(lambda: len(calls) >= 40)
         again = calls[20:40]
         assert max(map(len, again)) <= 512
         assert {key for keys in again for key in keys} == set(asked)

@@ -30,7 +30,6 @@ from tests.support.host_server import (
     serving,
     stack_of,
     unmapping_hangs,
-    wait_for,
 )
 from tests.support.stacks import PATIENT
 from tiered_kv.base import make_offload_key
@@ -39,6 +38,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.exporters.events import hashes_of
 from tiered_kv.server import connect, host, protocol, server
 from tiered_kv.server.protocol import Hello, Welcome
+from tiered_kv.testing.control import wait_until
 
 HASHES = [number.to_bytes(16, "big") for number in range(24)]
 BLOCKS = np.arange(24 * BLOCK_BYTES, dtype=np.uint32).astype(np.uint8).reshape(24, BLOCK_BYTES)
@@ -58,7 +58,7 @@ def test_a_program_gets_what_another_has_put(tmp_path: Path) -> None:
         assert second.prefetch(HASHES) == 24
         assert (second.get(HASHES) == BLOCKS).all()
         second.reset_cache()
-        wait_for(lambda: first.epoch == 1)
+        wait_until(lambda: first.epoch == 1)
         assert len(first.get(HASHES)) == 0
 
 
@@ -169,20 +169,20 @@ def test_a_program_uses_no_server_of_another_namespace(
     with serving(tmp_path) as served:
         stack = tiered_kv.connect(served.address)
     with stack:
-        wait_for(lambda: not stack.is_attached or not stack.put(HASHES, BLOCKS))
+        wait_until(lambda: not stack.is_attached or not stack.put(HASHES, BLOCKS))
         with serving(tmp_path, stack_of(**other)):
-            wait_for(lambda: stack.contains(HASHES) or stack.is_attached or "connect anew" in caplog.text)
+            wait_until(lambda: stack.contains(HASHES) or stack.is_attached or "connect anew" in caplog.text)
             assert not stack.is_attached
             assert stack.put(HASHES, BLOCKS) == 0
         with serving(tmp_path):
-            wait_for(lambda: stack.put(HASHES, BLOCKS) == 24)
+            wait_until(lambda: stack.put(HASHES, BLOCKS) == 24)
 
 
 def test_a_program_stores_all_it_says_after_a_larger_server_has_gone(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         stack = tiered_kv.connect(served.address)
     with stack, serving(tmp_path, stack_of(rows=64)):
-        wait_for(lambda: stack.put(HASHES, BLOCKS) == 24)
+        wait_until(lambda: stack.put(HASHES, BLOCKS) == 24)
         assert stack.contains(HASHES) == 24
 
 
@@ -194,10 +194,10 @@ def test_without_a_server_nothing_is_found_and_nothing_waits(tmp_path: Path, cap
         stack = tiered_kv.connect(served.address)
         stack.put(HASHES, BLOCKS)
     with stack:
-        wait_for(lambda: not stack.put(HASHES, BLOCKS))
+        wait_until(lambda: not stack.put(HASHES, BLOCKS))
         assert len(stack.get(HASHES)) == 0
         with serving(tmp_path):
-            wait_for(lambda: stack.put(HASHES, BLOCKS) == 24)
+            wait_until(lambda: stack.put(HASHES, BLOCKS) == 24)
             assert (stack.get(HASHES) == BLOCKS).all()
     told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert any("every block is a miss" in each for each in told)
@@ -254,7 +254,7 @@ def test_what_is_put_while_a_server_is_stopped_is_there_when_it_goes_on(tmp_path
         assert stack.contains(HASHES[:16], timeout=WAIT_S) == 0  # after a second
         assert stack.put(HASHES[16:], BLOCKS[16:]) == 0
         process.send_signal(signal.SIGCONT)
-        wait_for(lambda: stack.is_attached or stack.contains(HASHES))
+        wait_until(lambda: stack.is_attached or stack.contains(HASHES))
         assert (stack.get(HASHES, timeout=WAIT_S) == BLOCKS[:16]).all()
 
 
@@ -270,7 +270,7 @@ def test_a_program_without_calls_lets_the_memory_of_its_server_go(
     with serving(tmp_path) as served:
         stack = tiered_kv.connect(served.address)
     with stack:
-        wait_for(lambda: not stack.region.array.size)
+        wait_until(lambda: not stack.region.array.size)
 
 
 @contextmanager
@@ -335,10 +335,10 @@ def test_an_engine_goes_on_with_misses_while_a_server_of_another_release_is_ther
             else:
                 path.unlink()
                 there.enter_context(older_server(path, {"version": protocol.VERSION_MIN - 1}))
-            wait_for(lambda: not stack.put(HASHES, BLOCKS) and "upgrade" in caplog.text)
+            wait_until(lambda: not stack.put(HASHES, BLOCKS) and "upgrade" in caplog.text)
             assert stack.contains(HASHES) == 0
         with serving(tmp_path):
-            wait_for(lambda: stack.put(HASHES, BLOCKS) == 24)
+            wait_until(lambda: stack.put(HASHES, BLOCKS) == 24)
             assert (stack.get(HASHES) == BLOCKS).all()
 
 

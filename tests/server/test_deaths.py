@@ -17,9 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.host_server import Engine, Served, keys_of, raw_client, server_process, serving, stack_of, wait_for
+from tests.support.host_server import Engine, Served, keys_of, raw_client, server_process, serving, stack_of
 from tiered_kv.server import protocol
 from tiered_kv.server.host import Host
+from tiered_kv.testing.control import wait_until
 
 ROOT = Path(__file__).parents[2]
 KEYS = keys_of(12)
@@ -68,7 +69,7 @@ signal.pause()
         try:
             assert served.rows_in_use()
             process.kill()
-            wait_for(lambda: not served.rows_in_use())
+            wait_until(lambda: not served.rows_in_use())
             assert served.engine().load(KEYS) == len(KEYS)
             os.kill(forked, 0)  # it lives
         finally:
@@ -103,20 +104,20 @@ signal.pause()
 def test_an_engine_that_is_stopped_keeps_its_rows(tmp_path: Path) -> None:
     with serving(tmp_path) as served, engine_process(served, "first") as process:
         process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: Path(f"/proc/{process.pid}/stat").read_text().split()[2] == "T")
+        wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().split()[2] == "T")
         held = served.rows_in_use()
         other = served.engine()
         for first in range(1000, 1100, 10):
             other.store(keys_of(10, first))
         other.close()
         served.engines.remove(other)
-        wait_for(lambda: served.count(lambda host: len(host.sessions)) == 1)
+        wait_until(lambda: served.count(lambda host: len(host.sessions)) == 1)
         assert served.rows_in_use() == held
         served.disconnect("scheduler")  # as one that leaves too much unread
         assert served.rows_in_use() == held
         process.send_signal(signal.SIGCONT)
         assert all(line_of(process) for _ in range(20))  # it would end at a wrong byte
-        wait_for(lambda: served.count(lambda host: len(host.sessions)) == 1 and len(served.server._channels) == 1)
+        wait_until(lambda: served.count(lambda host: len(host.sessions)) == 1 and len(served.server._channels) == 1)
 
 
 @pytest.mark.slow
@@ -238,7 +239,7 @@ def test_a_client_that_sends_garbage_harms_nobody(
 
     assert not served.count(rows_with_two_uses)
     honest.step_until(lambda: honest.manager.is_attached)
-    wait_for(lambda: served.count(end_the_others) == 1)
+    wait_until(lambda: served.count(end_the_others) == 1)
     assert (
         honest.load(KEYS) == len(KEYS) or honest.manager.epoch > 0
     )  # it may reset the namespace: then no block is left

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.host_server import keys_of, packet, raw_client, serving, wait_for
+from tests.support.host_server import keys_of, packet, raw_client, serving
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
+from tiered_kv.testing.control import wait_until
 
 KEYS = keys_of(12)
 
@@ -58,7 +59,7 @@ def test_a_client_that_claims_rows_which_it_does_not_hold_loses_its_connection_o
         with raw_client(served, "thief") as sock:
             begin(sock, 1)
             sock.send(packet(code, 1, 1, (KEYS[0] if code == protocol.COMMIT else b"") + protocol.pack_rows([row])))
-            wait_for(lambda: len(served.server._channels) == 1)
+            wait_until(lambda: len(served.server._channels) == 1)
         assert served.rows_in_use() == before
         honest.manager.complete_load(KEYS, lease)
         assert honest.load(KEYS) == len(KEYS)
@@ -118,7 +119,7 @@ def test_a_scheduler_that_was_started_anew_is_not_taken_for_the_last(tmp_path: P
             first.store(KEYS)
             first.close()
             served.engines.clear()
-            wait_for(lambda: len(served.server._processes) == 1)
+            wait_until(lambda: len(served.server._processes) == 1)
             with pytest.raises(TieredKVError, match="still runs"):  # and may copy
                 served.engine("engine")
 
@@ -150,7 +151,7 @@ def test_questions_that_no_tier_answers_are_bounded(tmp_path: Path, monkeypatch:
             with suppress(BrokenPipeError, ConnectionResetError):
                 for _ in range(10_000):
                     sock.send(packet(protocol.ACQUIRE, 1, 1, KEYS[0], protocol.ONLY_STORED))
-            wait_for(lambda: not served.server._channels)
+            wait_until(lambda: not served.server._channels)
 
 
 def test_a_question_of_a_request_that_has_ended_asks_no_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +169,7 @@ def test_a_question_of_a_request_that_has_ended_asks_no_tier(tmp_path: Path, mon
         engine.manager.contains_many(KEYS, context)
         engine.step_until(lambda: requests)
         engine.end(context)
-        wait_for(lambda: not session.is_waiting)
+        wait_until(lambda: not session.is_waiting)
         assert 0 not in requests
 
 
@@ -178,5 +179,5 @@ def test_a_request_that_begins_with_garbage_ends_its_connection_only(tmp_path: P
         honest = served.engine()
         with raw_client(served, "odd") as sock:
             sock.send(packet(protocol.BEGIN, 1, body=body))
-            wait_for(lambda: len(served.server._channels) == 1)
+            wait_until(lambda: len(served.server._channels) == 1)
         assert honest.store(KEYS) == KEYS

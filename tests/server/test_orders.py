@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.faulty import Gate, HeldJobsTier
-from tests.support.host_server import BLOCK_BYTES, Engine, keys_of, server_process, serving, stack_of, wait_for
+from tests.support.host_server import BLOCK_BYTES, Engine, keys_of, server_process, serving, stack_of
 from tests.support.stacks import Register
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
@@ -24,6 +24,7 @@ from tiered_kv.server.connection import RESET_S
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.protocol import Channel, Hello, Message, Welcome
 from tiered_kv.server.session import Session
+from tiered_kv.testing.control import wait_until
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv_memory.settings import MemorySettings
 from tiered_kv_memory.tier import MemoryTier
@@ -170,9 +171,9 @@ def test_an_engine_that_leaves_answers_unread_ends_its_session(tmp_path: Path) -
         engine.store(KEYS)
         served.engines.clear()
         engine.manager.prefetch(KEYS, engine.begin())
-        wait_for(served.rows_in_use)  # the answer is sent
+        wait_until(served.rows_in_use)  # the answer is sent
         engine.close()  # its process goes on: it is the test's
-        wait_for(lambda: not served.count(lambda host: len(host.sessions)), timeout_s=3.0)
+        wait_until(lambda: not served.count(lambda host: len(host.sessions)), timeout_s=3.0)
 
 
 def test_an_id_that_is_used_twice_keeps_no_lease(tmp_path: Path) -> None:
@@ -211,11 +212,11 @@ def test_blocks_that_a_queued_request_gets_are_not_evicted_for_its_next_one(tmp_
         leasing, late = engine.begin(), engine.begin()
         assert engine.look_up(others, leasing) == 9  # all that an engine may lease
         engine.manager.prefetch(queued, late)
-        wait_for(lambda: served.count(lambda host: host.manager.counters()["cpu"]["released_holds_total"]) == 3)
+        wait_until(lambda: served.count(lambda host: host.manager.counters()["cpu"]["released_holds_total"]) == 3)
         served.engine().store(keys_of(1, first=200))
         assert served.count(lambda host: [key in host.manager.primary.blocks for key in queued].index(False)) == 2
         engine.end(leasing)
-        wait_for(lambda: served.count(lambda host: sum(each.leases for each in host.sessions.values())) == 3)
+        wait_until(lambda: served.count(lambda host: sum(each.leases for each in host.sessions.values())) == 3)
         assert engine.load(queued, late) == 3
 
 

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.host_server import BLOCK_BYTES, WAIT_S, keys_of, serving, wait_for
+from tests.support.host_server import BLOCK_BYTES, WAIT_S, keys_of, serving
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.exporters.server import StatusServer
 from tiered_kv.exporters.status import explain_query, status
 from tiered_kv.server.host import Host
 from tiered_kv.server.namespaces import CLOSE_S, Namespaces
+from tiered_kv.testing.control import wait_until
 
 STACK = {"primary": {"capacity": 64 * BLOCK_BYTES, "prefault": True}, "metrics": {"listen": "127.0.0.1:0"}}
 
@@ -80,7 +81,7 @@ def test_a_request_is_found_by_its_id_and_shown_with_its_engine(tmp_path: Path) 
         engine.end(context)
         history = served.host.stack.history
         assert history is not None
-        wait_for(history.requests)
+        wait_until(history.requests)
         answer: Any = explain_query(served.host.stack.observed(), {"request": ["chat-7"]})
         (request,) = answer["requests"]
         assert request["request"].split("/")[::2] == ["replica-0", "chat-7"]
@@ -134,7 +135,7 @@ def test_all_stacks_are_closed_though_one_fails(namespaces: Namespaces, monkeypa
 def test_the_rows_of_a_namespace_are_allocated_where_the_file_says_so(namespaces: Namespaces) -> None:
     attach(namespaces, "a")
     (host,) = namespaces.hosts
-    wait_for(lambda: os.fstat(host.region.fd).st_blocks * 512 == host.region.flat.nbytes)
+    wait_until(lambda: os.fstat(host.region.fd).st_blocks * 512 == host.region.flat.nbytes)
 
 
 def test_a_wrong_address_is_an_error_of_the_file() -> None:

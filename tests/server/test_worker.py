@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from tests.support.host_server import BLOCK_BYTES, Engine, Served, keys_of, serving, wait_for
+from tests.support.host_server import BLOCK_BYTES, Engine, Served, keys_of, serving
 from tiered_kv.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -29,6 +29,7 @@ from tiered_kv.server.attach import Attachment
 from tiered_kv.server.idle import EngineManager
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.worker import HostWorker
+from tiered_kv.testing.control import wait_until
 from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
 
 torch = pytest.importorskip("torch")
@@ -145,7 +146,7 @@ def test_the_rows_of_a_killed_server_stay_until_the_scheduler_needs_them_no_more
         with serving(tmp_path) as served:
             scheduler, worker, context, rows = loading(served, undo)
         with serving(tmp_path) as served:
-            wait_for(lambda: len(worker.regions) == 2)
+            wait_until(lambda: len(worker.regions) == 2)
             for _ in range(20):
                 scheduler.manager.on_schedule_end()
             assert worker.mapped == [True, True]
@@ -154,7 +155,7 @@ def test_the_rows_of_a_killed_server_stay_until_the_scheduler_needs_them_no_more
             scheduler.manager.complete_load(KEYS, context)
             scheduler.end(context)
             scheduler.step_until(lambda: scheduler.manager.is_attached)
-            wait_for(lambda: worker.mapped == [False, True])
+            wait_until(lambda: worker.mapped == [False, True])
             assert load(scheduler, worker, KEYS) == 0
             store(scheduler, worker, KEYS, 9)
             assert load(scheduler, worker, KEYS) == 9
@@ -182,10 +183,10 @@ def test_an_engine_without_requests_notices_that_its_server_has_gone(tmp_path: P
             manager = EngineManager(Attachment(served.address, Hello(NAME, "scheduler", workers=1), maps_rows=False))
             undo.callback(manager.shutdown)
             worker = undo.enter_context(worker_of(served))
-            wait_for(lambda: manager.is_attached)
-        wait_for(lambda: worker.mapped == [False])
+            wait_until(lambda: manager.is_attached)
+        wait_until(lambda: worker.mapped == [False])
         with serving(tmp_path):
-            wait_for(lambda: manager.is_attached)
+            wait_until(lambda: manager.is_attached)
             assert worker.mapped == [False, True]
 
 

@@ -34,13 +34,14 @@ from tests.support import crash_server
 from tests.support.crash_scenario import CrashScenario
 from tests.support.crash_server import Case, CrashServer, problems_of
 from tests.support.host_engine import rounds
-from tests.support.host_server import WAIT_S, Engine, content_of, keys_of, stack_of, wait_for
+from tests.support.host_server import WAIT_S, Engine, content_of, keys_of, stack_of
 from tests.support.syscalls import Call, Ended, TracedChild, record, run_with_fault
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.server import CacheServer, listen
 from tiered_kv.server.worker import HostWorker
+from tiered_kv.testing.control import wait_until
 from tiered_kv.worker.handlers import WorkerHandlers
 
 Work = Callable[[], None]
@@ -190,20 +191,20 @@ class HostCrashServer(CrashServer):
 
     def _kill_engine(self, work: Work, run: Run, problems: list[str]) -> tuple[Ended, int]:
         with self._child("server", partial(serve, self._folder, self._board), problems):
-            wait_for(lambda: self._board.turns)
+            wait_until(lambda: self._board.turns)
             survivor = CalmEngine(self._address, "0-survivor")
             survivor.store(_SURVIVORS)
             lease = survivor.begin()
             assert survivor.look_up(_SURVIVORS, lease) == len(_SURVIVORS)
             rows = survivor.manager.prepare_load(_SURVIVORS, lease).block_ids
             ended = run(work)
-            wait_for(lambda: not self._board.has(1))
+            wait_until(lambda: not self._board.has(1))
             loaded = self._use_anew()
             contents = [bytes(survivor.region_row(row)) for row in rows]
             assert contents == [content_of(key) for key in _SURVIVORS], "rows of another engine were overwritten"
             survivor.manager.complete_load(_SURVIVORS, lease)
             survivor.close()
-            wait_for(lambda: not self._board.sessions and self._board.unused_rows == ROWS)
+            wait_until(lambda: not self._board.sessions and self._board.unused_rows == ROWS)
         return ended, loaded
 
     def _kill_server(self, run: Run, problems: list[str]) -> tuple[Ended, int]:
@@ -212,9 +213,9 @@ class HostCrashServer(CrashServer):
             self._board.clear()
             with self._child("server", partial(serve, self._folder, self._board), problems):
                 engine.wait()
-                wait_for(lambda: self._board.turns)
+                wait_until(lambda: self._board.turns)
                 loaded = self._use_anew()
-                wait_for(lambda: not self._board.sessions and self._board.unused_rows == ROWS)
+                wait_until(lambda: not self._board.sessions and self._board.unused_rows == ROWS)
         return ended, loaded
 
     def _use_anew(self) -> int:
@@ -242,7 +243,7 @@ class HostCrashServer(CrashServer):
         worker_of(self._address, "1-engine").handlers.shutdown()
 
     def _outlive(self) -> None:
-        wait_for((self._folder / "s").exists)
+        wait_until((self._folder / "s").exists)
         engine = CalmEngine(self._address, "1-engine")
         use(engine)
         if engine.manager.counters()["host"]["lost_connections_total"] or not engine.manager.is_attached:
@@ -281,19 +282,19 @@ class Kills:
         """From the kill of a server until all engines have attached to the next one, which begins at once."""
 
     def run(self, count: int) -> None:
-        wait_for(lambda: self._board.turns)
+        wait_until(lambda: self._board.turns)
         descriptors = self._descriptors()
         for _ in range(self.ENGINES):
             self._begin_engine()
         kinds = {self._kill_engine: 50, self._kill_worker: 15, self._stop: 30, self._kill_server: 5}
         for act in self._chosen.choices(list(kinds), list(kinds.values()), k=count):
             goal = sum(self._board.rounds) + self._chosen.randrange(4)
-            wait_for(partial(self._have_made, goal))
+            wait_until(partial(self._have_made, goal))
             act()
             self.counts[act.__name__.strip("_")] += 1
         while self._engines:
             self._end_engine(self._any())
-        wait_for(lambda: self._board.unused_rows == self.ROWS)
+        wait_until(lambda: self._board.unused_rows == self.ROWS)
         assert self._descriptors() == descriptors, "the server has kept descriptors"
         self._kill(self._server)
 
@@ -323,7 +324,7 @@ class Kills:
         for process in self._engines.pop(number).values():
             self._kill(process)
         began_s = time.monotonic()  # they have ended, which takes the kernel a while
-        wait_for(lambda: not self._board.has(number))
+        wait_until(lambda: not self._board.has(number))
         self.back_ms.append((time.monotonic() - began_s) * 1e3)
 
     def _kill_worker(self) -> None:
@@ -336,7 +337,7 @@ class Kills:
         self._kill(self._server)
         self._board.clear()
         self._server = self._fork("server", partial(serve, self._folder, self._board, self.ROWS))
-        wait_for(lambda: all(map(self._board.has, self._engines)))
+        wait_until(lambda: all(map(self._board.has, self._engines)))
         self.attach_ms.append((time.monotonic() - began_s) * 1e3)
 
     def _stop(self) -> None:

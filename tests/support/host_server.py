@@ -25,6 +25,7 @@ from tiered_kv.server.memory import SealedRegion
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.server import CacheServer, listen
+from tiered_kv.testing.control import wait_until
 
 if TYPE_CHECKING:  # programs of engines have no pytest
     import pytest
@@ -140,7 +141,7 @@ class Served:
         """Return a number that the server's thread reads."""
         answer: list[int] = []
         self.server.call_soon(lambda: answer.append(what(self.host)))
-        wait_for(lambda: bool(answer))
+        wait_until(lambda: bool(answer))
         return answer[0]
 
     def disconnect(self, role: str) -> None:
@@ -255,10 +256,3 @@ class Engine:
 
     def close(self) -> None:
         self.manager.shutdown()
-
-
-def wait_for(is_over: Callable[[], object], timeout_s: float = WAIT_S) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not is_over():
-        assert time.monotonic() < end_s, "it takes too long"
-        time.sleep(0.001)
