@@ -333,8 +333,10 @@ def open_server(config: StackConfig) -> StatusServer | None:
     """Return the server of `metrics`, which listens and does not answer yet; None without that setting."""
     if config.metrics is None:
         return None
+    from tiered_kv.exporters.metrics import StackCollector
     from tiered_kv.exporters.server import StatusServer
 
+    StackCollector(dict)  # whoever checks a stack opens no more than this server: a missing extra is told here
     return StatusServer(*config.metrics.address)
 
 

@@ -22,7 +22,7 @@ from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import DELETED_AT_ONCE, Control, age_s
 from tiered_kv_s3.epoch import EpochObject, Naming
 from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.verdict import ABSENCE, Verdict
+from tiered_kv_s3.verdict import ABSENCE, BucketError, Verdict
 
 _PARALLEL_READS: Final = 8
 
@@ -80,8 +80,8 @@ class S3Administration(ListedStorage):
             for start in range(0, len(entries), DELETED_AT_ONCE):
                 yield entries[start : start + DELETED_AT_ONCE]
 
-    def mark(self, digest: str) -> EpochObject:
-        return EpochObject(self._bucket, self._naming(digest).epoch, self._settings.name)
+    def mark(self, digest: str) -> RemovableObject:
+        return RemovableObject(self._bucket, self._naming(digest).epoch, self._settings.name, self._control)
 
     def delete(self, entries: Sequence[Entry]) -> dict[int, str]:
         return self._control.delete([each.where for each in entries])
@@ -132,3 +132,15 @@ class S3Administration(ListedStorage):
                 break
         # Not damage: the bucket has no mark of the format version of its blocks, so another release may read this one.
         return found.value if found is RecordStatus.BAD_VERSION else found
+
+
+class RemovableObject(EpochObject):
+    """An epoch's mark that a purge deletes: by the requests that delete blocks, since some servers know no others."""
+
+    def __init__(self, bucket: Bucket, name: str, tier: str, control: Control) -> None:
+        super().__init__(bucket, name, tier)
+        self._control = control
+
+    def remove(self, deadline: float) -> None:
+        for code in self._control.delete([{"Key": self._name}]).values():
+            raise BucketError(f"the server refuses to delete it: {code}", code, tier=self._tier, operation="epoch")

@@ -70,9 +70,6 @@ class EpochObject:
     def write(self, data: bytes, deadline: float) -> None:
         self._check(self._bucket.put(self._name, [data], deadline), "put")
 
-    def remove(self, deadline: float) -> None:
-        self._check(self._bucket.delete(self._name, deadline), "delete")
-
     def _check(self, verdict: Verdict, operation: str, also_good: Verdict = Verdict.DONE) -> None:
         if verdict not in (Verdict.DONE, also_good):
             raise BucketError(self._bucket.sentence(verdict, operation), verdict, tier=self._tier, operation="epoch")

@@ -70,6 +70,23 @@ def test_an_address_that_is_taken_is_found(tmp_path: Path, check: Command) -> No
     assert all(tier["ok"] for tier in found["tiers"])
 
 
+@pytest.mark.parametrize("options", [(), ("--offline",)])
+def test_a_missing_extra_of_what_listens_is_found(
+    tmp_path: Path, check: Command, replace_module: ReplaceModule, options: tuple[str, ...]
+) -> None:
+    file = Path(stack_file(tmp_path, "type: memory, capacity: 1MiB"))
+    more = 'metrics: {listen: "127.0.0.1:0"}\nevents: {publish: "tcp://127.0.0.1:*"}\n'
+    file.write_text(file.read_text() + more)
+    replace_module("prometheus_client", None)
+    replace_module("zmq", None)
+    found = check.json(str(file), *options, status=1)
+    errors = [each["error"] for each in found["listens"]]
+    assert [error[error.index("pip install") :] for error in errors] == [
+        "pip install 'tiered-kv[metrics]'",
+        "pip install 'tiered-kv[events]'",
+    ]
+
+
 def test_offline_opens_nothing_and_finds_what_the_file_and_the_libraries_say(
     tmp_path: Path, check: Command, replace_module: ReplaceModule
 ) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import pty
 import re
 import signal
 import sys
+import time
+import tty
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -23,7 +26,7 @@ from tests.support.status_server import Status, StatusServer, answer, busy, resp
 from tests.support.terminal import CTRL_C, ESCAPES, Terminal
 from tiered_kv import open_stack
 from tiered_kv._cli.ask import View, view_of
-from tiered_kv._cli.top import number, screen
+from tiered_kv._cli.top import _is_ended, number, screen
 from tiered_kv.cli import main
 
 # A shell starts what runs in its background with Ctrl-C ignored, and nohup with the end of the terminal: the tests may
@@ -240,6 +243,17 @@ def test_on_a_terminal_the_key_q_ends_it_at_once_and_no_other_is_shown(terminal:
     assert "x!" not in shown
     assert MAIN_SCREEN in shown
     assert SHOW_CURSOR in shown
+
+
+def test_the_key_q_is_read_though_the_answer_took_longer_than_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    keyboard, terminal_ = pty.openpty()
+    with open(keyboard, "wb", buffering=0) as keys, open(terminal_) as stdin:
+        tty.setcbreak(stdin)
+        keys.write(b"xq")
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert _is_ended(time.monotonic() - 1.0)
+        monkeypatch.setattr(sys, "stdin", None)  # as after `<&-`
+        assert not _is_ended(time.monotonic() - 1.0)
 
 
 @pytest.mark.slow

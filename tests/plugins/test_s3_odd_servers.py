@@ -66,7 +66,7 @@ def stored_in(server: FakeS3) -> set[str]:
     return {target for target in server.objects if "/blocks/" in target}
 
 
-QUICK = ("no_multi_delete",)
+QUICK = ("no_multi_delete", "no_single_delete")
 ROWS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*ODD, *AT_FIRST)]
 
 

@@ -122,6 +122,7 @@ ODD |= {
     "versions_not_implemented": refusing(asks_for_versions, error(501, "NotImplemented")),
     "versions_not_allowed": refusing(asks_for_versions, answer(405, b"<html>Method Not Allowed</html>")),
     "versions_as_an_empty_page": refusing(asks_for_versions, answer(200, b"<ListBucketResult/>")),
+    "no_single_delete": refusing(lambda request: request.method == "DELETE", error(501, "NotImplemented")),
     "no_multi_delete": refusing(deletes_many, error(501, "NotImplemented")),
     "multi_delete_not_allowed": refusing(deletes_many, error(405, "MethodNotAllowed")),
     "multi_delete_as_another_request": refusing(deletes_many, answer(404, b"<html>Not Found</html>")),

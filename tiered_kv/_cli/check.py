@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -27,7 +28,7 @@ from tiered_kv.config.units import format_bytes
 from tiered_kv.config.validation import line_of
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.hooks import tier_type_of
 from tiered_kv.limits import Need, refuse, shared_memory_need
 from tiered_kv.stack import needs_of, open_publisher, open_region, open_server, open_tier, shut_down
@@ -139,7 +140,17 @@ def _check_offline(config: StackConfig) -> StackCheck:
         except Exception as problem:  # a third-party module may raise anything
             error = tier_error_text(problem, settings)
         tiers.append(TierCheck(settings.name, settings.type, not error, error))
-    return StackCheck(tiers, [], [])
+    return StackCheck(tiers, [*_without_libraries(config)], [])
+
+
+def _without_libraries(config: StackConfig) -> Iterator[ListenCheck]:
+    """Yield what would listen and lacks the libraries of its extra."""
+    for name, is_set, libraries in (
+        ("metrics", config.metrics is not None, ("prometheus_client",)),
+        ("events", config.events is not None, ("zmq", "msgspec")),
+    ):
+        if is_set and not all(map(importlib.util.find_spec, libraries)):
+            yield ListenCheck(name, "", str(MissingExtraError(f"'{name}'", name)))
 
 
 # By opening everything.

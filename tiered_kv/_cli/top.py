@@ -125,7 +125,7 @@ def _draw(ask: Callable[[], StackStatus], where: str, interval_s: float) -> None
         ExitStack() as undo,
         Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
     ):
-        if sys.stdin.isatty():
+        if _has_keys():
             undo.callback(termios.tcsetattr, sys.stdin, termios.TCSADRAIN, termios.tcgetattr(sys.stdin))
             tty.setcbreak(sys.stdin)  # keys come at once, and are not shown
         live.update(Text(f"asking {where}"), refresh=True)
@@ -144,11 +144,15 @@ def _draw(ask: Callable[[], StackStatus], where: str, interval_s: float) -> None
 
 def _is_ended(until_s: float) -> bool:
     """Wait until a time of `time.monotonic`; return True as soon as q is pressed, or the terminal has gone."""
-    keys = [sys.stdin] if sys.stdin.isatty() else []
-    while (left_s := until_s - time.monotonic()) > 0:
-        if select.select(keys, [], [], left_s)[0] and os.read(sys.stdin.fileno(), 1) in (b"q", b""):
+    keys = [sys.stdin] if _has_keys() else []
+    while select.select(keys, [], [], max(0.0, until_s - time.monotonic()))[0]:  # once too if the answer took longer
+        if os.read(sys.stdin.fileno(), 1) in (b"q", b""):
             return True
     return False
+
+
+def _has_keys() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def _console(**settings: Any) -> Console:  # Any: rich's
