@@ -262,7 +262,7 @@ def test_plugins_lists_tiers_with_their_settings(command: Command) -> None:
     assert tiers["nvme"]["capacity"]["accepts"] == "size"
     assert tiers["nvme"]["job_timeout"]["accepts"] == "duration"
     assert all(setting["description"] for setting in tiers["nvme"].values())
-    assert {"nvme", "memory"} <= set(command.out("plugins").split())
+    assert {"nvme", "memory", "arc,"} <= set(command.out("plugins").split())
     text = command.out("plugins", "nvme")
     assert "job_timeout" in text
     assert "bucket" not in text, "the settings of one type"

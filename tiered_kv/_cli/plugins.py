@@ -9,6 +9,7 @@ from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json, print_table, print_text
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.config.validation import suggestion
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import PluginState, TierType, tier_plugins
 from tiered_kv.stack_config import stack_schema
@@ -78,7 +79,8 @@ def _plugins(args: argparse.Namespace) -> Status:
     else:
         rows = [[tier.name, state.distribution or state.plugin, tier.description] for state, tier in found]
         print_table(["type", "from", "what it is"], rows, numbers=False)
-        print_text("`tiered-kv plugins NAME` shows the settings of a type.")
+        print_text("`tiered-kv plugins NAME` shows the settings of a type, also its codecs.")
+        print_text(f"Policies of the primary tier: {', '.join(BUILT_IN_POLICIES)}.")
     for state in [] if args.json else broken:
         print_text(f"broken: {state.origin}: {state.error}")
     return Status.FOUND if broken else Status.OK
