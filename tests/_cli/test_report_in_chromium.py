@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +63,15 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return file
 
 
-def browse(directory: Path, page: Path, *options: str, dark: bool) -> str:
+def browse(page: Path, *options: str, dark: bool) -> str:
     """Open a page in Chromium, which may complain of nothing, such as what the page's policy forbids."""
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     command += ["--disable-dev-shm-usage", "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr"]
-    command += [f"--user-data-dir={directory}"]
     command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", *options, page.as_uri()]
-    variables = {**os.environ, "TMPDIR": str(directory), "HOME": str(directory)}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, env=variables)
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:  # the path of its socket has 107 characters at most
+        variables = {**os.environ, "TMPDIR": home, "HOME": home}
+        command.insert(1, f"--user-data-dir={home}")
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, env=variables)
     assert "CONSOLE" not in done.stderr
     return done.stdout
 
@@ -79,7 +81,7 @@ def measured(directory: Path, text: str, *, dark: bool) -> list[dict[str, Any]]:
     frames = (f'<iframe style="width: {width}px" srcdoc="{html.escape(text)}"></iframe>' for width in WIDTHS)
     page = directory / "frames.html"
     page.write_text(f"<!doctype html><style>iframe {{border: 0}}</style><body>{''.join(frames)}{MEASURE}")
-    found = re.search("<body>(.*)</body>", browse(directory, page, "--dump-dom", dark=dark), re.DOTALL)
+    found = re.search("<body>(.*)</body>", browse(page, "--dump-dom", dark=dark), re.DOTALL)
     assert found is not None
     told: list[dict[str, Any]] = json.loads(html.unescape(found[1]))
     return told
@@ -114,7 +116,7 @@ def test_a_page_can_be_read_and_fetches_nothing(file: Path, dark: bool, tmp_path
 
 
 def test_a_page_prints_light_on_a_few_sheets(file: Path, tmp_path: Path) -> None:
-    browse(tmp_path, file, f"--print-to-pdf={tmp_path}/printed.pdf", dark=True)
+    browse(file, f"--print-to-pdf={tmp_path}/printed.pdf", dark=True)
     printed = (tmp_path / "printed.pdf").read_bytes()
     assert printed.startswith(b"%PDF")
     assert 1 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= PAGES_MAX
