@@ -54,8 +54,16 @@ def test_an_unexpected_error_answers_every_task_and_closes_the_tiers(
     monkeypatch.setattr(threading, "excepthook", lambda *_: pytest.fail("the thread died"))
     answers: dict[str, SimpleQueue[list[bool]]] = {name: SimpleQueue() for name in ("in flight", "waiting", "asked")}
     with open_direct(pool, {"type": "held", "store_budget": BLOCK_BYTES, **PATIENT}) as tiers:
+        is_closed: list[bool] = []
+        closer = threading.Thread(target=lambda: is_closed.append(tiers.close()))
+
+        def close_at_last(answer: list[bool]) -> None:
+            closer.start()
+            closer.join(0.2)  # it waits for the end of this call
+            answers["in flight"].put(answer)
+
         gate.close()
-        tiers.store(make_keys(1), [0], answers["in flight"].put)
+        tiers.store(make_keys(1), [0], close_at_last)
         wait_until(lambda: tiers.counters()["held"]["jobs_in_flight"] == 1, WAIT_S)
         tiers.store(make_keys(1, "waiting"), [0], answers["waiting"].put)
         wait_until(lambda: tiers.counters()["held"]["waiting_blocks"] == 1, WAIT_S)
@@ -72,7 +80,8 @@ def test_an_unexpected_error_answers_every_task_and_closes_the_tiers(
         assert answers["in flight"].empty(), "the tier still reads the memory"
         gate.open()
         assert answers["in flight"].get(timeout=WAIT_S) == [False]
-        assert tiers.close()
+        closer.join(WAIT_S)
+        assert is_closed == [True]
     assert [record.exc_info is not None for record in caplog.records if record.name == thread.__name__] == [True]
 
 

@@ -260,9 +260,9 @@ class TierThread:
         self._take_messages(0)
         while not self._is_over:
             busy = {task for queue in self.queues for task in queue.tasks_in_flight()}
+            self._is_over = not busy  # before the answers: whoever has the last one may close
             for task in [task for task in self._open if task not in busy]:
                 self._answer(task)
-            self._is_over = not busy
             if busy:
                 self._take_messages(TICK_S)
 
