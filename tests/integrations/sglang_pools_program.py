@@ -331,8 +331,11 @@ def check_settings_are_checked() -> None:
 def check_a_load_that_hangs_costs_hits_only() -> None:
     """Requests wait for what is found. So nothing is, until the load has returned; its pages are SGLang's then."""
     pool = mha_pool("page_first")
+    # On a slow disk a store takes longer than the load may.
+    before = opened(nvme("hanging"), pool)
+    assert before.batch_set_v1(hashes(COUNT), slots(pool, range(COUNT))) == [True] * COUNT
+    before.close()
     backend = opened(nvme("hanging", job_timeout="0.1s"), pool)
-    backend.batch_set_v1(hashes(COUNT), slots(pool, range(COUNT)))
     held: list[Callable[[list[bool]], None]] = []
     answers: list[list[bool]] = []
     load = partial(backend.batch_get_v1, hashes(1), slots(pool, [10]))

@@ -173,7 +173,8 @@ def passed_checks(engine: str, program: str, directory: Path, *arguments: str) -
     """Run a program of checks in `directory`, and return their names; none may fail."""
     directory.mkdir(exist_ok=True)
     errors = {result["check"]: result["error"] for result in printed_by(engine, program, str(directory), *arguments)}
-    assert {name: error for name, error in errors.items() if error} == {}
+    failed = "\n".join(f"{name}: {error}" for name, error in errors.items() if error)
+    assert not failed, failed
     return list(errors)
 
 
