@@ -67,8 +67,10 @@ def test_a_block_comes_from_a_tier_below(tmp_path: Path) -> None:
         engine = served.engine()
         engine.store(KEYS)
         served.engine().store(keys_of(16, first=500))
-        for first in range(2000, 2200, 8):
+        for first in range(2000, 6000, 8):
             engine.store(keys_of(8, first=first))
+            if not served.count(lambda host: sum(key in host.manager.primary.blocks for key in KEYS[:16])):
+                break  # which block goes first is the policy's choice
         context = engine.begin()
         engine.manager.prefetch(KEYS[:16], context)
         assert engine.load(KEYS[:16], context) == 16
@@ -158,7 +160,7 @@ def test_a_request_after_a_pause_of_the_engine_waits_for_its_answer(tmp_path: Pa
         context, manager, is_over = engine.begin(), engine.manager, threading.Event()
         link = manager.link
         assert link is not None
-        engine.step_until(lambda: not link.is_granting)
+        engine.step_until(lambda: not link.asked)
         paused_s[0] = 60.0
         served.server.call_soon(partial(wait_until, is_over.is_set))
         manager.prefetch(KEYS, context)
@@ -167,6 +169,22 @@ def test_a_request_after_a_pause_of_the_engine_waits_for_its_answer(tmp_path: Pa
         is_over.set()
         assert answer is None
         assert engine.load(KEYS, context) == len(KEYS)
+
+
+def test_stores_that_find_no_rows_in_one_step_find_them_together(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        link = engine.manager.link
+        assert link is not None
+        engine.step_until(lambda: not link.asked)
+        stores = [(keys_of(24, first), engine.begin()) for first in (0, 24)]
+        assert [engine.manager.prepare_store(keys, context) for keys, context in stores] == [None, None]
+        engine.step_until(lambda: not link.asked)
+        outputs = [engine.manager.prepare_store(keys, context) for keys, context in stores]
+        assert [output and output.keys_to_store for output in outputs] == [keys for keys, _ in stores]
+        for keys, context in stores:
+            engine.manager.complete_store(keys, context, success=False)
+            engine.end(context)
 
 
 def test_leases_and_grants_end_with_the_engine(tmp_path: Path) -> None:

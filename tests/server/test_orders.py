@@ -318,7 +318,7 @@ def test_a_question_that_a_tier_answers_late_does_not_make_the_server_silent(
         engine.store(KEYS)
         link, manager = engine.manager.link, served.host.manager
         assert link is not None
-        engine.step_until(lambda: not link.is_granting)
+        engine.step_until(lambda: not link.asked)
         real, asked = manager.contains_many, list[Any]()
 
         def late(keys: Any, context: ReqContext) -> list[bool | None]:

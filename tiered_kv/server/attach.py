@@ -73,8 +73,8 @@ class HostLink:
         self.region = region
         self.free: list[int] = []
         """Rows that this process may write."""
-        self.is_granting = False
-        """Whether rows were asked for that have not come."""
+        self.asked: list[int] = []
+        """Rows that were asked for and have not come: a number for each answer that the server owes."""
         self.workers = 0
         """Worker processes of the session that have the rows."""
         self.pong = 0

@@ -71,12 +71,12 @@ class ProgramManager(AttachedManager, CalledManager):
     def jobs_in_flight(self) -> int:
         """1 if there are rows to write, or the server may still grant some; else 0."""
         link = self.link
-        return int(link is not None and (link.is_granting or bool(link.free)))
+        return int(link is not None and bool(link.asked or link.free))
 
     @property
     def is_granting(self) -> bool:
         """Whether the server will say how many rows this program may write now."""
-        return self.link is not None and self.link.is_granting
+        return self.link is not None and bool(self.link.asked)
 
     @property
     def has_tiers_below(self) -> bool:

@@ -143,12 +143,14 @@ class ServerConnection:
     # Rows to write.
 
     def ask_rows(self, wanted: int) -> None:
-        """Ask for rows to write if there are fewer than `wanted`."""
+        """Ask for rows to write if there are fewer than `wanted`, with those that were asked for."""
         link = self.link
-        if link is not None and len(link.free) < wanted and not link.is_granting:
-            link.is_granting = True
-            wanted = min(max(wanted, link.welcome.grant_rows), link.welcome.grant_max)
-            self.send(protocol.GRANT, wanted - len(link.free))
+        if link is None:
+            return
+        coming = len(link.free) + sum(link.asked)
+        if coming < min(wanted, link.welcome.grant_max):
+            link.asked.append(min(max(wanted, link.welcome.grant_rows), link.welcome.grant_max) - coming)
+            self.send(protocol.GRANT, link.asked[-1])
 
     def return_rows(self) -> None:
         """Return the rows that were granted for stores which have not come: an idle engine keeps few."""
@@ -184,7 +186,7 @@ class ServerConnection:
         code = message.code
         if code == protocol.GRANTED:
             link.free += protocol.split_rows(message.body, message.items)
-            link.is_granting = False
+            del link.asked[:1]
         elif code == protocol.EPOCH:
             if message.items and self._resets_owed:  # others' resets say nothing of this engine's
                 self._resets_owed -= 1
