@@ -245,11 +245,15 @@ def look(
 
 
 def _store_more(stack: Stack, found: Found) -> None:
-    keys = make_keys(JOB_BLOCKS, "after the crash")
-    if put(stack, keys, _VERSION_OF_NEW) != JOB_BLOCKS or not stack.flush(_WAIT_S):
-        found.problems.append("new blocks are not taken in time")
-        return
-    if missing := ask(stack, keys).count(False):
+    for attempt in range(3):  # a store waits for room for a limited time: a machine under load may lose some blocks
+        keys = make_keys(JOB_BLOCKS, f"after the crash {attempt}")
+        if put(stack, keys, _VERSION_OF_NEW) != JOB_BLOCKS or not stack.flush(_WAIT_S):
+            found.problems.append("new blocks are not taken in time")
+            return
+        missing = ask(stack, keys).count(False)
+        if not missing:
+            break
+    if missing:
         found.problems.append(f"{missing} of {JOB_BLOCKS} new blocks are not stored: {stack.counters()}")
     manager_of(stack).primary.reset_cache()
     for key, answer in zip(keys, ask(stack, keys), strict=True):
