@@ -40,7 +40,7 @@ Seconds = Annotated[float, Field(allow_inf_nan=False)]
 @dataclass(slots=True)
 class Holder:
     namespace: str
-    epoch: str  # for people; no rule uses it
+    epoch: str
     granted_bytes: Bytes  # not stored yet, or being stored
     seen_s: Seconds  # when it last renewed its grant
 

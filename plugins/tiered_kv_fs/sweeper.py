@@ -10,6 +10,7 @@ import stat
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -58,7 +59,7 @@ class _Count:
     """The oldest blocks, a heap with the newest first: negated time of last use, path, size."""
     temporaries: list[tuple[str, str | None, os.stat_result]] = field(default_factory=list)
     """Unfinished files: path, writer (known for blocks), status."""
-    epochs: list[str] = field(default_factory=list)  # paths of directories where nobody has made a shard for a while
+    epochs: list[str] = field(default_factory=list)  # paths of their directories
 
 
 @dataclass(eq=False)
@@ -125,8 +126,9 @@ class DirectorySweeper:
         with self.ledger.locked() as state:
             state.survey = word
             state.pending_bytes = sum(holder.granted_bytes for holder in state.holders.values())
+            used = {f"{holder.namespace}/{holder.epoch}" for holder in state.holders.values()}
             now_s = state.now_s
-        found = self._count(now_s)
+        found = self._count()
         if found is None:
             return
         for path, owner, status in found.temporaries:
@@ -141,9 +143,9 @@ class DirectorySweeper:
         self._candidates = deque(sorted(found.oldest, reverse=True))
         self._candidates_until_s = time.monotonic() + SURVEY_INTERVAL_S
         self.counters.add("surveys_total")
-        self._remove_empty(found.epochs)
+        self._remove_empty(epoch for epoch in found.epochs if epoch not in used)
 
-    def _count(self, now_s: float) -> _Count | None:
+    def _count(self) -> _Count | None:
         """Walk the directory; return None if that was stopped."""
         found = _Count(occupied_bytes(os.lstat(self._root)))
         for files in walk(self._root):
@@ -157,7 +159,7 @@ class DirectorySweeper:
                         heapq.heappushpop(found.oldest, entry)
                 elif stat.S_ISREG(status.st_mode) and (match := _TEMPORARY.fullmatch(path)):
                     found.temporaries.append((path, match["owner"], status))
-                elif _EPOCH.fullmatch(path) and stat.S_ISDIR(status.st_mode) and now_s - status.st_mtime > LAPSE_S:
+                elif _EPOCH.fullmatch(path) and stat.S_ISDIR(status.st_mode):
                     found.epochs.append(path)
             if self._is_stopped.is_set():
                 return None
@@ -182,7 +184,8 @@ class DirectorySweeper:
             with self.ledger.locked() as state:
                 state.take_off(removed_bytes)
 
-    def _remove_empty(self, epochs: list[str]) -> None:
+    def _remove_empty(self, epochs: Iterable[str]) -> None:
+        """Remove empty directories of epochs. A process that has just joined one makes them again."""
         for epoch in epochs:
             path = f"{self._root}/{epoch}"
             with suppress(OSError):  # not empty, or gone
