@@ -179,12 +179,49 @@ def test_stores_that_find_no_rows_in_one_step_find_them_together(tmp_path: Path)
         engine.step_until(lambda: not link.asked)
         stores = [(keys_of(24, first), engine.begin()) for first in (0, 24)]
         assert [engine.manager.prepare_store(keys, context) for keys, context in stores] == [None, None]
+        engine.manager.on_schedule_end()
         engine.step_until(lambda: not link.asked)
         outputs = [engine.manager.prepare_store(keys, context) for keys, context in stores]
         assert [output and output.keys_to_store for output in outputs] == [keys for keys, _ in stores]
         for keys, context in stores:
             engine.manager.complete_store(keys, context, success=False)
             engine.end(context)
+
+
+def test_requests_with_the_same_blocks_ask_for_their_rows_once(tmp_path: Path) -> None:
+    with serving(tmp_path, stack_of(rows=1024)) as served:
+        engine = served.engine()
+        link = engine.manager.link
+        assert link is not None
+        for _ in range(10):
+            assert engine.manager.prepare_store(KEYS, engine.begin()) is None
+        engine.manager.on_schedule_end()
+        engine.step_until(lambda: not link.asked)
+        assert len(link.free) == len(KEYS)
+
+
+def test_rows_of_stores_that_do_not_come_go_back_while_another_request_lives(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        passed_s = [0.0]
+        engine = served.engine(clock=lambda: time.monotonic() + passed_s[0])
+        link = engine.manager.link
+        assert link is not None
+        engine.begin()
+        given_up = engine.begin()
+        assert engine.manager.prepare_store(KEYS, given_up) is None
+        engine.step_until(lambda: len(link.free) >= len(KEYS))
+        engine.end(given_up)
+        assert len(link.free) >= len(KEYS)
+        for _ in range(2):
+            passed_s[0] += 1.0
+            engine.manager.on_schedule_end()
+        assert len(link.free) == link.welcome.grant_rows
+        engine.step_until(
+            lambda: (
+                served.count(lambda host: sum(len(each.granted) for each in host.sessions.values()))
+                == link.welcome.grant_rows
+            )
+        )
 
 
 def test_leases_and_grants_end_with_the_engine(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,14 @@ def test_a_put_without_room_does_not_keep_the_server_busy(tmp_path: Path, monkey
         with tiered_kv.connect(served.address) as stack:
             assert stack.put(keys_of(1, 900), bytes(BLOCK_BYTES), timeout=0.3) == 0
     assert len(asked) < 1000  # 3,000 if each refusal were answered by another question
+
+
+def test_a_put_that_a_server_does_not_answer_counts_no_block(tmp_path: Path) -> None:
+    with serving(tmp_path) as served, tiered_kv.connect(served.address) as stack:
+        is_over = threading.Event()
+        served.server.call_soon(partial(wait_until, is_over.is_set))
+        assert stack.put(HASHES, BLOCKS, timeout=WAIT_S) == 0
+        is_over.set()
 
 
 def test_no_call_waits_while_the_memory_of_a_dead_server_is_unmapped(

@@ -75,6 +75,8 @@ class HostLink:
         """Rows that this process may write."""
         self.asked: list[int] = []
         """Rows that were asked for and have not come: a number for each answer that the server owes."""
+        self.spare, self.spare_since_s = 0, 0.0
+        """The least number of free rows since a time."""
         self.workers = 0
         """Worker processes of the session that have the rows."""
         self.pong = 0

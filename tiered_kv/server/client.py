@@ -62,8 +62,8 @@ class AttachedManager(CacheManager):
         self._unsent: dict[int, AttachedRequest] = {}
         """Requests with keys that were looked up and not asked for, by number."""
         self._writing: dict[OffloadKey, int] = {}
-        self._short = 0
-        """Blocks of stores that found too few rows since the last poll: all of them try again."""
+        self._short: dict[OffloadKey, None] = {}
+        """Blocks of stores that found too few rows since the last poll. An engine tries them all again."""
         self._transfers = 0
         self._now_s = clock()
         self._counts = {"loaded_blocks_total": 0, "stored_blocks_total": 0}
@@ -213,8 +213,7 @@ class AttachedManager(CacheManager):
             if key not in writing and held.get(key, protocol.MISSING) > ROW_MAX and not is_known(key)
         ][: link.welcome.grant_max]
         if len(new) > len(link.free):
-            self._short += len(new)
-            self.server.ask_rows(self._short)
+            self._short.update(dict.fromkeys(new))
             return None
         rows = [link.free.pop() for _ in new]
         writing.update(zip(new, rows, strict=True))
@@ -277,7 +276,10 @@ class AttachedManager(CacheManager):
 
     def poll(self) -> None:
         """Take the server's answers, and notice that it has gone, or has come back."""
-        self._now_s, self._short = self._clock(), 0
+        self._now_s = self._clock()
+        self.server.ask_rows(len(self._short))
+        self._short.clear()
+        self.server.return_rows(self._now_s, is_unused=not self._requests)
         self.server.poll(self._now_s, is_copying=self._transfers > 0)
 
     def reset_cache(self) -> None:
@@ -374,8 +376,6 @@ class AttachedManager(CacheManager):
             if request.link is not None and request.link is self.link:
                 self.server.send(protocol.END, request.number)
             self._forget(request)
-            if not self._requests:
-                self.server.return_rows()
 
     def _forget(self, request: AttachedRequest) -> None:
         if self._requests.get(request.req_context.req_id) is request:

@@ -71,12 +71,12 @@ class ProgramManager(AttachedManager, CalledManager):
     def jobs_in_flight(self) -> int:
         """1 if there are rows to write, or the server may still grant some; else 0."""
         link = self.link
-        return int(link is not None and bool(link.asked or link.free))
+        return int(link is not None and bool(link.asked or self._short or link.free))
 
     @property
     def is_granting(self) -> bool:
         """Whether the server will say how many rows this program may write now."""
-        return self.link is not None and bool(self.link.asked)
+        return self.link is not None and bool(self.link.asked or self._short)
 
     @property
     def has_tiers_below(self) -> bool:
@@ -202,6 +202,9 @@ class HostStack(BlockFacade[ProgramManager]):
         link = self._manager.link  # it has asked for rows; to store fewer blocks at a time would take longer
         if link is not None:
             self._wait(lambda: not self._manager.is_granting, time.monotonic() + link.welcome.answer_s)
+            with self._lock:
+                if self._manager.stores_nothing_of(context):  # the server has gone meanwhile
+                    return False
         return super()._store(keys, blocks, context, reserved)
 
     def _flush(self, end_s: float) -> bool:

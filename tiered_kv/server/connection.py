@@ -16,6 +16,8 @@ PACKETS_A_TURN: Final = 64
 RESET_S: Final = 60.0
 """A server that is started anew within this time after a reset is reset again: the last one may have been killed before
 its tiers had written that."""
+SPARE_S: Final = 1.0
+"""How long an engine keeps rows that its stores do not need."""
 _ANSWERED: Final = frozenset((protocol.ACQUIRE, protocol.GRANT))
 """Messages that the server owes an answer."""
 _OF_REQUESTS: Final = frozenset((protocol.ANSWER, protocol.KNOWN, protocol.STORED))
@@ -93,6 +95,8 @@ class ServerConnection:
                 self._on_message(message)
                 if self.link is not link:
                     return
+            if self._heard_s is None and link.asked:
+                self._heard_s = now_s  # it owes more than one answer
             is_late = self._heard_s is not None and now_s - self._heard_s > link.welcome.answer_s
             if is_late and not self.is_silent:
                 self.is_silent = True
@@ -152,13 +156,20 @@ class ServerConnection:
             link.asked.append(min(max(wanted, link.welcome.grant_rows), link.welcome.grant_max) - coming)
             self.send(protocol.GRANT, link.asked[-1])
 
-    def return_rows(self) -> None:
-        """Return the rows that were granted for stores which have not come: an idle engine keeps few."""
+    def return_rows(self, now_s: float, *, is_unused: bool) -> None:
+        """Return the rows that no store has needed for a second, or none of an unused engine, but for a few."""
         link = self.link
-        if link is not None and len(link.free) > link.welcome.grant_rows:
-            excess = link.free[link.welcome.grant_rows :][: protocol.ROWS_MAX]
-            del link.free[link.welcome.grant_rows : link.welcome.grant_rows + len(excess)]
-            self.send(protocol.RETURN, count=len(excess), body=protocol.pack_rows(excess))
+        if link is None:
+            return
+        link.spare = min(link.spare, len(link.free))
+        if not is_unused and now_s - link.spare_since_s < SPARE_S:
+            return
+        kept = link.welcome.grant_rows + (0 if is_unused else len(link.free) - link.spare)
+        while len(link.free) > kept:
+            at = max(kept, len(link.free) - protocol.ROWS_MAX)
+            self.send(protocol.RETURN, count=len(link.free) - at, body=protocol.pack_rows(link.free[at:]))
+            del link.free[at:]
+        link.spare, link.spare_since_s = len(link.free), now_s
 
     def release(self, number: int, rows: Sequence[int]) -> None:
         """End the leases that a request has of rows."""
