@@ -20,7 +20,7 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.metrics.instruments import flat_counts
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
-from tiered_kv.tiering.search import Search
+from tiered_kv.tiering.requests import LookupState
 from tiered_kv.tiering.transfers import Promotions
 from tiered_kv.toolkit.jobs import Part, PartQueue
 from tiered_kv.toolkit.record import RecordStatus
@@ -171,11 +171,16 @@ DEFECTS: dict[str, tuple[list[tuple[object, str, object]], str]] = {
         "blocks of old weights are stored",
     ),
     "a request that waits without a bound": (
-        [(Search, "_count_wait", nothing)],
+        [(LookupState, "count_wait", nothing)],
         "answered None after it has waited as long as it may",
     ),
     "a job that is reported twice": ([(GuardedTier, "_collect", collect_twice)], ""),
 }
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_planted_defect_replaces_something(defect: str) -> None:
+    assert all(hasattr(owner, name) for owner, name, _ in DEFECTS[defect][0])
 
 
 @pytest.mark.slow
