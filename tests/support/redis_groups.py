@@ -54,7 +54,12 @@ class RedisClusterServers:
             create += ["--tls", "--cacert", str(self.tls.ca), "--cert", str(self.tls.cert), "--key", str(self.tls.key)]
         subprocess.run(create, check=True, timeout=_TIMEOUT_S, stdout=subprocess.DEVNULL)
         self.wait_until_whole(self.servers)
-        wait_until(lambda: sum(map(_follows, self.servers)) == 3, _TIMEOUT_S, what="that the replicas follow")
+        try:
+            wait_until(lambda: sum(map(_follows, self.servers)) == 3, _TIMEOUT_S, what="that the replicas follow")
+        except AssertionError as error:
+            for server in self.servers:
+                error.add_note(server.call("CLUSTER", "NODES").decode() + server.call("INFO", "replication").decode())
+            raise
 
     def masters(self) -> list[RedisServer]:
         """Return the servers that answer and are masters now."""
