@@ -217,10 +217,10 @@ class Session:
 
     def _grant(self, message: Message) -> None:
         wanted = min(message.number, self.host.grant_max - len(self.granted), self.host.grant_room, protocol.ROWS_MAX)
-        grant = self.host.manager.primary.grant
-        blocks = (
-            (grant(wanted) or grant((wanted + 3) // 4)) if wanted > 0 else None
-        )  # of several stores, a few at least
+        blocks: list[CPUBlock] | None = None
+        if wanted > 0:
+            grant = self.host.manager.primary.grant
+            blocks = grant(wanted) or grant((wanted + 3) // 4)  # it may be for several stores: then a part helps
         self._give(blocks or [])
 
     def _return(self, message: Message) -> None:
