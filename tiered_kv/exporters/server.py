@@ -133,7 +133,11 @@ class StatusServer(ThreadingTCPServer):
 
     def _serve(self) -> None:
         while not self._is_closed:
-            self.handle_request()
+            try:
+                self.handle_request()
+            except Exception:  # of the system, for want of memory: the next request may be answered
+                _log.exception("a request for metrics or status was not answered")
+                time.sleep(_RETRY_S)
 
     def get_request(self) -> tuple[socket.socket, Any]:  # Any: an address
         try:

@@ -21,7 +21,8 @@ from tiered_kv.errors import ConfigError, ResourceError, TieredKVError
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.server import protocol
 from tiered_kv.server.memory import map_generations, map_host_region
-from tiered_kv.server.protocol import Channel, Hello, Welcome
+from tiered_kv.server.protocol import Channel, Hello, ProtocolError, Welcome
+from tiered_kv.server.welcome import check_files, welcome_of
 from tiered_kv.threads import start_thread
 
 SCHEME: Final = "unix:"
@@ -35,6 +36,7 @@ _NEWS_MAX: Final = 16
 """Answers that are noted for the next store, which sorts each in 0.1 ms. Without it, an engine offers such a block."""
 
 _log = logging.getLogger(__name__)
+Numbers = np.ndarray[Any, np.dtype[np.uint32]]
 
 
 def unused_address(name: str) -> str:
@@ -85,10 +87,22 @@ class HostLink:
         self._current = np.frombuffer(generations, np.uint32)
         self._seen = np.zeros(welcome.rows, np.uint32)
         self._seen_view = self._seen.data
-        self._news: list[tuple[Sequence[OffloadKey], Sequence[int], np.ndarray[Any, np.dtype[np.uint32]]]] = []
+        self._news: list[tuple[Sequence[OffloadKey], Sequence[int], Numbers]] = []
         """Keys, rows and generations that have not been sorted into the next two."""
         self._row_of: dict[OffloadKey, int] = {}
         self._key_of: dict[int, OffloadKey] = {}
+
+    def check_rows(self, rows: Sequence[int] | Numbers) -> None:
+        """Check numbers that the server sends for rows; a code in place of a row is one, too.
+
+        Raises:
+            ProtocolError: The memory has no such row: a copy would hit other memory of this process.
+        """
+        numbers = np.asarray(rows, np.uint32)
+        if numbers.max(initial=0) >= self.welcome.rows:
+            wrong = numbers[(numbers >= self.welcome.rows) & (numbers <= protocol.ROW_MAX)]
+            if len(wrong):
+                raise ProtocolError(f"the server names row {wrong[0]} of {self.welcome.rows}")
 
     def rows_of(self, rows: Sequence[int]) -> HostRows:
         return HostRows(rows, self.welcome.instance)
@@ -160,8 +174,8 @@ class Attachment:
         self._opening: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._told = ""
-        self._namespace = ""
-        """Of the first connection; no later one may have another."""
+        self._blocks: tuple[str, int] | None = None
+        """Namespace, and bytes of a row, of the first connection; no later one may have others."""
         self._unused: socket.socket | None = None
         self._discarded: deque[HostLink] = deque()
 
@@ -174,7 +188,7 @@ class Attachment:
         try:
             self.open()
         except OSError as error:
-            self.lost(error.strerror or str(error))
+            self.lost(reason_for(error))
             return False
         return True
 
@@ -274,12 +288,26 @@ class Attachment:
                     self._wanted.clear()
                 pause_s = RETRY_MIN_S
                 self._attached()
-            except (OSError, TieredKVError) as error:
+            except Exception as error:  # also what nobody expected: the next server may be the right one
                 if self._closed.is_set():
                     return
-                self.lost(str(error) if isinstance(error, TieredKVError) else error.strerror or str(error))
+                self.lost(reason_for(error))
                 self._closed.wait(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MAX_S)
+
+    def _check_blocks(self, welcome: Welcome) -> None:
+        """Check that the server has the blocks of this process, and those of the first connection.
+
+        Raises:
+            ConfigError: It has others: this process said no namespace, or the server does not keep to it.
+        """
+        asked = ((self.hello.settings or {}).get("block") or {}).get("bytes")
+        if isinstance(asked, int) and asked != welcome.row_bytes:
+            raise ConfigError(f"expected rows of {asked} bytes, found {welcome.row_bytes}: replace the server")
+        blocks = welcome.namespace, welcome.row_bytes
+        if self._blocks not in (None, blocks):
+            raise ConfigError("the server has another namespace, or other blocks, than before: connect anew")
+        self._blocks = blocks
 
     def _attached(self) -> None:
         # Whoever was warned of the outage sees its end, too.
@@ -307,12 +335,9 @@ class Attachment:
             with suppress(BrokenPipeError):  # it has refused this process already: what it sent comes next
                 sock.send(protocol.HEADER.pack(protocol.HELLO, 0, 0, 0, len(body)) + body)
             packet, fds = _receive(sock)
-            welcome = _welcome_of(packet)
-            if len(fds) != 2:
-                raise ConfigError("the server has sent no memory")
-            if self._namespace not in ("", welcome.namespace):  # the process said none, and its blocks are another's
-                raise ConfigError("the server has another namespace, or other blocks, than before: connect anew")
-            self._namespace = welcome.namespace
+            welcome = welcome_of(packet)
+            check_files(fds, welcome)
+            self._check_blocks(welcome)
             region = map_host_region(fds[0], welcome.rows, welcome.row_bytes) if self._maps_rows else None
             try:
                 return HostLink(Channel(sock, UNREAD_BYTES_MAX), welcome, region, map_generations(fds[1], welcome.rows))
@@ -330,36 +355,18 @@ class Attachment:
                 os.close(fd)
 
 
+def reason_for(error: Exception) -> str:
+    """Return why there is no connection, for the log; the kind of an error that nobody expected, too."""
+    if isinstance(error, TieredKVError):
+        return str(error)
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"an unexpected error: {type(error).__name__}: {error}"
+
+
 def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     try:
         packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 2)
     except ConnectionResetError:  # it has left our message unread; what it sent comes next (unix(7))
         packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 2)
     return packet, fds
-
-
-def _welcome_of(packet: bytes) -> Welcome:
-    """Return the server's answer to HELLO.
-
-    Raises:
-        ConfigError: It refuses, or speaks another version.
-        OSError: It has closed the connection.
-    """
-    message = next(iter(protocol.messages_of(memoryview(packet))), None)
-    if message is None:
-        raise OSError("the server has closed the connection")
-    if message.code == protocol.REFUSED:
-        raise ConfigError(f"the host's cache refuses this process: {bytes(message.body).decode(errors='replace')}")
-    if message.code != protocol.WELCOME:
-        raise ConfigError("the server does not speak the protocol of a host's cache")
-    fields: dict[str, Any] = protocol.object_of(message.body)
-    version = fields.get("version", 0)
-    if not version >= protocol.VERSION_MIN:
-        raise ConfigError(
-            f"the server speaks version {version}, this process {protocol.VERSION_MIN} to {protocol.VERSION}: upgrade "
-            "the server"
-        )
-    missing = [name for name in Welcome.__slots__ if name not in fields]
-    if missing:
-        raise ConfigError(f"the server does not say {', '.join(missing)}: upgrade the server")
-    return Welcome(**{name: fields[name] for name in Welcome.__slots__})

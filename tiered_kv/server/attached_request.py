@@ -81,8 +81,8 @@ class AttachedRequest:
             self.is_unread = bool(self.keys)
         return len(self.keys) > before
 
-    def take_answer(self, message: Message) -> int:
-        """Note an ANSWER; return how many blocks are missing. A lookup sorts it, unless it has codes.
+    def take_answer(self, message: Message, link: HostLink) -> int:
+        """Note an ANSWER of a connection; return how many blocks are missing. A lookup sorts it, unless it has codes.
 
         Raises:
             ProtocolError, struct.error: It is no answer to this request.
@@ -91,6 +91,9 @@ class AttachedRequest:
         size = protocol.START.size + count * (protocol.ROW_BYTES + 1)
         if len(body) != size or protocol.START.unpack_from(body)[0] + count > len(self.keys):
             raise ProtocolError("an answer does not fit the keys of its request")
+        link.check_rows(np.frombuffer(body, np.uint32, count, protocol.START.size))
+        if np.frombuffer(body, np.uint8, count, size - count).max(initial=0) >= len(link.welcome.tiers):
+            raise ProtocolError("an answer names a tier that the server does not have")
         self.answers.append((count, body))
         self.is_unread, self.waits_for_answer = True, False
         return self.read() if protocol.may_have_codes(body) else 0
@@ -104,12 +107,17 @@ class AttachedRequest:
         count = message.items
         numbers = protocol.split_rows(message.body, 2 * count)
         if self.link is not None and self.known_asked:
+            self.link.check_rows(numbers[:count])
             keys = self.known_asked.pop(0)
             found = [each for each in zip(keys, numbers[:count], numbers[count:], strict=True) if each[1] <= ROW_MAX]
             self.link.know([key for key, _, _ in found], [row for _, row, _ in found], [each for _, _, each in found])
 
     def take_stored(self, message: Message) -> None:
-        """Note a STORED."""
+        """Note a STORED.
+
+        Raises:
+            ValueError: It does not fit the question.
+        """
         if self.stored_asked:
             self.stored.update(zip(self.stored_asked.pop(0), map(bool, message.body), strict=True))
 

@@ -303,11 +303,11 @@ class AttachedManager(CacheManager):
     # Messages from the server.
 
     def _handle(self, message: Message) -> None:
-        request = self._by_number.get(message.number)
-        if request is None:
+        request, link = self._by_number.get(message.number), self.link
+        if request is None or link is None:
             return  # END travels, and ends the leases
         if message.code == protocol.ANSWER:
-            misses = request.take_answer(message)
+            misses = request.take_answer(message, link)
             if misses:
                 self._misses["absent"] += misses
                 self.server.ask_rows(misses)  # the engine will compute and store these

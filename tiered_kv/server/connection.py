@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
-from tiered_kv.server.attach import Attachment, HostLink
+from tiered_kv.server.attach import Attachment, HostLink, reason_for
 from tiered_kv.server.protocol import Message, ProtocolError
 
 PACKETS_A_TURN: Final = 64
@@ -102,8 +101,8 @@ class ServerConnection:
                 self.is_silent = True
                 link.channel.add(protocol.PING)  # its answer ends the silence, whatever became of the questions
             link.channel.flush()
-        except (TieredKVError, ValueError, IndexError, struct.error) as error:  # also what is no message
-            self.lose(str(error))
+        except Exception as error:  # also what nobody expected of a server: it costs the connection only
+            self.lose(reason_for(error))
 
     def send(self, code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
         """Add a message to those that the next `flush` or `poll` sends."""
@@ -196,7 +195,14 @@ class ServerConnection:
     def _take(self, message: Message, link: HostLink) -> None:
         code = message.code
         if code == protocol.GRANTED:
-            link.free += protocol.split_rows(message.body, message.items)
+            rows = protocol.split_rows(message.body, message.items)
+            link.check_rows(rows)
+            distinct = set(rows)
+            if len(distinct) < len(rows) or not distinct.isdisjoint(link.free):
+                raise ProtocolError("the server grants a row twice: two blocks would be written to it")
+            if len(link.free) + len(rows) > link.welcome.grant_max:
+                raise ProtocolError(f"the server grants more than {link.welcome.grant_max} rows")
+            link.free += rows
             del link.asked[:1]
         elif code == protocol.EPOCH:
             if message.items and self._resets_owed:  # others' resets say nothing of this engine's

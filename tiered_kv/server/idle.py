@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Final
@@ -14,6 +15,8 @@ from tiered_kv.server.client import AttachedManager
 from tiered_kv.threads import start_thread
 
 _PAUSE_S: Final = 0.5
+
+_log = logging.getLogger(__name__)
 
 
 class IdlePoll:
@@ -37,10 +40,16 @@ class IdlePoll:
             self._thread.join()
 
     def _run(self) -> None:
+        has_failed = False
         while not self._over.wait(_PAUSE_S):
-            with self._lock:
-                if self._manager.is_unused and not self._over.is_set():
-                    self._manager.poll()
+            try:
+                with self._lock:
+                    if self._manager.is_unused and not self._over.is_set():
+                        self._manager.poll()
+            except Exception:  # without this thread, a dead server's memory would be kept for good
+                if not has_failed:
+                    _log.exception("the connection to the host's cache: an unexpected error; others are not logged")
+                has_failed = True
 
 
 class EngineManager(AttachedManager):

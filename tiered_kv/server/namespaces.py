@@ -141,7 +141,7 @@ class Namespaces:
         except TieredKVError as error:
             _log.error("a stack cannot be opened: %s", error_text(error, config.secret_texts()))
             opened = error
-        except Exception as error:  # whatever it is, who waits for the stack gets an answer
+        except BaseException as error:  # SystemExit of a tier, too: who waits for the stack gets an answer
             _log.exception("a stack cannot be opened")
             opened = TieredKVError(f"a stack cannot be opened: {type(error).__name__}")
         call_soon(lambda: self._opened(config.identity.digest, opened))

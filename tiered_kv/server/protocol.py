@@ -115,6 +115,9 @@ class Message(NamedTuple):
 
 
 _Small = Annotated[int, Field(ge=0, lt=1 << 16)]
+_Number = Annotated[int, Field(ge=0, le=0xFFFFFFFF)]
+_Seconds = Annotated[float, Field(ge=0, le=3600)]
+_Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ class Hello:
         version: The newest version of the protocol that the client speaks.
     """
 
-    name: Annotated[str, Field(min_length=1, max_length=200)]
+    name: _Name
     role: Annotated[str, Field(pattern="^(scheduler|worker)$")]
     workers: _Small = 0
     settings: dict[str, Any] | None = None  # Any: JSON
@@ -156,18 +159,18 @@ class Welcome:
         version: Of the protocol of this connection.
     """
 
-    instance: str
-    namespace: str
-    rows: int
-    row_bytes: int
-    block_tokens: int
-    epoch: int
-    grant_rows: int
-    grant_max: int
-    tiers: list[str]
-    answer_s: float
-    wait_s: float
-    version: int = VERSION
+    instance: _Name
+    namespace: _Name
+    rows: Annotated[int, Field(ge=1, le=ROW_MAX + 1)]
+    row_bytes: Annotated[int, Field(ge=1, lt=1 << 40)]
+    block_tokens: _Number
+    epoch: _Number
+    grant_rows: _Number
+    grant_max: Annotated[int, Field(ge=1)]
+    tiers: Annotated[list[_Name], Field(min_length=1, max_length=256)]
+    answer_s: _Seconds
+    wait_s: _Seconds
+    version: _Small = VERSION
 
 
 def to_json(fields: Hello | Welcome) -> bytes:

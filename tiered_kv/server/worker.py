@@ -16,7 +16,15 @@ from tiered_kv.base import OffloadingHandler, TransferResult, TransferSpec
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
-from tiered_kv.server.attach import RETRY_MAX_S, RETRY_MIN_S, Attachment, HostLink, HostRows, unused_address
+from tiered_kv.server.attach import (
+    RETRY_MAX_S,
+    RETRY_MIN_S,
+    Attachment,
+    HostLink,
+    HostRows,
+    reason_for,
+    unused_address,
+)
 from tiered_kv.server.protocol import ClosedError
 from tiered_kv.threads import start_thread
 from tiered_kv.worker.handlers import WorkerHandlers
@@ -153,8 +161,8 @@ class HostWorker:
                 else:
                     self._closed.wait(pause_s)
                     pause_s = min(2 * pause_s, RETRY_MAX_S)
-            except (TieredKVError, ValueError) as error:
-                self._attachment.lost(str(error))
+            except Exception as error:  # also what nobody expected: the next connection may be better
+                self._attachment.lost(reason_for(error))
                 self._unlink()
                 self._closed.wait(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MAX_S)

@@ -1,0 +1,79 @@
+"""Checks of what a server answers to HELLO: its fields, and the files that come with them. Whoever attaches calls them.
+
+Another version, a faulty server, or whoever has taken the socket's path may answer anything. What passes here can be
+used without a further look: no row is outside the memory, and no access is behind the end of a file, a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import Any, Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from tiered_kv.config.units import format_bytes
+from tiered_kv.errors import ConfigError
+from tiered_kv.server import protocol
+from tiered_kv.server.protocol import ProtocolError, Welcome
+
+_GENERATION_BYTES: Final = 4
+_WELCOME: Final = TypeAdapter(Welcome)
+
+
+def welcome_of(packet: bytes) -> Welcome:
+    """Return the server's answer to HELLO.
+
+    Raises:
+        ConfigError: It refuses, speaks another version, or says what cannot be.
+        OSError: It has closed the connection.
+    """
+    try:
+        message = next(iter(protocol.messages_of(memoryview(packet))), None)
+        if message is None:
+            raise OSError("the server has closed the connection")
+        if message.code == protocol.REFUSED:
+            raise ConfigError(f"the host's cache refuses this process: {bytes(message.body).decode(errors='replace')}")
+        if message.code == protocol.GOODBYE:
+            raise OSError("the server ends")
+        if message.code != protocol.WELCOME:
+            raise ConfigError("the server does not speak the protocol of a host's cache")
+        return _checked(protocol.object_of(message.body), bytes(message.body))
+    except ProtocolError as error:
+        raise ConfigError(f"the server does not speak the protocol of a host's cache: {error}") from None
+
+
+def check_files(fds: list[int], welcome: Welcome) -> None:
+    """Check that the files of the rows and of their generations came, and are as long as the server says.
+
+    Raises:
+        ConfigError: They are not.
+    """
+    if len(fds) != 2:
+        raise ConfigError("the server has sent no memory")
+    wanted = {"rows": welcome.rows * welcome.row_bytes, "generations": welcome.rows * _GENERATION_BYTES}
+    for fd, (name, size_bytes) in zip(fds, wanted.items(), strict=True):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size < size_bytes:
+            found = format_bytes(status.st_size) if stat.S_ISREG(status.st_mode) else "no file of memory"
+            raise ConfigError(f"expected {format_bytes(size_bytes)} of {name} from the server, found {found}")
+
+
+def _checked(fields: dict[str, Any], body: bytes) -> Welcome:  # Any: JSON
+    version = fields.get("version", 0)
+    if isinstance(version, int) and version < protocol.VERSION_MIN:
+        raise ConfigError(
+            f"the server speaks version {version}, this process {protocol.VERSION_MIN} to {protocol.VERSION}: upgrade "
+            "the server"
+        )
+    missing = [name for name in Welcome.__slots__ if name not in fields]
+    if missing:
+        raise ConfigError(f"the server does not say {', '.join(missing)}: upgrade the server")
+    try:
+        welcome = _WELCOME.validate_json(body, strict=True)
+    except ValidationError as error:
+        wrong = ", ".join(dict.fromkeys(str(each["loc"][0]) if each["loc"] else "JSON" for each in error.errors()))
+        raise ConfigError(f"the server says what cannot be ({wrong}): replace it, or upgrade it") from None
+    if not welcome.grant_rows <= welcome.grant_max <= welcome.rows:
+        raise ConfigError("the server says what cannot be (grant_rows, grant_max): replace it, or upgrade it")
+    return welcome
