@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from tiered_kv.errors import remedy_of
 from tiered_kv.metrics.instruments import Counters
@@ -19,6 +21,7 @@ OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 FILE_MODE = 0o600
 
 PROBE_NAME = "probe.tmp"
+_SECTOR_BYTES_MIN = 512
 _NOT_ALLOCATED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV})
 
 _log = logging.getLogger("tiered_kv.nvme")
@@ -61,9 +64,39 @@ class Disk:
         os.fdatasync(fd)
 
 
-def is_alignment_error(error: OSError) -> bool:
-    """Return whether a direct transfer may have failed because its memory is not aligned."""
-    return error.errno == errno.EINVAL
+class DirectMemory:
+    """Which memory the disk can read and write itself, without a buffer of ours between. Any thread may call.
+
+    Direct I/O wants memory at a multiple of the disk's sector. Of other memory, the kernel may move megabytes and then
+    refuse the rest (EINVAL), and all would move twice. So the addresses decide before. They are multiples of 512, or,
+    once the disk has refused such memory, of a page.
+
+    Args:
+        is_direct: Whether files are opened with O_DIRECT; otherwise any memory will do.
+        is_in_pages: Whether all blocks of the caller begin on a page, so that none has to be looked at.
+    """
+
+    def __init__(self, *, is_direct: bool, is_in_pages: bool) -> None:
+        self._mask = _SECTOR_BYTES_MIN - 1 if is_direct and not is_in_pages else 0
+
+    def suits(self, blocks: Iterable[memoryview]) -> bool:
+        """Return whether all of these blocks are at such addresses."""
+        mask = self._mask
+        return not mask or not any(address_of(block) & mask for block in blocks)
+
+    def is_refusal(self, error: OSError) -> bool:
+        """Return whether a transfer may have failed because of its memory; then let only pages suit from now on."""
+        if error.errno != errno.EINVAL:
+            return False
+        if self._mask:
+            self._mask = PAGE_BYTES - 1
+        return True
+
+
+def address_of(block: memoryview) -> int:
+    """Return where in memory a block begins."""
+    address: int = np.frombuffer(block, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def probe_direct(disk: Disk, directory_fd: int) -> str:

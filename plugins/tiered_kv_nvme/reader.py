@@ -15,7 +15,7 @@ from tiered_kv.threads import give_way
 from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, ThreadBuffer, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.small_files import read_all
-from tiered_kv_nvme.disk import Disk, StoreCounters, is_alignment_error
+from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters
 from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentEntry, checksum, pages
 from tiered_kv_nvme.pool import SegmentPool, ordinal_of, place_of, slot_of
 from tiered_kv_nvme.segment import Segment
@@ -59,6 +59,7 @@ class BlockReader:
     counters: StoreCounters
     block_bytes: int
     codecs: CodecSet
+    memory: DirectMemory
 
     def __post_init__(self) -> None:
         self._scratch = ThreadBuffer()
@@ -119,7 +120,7 @@ class BlockReader:
     def _pin(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> tuple[list[Wanted], int]:
         """Pin the segments of the blocks in the index; return these blocks, and the epoch."""
         wanted: list[Wanted] = []
-        pool = self.pool
+        pool, may_scatter = self.pool, self._may_scatter and self.memory.suits(blocks)
         with pool.changed:
             places = self.pool.places
             for key, block in zip(keys, blocks, strict=True):
@@ -128,7 +129,7 @@ class BlockReader:
                     segment, ordinal = pool.segments[slot_of(place)], ordinal_of(place)
                     entry = segment.table[ordinal]
                     is_raw = entry.codec == RAW_ID and entry.stored_bytes == self.block_bytes
-                    scatter = self._may_scatter and is_raw and entry.offset % PAGE_BYTES == 0
+                    scatter = may_scatter and is_raw and entry.offset % PAGE_BYTES == 0
                     wanted.append(Wanted(key, block, segment, ordinal, entry, scatter))
             pool.pin({item.segment.slot for item in wanted})
             return wanted, pool.epoch
@@ -153,7 +154,7 @@ class BlockReader:
             try:
                 return self._read_scattered(run)
             except OSError as error:
-                if not is_alignment_error(error):
+                if not self.memory.is_refusal(error):
                     raise
         return self._read_buffered(run)
 

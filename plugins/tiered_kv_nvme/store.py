@@ -19,7 +19,7 @@ from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv_nvme.directory import SegmentDirectory
-from tiered_kv_nvme.disk import Disk, StoreCounters, probe_direct
+from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters, probe_direct
 from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.layout import PAGE_BYTES
 from tiered_kv_nvme.pool import SegmentPool, clear_in_chunks, ordinal_of, slot_of
@@ -52,6 +52,7 @@ class StoreOptions:
     room_timeout_s: float = 5.0  # how long a store waits for a free segment
     private: bool = True  # refuse a directory that another user controls
     wants_events: bool = False  # record `events`
+    is_in_pages: bool = False  # whether all blocks to store, and all destinations of loads, begin on a page
 
 
 class SegmentStore:
@@ -104,10 +105,11 @@ class SegmentStore:
             undo.callback(os.close, segment.fd)
 
         codecs = options.codecs
-        self._reader = BlockReader(disk, self.pool, self.counters, identity.block_bytes, codecs)
+        memory = DirectMemory(is_direct=not self._buffered_reason, is_in_pages=options.is_in_pages)
+        self._reader = BlockReader(disk, self.pool, self.counters, identity.block_bytes, codecs, memory)
         self.load = self._reader.load
         gather = codecs.writes_raw and identity.block_bytes % PAGE_BYTES == 0
-        self._writer = BatchWriter(disk, self.pool, self.counters, codecs, gather, options.room_timeout_s)
+        self._writer = BatchWriter(disk, self.pool, self.counters, codecs, gather, memory, options.room_timeout_s)
         thread_name = f"tiered-kv-{tier}-reclaimer"
         self._reclaimer = Reclaimer(
             self._files, self.pool, self.counters, self._reader, self._writer, self._remake, thread_name

@@ -12,6 +12,8 @@ from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.claimed import Identity, absolute
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
+from tiered_kv_nvme.disk import address_of
+from tiered_kv_nvme.layout import PAGE_BYTES
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing, descriptors_left, room_bytes_of
 from tiered_kv_nvme.store import SegmentStore, StoreOptions, open_segments_max
@@ -129,6 +131,9 @@ def _open_store(
         room_timeout_s=min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2),
         private=settings.private,
         wants_events=getattr(offloading_spec, "wants_events", False),
+        is_in_pages=getattr(offloading_spec, "memory", None) is None
+        and block_bytes % PAGE_BYTES == 0
+        and address_of(primary_kv_view) % PAGE_BYTES == 0,
     )
     tier = getattr(offloading_spec, "name", None) or tier_type
     store = SegmentStore(settings.path, identity, options, tier=tier)

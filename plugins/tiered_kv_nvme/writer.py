@@ -12,7 +12,7 @@ from tiered_kv.threads import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, ThreadBuffer, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
 from tiered_kv.toolkit.small_files import write_all
-from tiered_kv_nvme.disk import Disk, StoreCounters, is_alignment_error
+from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, SegmentEntry, checksum
 from tiered_kv_nvme.pool import Reservation, SegmentPool, WriteStream
 from tiered_kv_nvme.segment import Demand
@@ -32,8 +32,8 @@ class Payload(NamedTuple):
 class BatchWriter:
     """Writes batches. Any thread may call, several at once.
 
-    With `gather`, blocks are written from the caller's memory if its alignment suffices for direct I/O. Otherwise they
-    are copied into an aligned buffer first.
+    With `gather`, blocks are written from the caller's memory if that suits direct I/O. Otherwise they are copied into
+    an aligned buffer first.
     """
 
     disk: Disk
@@ -41,6 +41,7 @@ class BatchWriter:
     counters: StoreCounters
     codecs: CodecSet
     gather: bool
+    memory: DirectMemory
     room_timeout_s: float  # how long a store waits for a free segment
 
     def __post_init__(self) -> None:
@@ -125,11 +126,12 @@ class BatchWriter:
         segment, header = reservation.segment, reservation.header
         try:
             gather = self.gather and old_places is None
+            gather = gather and self.memory.suits(payload.draft.content for payload in payloads)
             entries, buffers = self._lay_out(header, keys, payloads, gather=gather)
             try:
                 write_all(segment.fd, buffers, header.offset, pwritev=self.disk.pwritev)
             except OSError as error:
-                if not (gather and is_alignment_error(error)):
+                if not (gather and self.memory.is_refusal(error)):
                     raise
                 entries, buffers = self._lay_out(header, keys, payloads, gather=False)
                 write_all(segment.fd, buffers, header.offset, pwritev=self.disk.pwritev)
