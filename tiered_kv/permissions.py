@@ -81,11 +81,8 @@ def check_directory(fd: int, path: str, names: Collection[str]) -> None:
                     f"it {name!r} of uid {owner}; remove it, or give another directory; {_ACCEPT}",
                     location="path",
                 )
-    try:
+    with suppress(OSError):  # some file systems lack modes, and s3fs then says that there is no such file
         os.fchmod(fd, DIRECTORY_MODE)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
-            raise
     mode = stat.S_IMODE(os.fstat(fd).st_mode)
     if mode & OTHERS:
         raise ConfigError(
@@ -103,7 +100,7 @@ def check_file(fd: int, name: str, *, any_owner: bool = False) -> os.stat_result
     ignores owner and mode, on a file system that does not keep them. Returns the file's status.
 
     Raises:
-        NotPrivateError: It is no regular file, another user owns it, or it has several names.
+        NotPrivateError: It is no regular file, another user owns it, it has several names, or its mode cannot be set.
     """
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
@@ -114,6 +111,12 @@ def check_file(fd: int, name: str, *, any_owner: bool = False) -> os.stat_result
         )
     if status.st_nlink > 1:
         raise NotPrivateError(errno.EMLINK, f"{name} has {status.st_nlink} names (hard links); remove it")
-    if not any_owner and stat.S_IMODE(status.st_mode) & OTHERS:
-        os.fchmod(fd, FILE_MODE)
+    mode = stat.S_IMODE(status.st_mode)
+    if not any_owner and mode & OTHERS:
+        try:
+            os.fchmod(fd, FILE_MODE)
+        except OSError as error:
+            raise NotPrivateError(
+                errno.EPERM, f"{name} has mode {mode:04o}, which its file system does not change ({error.strerror})"
+            ) from error
     return status

@@ -142,6 +142,7 @@ FAILED: Final[Mapping[str, Reason]] = {
     "absent": _gone("the tier did not have the block, or had evicted it since the lookup"),
     "missing": _gone("the tier did not have the block's file"),
     "no_space": Reason("there was no room in the tier", Fate.NO_SPACE, is_harmless=True),
+    "allocating": Reason("the tier was still allocating the file for it", Fate.NO_SPACE, is_harmless=True),
     "no_row": Reason("the engine named blocks outside of its memory", is_harmless=True),
     "reset": Reason("the cache was reset meanwhile", Fate.RESET, is_harmless=True),
     "expired": Reason("the deadline passed", Fate.TIMEOUT),

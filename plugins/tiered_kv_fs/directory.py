@@ -114,8 +114,9 @@ def temporary_path(path: str, owner: str) -> str:
     return f"{shard}/.{name}.{owner}.{next(_numbers):x}.tmp"
 
 
-def claimed(path: str, tier: str, *, private: bool) -> ClaimedDirectory:
-    return ClaimedDirectory(absolute(path), MARKER_NAME, FORMAT_VERSION, frozenset(), tier, private)
+def claimed(path: str, tier: str, *, private: bool, required_mount: str | None = None) -> ClaimedDirectory:
+    mount = absolute(required_mount) if required_mount else ""
+    return ClaimedDirectory(absolute(path), MARKER_NAME, FORMAT_VERSION, frozenset(), tier, private, mount)
 
 
 class Directory:
@@ -129,8 +130,18 @@ class Directory:
         TierUnavailableError: The file system refuses.
     """
 
-    def __init__(self, path: str, identity: Identity, *, tier: str = "", private: bool = True) -> None:
-        self.claimed = claimed(path, tier, private=private)
+    def __init__(
+        self,
+        path: str,
+        identity: Identity,
+        *,
+        tier: str = "",
+        private: bool = True,
+        required_mount: str | None = None,
+    ) -> None:
+        self.claimed = claimed(path, tier, private=private, required_mount=required_mount)
+        self.description: dict[str, object] = {}
+        """What `tiered-kv check` shows of where the directory is."""
         self._identity = identity
         self._place: tuple[int, int] | None = None  # device and inode of the directory
         self.path = self.claimed.path
@@ -150,8 +161,9 @@ class Directory:
         """
         if self._place is not None:
             refuse_other_device(self.path, self._place[0])
-        fd = open_directory(self.path)
+        fd, missing = self.claimed.make()
         try:
+            self.description = self.description or self.claimed.describe(fd, missing)
             status = os.fstat(fd)
             place = status.st_dev, status.st_ino
             claimed = self.claimed

@@ -6,10 +6,10 @@ from pydantic import Field
 
 from tiered_kv.config.units import Bytes, Count, FilePath
 from tiered_kv.limits import Take
-from tiered_kv.toolkit.codecs import CodecSettings
+from tiered_kv.toolkit.claimed import DirectorySettings
 
 
-class FsSettings(CodecSettings):
+class FsSettings(DirectorySettings):
     """Settings of the tier that keeps one file a block in a directory that may be shared."""
 
     type: str = "fs"

@@ -19,7 +19,7 @@ from tiered_kv.metrics.instruments import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.threads import BackgroundTask, DaemonThreads
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
-from tiered_kv.toolkit.claimed import Identity
+from tiered_kv.toolkit.claimed import Identity, as_line
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
@@ -66,7 +66,9 @@ class FsTier(AsyncTier):
         digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
         name = getattr(offloading_spec, "name", None) or tier_type
         identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
-        self._directory = Directory(settings.path, identity, tier=name, private=settings.private)
+        self._directory = Directory(
+            settings.path, identity, tier=name, private=settings.private, required_mount=settings.required_mount
+        )
         self._counters = Counters(*own_names("fs"))
         self._cache_epoch = Epoch(EpochFile(self._directory.namespace_path, self._directory.make))
         save = partial(self._cache_epoch.try_to_save, _SHUTDOWN_TIMEOUT_S)
@@ -101,6 +103,7 @@ class FsTier(AsyncTier):
             lookup_timeout_s=settings.lookup_timeout,
             shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         )
+        _log.info("tier '%s': opened; %s", name, as_line(self._directory.description))
         if warning := self._disk_warning():
             _log.warning("tier '%s': %s", name, warning)
 
@@ -187,7 +190,7 @@ class FsTier(AsyncTier):
         warning = self._disk_warning()
         return {
             **({"warning": warning} if warning else {}),
-            "path": self._directory.path,
+            **self._directory.description,
             "layout": "one file a block",
             "namespace": self._directory.namespace,
             "private": self._settings.private,

@@ -14,10 +14,12 @@ from typing import Final, NamedTuple
 
 from tiered_kv.config.namespace import differences
 from tiered_kv.errors import TierBusyError
-from tiered_kv.permissions import check_file, open_directory
+from tiered_kv.file_systems import mount_of
+from tiered_kv.permissions import check_file
 from tiered_kv.toolkit.claimed import TEMPORARY, ClaimedDirectory, Identity, absolute, refuse_other_device, walk
 from tiered_kv.toolkit.small_files import as_text, fields_of, has_name
-from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, PROBE_NAME
+from tiered_kv_nvme.direct import PROBE_NAME
+from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.layout import FORMAT_VERSION
 
@@ -43,8 +45,9 @@ class Listing(NamedTuple):
     claimed_bytes: int  # occupied at most until another file is made: holes filled, reserves used
 
 
-def claimed_directory(path: str, tier: str, *, private: bool) -> ClaimedDirectory:
-    return ClaimedDirectory(absolute(path), MARKER_NAME, FORMAT_VERSION, OWN_NAMES, tier, private)
+def claimed_directory(path: str, tier: str, *, private: bool, required_mount: str | None = None) -> ClaimedDirectory:
+    mount = absolute(required_mount) if required_mount else ""
+    return ClaimedDirectory(absolute(path), MARKER_NAME, FORMAT_VERSION, OWN_NAMES, tier, private, mount)
 
 
 def segment_pattern(digest: bytes) -> re.Pattern[str]:
@@ -59,19 +62,29 @@ class SegmentDirectory:
         ConfigError: It is a symbolic link, or another user controls it; see `tiered_kv.permissions`.
         TierBusyError: Another process, or another tier of this process, owns it.
         FormatError: It has another format version or namespace, or holds foreign files and no marker.
-        TierUnavailableError: The file system failed.
+        TierUnavailableError: The file system failed, or a required mount is missing.
     """
 
-    def __init__(self, path: str, identity: Identity, *, tier: str = "", private: bool = True) -> None:
-        self.claimed = claimed_directory(path, tier, private=private)
+    def __init__(
+        self,
+        path: str,
+        identity: Identity,
+        *,
+        tier: str = "",
+        private: bool = True,
+        required_mount: str | None = None,
+    ) -> None:
+        self.claimed = claimed_directory(path, tier, private=private, required_mount=required_mount)
         self.path = self.claimed.path
         self.identity = identity
         self.foreign_files = 0  # foreign entries in the last listing
         self._pattern = segment_pattern(identity.digest)
         try:
             with ExitStack() as undo:
-                self.fd = open_directory(self.path)
+                self.fd, missing = self.claimed.make()
                 undo.callback(os.close, self.fd)
+                self.mount = mount_of(self.fd)
+                self.description = self.claimed.describe(self.fd, missing)
                 self._lock_fd = self._claim(self.fd)
                 undo.pop_all()
         except OSError as error:
@@ -119,7 +132,7 @@ class SegmentDirectory:
                 self._check_marker(replace(self.claimed, own_names=names), self.fd)
             return
         refuse_other_device(self.path, os.fstat(self.fd).st_dev)
-        fd = open_directory(self.path)
+        fd, _ = self.claimed.make()
         try:
             self._replace_lock(self._claim(fd))
             os.dup2(fd, self.fd, inheritable=False)

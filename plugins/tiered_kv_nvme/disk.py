@@ -9,20 +9,18 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tiered_kv.errors import remedy_of
+from tiered_kv.file_systems import allocate
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.threads import give_way
 from tiered_kv.toolkit.codecs import HUGE_PAGE_BYTES, ThreadBuffer
-from tiered_kv.toolkit.small_files import FirstFailures, opened, read_all, remove, write_all
+from tiered_kv.toolkit.small_files import FirstFailures, write_all
 from tiered_kv_nvme.layout import PAGE_BYTES
 
 OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 FILE_MODE = 0o600
 
-PROBE_NAME = "probe.tmp"
 _SECTOR_BYTES_MIN = 512
-_NOT_ALLOCATED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV})
 
 _log = logging.getLogger("tiered_kv.nvme")
 
@@ -46,19 +44,13 @@ class Disk:
         return count
 
     def fallocate(self, fd: int, size_bytes: int) -> None:
-        """Allocate a new file. Where the file system has no fallocate(2), zeros are written.
-
-        glibc would write a byte of each block instead, which O_DIRECT refuses as EINVAL; musl does not try.
-        """
-        try:
-            os.posix_fallocate(fd, 0, size_bytes)
-        except OSError as error:
-            if error.errno not in _NOT_ALLOCATED:
-                raise
-            self.writes_zeros = True
-            zeros = ThreadBuffer().take(min(size_bytes, HUGE_PAGE_BYTES))
-            for offset in range(0, size_bytes, len(zeros)):
-                write_all(fd, [zeros[: size_bytes - offset]], offset, pwritev=self.pwritev)
+        """Allocate a new file. Where the file system has no fallocate(2), zeros are written."""
+        if allocate(fd, 0, size_bytes):
+            return
+        self.writes_zeros = True
+        zeros = ThreadBuffer().take(min(size_bytes, HUGE_PAGE_BYTES))
+        for offset in range(0, size_bytes, len(zeros)):
+            write_all(fd, [zeros[: size_bytes - offset]], offset, pwritev=self.pwritev)
 
     def datasync(self, fd: int) -> None:
         os.fdatasync(fd)
@@ -97,26 +89,6 @@ def address_of(block: memoryview) -> int:
     """Return where in memory a block begins."""
     address: int = np.frombuffer(block, np.uint8).__array_interface__["data"][0]
     return address
-
-
-def probe_direct(disk: Disk, directory_fd: int) -> str:
-    """Write and read a page with O_DIRECT; return why that failed, or an empty string.
-
-    Raises `OSError`: the system gave no descriptor or memory.
-    """
-    page = ThreadBuffer().take(PAGE_BYTES)
-    try:
-        with opened(PROBE_NAME, os.O_RDWR | os.O_CREAT | os.O_DIRECT, dir_fd=directory_fd) as fd:
-            write_all(fd, [page], 0, pwritev=disk.pwritev)
-            if read_all(fd, [page], 0, preadv=disk.preadv) != PAGE_BYTES:
-                return "a page written with O_DIRECT cannot be read back"
-    except OSError as error:
-        if remedy_of(error):  # for want of a descriptor, not of direct I/O
-            raise
-        return f"a test write with O_DIRECT failed ({error.strerror})"
-    finally:
-        remove(PROBE_NAME, dir_fd=directory_fd)  # if it stays, the next opening removes it or fails
-    return ""
 
 
 class StoreCounters(Counters):

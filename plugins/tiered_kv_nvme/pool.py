@@ -89,6 +89,7 @@ class SegmentPool:
         self.worth = worth
         self.events = EventLog(wants_events)  # additions to and removals from the index
         self._generation = 0  # the greatest so far
+        self.growing_since_s: float | None = None  # when the allocation of a segment began that has not ended
         self._growth_refused = False
         self._ages = itertools.count()
         self._free: deque[Segment] = deque()
@@ -284,7 +285,8 @@ class SegmentPool:
         return sum(segment.segment_bytes for segment in self.segments.values() if segment.deleted)
 
     def note_growth(self, *, refused: bool) -> None:
-        """Locked. Note whether the disk or the capacity has no room for another segment."""
+        """Locked. Note whether the disk or the capacity has no room for another segment. An allocation has ended."""
+        self.growing_since_s = None
         self._growth_refused = refused
         self.changed.notify_all()
 

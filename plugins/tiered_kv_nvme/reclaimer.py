@@ -140,6 +140,7 @@ class Reclaimer:
         with self.pool.changed:
             taken = frozenset(self.pool.segments)
             generation, deleted_bytes = self.pool.next_generation(), self.pool.deleted_bytes
+            self.pool.growing_since_s = time.monotonic()
         segment = self.files.create(taken, generation, deleted_bytes)
         self._is_failing &= segment is NoSegment.FAILED
         with self.pool.changed:

@@ -9,11 +9,10 @@ from pydantic import Field
 from tiered_kv.config.units import Bytes, Count, FilePath
 from tiered_kv.errors import ConfigError
 from tiered_kv.limits import Take
-from tiered_kv.toolkit.claimed import absolute
-from tiered_kv.toolkit.codecs import CodecSettings
+from tiered_kv.toolkit.claimed import DirectorySettings, absolute
 
 
-class NvmeSettings(CodecSettings):
+class NvmeSettings(DirectorySettings):
     """Settings of the tier that keeps blocks in a local directory."""
 
     type: str = "nvme"

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.units import format_bytes
 from tiered_kv.limits import disk_need
 from tiered_kv.threads import BackgroundTask
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.jobs import Outcome
-from tiered_kv_nvme.directory import SegmentDirectory
-from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters, probe_direct
+from tiered_kv_nvme.direct import DirectIO, probe_direct
+from tiered_kv_nvme.directory import LOCK_NAME, SegmentDirectory
+from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters
 from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.layout import PAGE_BYTES
 from tiered_kv_nvme.pool import SegmentPool, clear_in_chunks, ordinal_of, slot_of
@@ -51,6 +53,7 @@ class StoreOptions:
     threads: int = 8  # that will call; as many recover the segments
     room_timeout_s: float = 5.0  # how long a store waits for a free segment
     private: bool = True  # refuse a directory that another user controls
+    required_mount: str | None = None  # a mount point without which the directory is neither made nor opened
     wants_events: bool = False  # record `events`
     is_in_pages: bool = False  # whether all blocks to store, and all destinations of loads, begin on a page
 
@@ -69,7 +72,9 @@ class SegmentStore:
         self._old_indexes: deque[dict[OffloadKey, int]] = deque()  # from before resets that are not written yet
         self._reset_task = BackgroundTask(self._write_resets, f"tiered-kv-{tier}-reset")
         self.counters = StoreCounters(path)
-        self._directory = SegmentDirectory(path, identity, tier=tier, private=options.private)
+        self._directory = SegmentDirectory(
+            path, identity, tier=tier, private=options.private, required_mount=options.required_mount
+        )
         with ExitStack() as undo:
             undo.callback(self._directory.close)
             try:
@@ -82,17 +87,17 @@ class SegmentStore:
     def _open(self, identity: Identity, tier: str, disk: Disk, undo: ExitStack) -> None:
         """Open everything that uses the directory, and add its release to `undo`."""
         options = self._options
-        # Why segments are opened without O_DIRECT; empty if they are opened with it.
-        self._buffered_reason = "turned off by the setting 'direct'"
+        directory = self._directory
+        self._direct = DirectIO(False, "turned off by the setting 'direct'")
         if options.want_direct:
-            self._buffered_reason = probe_direct(disk, self._directory.fd)
+            self._direct = probe_direct(disk, directory.fd, directory.mount, LOCK_NAME)
         self._epoch = DirectoryEpoch(self._directory.fd, private=options.private)
         undo.callback(self._epoch.close)
         sizing = options.sizing
         self._files = SegmentFiles(
             disk,
             self._directory,
-            not self._buffered_reason,
+            self._direct.is_used,
             self.counters,
             sizing.segment_bytes,
             sizing.capacity_bytes,
@@ -105,7 +110,7 @@ class SegmentStore:
             undo.callback(os.close, segment.fd)
 
         codecs = options.codecs
-        memory = DirectMemory(is_direct=not self._buffered_reason, is_in_pages=options.is_in_pages)
+        memory = DirectMemory(is_direct=self._direct.is_used, is_in_pages=options.is_in_pages)
         self._reader = BlockReader(disk, self.pool, self.counters, identity.block_bytes, codecs, memory)
         self.load = self._reader.load
         gather = codecs.writes_raw and identity.block_bytes % PAGE_BYTES == 0
@@ -206,13 +211,13 @@ class SegmentStore:
         if need.available < SEGMENTS_MIN * sizing.segment_bytes:
             need = disk_need(self._directory.fd, sizing.capacity_bytes, listing.used_bytes, "capacity and segment")
         return {
-            "path": self._directory.path,
-            "direct_io": f"no: {self._buffered_reason}" if self._buffered_reason else "yes",
+            **self._directory.description,
+            "direct_io": self._direct.shown,
             **({"fallocate": "no: zeros are written"} if self._files.disk.writes_zeros else {}),
             "capacity_bytes": sizing.capacity_bytes,
             "used_bytes": listing.used_bytes,
             "free_bytes": need.available - listing.used_bytes,
-            **({"warning": need.problem} if need.problem else {}),
+            **({"warning": warning} if (warning := need.problem or self._slow_allocation()) else {}),
             "segment_bytes": sizing.segment_bytes,
             "segments_max": sizing.segments_max,
             "foreign_files": self._directory.foreign_files,
@@ -221,6 +226,18 @@ class SegmentStore:
             "threads": self._options.threads,
             "blocks_found": self.counters["recovered_blocks_total"],
         }
+
+    def _slow_allocation(self) -> str:
+        """Say that a segment takes long to allocate; an empty string if none does."""
+        with self.pool.changed:
+            since_s = self.pool.growing_since_s
+        if since_s is None or (duration_s := time.monotonic() - since_s) < self._options.room_timeout_s:
+            return ""
+        size = format_bytes(self._options.sizing.segment_bytes)
+        why = ", which writes zeros since its file system has no fallocate" if self._files.disk.writes_zeros else ""
+        return (
+            f"a segment of {size} is being allocated for {duration_s:.0f} s{why}; lower segment, or give a faster disk"
+        )
 
     def stop_stores(self) -> None:
         """Let stores that wait for space fail, and refuse new ones; loads continue."""

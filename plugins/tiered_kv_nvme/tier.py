@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.toolkit.blocking import BlockingTier
-from tiered_kv.toolkit.claimed import Identity, absolute
+from tiered_kv.toolkit.claimed import Identity, absolute, as_line
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv_nvme.disk import address_of
@@ -130,6 +130,7 @@ def _open_store(
         threads=settings.threads,
         room_timeout_s=min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2),
         private=settings.private,
+        required_mount=settings.required_mount,
         wants_events=getattr(offloading_spec, "wants_events", False),
         is_in_pages=getattr(offloading_spec, "memory", None) is None
         and block_bytes % PAGE_BYTES == 0
@@ -138,6 +139,8 @@ def _open_store(
     tier = getattr(offloading_spec, "name", None) or tier_type
     store = SegmentStore(settings.path, identity, options, tier=tier)
     with suppress(OSError):  # the first store meets it too
-        if warning := store.describe().get("warning"):
+        description = store.describe()
+        _log.info("tier '%s': opened; %s", tier, as_line(description))
+        if warning := description.get("warning"):
             _log.warning("tier '%s': %s", tier, warning)
     return store

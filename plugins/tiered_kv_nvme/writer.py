@@ -104,8 +104,9 @@ class BatchWriter:
                     return done, "reset"
                 if stream is WriteStream.STORES:
                     with self.pool.changed:
-                        starved = self.pool.is_starved
+                        starved, growing = self.pool.is_starved, self.pool.growing_since_s is not None
                     self.counters.add("refused_stores_total" if starved else "room_timeouts_total")
+                    return done, "allocating" if growing and not starved else "no_space"
                 return done, "no_space"
             end = done + reservation.header.entry_count
             places = old_places[done:end] if old_places is not None else None

@@ -134,26 +134,6 @@ def test_a_file_system_with_too_little_space_fails_stores_at_once(bench: StoreBe
     bench.wait_until(lambda: len(bench.segments) == segments)  # the reclaimer may just try another
 
 
-@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
-@pytest.mark.parametrize("want_direct", [True, False])
-def test_without_fallocate_a_segment_is_allocated_by_writing_zeros(
-    bench: StoreBench, want_direct: bool, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of musl the error is EOPNOTSUPP; glibc writes a byte of each block, which O_DIRECT refuses (EINVAL)."""
-
-    def refuse(fd: int, offset: int, size_bytes: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    store = bench.open(want_direct=want_direct)
-    bench.fill(store)
-    bench.wait_until_ready(store)
-    assert store.describe()["fallocate"] == "no: zeros are written"
-    assert store.stats()["io_errors_total"] == 0
-    assert all(each.stat().st_blocks * 512 >= each.stat().st_size == bench.segment_bytes for each in bench.segments)
-    assert bench.occupied_bytes() <= bench.capacity_bytes
-
-
 def test_a_write_that_hangs_keeps_the_directory_locked_after_closing(bench: StoreBench, gate: Gate) -> None:
     store = bench.open_ready()
     kept = make_keys(5, "kept")

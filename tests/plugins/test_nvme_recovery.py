@@ -18,7 +18,7 @@ from tests.support.faulty import Gate
 from tests.support.shortages import Resource, Shortage
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.rig import make_keys
-from tiered_kv_nvme.disk import PROBE_NAME
+from tiered_kv_nvme.direct import PROBE_NAME
 from tiered_kv_nvme.layout import PAGE_BYTES
 
 if TYPE_CHECKING:

@@ -59,6 +59,38 @@ def missing_for_ext4() -> str:
         return _missing(f'mount -o loop -t ext4 "{image}" "$0"')
 
 
+_FILE_SYSTEMS: Final = {
+    "bindfs": "mkdir source && bindfs source mount",
+    "tmpfs": 'mount -t tmpfs -o "size=512m,$0" tmpfs mount',
+    **{
+        kind: f'truncate -s 512M image && {make} image >/dev/null && mount -o "loop,$0" image mount'
+        for kind, make in (("btrfs", "mkfs.btrfs -q"), ("ext4", "mkfs.ext4 -q -F"), ("xfs", "mkfs.xfs -q"))
+    },
+}
+"""Shell commands that mount a new file system of 512 MiB at `mount`, with the options `$0`."""
+
+
+@functools.cache
+def missing_for(kind: str) -> str:
+    """Return why a file system of this kind cannot be mounted here; "" if it can."""
+    program = kind if kind == "bindfs" else f"mkfs.{kind}"
+    if kind != "tmpfs" and _which(program) is None:
+        return f"{program} is not installed"
+    if os.geteuid() != 0:
+        return "mounting takes root"
+    with tempfile.TemporaryDirectory() as folder:
+        command = command_on(kind, "", Path(folder), ["true"])
+        tried = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+    return f"cannot be mounted here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def command_on(kind: str, options: str, folder: Path, command: Sequence[str]) -> list[str]:
+    """Return a command that runs another with a new file system mounted at `folder`/mount, which ends with it."""
+    path = 'PATH="$PATH:/usr/sbin:/sbin"'
+    script = f'{path}; cd "{folder}" && mkdir mount && {_FILE_SYSTEMS[kind]} && cd / && "$@"'
+    return command_in_namespace(["sh", "-c", script, options or "rw", *command])
+
+
 @contextmanager
 def small_tmpfs(point: Path, size_bytes: int) -> Iterator[Path]:
     point.mkdir(exist_ok=True)

@@ -26,6 +26,7 @@ import numpy as np
 
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.errors import ConfigError, ResourceError, needing_resources
+from tiered_kv.file_systems import allocate
 from tiered_kv.limits import Limits
 from tiered_kv.permissions import NotPrivateError, check_file
 
@@ -215,7 +216,10 @@ def size_shared(fd: int, path: Path, size_bytes: int) -> None:
             "lower primary.capacity, or enlarge it (mount -o remount,size=...)"
         )
     try:
-        os.posix_fallocate(fd, ROWS_OFFSET, size_bytes)
+        if not allocate(fd, ROWS_OFFSET, size_bytes):
+            zeros = memoryview(bytes(min(size_bytes, 2 << 20)))
+            for at in range(0, size_bytes, len(zeros)):
+                os.pwrite(fd, zeros[: size_bytes - at], ROWS_OFFSET + at)
     except OSError as error:
         raise ConfigError(f"cannot size {path} to {rounded_bytes(size_bytes)}: {error.strerror}") from error
 

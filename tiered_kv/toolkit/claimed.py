@@ -2,7 +2,7 @@
 
 A tier opens its directory in these steps. If it has a lock, it takes it between steps 2 and 3.
 
-1. Open the directory, which must not be a symbolic link. A missing one is made.
+1. `make`: open the directory, which must not be a symbolic link. A missing one is made, unless its mount is missing.
 2. `check`: refuse a directory with foreign files and no marker, or one that another user controls.
 3. `mark`: read the marker, and refuse another format version. Without a marker, write one.
 
@@ -17,11 +17,16 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Final, NamedTuple, Self
 
-from tiered_kv.config.units import expanded_path
+from pydantic import Field, model_validator
+
+from tiered_kv.config.units import FilePath, expanded_path
 from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError, remedy_of
+from tiered_kv.file_systems import mount_of
 from tiered_kv.permissions import NotPrivateError, check_directory, check_file, open_directory
+from tiered_kv.toolkit.codecs import CodecSettings
 from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, as_text, fields_of, opened, replace_file
 
 TEMPORARY: Final = re.compile(r"\.[a-z.-]+\.[0-9a-f]{16}\.tmp")
@@ -39,6 +44,7 @@ _REMEDIES: Final = {
     errno.EROFS: "; give one on a file system that can be written to",
     errno.ENOLCK: ": it has no working flock(2)",
     errno.ENOTSUP: ": it has no working flock(2)",
+    errno.ESPIPE: ": its files are only written front to back; mount it with a cache of writes, or give another",
 }
 
 
@@ -56,6 +62,32 @@ class Identity:
         }
 
 
+class DirectorySettings(CodecSettings):
+    """The base of the settings of a tier that keeps blocks in a directory."""
+
+    path: FilePath
+    required_mount: FilePath | None = Field(
+        default=None,
+        description="A mount point at or above `path`. While nothing is mounted there, the tier does not open. "
+        "Otherwise it makes the directory on the disk below.",
+    )
+
+    @model_validator(mode="after")
+    def _is_below(self) -> Self:
+        if self.required_mount is not None:
+            path, point = absolute(self.path), absolute(self.required_mount)
+            if os.path.commonpath((path, point)) != point:
+                raise ValueError(f"expected a required_mount at or above path, {path}, found {point}")
+        return self
+
+
+class Made(NamedTuple):
+    """An open directory."""
+
+    fd: int
+    missing: str  # the topmost directory that had to be made; empty if there was none
+
+
 @dataclass(frozen=True, slots=True)
 class ClaimedDirectory:
     """A directory of one type of tier."""
@@ -66,6 +98,45 @@ class ClaimedDirectory:
     own_names: Set[str]  # files that the tier may make before the marker
     tier: str = ""  # its name, for messages
     private: bool = True  # whether to refuse a directory that another user controls; see `tiered_kv.permissions`
+    required_mount: str = ""  # a mount point at or above `path`, without which the directory is neither made nor opened
+
+    def make(self) -> Made:
+        """Open the directory; make it if it is missing, with those above it.
+
+        Raises:
+            ConfigError: It is a symbolic link.
+            TierUnavailableError: Nothing is mounted at `required_mount`.
+            OSError: The file system refuses.
+        """
+        if self.required_mount:
+            self._require_mount()
+        parts = (*reversed(Path(self.path).parents), Path(self.path))
+        missing = [str(each) for each in parts if not os.path.lexists(each)]
+        return Made(open_directory(self.path), missing[0] if missing else "")
+
+    def describe(self, fd: int, made: str) -> dict[str, object]:
+        """Describe where the open directory is; `made` is the topmost directory that was made for it."""
+        mount = mount_of(fd)
+        return {
+            "path": self.path,
+            **({"file_system": str(mount)} if mount is not None else {}),
+            **({"made": f"{made} was missing, and is made now"} if made else {}),
+        }
+
+    def _require_mount(self) -> None:
+        found = "there is no such directory"
+        with suppress(FileNotFoundError):
+            with opened(self.required_mount, os.O_RDONLY | os.O_DIRECTORY) as fd:
+                mount = mount_of(fd)
+            if mount is None:
+                is_mounted = os.path.ismount(self.required_mount)
+            else:
+                is_mounted = mount.point == os.path.realpath(self.required_mount)
+            if is_mounted:
+                return
+            found = f"it is a directory of {mount or 'another file system'}"
+        message = f"required_mount: nothing is mounted at {self.required_mount}: {found}; mount its file system"
+        raise TierUnavailableError(message, tier=self.tier, operation="open")
 
     def check(self, fd: int) -> None:
         """Refuse a directory that is not this tier's, or that another user controls; see `check_directory`.
@@ -194,6 +265,11 @@ def walk(root: str) -> Iterator[list[tuple[str, os.stat_result]]]:
             if os.lstat(f"{root}/{above}").st_uid == os.geteuid():
                 raise  # it may hold this user's blocks
         yield found
+
+
+def as_line(description: Mapping[str, object]) -> str:
+    """Return a description on one line, for the log."""
+    return ", ".join(f"{name}: {value}" for name, value in description.items())
 
 
 def absolute(path: str) -> str:

@@ -1,0 +1,150 @@
+"""What the kernel knows of files and their file systems, by calls that `os` lacks.
+
+The tiers with directories call it, and the primary tier's region. Any thread but the scheduler's: every call may wait
+for the file system. Where the kernel or the file system lacks a call, the answer is "unknown" and no error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import re
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+_libc: Any = ctypes.CDLL(None, use_errno=True)  # Any: its functions are found by name
+_NOT_ALLOCATED: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV})
+_INTERRUPTIONS_MAX: Final = 1000
+"""How often one allocation is begun again after a signal. A file system may undo what it had allocated."""
+
+# <linux/stat.h>, <linux/fcntl.h>: statx(2) writes 256 bytes.
+_AT_EMPTY_PATH: Final = 0x1000
+_STATX_DIOALIGN: Final = 0x2000
+_STATX: Final = struct.Struct("=I148xII96x")  # the mask, and the two alignments at byte 152
+
+# <linux/fs.h>: FS_IOC_GETFLAGS and FS_IOC_SETFLAGS, whose numbers have the size of a long and which use 4 bytes.
+_GET_FLAGS: Final = 0x80006601 | ctypes.sizeof(ctypes.c_long) << 16
+_SET_FLAGS: Final = 0x40006602 | ctypes.sizeof(ctypes.c_long) << 16
+_COMPRESSED: Final = 0x4
+_NO_COPY_ON_WRITE: Final = 0x800000
+
+_COPYING: Final = frozenset({"btrfs", "bcachefs"})
+"""File systems on which an overwrite takes new space, and the old space is lost until its whole extent is free."""
+
+
+def is_full(error: OSError) -> bool:
+    """Return whether a call failed because the disk, or a quota on it, has no space."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def allocate(fd: int, offset: int, size_bytes: int) -> bool:
+    """Allocate a part of a file by fallocate(2); return False if its file system has none.
+
+    Not posix_fallocate(3): glibc writes a byte of each block where the call is missing, one call for each.
+    Raises `OSError`: there is no space, or the file system failed.
+    """
+    function = getattr(_libc, "fallocate64", None) or _libc.fallocate  # musl has the second only, with 64 bits
+    for _ in range(_INTERRUPTIONS_MAX):
+        if not function(fd, 0, ctypes.c_int64(offset), ctypes.c_int64(size_bytes)):
+            return True
+        code = ctypes.get_errno()
+        if code in _NOT_ALLOCATED:
+            return False
+        if code != errno.EINTR:
+            break
+    raise OSError(code, os.strerror(code))
+
+
+class DirectAlignment(NamedTuple):
+    """What direct transfers of a file take; zeros if there are none."""
+
+    memory_bytes: int
+    offset_bytes: int
+
+
+def direct_alignment(fd: int) -> DirectAlignment | None:
+    """Return what the file system says of direct transfers of an open file; None if it says nothing."""
+    statx = getattr(_libc, "statx", None)
+    answer = ctypes.create_string_buffer(_STATX.size)
+    if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
+        return None
+    mask, memory_bytes, offset_bytes = _STATX.unpack(answer.raw)
+    return DirectAlignment(memory_bytes, offset_bytes) if mask & _STATX_DIOALIGN else None
+
+
+def is_cached(fd: int) -> bool:
+    """Return whether the first page of a file is known to be in the page cache: mincore(2)."""
+    with suppress(OSError, ValueError), mmap.mmap(fd, mmap.PAGESIZE) as page:  # some file systems map no file
+        view = (ctypes.c_char * mmap.PAGESIZE).from_buffer(page)
+        found = ctypes.create_string_buffer(1)
+        failed = _libc.mincore(ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(mmap.PAGESIZE), found)
+        del view
+        return not failed and bool(found.raw[0] & 1)
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A mounted file system."""
+
+    point: str
+    source: str  # for example the device
+    kind: str
+    options: frozenset[str]
+
+    @property
+    def copies_on_write(self) -> bool:
+        """Whether an overwrite takes new space, unless a file is exempt; see `is_written_in_place`."""
+        return self.kind in _COPYING
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.point} ({self.source})"
+
+
+def mount_of(fd: int) -> Mount | None:
+    """Return the mount that an open file or directory is on; None where /proc does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        with open(f"/proc/self/fdinfo/{fd}") as file:
+            number = next(line.split()[1] for line in file if line.startswith("mnt_id:"))
+        with open("/proc/self/mountinfo", errors="surrogateescape") as file:
+            line = next(line for line in file if line.startswith(f"{number} "))
+        before, _, after = line.partition(" - ")
+        fields, (kind, source, options) = before.split(), after.split()[:3]
+        names = frozenset(f"{fields[5]},{options}".split(","))
+        return Mount(_unescaped(fields[4]), _unescaped(source), kind, names)
+    return None
+
+
+def _unescaped(text: str) -> str:
+    """Undo the octal escapes of spaces and the like."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
+
+
+def write_in_place(fd: int) -> bool:
+    """Let the overwrites of an empty file, or of new files in a directory, go to their old place; say if they do.
+
+    This is the attribute that `chattr +C` sets. It excludes compression by the file system.
+    """
+    flags = _flags(fd)
+    if flags is None or flags & _NO_COPY_ON_WRITE:
+        return flags is not None
+    with suppress(OSError):
+        fcntl.ioctl(fd, _SET_FLAGS, struct.pack("=II", flags & ~_COMPRESSED | _NO_COPY_ON_WRITE, 0))
+    return is_written_in_place(fd)
+
+
+def is_written_in_place(fd: int) -> bool:
+    """Return whether a file, or new files in a directory, have the attribute of `write_in_place`."""
+    return bool((_flags(fd) or 0) & _NO_COPY_ON_WRITE)
+
+
+def _flags(fd: int) -> int | None:
+    with suppress(OSError):
+        flags: int = struct.unpack_from("=I", fcntl.ioctl(fd, _GET_FLAGS, bytes(8)))[0]
+        return flags
+    return None
