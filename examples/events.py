@@ -25,17 +25,16 @@ STACK = {
 
 
 class Router:
-    """Knows which tier of the server has which blocks."""
+    """Knows which tier of the server has which blocks, also after a restart of the server."""
 
     def __init__(self, publish: str, replay: str) -> None:
-        self.tiers: dict[str, set[bytes]] = {}
+        self.tiers: dict[str, set[int]] = {}
         self.next_number = 0
-        context = zmq.Context.instance()
-        self.live = context.socket(zmq.SUB)
+        self.last_live = -1
+        self.replay = replay
+        self.live = connected(zmq.SUB, publish)
         self.live.subscribe(b"kv")
-        self.live.connect(publish)
-        self.past = context.socket(zmq.DEALER)
-        self.past.connect(replay)
+        self.past = connected(zmq.DEALER, replay)
         self.catch_up()  # the events from before
 
     def follow(self, is_enough: Callable[[], bool], timeout_s: float = 30.0) -> None:
@@ -43,28 +42,32 @@ class Router:
         end_s = time.monotonic() + timeout_s
         while not is_enough() and time.monotonic() < end_s:
             if not self.live.poll(200):
-                self.catch_up()
+                self.catch_up()  # the last ones may be missing
                 continue
             _, number, payload = self.live.recv_multipart()
-            if int.from_bytes(number, "big") > self.next_number:
-                self.catch_up()  # some are missing
-            self.note(number, payload)
+            live = int.from_bytes(number, "big")
+            if live > self.next_number or live <= self.last_live:
+                self.catch_up()  # some are missing, or another process sends now, whose clock was set back
+            self.last_live = live
+            self.note(live, payload)
 
-    def catch_up(self) -> None:
+    def catch_up(self, timeout_s: float = 5.0) -> None:
         """Ask for the events that are missing."""
         self.past.send_multipart([b"", self.next_number.to_bytes(8, "big")])
-        while True:
+        while self.past.poll(int(1000 * timeout_s)):
             _, _, number, payload = self.past.recv_multipart()
             if not payload:
                 return
-            self.note(number, payload)
+            self.note(int.from_bytes(number, "big"), payload)
+        self.past.close()  # no server answers; a later answer must not be taken for that to the next request
+        self.past = connected(zmq.DEALER, self.replay)
 
-    def note(self, number: bytes, payload: bytes) -> None:
+    def note(self, number: int, payload: bytes) -> None:
         """Apply one message, unless it is known already."""
-        if int.from_bytes(number, "big") < self.next_number:
-            return
-        self.next_number = int.from_bytes(number, "big") + 1
         _, events, _ = msgspec.msgpack.decode(payload)
+        if number < self.next_number and events[0]["type"] != "AllBlocksCleared":
+            return
+        self.next_number = number + 1
         for event in events:
             if event["type"] == "AllBlocksCleared":
                 self.tiers.clear()
@@ -77,6 +80,13 @@ class Router:
 
     def counts(self) -> dict[str, int]:
         return {tier: len(hashes) for tier, hashes in sorted(self.tiers.items())}
+
+
+def connected(kind: int, address: str) -> zmq.Socket[bytes]:
+    socket = zmq.Context.instance().socket(kind)
+    socket.linger = 0
+    socket.connect(address)
+    return socket
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import zmq
 from tiered_kv.exporters.events import EventPublisher
 
 PATIENCE_S = 30.0
+CLEARED = {"type": "AllBlocksCleared"}
 Index = dict[str, set[int]]
 """The hashes of the blocks of each tier: its ownership, or the medium of the primary one."""
 
@@ -49,11 +50,11 @@ class Subscriber:
         return _message(self._live.recv_multipart()) if self._live.poll(int(1000 * timeout_s)) else None
 
     def connect(self, publish: Callable[[], object]) -> Message:
-        """Call `publish` until a message arrives, and return it: the socket connects late."""
+        """Call `publish` until a message with blocks arrives, and return it: the socket connects late."""
         end_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < end_s:
             publish()
-            if message := self.receive(0.05):
+            if (message := self.receive(0.05)) and message.events != [CLEARED]:
                 return message
         raise AssertionError("no message came")
 
