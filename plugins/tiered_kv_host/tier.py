@@ -19,7 +19,7 @@ from tiered_kv.calls import PAUSE_MIN_S, pause
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.facade import rows_of
 from tiered_kv.server.attach import Attachment, HostLink
-from tiered_kv.server.connect import AWAIT_S, ProgramManager, names_of
+from tiered_kv.server.connect import AWAIT_S, START_A_SERVER, ProgramManager, names_of
 from tiered_kv.server.idle import IdlePoll
 from tiered_kv.server.protocol import Hello
 from tiered_kv.toolkit import BlockingTier, Outcome
@@ -161,7 +161,10 @@ class HostTier(BlockingTier):
         return {**super().stats(), "is_attached": int(self._manager.is_attached)}
 
     def describe(self) -> Mapping[str, object]:
-        return {"medium": "host", "socket": self._socket, "is_attached": self._manager.is_attached}
+        described = {"medium": "host", "socket": self._socket, "is_attached": self._manager.is_attached}
+        if self._manager.link is None:
+            described["warning"] = f"no server answers at {self._socket}: {START_A_SERVER}"
+        return described
 
     # Both.
 

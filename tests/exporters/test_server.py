@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import numpy as np
@@ -283,3 +283,27 @@ def test_a_forked_child_does_not_close_the_server(stack: Stack) -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert ask(stack.server, "/healthz")[0] == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\n", b"GET /large HTTP/1.0\r\n\r\n"])
+def test_clients_that_are_waited_for_keep_nobody_out(sent: bytes) -> None:
+    server = StatusServer("127.0.0.1", 0)
+    server.start({"/healthz": lambda _: Body(b"ok", "text/plain"), "/large": lambda _: Body(bytes(64 << 20), "a/b")})
+    with ExitStack() as slow:
+        slow.callback(server.close)
+        for _ in range(3 * CONNECTIONS_MAX):
+            slow.enter_context(socket.create_connection((server.host, server.port), timeout=TIMEOUT_S)).sendall(sent)
+        for _ in range(3):
+            assert ask(server, "/healthz")[0] == 200
+
+
+def test_a_connection_that_cannot_be_taken_does_not_end_the_server(
+    greeting: StatusServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_module, "_RETRY_S", 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(greeting, "handle_request", lambda: 1 // 0)
+        with suppress(OSError):  # the server waits for a connection
+            raw(greeting, b"")
+        wait_until(lambda: "was not answered" in caplog.text)
+    assert raw(greeting, b"GET / HTTP/1.0\r\n\r\n")

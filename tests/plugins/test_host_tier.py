@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from tests.support.host_server import (
     unmapping_hangs,
 )
 from tiered_kv.base import OffloadKey, make_offload_key
+from tiered_kv.cli import main
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
@@ -219,3 +221,13 @@ def test_blocks_with_long_and_empty_hashes_are_different_blocks(tmp_path: Path) 
     with serving(tmp_path) as served, process_of(served.address) as process:
         assert process.store(long) == process.load(long) == len(long)
         assert process.contains([make_offload_key(b"x" * 501, 0)]) == 0
+
+
+def test_check_says_that_no_server_answers_and_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    address = f"unix:{tmp_path}/none.sock"
+    (tmp_path / "stack.yaml").write_text(json.dumps(stack_of(secondary=[{"type": "host", "socket": address}])))
+    assert main(["check", str(tmp_path / "stack.yaml")]) == 1
+    assert f"no server answers at {address}: start 'tiered-kv serve STACK --socket PATH'" in capsys.readouterr().out

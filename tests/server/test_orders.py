@@ -19,10 +19,11 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink
+from tiered_kv.server.channel import Channel
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.connection import RESET_S
 from tiered_kv.server.namespaces import Namespaces
-from tiered_kv.server.protocol import Channel, Hello, Message, Welcome
+from tiered_kv.server.protocol import Hello, Message, Welcome
 from tiered_kv.server.session import Session
 from tiered_kv.testing.control import wait_until
 from tiered_kv.tiering.base import SecondaryTierManager

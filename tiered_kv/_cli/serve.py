@@ -10,22 +10,32 @@ import pwd
 import signal
 import socket
 import sys
-from contextlib import ExitStack, suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Final
 
 from tiered_kv._cli.arguments import describe_use, file_path, positive_int
 from tiered_kv._cli.output import Status, print_json, print_text
 from tiered_kv.errors import ConfigError
+from tiered_kv.server.descriptors import raise_limit
+from tiered_kv.server.listener import Listener, listen
 from tiered_kv.server.namespaces import Namespaces
-from tiered_kv.server.server import CacheServer, listen
+from tiered_kv.server.server import CacheServer
+from tiered_kv.threads import start_thread
 
 _COLLECT_AFTER: Final = 50_000
 """New objects after which Python looks for garbage: by default 700, a request's worth, and each time up to 2 ms."""
 _SWITCH_S: Final = 0.0001
 """How long a thread of a tier may keep the interpreter from the server's: by default 5 ms."""
+_HANDLER_S: Final = 0.5
+"""How long the handler of a signal may take to begin."""
 _FIRST_PASSED_FD: Final = 3
 """systemd's first socket (sd_listen_fds(3))."""
+
+_log = logging.getLogger("tiered_kv.server")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,14 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Status:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    passed = _passed_listener()
-    listener = passed or _listener(args.socket, is_shared=bool(args.allow_user))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    raise_limit()
+    listener = _passed_listener() or _listener(args.socket, is_shared=bool(args.allow_user))
     where = str(listener.getsockname())
+    why = "it was stopped"
 
     def remove() -> None:
-        if passed is None:  # else systemd still listens there, and starts a server for the next engine
-            Path(where).unlink(missing_ok=True)
+        if isinstance(listener, Listener):  # else systemd still listens there, and starts a server for the next engine
+            listener.remove()
 
     def end(number: int, _: object) -> None:
         """End as without a handler: the stack is being opened, and no engine uses it."""
@@ -69,18 +80,27 @@ def run(args: argparse.Namespace) -> Status:
         signal.raise_signal(number)
         os._exit(128 + number)  # the first process of a container has outlived that
 
+    def stop(number: int, _: object) -> None:
+        nonlocal why
+        why = signal.Signals(number).name
+        server.stop()
+
     with ExitStack() as undo:
         undo.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, end))
         undo.callback(listener.close)
         try:
-            namespaces = Namespaces(args.stack, args.namespaces)
-            pages = namespaces.open_pages()
-            if pages is not None:
-                undo.callback(pages.close)
-            namespaces.open_own()
+            with _ending_in_time(remove):
+                namespaces = Namespaces(args.stack, args.namespaces)
+                version, process = version_of("tiered-kv"), os.getpid()
+                _log.info("tiered-kv %s, process %d: %s with %s", version, process, args.stack, namespaces.tiers)
+                pages = namespaces.open_pages()
+                if pages is not None:
+                    undo.callback(pages.close)
+                namespaces.open_own()
             server = CacheServer(listener, namespaces, args.allow_user)
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: server.stop())
+                signal.signal(number, stop)
+            _log.info("engines can attach at unix:%s", where)
             if args.json:
                 print_json({"socket": where, "pid": os.getpid()})
             else:
@@ -89,10 +109,38 @@ def run(args: argparse.Namespace) -> Status:
             _notify("READY=1")
             _answer_first()
             server.serve()
+        except BaseException as error:
+            why = "an interrupt" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}"
+            raise
         finally:
             _notify("STOPPING=1")
             remove()
+            _log.info("tiered-kv has ended: %s", why)
     return Status.OK
+
+
+@contextmanager
+def _ending_in_time(remove: Callable[[], None]) -> Iterator[None]:
+    """End at SIGTERM also while a tier's call keeps the main thread from running its handler."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        while signals := reader.recv(64):
+            if signal.SIGTERM in signals:
+                time.sleep(_HANDLER_S)  # the handler ends the process first, if it runs
+                remove()
+                os._exit(128 + signal.SIGTERM)
+
+    thread = start_thread(watch, "tiered-kv-signals")
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.close()
+        thread.join()
+        reader.close()
 
 
 def _answer_first() -> None:

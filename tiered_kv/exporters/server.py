@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
@@ -24,6 +25,8 @@ CONNECTIONS_MAX: Final = 8
 LINE_BYTES_MAX: Final = 128 << 10
 """Of the first line of a request. http.server reads up to 100 more, of up to 64 KiB each."""
 QUERY_FIELDS_MAX: Final = 2048
+THREADS_MAX: Final = 4 * CONNECTIONS_MAX
+"""With those that end: one whose client was not waited for any more."""
 SILENCE_S: Final = 5.0
 """Longest pause of a client while it sends its request or reads the answer."""
 LIFETIME_S: Final = 15.0
@@ -81,6 +84,19 @@ def routes_of(stacks: Callable[[], Mapping[str, Observed]]) -> Routes:
     }
 
 
+@dataclass(slots=True, eq=False)
+class _OpenConnection:
+    """A connection, and what its thread does. The server's lock guards it."""
+
+    thread: threading.Thread
+    began_s: float = field(default_factory=time.monotonic)
+    has_asked: bool = False
+    waits_for_client: bool = True
+    """Whether the client has to send its request, or to read the answer."""
+    is_ending: bool = False
+    """Whether it was shut down: its thread ends as soon as it sees that."""
+
+
 class StatusServer(ThreadingTCPServer):
     """Listens once it is made, and answers from `start` to `close`. Any thread may call its methods.
 
@@ -96,7 +112,7 @@ class StatusServer(ThreadingTCPServer):
         self.logged: set[type[Exception]] = set()
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._connections: dict[socket.socket, tuple[threading.Thread, float]] = {}  # and since when
+        self._connections: dict[socket.socket, _OpenConnection] = {}
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="tiered-kv-status", daemon=True)
         try:
@@ -122,7 +138,7 @@ class StatusServer(ThreadingTCPServer):
             return
         with self._lock:
             self._is_closed = True
-            threads = [self._thread, *(thread for thread, _ in self._connections.values())]
+            threads = [self._thread, *(each.thread for each in self._connections.values())]
             for each in (self.socket, *self._connections):
                 _wake(each)
         end_s = time.monotonic() + timeout
@@ -152,14 +168,35 @@ class StatusServer(ThreadingTCPServer):
             target=self.process_request_thread, args=(request, client_address), name="tiered-kv-answer", daemon=True
         )
         with self._lock:
-            now_s = time.monotonic()
-            for each, (_, began_s) in self._connections.items():
-                if began_s + LIFETIME_S < now_s:
-                    _wake(each)
-            if self._is_closed or len(self._connections) >= CONNECTIONS_MAX:
+            self._make_room()
+            if self._is_closed or len(self._open()) >= CONNECTIONS_MAX or len(self._connections) >= THREADS_MAX:
                 raise ConnectionRefusedError  # closes it without an answer, as an error of `thread.start` does
             thread.start()
-            self._connections[request] = thread, now_s
+            self._connections[request] = _OpenConnection(thread)
+
+    def _open(self) -> list[_OpenConnection]:
+        return [each for each in self._connections.values() if not each.is_ending]
+
+    def _make_room(self) -> None:
+        """Locked. End connections that last too long; if all are taken, one whose client is waited for."""
+        now_s = time.monotonic()
+        for request, each in self._connections.items():
+            if each.began_s + LIFETIME_S < now_s:
+                each.is_ending = True
+                _wake(request)
+        if len(self._open()) >= CONNECTIONS_MAX:
+            # The oldest, and one that has asked nothing before one that reads its answer: a request takes no time.
+            waiting = [each for each in self._connections.items() if each[1].waits_for_client and not each[1].is_ending]
+            for request, each in sorted(waiting, key=lambda each: (each[1].has_asked, each[1].began_s))[:1]:
+                each.is_ending = True
+                _wake(request)
+
+    def note(self, request: socket.socket, *, waits_for_client: bool) -> None:
+        """Note that a request has been read, or that its answer is being sent. The connection's thread calls."""
+        with self._lock:
+            connection = self._connections.get(request)
+            if connection is not None:
+                connection.has_asked, connection.waits_for_client = True, waits_for_client
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
@@ -177,7 +214,9 @@ class _Handler(BaseHTTPRequestHandler):
     def handle(self) -> None:
         self.raw_requestline = self.rfile.readline(LINE_BYTES_MAX)
         if self.raw_requestline.endswith(b"\n") and self.parse_request():
+            self.server.note(self.request, waits_for_client=False)
             status, answer = self._answer()
+            self.server.note(self.request, waits_for_client=True)
             self.send_response_only(status)
             for name, value in {
                 "Content-Type": answer.content_type,

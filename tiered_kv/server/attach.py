@@ -20,8 +20,9 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, ResourceError, TieredKVError
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.server import protocol
+from tiered_kv.server.channel import Channel
 from tiered_kv.server.memory import map_generations, map_host_region
-from tiered_kv.server.protocol import Channel, Hello, ProtocolError, Welcome
+from tiered_kv.server.protocol import Hello, ProtocolError, Welcome
 from tiered_kv.server.welcome import check_files, welcome_of
 from tiered_kv.threads import start_thread
 
@@ -165,6 +166,7 @@ class Attachment:
         if not address.startswith(SCHEME) or len(address) == len(SCHEME):
             raise ConfigError(f"expected 'unix:' and the path of a socket, found {address!r}", location="attach")
         self._path = address.removeprefix(SCHEME)
+        protocol.check_path(self._path, "attach")
         self.hello = hello
         self._maps_rows = maps_rows
         self._ready: HostLink | None = None

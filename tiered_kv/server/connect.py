@@ -23,6 +23,7 @@ from tiered_kv.server.idle import IdlePoll
 from tiered_kv.server.protocol import KEY_BYTES_MAX, Hello, Message
 from tiered_kv.tiering.interface import CalledManager
 
+START_A_SERVER: Final = "start 'tiered-kv serve STACK --socket PATH'"
 AWAIT_S: Final = 0.002
 """How long a thread waits for a message that another thread of the process may take."""
 _BATCH_BLOCKS_MAX: Final = 256
@@ -53,7 +54,7 @@ def connect(
     try:
         attachment.open()
     except OSError as error:
-        to_do = "start 'tiered-kv serve STACK --socket PATH'"
+        to_do = START_A_SERVER
         if isinstance(error, PermissionError):
             to_do = "start the server with --allow-user, and let this user reach the socket"
         raise TierUnavailableError(f"no server answers at {address}: {error.strerror or error}; {to_do}") from error

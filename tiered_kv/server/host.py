@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
+from tiered_kv.cpu.manager import CHAINS_MAX
 from tiered_kv.server import protocol
+from tiered_kv.server.descriptors import needed_by
 from tiered_kv.server.memory import Generations, HostRegion
 from tiered_kv.server.protocol import Welcome
 from tiered_kv.server.session_request import RowIndex
@@ -32,6 +34,14 @@ LEASE_SHARE: Final = 2
 """All leases of a session are for one row in so many at most."""
 LEASES_MAX_SHARE: Final = 3 / 4
 """The leases of all sessions together take this share of the rows at most, so that stores find room."""
+REQUESTS_MAX: Final = 50_000
+"""Of a session."""
+REQUESTS_ALL_MAX: Final = CHAINS_MAX
+"""Of all sessions together: as many as the primary tier knows to be older than a reset."""
+KEYS_MAX: Final = 1 << 22
+"""Keys of all requests of a session."""
+KEYS_ALL_MAX: Final = 1 << 23
+"""Keys of all sessions together."""
 ANSWER_S: Final = 1.0
 FREE_MEMORY_S: Final = 5.0
 """How long to wait for memory of a killed server, which engines unmap when they see its end."""
@@ -84,6 +94,7 @@ class Host:
         settings = config.primary
         self.config = config
         self.instance = uuid.uuid4().hex
+        self.descriptors = needed_by(config)
         self.generations = Generations(config.primary_blocks)
         try:
             region = HostRegion(
@@ -105,6 +116,8 @@ class Host:
         self._history = self.stack.history
         self.index = RowIndex(self.manager.primary.blocks, self.generations.values)
         self.sessions: dict[str, HostSession] = {}
+        self.requests = self.keys = 0
+        """Of all sessions."""
         self.leases_max = max(1, config.primary_blocks // LEASE_SHARE)
         self.grant_max = max(1, config.primary_blocks // GRANT_MAX_SHARE)
         self._tiers = {name: number for number, name in enumerate(self.stack.tier_names, 1)}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.secrets import error_text
+from tiered_kv.config.units import format_bytes
 from tiered_kv.config.validation import validate
 from tiered_kv.direct.tiers import part_of
 from tiered_kv.errors import ConfigError, TieredKVError
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from tiered_kv.exporters.server import StatusServer
 
 CLOSE_S: Final = 5.0
+WAITING_MAX: Final = 2048
+"""Clients that wait for the opening of a stack."""
 BLOCK_BYTES_MIN: Final = 128
 """Of a client's block. The server needs 8 bytes for each row, 24 while it opens the stack, and about 450 for each
 stored block: so a client makes it take at most some five times the capacity."""
@@ -85,6 +88,17 @@ class Namespaces:
         """The open stacks. Any thread may read this."""
         return list(self._hosts.values())
 
+    @property
+    def tiers(self) -> str:
+        """The tiers of the file with their capacities, for people."""
+        tiers = [("cpu", self._raw.get("primary")), *((None, each) for each in self._raw.get("secondary") or ())]
+        return ", ".join(_shown(name, each) for name, each in tiers if isinstance(each, Mapping))
+
+    @property
+    def descriptors(self) -> int:
+        """What the tiers of the open stacks take."""
+        return sum(host.descriptors for host in self.hosts)
+
     def open_own(self) -> None:
         """Open the stack of the file, if it has a namespace, before any engine needs it."""
         if self._own is not None:
@@ -113,6 +127,8 @@ class Namespaces:
             if digest in self._hosts:
                 on_opened(self._hosts[digest])
                 return
+            if len(self._opening.get(digest, ())) >= WAITING_MAX:  # most have left their connections, and made new ones
+                raise ConfigError(f"{WAITING_MAX} clients wait until the stack is open: try again")
             if digest not in self._opening:
                 idle = self._idle_to_replace()
                 start_thread(self._open, "tiered-kv-open", config, self._hosts.get(idle), call_soon)
@@ -197,3 +213,9 @@ class Namespaces:
                 location="namespace",
             )
         return idle
+
+
+def _shown(name: str | None, tier: Mapping[str, object]) -> str:
+    capacity = tier.get("capacity")
+    size = format_bytes(capacity) if isinstance(capacity, int) else str(capacity or "").strip()
+    return f"{name or tier.get('name') or tier.get('type')} {size}".strip()

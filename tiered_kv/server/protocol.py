@@ -39,28 +39,29 @@ from __future__ import annotations
 
 import array
 import json
-import select
-import socket
+import os
 import struct
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.errors import TieredKVError
+from tiered_kv.errors import ConfigError, TieredKVError
 
 VERSION: Final = 1
 VERSION_MIN: Final = 1
 """The oldest version that this one understands: at most the one before it."""
 
+PATH_BYTES_MAX: Final = 107
+"""Of a socket's path (unix(7))."""
 PACKET_BYTES_MAX: Final = 64 << 10
 KEYS_MAX: Final = 512
 """Keys of a message."""
 KEY_BYTES_MAX: Final = 96
 ID_BYTES_MAX: Final = 400  # of a request's id; clients send 100 characters of it
+HINTS_BYTES_MAX: Final = 4096  # of a request; clients send some 100
 ROWS_MAX: Final = 4096
 """Rows of a message."""
 REQUEST_KEYS_MAX: Final = 1 << 17
@@ -173,6 +174,16 @@ class Welcome:
     version: _Small = VERSION
 
 
+def check_path(path: str, location: str) -> None:
+    """Raise `ConfigError` for a path that is too long for a socket; `location` is the setting that has it."""
+    size = len(os.fsencode(path))
+    if size > PATH_BYTES_MAX:
+        raise ConfigError(
+            f"expected the path of a socket, at most {PATH_BYTES_MAX} bytes, found one of {size}; give a shorter one",
+            location=location,
+        )
+
+
 def to_json(fields: Hello | Welcome) -> bytes:
     return json.dumps(asdict(fields)).encode()
 
@@ -222,6 +233,8 @@ def begun_of(body: memoryview) -> tuple[int, str, dict[str, Any] | None]:  # Any
     end = BEGUN.size + id_bytes
     if id_bytes > ID_BYTES_MAX or end > len(body):
         raise ProtocolError(f"expected an id of at most {ID_BYTES_MAX} bytes")
+    if len(body) - end > HINTS_BYTES_MAX:
+        raise ProtocolError(f"expected hints of at most {HINTS_BYTES_MAX} bytes")
     hints = object_of(body[end:]) if end < len(body) else None
     return epoch, bytes(body[BEGUN.size : end]).decode(errors="replace"), hints
 
@@ -270,112 +283,6 @@ def split_rows(body: memoryview, count: int) -> list[int]:
 def may_have_codes(body: bytes) -> bool:
     """Return whether the body of an ANSWER may have a code in place of a row. It is a quick test."""
     return body.find(_CODES) >= 0
-
-
-class Channel:
-    """One side of a connection. It never waits. One thread calls.
-
-    Args:
-        sock: A connected socket of packets; the channel closes it.
-        limit_bytes: Bytes that may wait for the other side to read. Beyond it the connection fails.
-    """
-
-    def __init__(self, sock: socket.socket, limit_bytes: int) -> None:
-        sock.setblocking(False)
-        self.sock = sock
-        self._limit_bytes = limit_bytes
-        self._packet = bytearray()
-        self._packets: deque[bytes] = deque()
-        self._waiting_bytes = 0
-        self._buffer = bytearray(PACKET_BYTES_MAX + 1)
-        self._view = memoryview(self._buffer)
-        self._readable = select.poll()  # cheaper than the exception of a socket that has nothing
-        self._readable.register(sock, select.POLLIN)
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether packets wait for the other side to read."""
-        return bool(self._packets)
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether messages wait for `flush`, and the other side has room as far as is known."""
-        return bool(self._packet) and not self._packets
-
-    def add(self, code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
-        """Add a message to those that `flush` sends.
-
-        Raises:
-            ProtocolError: Too much waits. From now on `flush` raises, too.
-        """
-        size = len(body)
-        if len(self._packet) + HEADER.size + size > PACKET_BYTES_MAX:
-            self._close_packet()
-        self._packet += HEADER.pack(code, flags, count, number, size)
-        self._packet += body
-        if len(self._packet) + self._waiting_bytes > self._limit_bytes:
-            self._raise_overrun()
-
-    def flush(self) -> None:
-        """Send what the other side has room for.
-
-        Raises:
-            ClosedError: It has closed the connection.
-            ProtocolError: Too much waits.
-        """
-        if not self._packet and not self._packets:
-            return
-        if len(self._packet) + self._waiting_bytes > self._limit_bytes:
-            self._raise_overrun()
-        if not self._packets and self._send(self._packet):
-            self._packet = bytearray()
-            return
-        self._close_packet()
-        while self._packets and self._send(self._packets[0]):
-            self._waiting_bytes -= len(self._packets.popleft())
-
-    def receive(self, packets_max: int, *, is_expected: bool = False) -> Iterator[Message]:
-        """Yield the messages of the packets that have come. If one `is_expected`, the first read needs no `poll`.
-
-        Raises:
-            ClosedError: The other side has closed the connection.
-            ProtocolError: A packet has no whole messages.
-        """
-        for number in range(packets_max):
-            if (number or not is_expected) and not self._readable.poll(0):
-                return
-            try:
-                size = self.sock.recv_into(self._buffer)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:  # it has left messages unread; what it sent comes next (unix(7))
-                continue
-            except OSError as error:
-                raise ClosedError(error.strerror or "closed") from error
-            if not size:
-                raise ClosedError("closed")
-            yield from messages_of(self._view[:size])
-
-    def close(self) -> None:
-        self.sock.close()
-
-    def _send(self, packet: bytes | bytearray) -> bool:
-        try:
-            self.sock.send(packet, socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise ClosedError(error.strerror or "closed") from error
-        return True
-
-    def _raise_overrun(self) -> None:
-        raise ProtocolError(f"the other side has left more than {self._limit_bytes} bytes unread")
-
-    def _close_packet(self) -> None:
-        if self._packet:
-            self._packets.append(bytes(self._packet))
-            self._waiting_bytes += len(self._packet)
-            self._packet = bytearray()
 
 
 def messages_of(packet: memoryview) -> list[Message]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import logging
 import os
@@ -13,55 +12,39 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
+from tiered_kv.server.channel import Channel
+from tiered_kv.server.descriptors import connections_max
 from tiered_kv.server.host import Host
+from tiered_kv.server.listener import listen
 from tiered_kv.server.namespaces import Namespaces
-from tiered_kv.server.protocol import Channel, ClosedError, Hello, Message, ProtocolError
+from tiered_kv.server.process import Process, open_pidfd
+from tiered_kv.server.protocol import ClosedError, Hello, Message, ProtocolError
 from tiered_kv.server.session import Session
 from tiered_kv.threads import STEP
 
-CONNECTIONS_MAX: Final = 1024
+__all__ = ["CacheServer", "listen"]
+
 UNREAD_BYTES_MAX: Final = 8 << 20
 """Bytes that a client may leave unread; then it loses its connection."""
+UNREAD_ALL_BYTES_MAX: Final = 64 << 20
+"""Bytes that all clients together may leave unread; then the one with the most loses its connection."""
 HELLO_S: Final = 5.0
 """How long a connection may take to say who it is."""
+ACCEPT_PAUSE_S: Final = 0.5
+"""How long no connection is taken once the system has no descriptor or no memory for one."""
 _PACKETS_A_TURN: Final = 16
+_TURNS_OF_THE_DEAD: Final = 256
+"""Limit of what is read of a process that has ended: a child of it may have the socket, and send without end."""
 _TICK_S: Final = 0.001
 """Between two steps while a tier works, a request waits or the history has work, unless a job ends."""
 _IDLE_S: Final = 0.5
-_SO_PEERPIDFD: Final = 77  # Linux 6.5; not in Python's socket module
 _SNDBUF_BYTES: Final = 1 << 20
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Process:
-    """A connected process, or one that has left its connection and may still copy."""
-
-    channel: Channel
-    pid: int
-    pidfd: int
-    since_s: float
-    hello: Hello | None = None
-    session: Session | None = None
-    """None until its stack is open."""
-    is_connected: bool = True
-    is_mapped: bool = False
-
-    @property
-    def role(self) -> str:
-        return "" if self.hello is None else self.hello.role
-
-    @property
-    def name(self) -> str:
-        role = "" if self.hello is None else f" ({self.role} of {self.hello.name})"
-        return f"process {self.pid}{role}"
 
 
 class CacheServer:
@@ -85,16 +68,19 @@ class CacheServer:
         self._listener = listener
         self._namespaces = namespaces
         self._users = {0, os.geteuid(), *users}
-        self._pidfd_of = pidfd_of or _pidfd_of
+        self._pidfd_of = pidfd_of or open_pidfd
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], object]] = deque()
         """To be made on the server's thread; any thread appends."""
-        self._processes: set[_Process] = set()
-        self._channels: dict[Channel, _Process] = {}
+        self._processes: set[Process] = set()
+        self._channels: dict[Channel, Process] = {}
         self._is_stopping = False
+        self._accepts_from_s: float | None = None
+        """When connections are taken again; None while they are."""
+        self._logged: set[type[Exception]] = set()
         namespaces.wake = self._wake
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._run_calls)
@@ -111,27 +97,57 @@ class CacheServer:
         """Wait for messages, `timeout_s` at most, and answer them: one turn of `serve`."""
         found = self._selector.select(timeout_s)
         for key, mask in found:
-            key.data(mask)
+            self._trying(functools.partial(key.data, mask))
         for host in self._namespaces.hosts:
-            host.step(self._session_failed)
+            try:
+                host.step(self._session_failed)
+            except Exception as error:
+                self._host_failed(host, error)
+        unread_bytes = 0
         for process in list(self._channels.values()):
-            self._guarded(process, functools.partial(_flush, process.channel))
+            self._guarded(process, process.channel.send_waiting)
             self._watch_writes(process)
+            unread_bytes += process.channel.unread_bytes
+        if unread_bytes > UNREAD_ALL_BYTES_MAX:
+            self._end_the_slowest()
         self._expire_strangers()
         for host in self._namespaces.hosts:
-            host.work(is_idle=not found)
+            self._trying(functools.partial(host.work, is_idle=not found))
+
+    def _trying(self, call: Callable[[], object]) -> None:
+        """Make a call that belongs to no client. A mistake of ours is logged once, and the server goes on."""
+        try:
+            call()
+        except Exception as error:
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        if type(error) not in self._logged:
+            self._logged.add(type(error))
+            _log.exception("the server goes on after a mistake of ours; further ones of its kind are not logged")
 
     def _session_failed(self, session: object, error: Exception) -> None:
         """End the connections of a session that cannot be answered: its engine begins anew."""
         for process in [each for each in self._channels.values() if each.session is session]:
             self._fail(process, error)
 
+    def _host_failed(self, host: Host, error: Exception) -> None:
+        """End the connections of a namespace whose step has failed: none of its engines waits for an answer."""
+        self._note(error)
+        for process in [each for each in self._channels.values() if each.session and each.session.host is host]:
+            self._fail(process, error)
+
+    def _end_the_slowest(self) -> None:
+        process = max(self._channels.values(), key=lambda each: each.channel.unread_bytes)
+        why = f"all clients have left more than {UNREAD_ALL_BYTES_MAX} bytes unread, this one the most"
+        self._fail(process, ProtocolError(why))
+
     def stop(self) -> None:
         """Let `serve` return. Signal handlers may call this."""
         self._is_stopping = True
         self._wake()
 
-    def call_soon(self, call: Callable[[], None]) -> None:
+    def call_soon(self, call: Callable[[], object]) -> None:
         """Make a call on the server's thread. Any thread may call this."""
         self._calls.append(call)
         self._wake()
@@ -144,17 +160,20 @@ class CacheServer:
         with suppress(BlockingIOError):
             self._wake_reader.recv(4096)
         while self._calls:
-            self._calls.popleft()()
+            self._trying(self._calls.popleft())
 
     # Connections.
 
     def _accept(self, _: int) -> None:
         try:
             sock, _address = self._listener.accept()
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError:  # no descriptor is left: the next turn tries again, and must not take all of the processor
-            time.sleep(_TICK_S)
+        except OSError as error:  # to try again at once would take all of the processor
+            if self._accepts_from_s is None:
+                _log.warning("no connection can be taken: %s", error.strerror)
+            self._accepts_from_s = time.monotonic() + ACCEPT_PAUSE_S
+            self._selector.unregister(self._listener)
             return
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SNDBUF_BYTES)
@@ -162,8 +181,8 @@ class CacheServer:
             refusal = ""
             if uid not in self._users:
                 refusal = f"user {uid} may not use this cache; start the server with --allow-user {uid}"
-            elif len(self._processes) >= CONNECTIONS_MAX:  # also those that have left: each has a descriptor
-                refusal = f"{CONNECTIONS_MAX} processes are connected, and there can be no more"
+            elif len(self._processes) >= (most := connections_max(self._namespaces.descriptors)):  # some have left
+                refusal = f"{most} processes are connected, and there can be no more; raise its limit of descriptors"
             pidfd = -1 if refusal else self._pidfd_of(sock, pid)
             if pidfd < 0 and not refusal:
                 refusal = "the server cannot see when this process ends; share its PID namespace, or use Linux 6.5"
@@ -172,17 +191,17 @@ class CacheServer:
             return
         channel = Channel(sock, UNREAD_BYTES_MAX)
         if refusal:
-            _refuse(channel, refusal)
+            channel.refuse(refusal)
             channel.close()
             return
-        process = _Process(channel, pid, pidfd, time.monotonic())
+        process = Process(channel, pid, pidfd, time.monotonic())
         self._processes.add(process)
         self._channels[channel] = process
         receive = functools.partial(self._receive, process)
         self._selector.register(sock, selectors.EVENT_READ, lambda _: self._guarded(process, receive))
-        self._selector.register(pidfd, selectors.EVENT_READ, lambda _: self._has_ended(process))
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda _: self._died(process))
 
-    def _receive(self, process: _Process) -> None:
+    def _receive(self, process: Process) -> None:
         STEP.begin()  # until the turn's step ends, other threads do not hold the interpreter
         for message in process.channel.receive(_PACKETS_A_TURN, is_expected=True):
             if process.hello is None:
@@ -200,7 +219,7 @@ class CacheServer:
             else:
                 raise ProtocolError("a worker only says that it has mapped the rows")
 
-    def _guarded(self, process: _Process, call: Callable[[], None]) -> None:
+    def _guarded(self, process: Process, call: Callable[[], None]) -> None:
         """Make a call for a process, which loses its connection if it does what it must not do."""
         if not process.is_connected:
             return
@@ -211,7 +230,7 @@ class CacheServer:
         except Exception as error:  # also a mistake of ours: the other engines go on
             self._fail(process, error)
 
-    def _fail(self, process: _Process, error: Exception) -> None:
+    def _fail(self, process: Process, error: Exception) -> None:
         """Tell a process why it loses its connection."""
         if not process.is_connected:
             return
@@ -221,10 +240,10 @@ class CacheServer:
         if is_ours:
             _log.debug("the mistake", exc_info=error)
         with suppress(TieredKVError):
-            _refuse(process.channel, str(error))
+            process.channel.refuse(str(error))
         self._disconnect(process)
 
-    def _watch_writes(self, process: _Process) -> None:
+    def _watch_writes(self, process: Process) -> None:
         if process.is_connected:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.channel.is_blocked else 0)
             key = self._selector.get_key(process.channel.sock)
@@ -232,14 +251,18 @@ class CacheServer:
                 self._selector.modify(process.channel.sock, events, key.data)
 
     def _expire_strangers(self) -> None:
+        """Disconnect who has not said who it is in time, and take connections again after a pause."""
         now_s = time.monotonic()
+        if self._accepts_from_s is not None and now_s >= self._accepts_from_s:
+            self._accepts_from_s = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         for process in list(self._channels.values()):
             if process.hello is None and now_s - process.since_s > HELLO_S:
                 self._disconnect(process)
 
     # A process's life.
 
-    def _greet(self, process: _Process, message: Message) -> None:
+    def _greet(self, process: Process, message: Message) -> None:
         if message.code != protocol.HELLO:
             raise ProtocolError("expected HELLO")
         hello = process.hello = protocol.hello_of(message.body)
@@ -250,19 +273,19 @@ class CacheServer:
             )
         self._namespaces.open(hello.settings, self.call_soon, functools.partial(self._opened, process, hello))
 
-    def _opened(self, process: _Process, hello: Hello, opened: Host | TieredKVError) -> None:
+    def _opened(self, process: Process, hello: Hello, opened: Host | TieredKVError) -> None:
         if isinstance(opened, TieredKVError):
             self._fail(process, opened)
         else:
             self._guarded(process, lambda: self._welcome(process, hello, opened))
 
-    def _welcome(self, process: _Process, hello: Hello, host: Host) -> None:
+    def _welcome(self, process: Process, hello: Hello, host: Host) -> None:
         sessions = [each.session for each in self._processes if each.session is not None]
         session = next((each for each in sessions if each.host is host and each.name == hello.name), None)
         if hello.role == "scheduler" and session is not None:
             schedulers = (each for each in self._processes if each.session is session and each.role == "scheduler")
             before = next(schedulers, None)
-            if before is not None and (before.is_connected or before.pid != process.pid):
+            if before is not None and (before.is_connected or not before.is_same_as(process)):
                 raise ProtocolError(f"another process, {before.pid}, is the scheduler of '{hello.name}'")
             if before is None and (session.requests or session.has_rows):
                 raise ProtocolError(
@@ -274,7 +297,7 @@ class CacheServer:
         if session is None:
             session = host.sessions[hello.name] = Session(hello.name, host)
         for each in [each for each in self._processes if each.session is session and not each.is_connected]:
-            if each.role == hello.role and each.pid == process.pid > 0:
+            if each.role == hello.role and each.is_same_as(process):
                 self._forget(each)  # one descriptor tells when the process ends
         process.session = session
         if hello.role == "scheduler":
@@ -296,10 +319,11 @@ class CacheServer:
             with suppress(ProtocolError):  # who does not read loses its connection elsewhere
                 process.channel.add(protocol.WORKERS, workers, count=session.channel is not None)
 
-    def _disconnect(self, process: _Process) -> None:
+    def _disconnect(self, process: Process) -> None:
         """Close a connection. The process may still copy, so its rows are free only when it has ended."""
         if not process.is_connected:
             return
+        asks_reset = process.session is not None and process.role == "scheduler" and _asks_reset(process.channel)
         process.is_connected = False
         self._selector.unregister(process.channel.sock)
         del self._channels[process.channel]
@@ -310,21 +334,41 @@ class CacheServer:
             return
         if session.channel is process.channel:
             session.channel = None
+        if asks_reset:
+            self._trying(functools.partial(session.host.reset, session))
         self._tell_workers(session)
+        if process.role == "scheduler" and not session.has_rows:  # none of its processes copies
+            self._forget(process)
+            session.close()
+            self._end_if_left(session)
 
-    def _has_ended(self, process: _Process) -> None:
+    def _has_ended(self, process: Process) -> None:
         if process not in self._processes:
             return  # it has said goodbye in the same turn
         self._disconnect(process)
-        session = process.session
         self._forget(process)
-        if session is not None and not any(each.session is session for each in self._processes):
+        if process.session is not None:
+            self._end_if_left(process.session)
+
+    def _died(self, process: Process) -> None:
+        """Do what a process has asked for before it ended, then free what it had."""
+        receive = functools.partial(self._receive, process)
+        for _ in range(_TURNS_OF_THE_DEAD):
+            if not process.is_connected or not process.channel.is_readable:
+                break
+            self._guarded(process, receive)
+        self._has_ended(process)
+
+    def _end_if_left(self, session: Session) -> None:
+        """End a session if none of its processes is left."""
+        if not any(each.session is session for each in self._processes):
             had_rows = session.has_rows
+            if session.host.sessions.get(session.name) is session:
+                del session.host.sessions[session.name]
             session.close()
-            del session.host.sessions[session.name]
             _log.info("session '%s' has ended%s", session.name, ", its rows are free" if had_rows else "")
 
-    def _forget(self, process: _Process) -> None:
+    def _forget(self, process: Process) -> None:
         if process in self._processes:
             self._processes.discard(process)
             self._selector.unregister(process.pidfd)
@@ -345,48 +389,8 @@ class CacheServer:
         self._namespaces.close()
 
 
-def listen(path: str | os.PathLike[str], *, mode: int = 0o600) -> socket.socket:
-    """Return a socket that listens at `path`, in place of one that no process listens at.
-
-    Raises:
-        ConfigError: Another server listens there, or the path cannot be used.
-    """
-    where = Path(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        if where.is_socket():
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
-                other.setblocking(False)
-                if other.connect_ex(str(where)) in (errno.ECONNREFUSED, errno.ENOENT):
-                    where.unlink(missing_ok=True)
-        sock.bind(str(where))
-        where.chmod(mode)
-        sock.listen(64)
-    except OSError as error:
-        sock.close()
-        reason = "a server listens there already" if where.is_socket() else error.strerror or str(error)
-        raise ConfigError(f"cannot listen at {where}: {reason}", location="--socket") from error
-    return sock
-
-
-def _flush(channel: Channel) -> None:
-    with suppress(ClosedError):  # to read finds this out, too, behind what the other side has said before
-        channel.flush()
-
-
-def _refuse(channel: Channel, why: str) -> None:
-    with suppress(ClosedError):
-        channel.add(protocol.REFUSED, body=why.encode(errors="replace"))
-        channel.flush()
-
-
-def _pidfd_of(sock: socket.socket, pid: int) -> int:
-    """Return a descriptor that is readable once the peer has ended; -1 if there is none."""
-    try:
-        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:
-        pass
-    try:
-        return os.pidfd_open(pid) if pid > 0 else -1
-    except OSError:
-        return -1
+def _asks_reset(channel: Channel) -> bool:
+    """Return whether a RESET is among what the other side has sent, and nobody has read."""
+    with suppress(TieredKVError):
+        return any(each.code == protocol.RESET for each in channel.receive(_PACKETS_A_TURN * _TURNS_OF_THE_DEAD))
+    return False

@@ -12,18 +12,16 @@ from operator import attrgetter, truth
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.hints import HINTS_KEY
 from tiered_kv.server import protocol
-from tiered_kv.server.host import Host
-from tiered_kv.server.protocol import Channel, ClosedError, Message, ProtocolError
-from tiered_kv.server.session_request import SessionRequest
+from tiered_kv.server.channel import Channel
+from tiered_kv.server.host import KEYS_ALL_MAX, KEYS_MAX, REQUESTS_ALL_MAX, REQUESTS_MAX, Host
+from tiered_kv.server.protocol import ClosedError, Message, ProtocolError
+from tiered_kv.server.questions import Questions
+from tiered_kv.server.session_request import SessionRequest, params_of
 from tiered_kv.tiering.pace import EngineCost
 
-REQUESTS_MAX = 100_000
-KEYS_MAX = 1 << 22  # keys of all requests of an engine together
 ASKED_AGAIN_MAX = 512
 """Keys that a session looks up again at the end of a step, since a tier may have answered by then."""
-_QUESTIONS_MAX = 4096
 _row_of, _pins_of = attrgetter("block_id"), attrgetter("ref_cnt")
 
 
@@ -51,9 +49,7 @@ class Session:
         """Requests without a final answer for each key, by number."""
         self.changed: dict[int, SessionRequest] = {}
         """Requests to answer in this step."""
-        self.questions: list[tuple[SessionRequest, list[OffloadKey]]] = []
-        """Blocks of which an engine asks whether any tier has them."""
-        self.idle_pings: list[int] = []
+        self.questions = Questions()
         self.cost = EngineCost()
         self._keys = 0
         self._handlers: dict[int, Callable[[Message], None]] = {
@@ -72,7 +68,7 @@ class Session:
     @property
     def is_waiting(self) -> bool:
         """Whether something may be answered without a message."""
-        return bool(self.waiting or self.idle_pings or self.questions)
+        return bool(self.waiting or self.questions)
 
     @property
     def has_rows(self) -> bool:
@@ -130,27 +126,25 @@ class Session:
                     self._look_up(request, ASKED_AGAIN_MAX)
                     if request.number in self.waiting:  # behind those that were not looked up
                         self.waiting[request.number] = self.waiting.pop(request.number)
-        unanswered: list[tuple[SessionRequest, list[OffloadKey]]] = []
-        blocked: set[int] = set()  # a client knows a request's answers by their order
-        for request, keys in self.questions:
-            if request.number in blocked or not self._tell_stored(request, keys):
-                blocked.add(request.number)
-                unanswered.append((request, keys))
-        self.questions = unanswered
-        if self.idle_pings and not manager.jobs_in_flight:
-            for number in self.idle_pings:
+        self.questions.answer(self._tell_stored)
+        if self.questions.idle_pings and not manager.jobs_in_flight:
+            for number in self.questions.idle_pings:
                 self.send(protocol.PONG, number)
-            self.idle_pings.clear()
+            self.questions.idle_pings.clear()
 
     # Messages.
 
     def _begin(self, message: Message) -> None:
         epoch, name, hints = protocol.begun_of(message.body)
-        if message.number in self.requests or len(self.requests) >= REQUESTS_MAX:
-            raise ProtocolError(f"request {message.number} has begun already, or there are too many")
-        params = None if hints is None else {HINTS_KEY: hints}
-        context = ReqContext(f"{self.name}/{message.number}/{name}", params)
+        if message.number in self.requests:
+            raise ProtocolError(f"request {message.number} has begun already")
+        if len(self.requests) >= REQUESTS_MAX or self.host.requests >= REQUESTS_ALL_MAX:
+            raise ProtocolError(
+                f"expected at most {REQUESTS_MAX} requests at a time, {REQUESTS_ALL_MAX} of all engines"
+            )
+        context = ReqContext(f"{self.name}/{message.number}/{name}", None if hints is None else params_of(hints))
         self.requests[message.number] = SessionRequest(message.number, context, epoch)
+        self.host.requests += 1
 
     def _introduce(self, request: SessionRequest) -> None:
         """Let the manager know a request before it does anything for it, or after the first answer."""
@@ -167,14 +161,14 @@ class Session:
             self._tell_known(request, protocol.split_keys(message.body, count))
             return
         if message.flags & protocol.ONLY_STORED:
-            if len(self.questions) >= _QUESTIONS_MAX:
-                raise ProtocolError(f"more than {_QUESTIONS_MAX} questions wait for an answer")
-            self.questions.append((request, protocol.split_keys(message.body, count)))
+            self.questions.ask(request, protocol.split_keys(message.body, count))
             return
         protocol.key_bytes_of(message.body, count)
-        if len(request.codes) + count > protocol.REQUEST_KEYS_MAX or self._keys + count > KEYS_MAX:
-            raise ProtocolError(f"expected at most {protocol.REQUEST_KEYS_MAX} keys of a request, {KEYS_MAX} of all")
-        self._keys += count
+        if len(request.codes) + count > protocol.REQUEST_KEYS_MAX:
+            raise ProtocolError(f"expected at most {protocol.REQUEST_KEYS_MAX} keys of a request")
+        if self._keys + count > KEYS_MAX or self.host.keys + count > KEYS_ALL_MAX:
+            raise ProtocolError(f"expected at most {KEYS_MAX} keys of all requests, {KEYS_ALL_MAX} of all engines")
+        self._count_keys(count)
         request.is_ahead, request.is_prefix = bool(message.flags & protocol.AHEAD), message.flags == protocol.AS_PREFIX
         request.unsplit.append((bytes(message.body), count))
         request.codes += protocol.codes_of(protocol.MISSING if request.has_hole else protocol.WAITING, count)
@@ -228,9 +222,7 @@ class Session:
 
     def _ping(self, message: Message) -> None:
         if message.flags & protocol.WHEN_IDLE:
-            if len(self.idle_pings) >= _QUESTIONS_MAX:
-                raise ProtocolError(f"more than {_QUESTIONS_MAX} questions wait for an answer")
-            self.idle_pings.append(message.number)
+            self.questions.ask_idle(message.number)
         else:
             self.send(protocol.PONG, message.number)
 
@@ -367,8 +359,9 @@ class Session:
         self._end_leases(request, [*request.leased])
         for requests in (self.requests, self.waiting, self.changed):
             requests.pop(request.number, None)
-        self._keys -= len(request.codes)
-        self.questions = [each for each in self.questions if each[0] is not request]  # tiers would keep their answers
+        self.host.requests -= 1
+        self._count_keys(-len(request.codes))
+        self.questions.forget(request)
         self.host.manager.on_request_finished(request.context)
 
     def _end_leases(self, request: SessionRequest, rows: Sequence[int]) -> None:
@@ -377,6 +370,10 @@ class Session:
                 del request.leased[row]
             self.leases -= len(rows)
             self.host.manager.end_leases(self.host.blocks_of(rows), request.context)
+
+    def _count_keys(self, count: int) -> None:
+        self._keys += count
+        self.host.keys += count
 
     def _take_granted(self, rows: Sequence[int]) -> list[CPUBlock]:
         if len(set(rows)) < len(rows) or not all(row in self.granted for row in rows):

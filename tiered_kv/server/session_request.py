@@ -11,6 +11,7 @@ import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.hints import HINTS_KEY, Hints
 from tiered_kv.server import protocol
 
 RING_ROWS: Final = 2
@@ -76,6 +77,17 @@ class SessionRequest:
                 return self.unsplit[index:]
             at += count
         return []
+
+
+def params_of(hints: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
+    """Return the parameters of a request with its hints, without what they do not mean: clients write them.
+
+    Invalid ones stay invalid, so that they are counted.
+    """
+    try:
+        return {HINTS_KEY: Hints.parse(hints).given() or {}}
+    except (ValueError, TypeError, AttributeError):
+        return {HINTS_KEY: {"": None}}
 
 
 class RowIndex:

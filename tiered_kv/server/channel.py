@@ -1,0 +1,149 @@
+"""One side of a connection between a host's server and a client: packets that are sent and received without a wait.
+
+The server's thread has a channel for each client, a client's thread one for its server. What waits for the other side
+to read is bounded.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+
+from tiered_kv.server.protocol import (
+    HEADER,
+    PACKET_BYTES_MAX,
+    REFUSED,
+    ClosedError,
+    Message,
+    ProtocolError,
+    messages_of,
+)
+
+
+class Channel:
+    """One side of a connection. It never waits. One thread calls.
+
+    Args:
+        sock: A connected socket of packets; the channel closes it.
+        limit_bytes: Bytes that may wait for the other side to read. Beyond it the connection fails.
+    """
+
+    def __init__(self, sock: socket.socket, limit_bytes: int) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self._limit_bytes = limit_bytes
+        self._packet = bytearray()
+        self._packets: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._buffer = bytearray(PACKET_BYTES_MAX + 1)
+        self._view = memoryview(self._buffer)
+        self._readable = select.poll()  # cheaper than the exception of a socket that has nothing
+        self._readable.register(sock, select.POLLIN)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether packets wait for the other side to read."""
+        return bool(self._packets)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the other side has sent something, or closed the connection."""
+        return bool(self._readable.poll(0))
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes that wait for the other side to read."""
+        return len(self._packet) + self._waiting_bytes if self._packets else 0
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether messages wait for `flush`, and the other side has room as far as is known."""
+        return bool(self._packet) and not self._packets
+
+    def add(self, code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
+        """Add a message to those that `flush` sends.
+
+        Raises:
+            ProtocolError: Too much waits. From now on `flush` raises, too.
+        """
+        size = len(body)
+        if len(self._packet) + HEADER.size + size > PACKET_BYTES_MAX:
+            self._close_packet()
+        self._packet += HEADER.pack(code, flags, count, number, size)
+        self._packet += body
+        if len(self._packet) + self._waiting_bytes > self._limit_bytes:
+            self._raise_overrun()
+
+    def flush(self) -> None:
+        """Send what the other side has room for.
+
+        Raises:
+            ClosedError: It has closed the connection.
+            ProtocolError: Too much waits.
+        """
+        if not self._packet and not self._packets:
+            return
+        if len(self._packet) + self._waiting_bytes > self._limit_bytes:
+            self._raise_overrun()
+        if not self._packets and self._send(self._packet):
+            self._packet = bytearray()
+            return
+        self._close_packet()
+        while self._packets and self._send(self._packets[0]):
+            self._waiting_bytes -= len(self._packets.popleft())
+
+    def send_waiting(self) -> None:
+        """Flush. An end of the connection is left to `receive`, behind what the other side has said before."""
+        with suppress(ClosedError):
+            self.flush()
+
+    def refuse(self, why: str) -> None:
+        """Tell the other side why the connection ends."""
+        self.add(REFUSED, body=why.encode(errors="replace"))
+        self.send_waiting()
+
+    def receive(self, packets_max: int, *, is_expected: bool = False) -> Iterator[Message]:
+        """Yield the messages of the packets that have come. If one `is_expected`, the first read needs no `poll`.
+
+        Raises:
+            ClosedError: The other side has closed the connection.
+            ProtocolError: A packet has no whole messages.
+        """
+        for number in range(packets_max):
+            if (number or not is_expected) and not self._readable.poll(0):
+                return
+            try:
+                size = self.sock.recv_into(self._buffer)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:  # it has left messages unread; what it sent comes next (unix(7))
+                continue
+            except OSError as error:
+                raise ClosedError(error.strerror or "closed") from error
+            if not size:
+                raise ClosedError("closed")
+            yield from messages_of(self._view[:size])
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def _send(self, packet: bytes | bytearray) -> bool:
+        try:
+            self.sock.send(packet, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ClosedError(error.strerror or "closed") from error
+        return True
+
+    def _raise_overrun(self) -> None:
+        raise ProtocolError(f"the other side has left more than {self._limit_bytes} bytes unread")
+
+    def _close_packet(self) -> None:
+        if self._packet:
+            self._packets.append(bytes(self._packet))
+            self._waiting_bytes += len(self._packet)
+            self._packet = bytearray()

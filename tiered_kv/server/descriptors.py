@@ -1,0 +1,41 @@
+"""How many connections a server takes: its tiers and its pages need descriptors, too."""
+
+from __future__ import annotations
+
+import resource
+from contextlib import suppress
+from typing import Final
+
+from tiered_kv.limits import DESCRIPTORS_SHARE, Limits
+from tiered_kv.stack_config import StackConfig
+
+CONNECTIONS_MAX: Final = 1024
+CONNECTIONS_MIN: Final = 8
+"""So many are taken however few descriptors there are."""
+OF_A_CONNECTION: Final = 2
+"""The socket, and what shows the end of its process."""
+_OWN: Final = 32
+"""Of the server itself: files of memory, the log, the pages."""
+_LIMIT_MAX: Final = 1 << 16
+
+
+def raise_limit() -> None:
+    """Raise this process's limit of descriptors as far as it may: by default it is enough for a few engines only."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _LIMIT_MAX if hard == resource.RLIM_INFINITY else min(hard, _LIMIT_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def needed_by(config: StackConfig) -> int:
+    """Return how many descriptors the tiers of a stack take."""
+    takes = (take for tier in config.secondary for take in tier.takes(config.block.bytes))
+    return sum(take.amount for take in takes if take.what == "descriptors")
+
+
+def connections_max(taken: int) -> int:
+    """Return how many processes may be connected, beside `taken` descriptors of tiers: these take half at least."""
+    limit = Limits().descriptors().amount
+    left = limit - max(taken, limit // DESCRIPTORS_SHARE) - _OWN
+    return min(CONNECTIONS_MAX, max(CONNECTIONS_MIN, left // OF_A_CONNECTION))

@@ -1,0 +1,72 @@
+"""What an engine asks of a namespace and waits for: whether a tier has blocks, and when no job of a tier is in flight.
+
+A session makes one. Its methods are called on the server's thread. An answer comes in a later step, in the order of the
+questions of a request; how many may wait is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.server.protocol import ProtocolError
+from tiered_kv.server.session_request import SessionRequest
+
+QUESTIONS_MAX: Final = 4096
+"""Of one session, and as many PINGs."""
+KEYS_MAX: Final = 1 << 17
+"""Of all questions of one session."""
+
+
+class Questions:
+    """The questions of a session without an answer.
+
+    Attributes:
+        idle_pings: Numbers of the PINGs that wait until no job is in flight.
+    """
+
+    def __init__(self) -> None:
+        self.idle_pings: list[int] = []
+        self._asked: list[tuple[SessionRequest, list[OffloadKey]]] = []
+        self._keys = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._asked or self.idle_pings)
+
+    def ask(self, request: SessionRequest, keys: list[OffloadKey]) -> None:
+        """Note that a request asks whether any tier has blocks.
+
+        Raises:
+            ProtocolError: Too many wait for an answer.
+        """
+        if len(self._asked) >= QUESTIONS_MAX or self._keys + len(keys) > KEYS_MAX:
+            raise ProtocolError(f"more than {QUESTIONS_MAX} questions, or {KEYS_MAX} keys, wait for an answer")
+        self._asked.append((request, keys))
+        self._keys += len(keys)
+
+    def ask_idle(self, number: int) -> None:
+        """Note a PING that waits until no job is in flight; raises as `ask`."""
+        if len(self.idle_pings) >= QUESTIONS_MAX:
+            raise ProtocolError(f"more than {QUESTIONS_MAX} questions wait for an answer")
+        self.idle_pings.append(number)
+
+    def answer(self, tell: Callable[[SessionRequest, list[OffloadKey]], bool]) -> None:
+        """Call `tell` for each question, which returns whether it has answered."""
+        if not self._asked:
+            return
+        left: list[tuple[SessionRequest, list[OffloadKey]]] = []
+        blocked: set[int] = set()  # a client knows a request's answers by their order
+        for request, keys in self._asked:
+            if request.number in blocked or not tell(request, keys):
+                blocked.add(request.number)
+                left.append((request, keys))
+        self._keep(left)
+
+    def forget(self, request: SessionRequest) -> None:
+        """Ask nothing more for a request: tiers would keep their answers."""
+        if self._asked:
+            self._keep([each for each in self._asked if each[0] is not request])
+
+    def _keep(self, left: list[tuple[SessionRequest, list[OffloadKey]]]) -> None:
+        self._asked, self._keys = left, sum(len(keys) for _, keys in left)
