@@ -124,6 +124,20 @@ class BlockFiles:
             self._failures.note("looking for blocks", error)
             raise
 
+    def touch(self, epoch: str, keys: Sequence[OffloadKey], interval_s: float) -> list[OffloadKey]:
+        """Make the files of used blocks younger, if they are older than `interval_s`; return the missing blocks."""
+        absent = []
+        for key in reversed(keys):
+            path = self._path_of(epoch, key)
+            try:
+                if _is_due(os.lstat(path), interval_s):
+                    os.utime(path, follow_symlinks=False)
+            except (FileNotFoundError, NotADirectoryError):
+                absent.append(key)
+            except OSError:  # read-only, or another user's: the block is no worse
+                continue
+        return absent[::-1]
+
     def _path_of(self, epoch: str, key: OffloadKey) -> str:
         return f"{self.namespace_path}/{epoch}/{block_path(key, self.namespace_digest)}"
 
@@ -231,6 +245,6 @@ def _make_above(path: str) -> int:
     return ALLOCATION_BYTES if make_directory(shard) else 0
 
 
-def _is_due(status: os.stat_result) -> bool:
+def _is_due(status: os.stat_result, interval_s: float = TOUCH_INTERVAL_S) -> bool:
     """Return whether a block's use must be written to its file; either clock may be ahead."""
-    return abs(time.time() - status.st_mtime) >= TOUCH_INTERVAL_S
+    return abs(time.time() - status.st_mtime) >= interval_s

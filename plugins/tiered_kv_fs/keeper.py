@@ -58,6 +58,7 @@ class Keeper:
     grant_bytes: int  # of one request to the ledger; less on a small disk
     grant_bytes_min: int  # for a part of a job
     room_timeout_s: float  # how long a store waits for room
+    on_age: Callable[[float], None]  # as `DirectorySweeper.on_age`; runs on a thread
 
     def __post_init__(self) -> None:
         self.owner = secrets.token_hex(8)  # this tier's name in the ledger
@@ -65,7 +66,7 @@ class Keeper:
         self._grant_bytes_max = self.grant_bytes
         self._measure_after_s = 0.0
         self._ledger = DirectoryLedger(self.directory.path)
-        self._sweeper = DirectorySweeper(self.directory, self._ledger, self._usable_bytes, self.counters)
+        self._sweeper = DirectorySweeper(self.directory, self._ledger, self._usable_bytes, self.counters, self.on_age)
         with self._ledger.locked() as state:
             self.used_bytes = state.total_bytes or 0  # as of the last use of the ledger; any thread may read it
         self._free_bytes = 0

@@ -10,7 +10,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -70,6 +70,8 @@ class DirectorySweeper:
     ledger: DirectoryLedger
     capacity_bytes: int
     counters: Counters
+    on_age: Callable[[float], None] = lambda age_s: None
+    """Called before files are removed, with the age in seconds of the oldest block."""
 
     def __post_init__(self) -> None:
         self._root = self.directory.path
@@ -104,6 +106,7 @@ class DirectorySweeper:
                     has_surveyed = True
                     self._survey()
                 else:
+                    self.on_age(time.time() + self._candidates[0][0] / 1e9)
                     self._evict(missing_bytes)
                 missing_bytes = self._missing_bytes(wanted_bytes)
             return Sweep.DONE

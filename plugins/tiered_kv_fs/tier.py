@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from aiofiles.os import wrap
 
-from tiered_kv.base import OffloadKey
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError
 from tiered_kv.limits import disk_need
 from tiered_kv.metrics.instruments import Counters
@@ -23,7 +23,8 @@ from tiered_kv.toolkit.claimed import Identity, as_line
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
-from tiered_kv_fs.blocks import BlockFiles, Moved, room_bytes_of
+from tiered_kv.toolkit.touches import Touches
+from tiered_kv_fs.blocks import TOUCH_INTERVAL_S, BlockFiles, Moved, room_bytes_of
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.epoch import EpochFile
 from tiered_kv_fs.keeper import GRANTS_MIN, OPENING_BYTES, Keeper
@@ -44,6 +45,9 @@ _LOOKUP_KEYS: Final = 64  # keys in one call to a thread: on a network file syst
 _KEEPER_THREADS: Final = 2
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
 _OPEN_TIMEOUT_S: Final = 5.0
+_TOUCH_TIMEOUT_S: Final = 0.5
+_TOUCHES_A_LIFE: Final = 8  # how often a use is written, at most, while a block that nobody uses stays
+_TOUCH_INTERVAL_MIN_S: Final = 0.05
 
 
 class FsTier(AsyncTier):
@@ -70,7 +74,7 @@ class FsTier(AsyncTier):
             settings.path, identity, tier=name, private=settings.private, required_mount=settings.required_mount
         )
         self._counters = Counters(*own_names("fs"))
-        self._cache_epoch = Epoch(EpochFile(self._directory.namespace_path, self._directory.make))
+        self._cache_epoch = Epoch(EpochFile(self._directory.namespace_path, self._directory.make), tier=name)
         save = partial(self._cache_epoch.try_to_save, _SHUTDOWN_TIMEOUT_S)
         self._saving = BackgroundTask(save, f"tiered-kv-{name}-reset")
         try:
@@ -84,6 +88,7 @@ class FsTier(AsyncTier):
                 grant_bytes=grant_bytes,
                 grant_bytes_min=part_blocks * self._room_bytes,
                 room_timeout_s=min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2),
+                on_age=self._note_age,
             )
         except OSError as error:
             raise self._directory.claimed.unavailable(error) from error
@@ -91,6 +96,8 @@ class FsTier(AsyncTier):
         self._files = BlockFiles(
             path, digest, owner, block_bytes, self._codecs, self._counters, is_granted, settings.private
         )
+        self._touch_interval_s = TOUCH_INTERVAL_S
+        self._touches = Touches(self._note_uses, f"tiered-kv-{name}-touches", TOUCH_INTERVAL_S)
         self._threads = DaemonThreads(f"tiered-kv-{name}", settings.threads + _LOOKUPS_MAX + _KEEPER_THREADS)
         self._lookup_slots = asyncio.Semaphore(_LOOKUPS_MAX)
         self._transfer_slots = asyncio.Semaphore(settings.threads)  # parts may be smaller, and so more, than threads
@@ -168,10 +175,26 @@ class FsTier(AsyncTier):
     def _contains_part(self, deadline: float, keys: Sequence[OffloadKey]) -> list[bool]:
         return self._files.contains(self._cache_epoch.value(deadline), keys)
 
+    def _note_uses(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        value = self._cache_epoch.value(time.monotonic() + _TOUCH_TIMEOUT_S)
+        return self._files.touch(value, keys, self._touch_interval_s)
+
+    def _note_age(self, oldest_s: float) -> None:
+        """Write uses to the files so often that none looks unused when its turn to be removed comes."""
+        self._touch_interval_s = min(TOUCH_INTERVAL_S, max(_TOUCH_INTERVAL_MIN_S, oldest_s / _TOUCHES_A_LIFE))
+        self._touches.set_interval(self._touch_interval_s)
+
     # The scheduler's thread.
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._touches.note(keys)
+
+    def take_absent(self) -> list[OffloadKey]:
+        return self._touches.take_absent()
 
     def reset_cache(self) -> bool:
         self.begin_epoch()
+        self._touches.clear()
         self._cache_epoch.renew()
         self._saving.ask()  # where that fails, the keeper tries again, and logs why
         return True
@@ -210,6 +233,8 @@ class FsTier(AsyncTier):
     def shutdown(self) -> None:
         if self._is_shut_down:
             return
+        self._touch_interval_s = 0.0
+        self._touches.stop(_TOUCH_TIMEOUT_S, writes_rest=True)
         super().shutdown()
         deadline = time.monotonic() + _SHUTDOWN_TIMEOUT_S
         if not self._cache_epoch.is_saved:

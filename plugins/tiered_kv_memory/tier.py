@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +20,7 @@ from tiered_kv_memory.settings import MemorySettings
 
 _Pair = tuple[OffloadKey, memoryview]
 _THREADS: Final = 4
+_ABSENT_MAX: Final = 4096
 _RUN_BLOCKS_MAX: Final = 8
 """Blocks that a thread transfers between two times that it holds the lock. If it takes the lock for each block of 64
 KiB, the threads wait for each other, and beside a scheduler's steps they move half as many blocks."""
@@ -62,6 +63,7 @@ class MemoryTier(BlockingTier):
         self._records_lock = threading.Lock()
         self._used_bytes = 0  # records, removed records that are still being read, and stores in flight
         self._counters = Counters(*own_names("memory"))
+        self._absent: deque[OffloadKey] = deque(maxlen=_ABSENT_MAX)  # touched; the scheduler's
         self._events = EventLog(getattr(offloading_spec, "wants_events", False))
 
     # Worker threads.
@@ -97,7 +99,12 @@ class MemoryTier(BlockingTier):
             try:
                 move_to_end(key)
             except KeyError:
-                pass
+                self._absent.append(key)
+
+    def take_absent(self) -> Iterable[OffloadKey]:
+        absent = list(self._absent)[::-1]
+        self._absent.clear()
+        return absent
 
     def reset_cache(self) -> bool:
         with self._records_lock:

@@ -35,7 +35,7 @@ class DirectoryEpoch:
         self._directory_fd = directory_fd
         self._private = private
         self._fd = self._open()
-        self._epoch = Epoch(self)
+        self._epoch = Epoch(self, is_shared=False)
         self._flushed: int | None = None  # the last epoch that is known to be on the device
         try:
             self.value = self._save()

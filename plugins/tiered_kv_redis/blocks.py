@@ -64,6 +64,7 @@ class Blocks:
         # Whether the next store asks first which blocks exist: if half of the last store's blocks existed.
         # Threads overwrite each other's value: that costs a round trip, or some needless sends.
         self._asks_first = False
+        self._refuses_renewals = False
 
     def store(self, batch: Batch) -> Failures:
         """Store blocks that are missing, and replace values that are no blocks or that this process cannot read."""
@@ -84,6 +85,26 @@ class Blocks:
             self._may_be_block(lengths.get(at)) and name not in self._unreadable for at, name in enumerate(batch.names)
         ]
         return answers, failures
+
+    def touch(self, batch: Batch) -> list[int]:
+        """Let the servers count a use of blocks, and begin their `ttl` anew; return the positions of missing ones."""
+        ttl_ms = self._transfer.ttl_ms
+        absent: list[int] = []
+        renews = ttl_ms is not None and not self._refuses_renewals
+
+        def ask(positions: Sequence[int]) -> Failures:
+            failures: Failures = {}
+            replies = self._ask(b"PEXPIRE", positions, batch, failures, b"%d" % (ttl_ms or 0)) if renews else {}
+            if not renews:  # a read is a use, for the eviction
+                replies = self._ask(b"STRLEN", positions, batch, failures)
+            absent.extend(at for at, reply in replies.items() if reply == 0)
+            return failures
+
+        reasons = Counter(_with_second_attempt(ask, batch).values())
+        for reason, count in reasons.items() if renews else ():
+            self._note_failures("renewal", count, reason)
+        self._refuses_renewals |= renews and not {why.PERMISSION, why.SERVER_ERROR}.isdisjoint(reasons)
+        return absent
 
     # Positions are those in the batch.
 
@@ -148,9 +169,11 @@ class Blocks:
             del failures[at]
         return failures
 
-    def _ask(self, verb: bytes, positions: Sequence[int], batch: Batch, failures: Failures) -> dict[int, object]:
+    def _ask(
+        self, verb: bytes, positions: Sequence[int], batch: Batch, failures: Failures, *arguments: bytes
+    ) -> dict[int, object]:
         """Send one short command for each block; return the received replies."""
-        commands = {at: command(verb, batch.names[at]) for at in positions}
+        commands = {at: command(verb, batch.names[at], *arguments) for at in positions}
         done = self._run(positions, batch, failures, partial(Calls, commands=commands))
         return {at: reply for exchange in done for at, reply in exchange.replies.items()}
 

@@ -26,11 +26,13 @@ class KeySpace:
     answer or refuses, and `FormatError` if another version of this project wrote the mark.
     """
 
-    def __init__(self, topology: Topology, namespace_digest: bytes, namespace: Mapping[str, object] | None) -> None:
+    def __init__(
+        self, topology: Topology, namespace_digest: bytes, namespace: Mapping[str, object] | None, tier: str = ""
+    ) -> None:
         self._topology = topology
         self._prefix = KEY_PREFIX + namespace_digest.hex().encode() + b":"
         self._described = json.dumps(namespace, sort_keys=True, default=str).encode() if namespace is not None else b""
-        self.epoch = Epoch(self)
+        self.epoch = Epoch(self, tier=tier)
 
     # Worker threads.
 

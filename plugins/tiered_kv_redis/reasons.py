@@ -70,7 +70,8 @@ _IS_SAID: Final[Mapping[str, tuple[str, str]]] = {
     ),
     PERMISSION: (
         "does not permit what this tier does",
-        "its user needs +get +set +strlen +unlink on keys 'tkv1:*', in a cluster also +cluster|slots",
+        "its user needs +get +set +strlen +unlink on keys 'tkv1:*', with a 'ttl' also +pexpire, "
+        "in a cluster also +cluster|slots",
     ),
     SERVER_ERROR: ("answers with an error", "check 'db', and that it is a Redis of the 'mode' that is set"),
     TLS: (

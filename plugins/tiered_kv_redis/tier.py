@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from tiered_kv.base import OffloadKey
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.instruments import Counters
@@ -15,6 +15,7 @@ from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
+from tiered_kv.toolkit.touches import Touches
 from tiered_kv_redis import reasons as why
 from tiered_kv_redis.blocks import Blocks
 from tiered_kv_redis.connection import check_tls_files
@@ -31,6 +32,8 @@ _PART_BYTES_MIN = 8 << 20
 """Bytes of one part of a job. Between two parts a connection is idle for a round trip and for Python's work around it.
 Several connections fill each other's pauses; a single connection needs long parts."""
 _SHUTDOWN_TIMEOUT_S = 2.0
+_TOUCH_S = 5.0  # how often the server learns that a block is used in a tier above
+_RENEWAL_S = 60.0  # with `ttl`, and at most half of that: the server writes it to its replicas
 _LOOKUP_SHARE = 0.5
 """The share of `lookup_timeout` within which each of several servers must answer. The rest is for later lookups."""
 
@@ -60,7 +63,7 @@ class RedisTier(BlockingTier):
         try:
             block_bytes = block_bytes_of(primary_kv_view)
             self._stored = Blocks(settings, self._topology, self._counters, block_bytes, digest, self._note_failures)
-            self._keyspace = KeySpace(self._topology, digest, getattr(offloading_spec, "namespace", {}))
+            self._keyspace = KeySpace(self._topology, digest, getattr(offloading_spec, "namespace", {}), name)
             refusal = self._contact()
             if refusal in why.REFUSALS:
                 raise TierUnavailableError(self._topology.sentence(refusal), tier=name, operation="open")
@@ -76,6 +79,8 @@ class RedisTier(BlockingTier):
                 shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
                 lookup_thread=True,
             )
+            every_s = _TOUCH_S if settings.ttl is None else min(_RENEWAL_S, settings.ttl / 2)
+            self._touches = Touches(self._note_uses, f"tiered-kv-{name}-touches", every_s)
         except BaseException:
             self._topology.close()
             raise
@@ -88,8 +93,19 @@ class RedisTier(BlockingTier):
 
     def reset_cache(self) -> bool:
         self.begin_epoch()
+        self._touches.clear()
         self._keyspace.epoch.renew()  # after `begin_epoch`: a store that sees the new epoch sees that it is older
         return True
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._touches.note(keys)
+
+    def take_absent(self) -> list[OffloadKey]:
+        return self._touches.take_absent()
+
+    def shutdown(self) -> None:
+        self._touches.stop(_SHUTDOWN_TIMEOUT_S / 4)
+        super().shutdown()
 
     def stats(self) -> Mapping[str, int]:
         return {**super().stats(), **self._counters.snapshot(), "epoch_repairs_total": self._keyspace.epoch.repairs}
@@ -171,6 +187,15 @@ class RedisTier(BlockingTier):
         for reason in set(reasons):
             self._note_failures("lookup", reasons.count(reason), reason)
         return answers
+
+    def _note_uses(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        deadline = time.monotonic() + self._settings.timeout
+        try:
+            prefix = self._keyspace.prefix(deadline)
+        except NodeError:
+            return []
+        absent = self._stored.touch(Batch(keys, [prefix + key for key in keys], (), deadline))
+        return [keys[at] for at in absent]
 
     def close(self) -> None:
         """Save the epoch of a reset, for a second at most, and close every connection."""

@@ -78,7 +78,7 @@ class S3Tier(BlockingTier):
             lookup_timeout_s=settings.lookup_timeout,
             shutdown_timeout_s=_SHUTDOWN_S,
         )
-        self._epoch = Epoch(EpochObject(self._bucket, self._naming.epoch, name))
+        self._epoch = Epoch(EpochObject(self._bucket, self._naming.epoch, name), tier=name)
         self._presence = Presence(self._bucket, self._counters, settings.presence_ttl)
         self._loaded_s = -math.inf  # the last answer of the bucket to a load
         self._namespace: Mapping[str, object] = getattr(offloading_spec, "namespace", {})

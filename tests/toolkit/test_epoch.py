@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -247,6 +248,87 @@ def test_no_thread_waits_longer_than_its_deadline_for_another(storage: Storage) 
     finally:
         may_answer.set()
         thread.join()
+
+
+def test_processes_share_blocks_again_after_one_drew_an_epoch_because_the_mark_was_lost(
+    storage: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    idle, another = Epoch(storage, tier="kv"), Epoch(storage)
+    old = idle.saved_value(NEVER)
+    assert another.saved_value(NEVER) == old
+    storage.data = None
+    new = Epoch(storage).saved_value(NEVER)
+    assert new != old
+    for epoch in (idle, another):
+        epoch.recheck()
+        assert epoch.saved_value(NEVER) == new, "the first use after it was idle"
+        assert epoch.value(NEVER) == new
+        assert epoch.repairs == 1
+    assert "tier 'kv': the storage had lost the epoch's mark" in caplog.text
+
+
+@pytest.mark.parametrize("lost", [None, b"damaged"])
+def test_a_process_that_was_reset_before_joins_an_epoch_that_was_drawn_later(
+    storage: Storage, lost: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = Epoch(storage)
+    running.saved_value(NEVER)
+    running.renew()
+    running.saved_value(NEVER)
+    storage.data = lost
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 60.0)
+    new = Epoch(storage).saved_value(NEVER)
+    check(running)
+    assert running.saved_value(NEVER) == new
+
+
+def test_a_process_does_not_join_the_epoch_of_a_reset_after_the_mark_was_lost(storage: Storage) -> None:
+    running = Epoch(storage)
+    old = running.saved_value(NEVER)
+    storage.data = None
+    resetting = Epoch(storage)
+    resetting.saved_value(NEVER)
+    resetting.renew()
+    resetting.saved_value(NEVER)
+    check(running)
+    assert running.value(NEVER) == old
+
+
+def test_a_process_whose_epoch_is_over_does_not_join_one_that_was_drawn_later(storage: Storage) -> None:
+    running, resetting = Epoch(storage), Epoch(storage)
+    old = running.saved_value(NEVER)
+    resetting.saved_value(NEVER)
+    resetting.renew()
+    resetting.saved_value(NEVER)
+    check(running)  # it sees the other's reset
+    storage.data = None
+    new = Epoch(storage).saved_value(NEVER)
+    check(running)
+    assert running.value(NEVER) == old
+    assert stored_value(storage) == new, "nor does it take it from those that share it"
+
+
+def test_an_older_state_of_the_storage_is_no_new_epoch(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Epoch(storage)
+    old = first.saved_value(NEVER)
+    storage.data = None
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 3600.0)
+    running = Epoch(storage)
+    value = running.saved_value(NEVER)
+    storage.data = storage.history[0]
+    check(running)
+    assert running.value(NEVER) == value != old
+
+
+def test_a_storage_that_is_not_shared_keeps_its_process_in_its_epoch(storage: Storage) -> None:
+    running = Epoch(storage, is_shared=False)
+    value = running.saved_value(NEVER)
+    storage.data = None
+    Epoch(storage).saved_value(NEVER)
+    check(running)
+    assert running.value(NEVER) == value
 
 
 class Processes(RuleBasedStateMachine):

@@ -42,6 +42,7 @@ ACCOUNT: Final = {
     "loaded_bytes_total": Metric("Their bytes."),
     "submitted_jobs_total": Metric("Jobs submitted.", ("direction",), values=_each(*DIRECTIONS)),
     "skipped_blocks_total": Metric("Blocks not offered to the tier for storing.", ("reason",), values=_each(*SKIPPED)),
+    "offered_again_blocks_total": Metric("Blocks offered again: the tier lacked them when they were used in memory."),
     "failed_blocks_total": Metric(
         "Blocks that jobs did not store or load; a job has one reason for all its blocks.",
         ("direction", "reason"),
@@ -204,7 +205,9 @@ TIER: Final = {
     "lost_segments_total": Metric("Segments whose file somebody else deleted or moved away.", of="nvme"),
     # Shared storage.
     "surveys_total": Metric("Surveys of the directory by this process.", of="fs"),
-    "epoch_repairs_total": Metric("Repairs of the epoch's mark, which the storage had lost.", of="fs redis s3"),
+    "epoch_repairs_total": Metric(
+        "Times that the storage had lost the epoch's mark: it was written again, or a new one joined.", of="fs redis s3"
+    ),
     "failed_requests_total": Metric(
         "Requests that failed in all attempts, by the server's error code.", ("operation", "reason"), of="s3"
     ),

@@ -100,6 +100,10 @@ class TierAccount:
             if self._history is not None:
                 self._history.note(self._number, reason_of(reason).fate, keys)
 
+    def offered_again(self, blocks: int) -> None:
+        """Count blocks that are stored again because the tier lacked them when they were used."""
+        self._counters.add("offered_again_blocks_total", count=blocks)
+
     def submitted(self, job: JobMetadata) -> None:
         """Record a job that the tier has accepted."""
         self._counters.add("submitted_jobs_total", _direction_of(job))

@@ -143,8 +143,19 @@ class SecondaryTierManager(ABC):
         return [lookup(key, req_context) for key in keys]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Note the use of blocks, for tiers that evict by use."""
+        """Note the use of blocks, for tiers that evict by use, or by age.
+
+        The blocks were used in a tier above, such as the primary one, or named by the engine. They come a few times a
+        second, 512 at most, without a request: those that were used last first, and those of a request head first.
+        """
         return
+
+    def take_absent(self) -> Iterable[OffloadKey]:
+        """Return the touched blocks, since the last call, that the tier found to be absent. Optional.
+
+        The manager stores them again while they are in the primary tier, some at a time.
+        """
+        return ()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Return how the tier wants the request's blocks: each once (the default), or all of them at its end.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -18,7 +18,14 @@ from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.metrics.instruments import Notices
 from tiered_kv.reasons import reason_of
 from tiered_kv.tiering.account import TierAccount
-from tiered_kv.tiering.answers import WrongValueError, checked_flag, checked_result, checked_stats, tier_exceptions
+from tiered_kv.tiering.answers import (
+    WrongValueError,
+    checked_flag,
+    checked_keys,
+    checked_result,
+    checked_stats,
+    tier_exceptions,
+)
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.gates import Admission, Breaker, BreakerState, Budget
 from tiered_kv.tiering.isolation import IsolatedTier
@@ -104,6 +111,9 @@ class GuardedTier:
         if isinstance(self.tier, IsolatedTier):
             self.tier.note_exception = self.account.note_exception
         self.jobs: dict[JobId, SubmittedJob] = {}
+        self.lacking: dict[OffloadKey, None] = {}
+        """The last blocks that the tier refused or failed to store, at most `lacking_max`; the oldest first."""
+        self.lacking_max = 0
         self.is_disabled = False
         """True for the rest of the process once `disable` was called."""
         self.loads = Budget(_blocks(settings.load_budget, budget_bytes, block_bytes))
@@ -155,7 +165,10 @@ class GuardedTier:
         """Return the admitted blocks, head first and within the store budget; count the others as skipped."""
         selected, refused, late = self.admission.select(offered, max(self.store_room(), 0), req_context.req_id)
         self.account.skipped(self.admission.reason, [block.key for block in refused])
-        self.account.skipped(self.refusal() or "budget", [block.key for block in late])
+        if late:
+            keys = [block.key for block in late]
+            self.account.skipped(self.refusal() or "budget", keys)
+            self._lack(keys)
         return selected
 
     def submit(
@@ -185,6 +198,7 @@ class GuardedTier:
         except tier_exceptions():
             self.account.note_exception("submit_load" if is_promotion else "submit_store")
             self.account.failed(job.metadata, len(keys), "exception")
+            self._lack(() if is_promotion else keys)
             self.breaker.fail(self._clock())
             return None
         if is_promotion:
@@ -275,6 +289,7 @@ class GuardedTier:
             self._budget_of(job).expired_blocks += len(job.blocks)
             if job.metadata.is_promotion and job.blocks:
                 self.pace.add(job.blocks_in_flight, self.settings.job_timeout, now_s)
+            self._lack(() if job.metadata.is_promotion else job.metadata.keys)
             self.account.expired(job.metadata)
             self.breaker.fail(now_s)
         return expired
@@ -304,6 +319,10 @@ class GuardedTier:
         except tier_exceptions():
             self.account.note_exception(method)
             return None
+
+    def take_absent(self) -> Sequence[OffloadKey]:
+        """Return the touched blocks that the tier has not found."""
+        return self._ask("take_absent", checked_keys, ())
 
     def wants_all_of(self, req_context: ReqContext) -> bool:
         """Report a new request to the tier; return whether it wants all blocks of the request at its end."""
@@ -354,6 +373,13 @@ class GuardedTier:
             self.account.note_exception(name)
             return otherwise
 
+    def _lack(self, keys: Iterable[OffloadKey]) -> None:
+        """Remember blocks that were not stored."""
+        if self.lacking_max:
+            self.lacking.update(dict.fromkeys(keys))
+            while len(self.lacking) > self.lacking_max:
+                del self.lacking[next(iter(self.lacking))]
+
     def _budget_of(self, job: SubmittedJob) -> Budget:
         return self.loads if job.metadata.is_promotion else self.stores
 
@@ -362,6 +388,8 @@ class GuardedTier:
         total = len(job.blocks)
         done = total if result.success else len(job.loaded_keys(result).intersection(job.metadata.keys))
         self.account.ended(job.metadata, result, done, total)
+        if done < total and not job.metadata.is_promotion:
+            self._lack(set(job.metadata.keys) - job.loaded_keys(result))
         if done or not total:
             self.breaker.succeed()
         elif not reason_of(result.reason).is_harmless:

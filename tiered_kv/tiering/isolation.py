@@ -23,6 +23,7 @@ from tiered_kv.tiering.answers import (
     checked_answer,
     checked_event,
     checked_flag,
+    checked_keys,
     checked_result,
     checked_stats,
 )
@@ -77,6 +78,7 @@ class IsolatedTier(WrapperTier):
         self._questions: deque[Question] = deque()  # of the last probe; owned by the tier's thread
         self._results: deque[JobResult] = deque()
         self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
+        self._absent: deque[OffloadKey] = deque(maxlen=EVENTS_MAX)
         self._running: set[JobId] = set()
         self._lookup_exceptions = 0
         self._inner_failures = 0  # `inner.lookup_failures`, read once a round
@@ -119,6 +121,9 @@ class IsolatedTier(WrapperTier):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._hint("touch", keys, req_context)
+
+    def take_absent(self) -> Iterable[OffloadKey]:
+        return _take_all(self._absent)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         # The scheduler cannot wait for the tier's policy, so an isolated tier has the default one.
@@ -213,7 +218,9 @@ class IsolatedTier(WrapperTier):
                 self._begin(self.inner.submit_store, job)
             else:
                 self._attempt("on_request_finished", self.inner.on_request_finished, job)
-        self._for_a_while(self._hints, lambda hint: self._attempt(hint[0], getattr(self.inner, hint[0]), *hint[1]))
+        if self._hints:
+            self._for_a_while(self._hints, lambda hint: self._attempt(hint[0], getattr(self.inner, hint[0]), *hint[1]))
+            self._attempt("take_absent", lambda: self._absent.extend(checked_keys(self.inner.take_absent())))
         if self._running:
             self._collect()
         self._attempt("lookup_failures", self._note_lookup_failures)

@@ -32,6 +32,7 @@ from tiered_kv.tiering.prefetch import Prefetches
 from tiered_kv.tiering.requests import ManagerLimits, RequestState, RequestTable
 from tiered_kv.tiering.search import Search, ask_tier
 from tiered_kv.tiering.transfers import Cascade, Promotions
+from tiered_kv.tiering.uses import Uses
 
 _DRAIN_POLL_S = 0.0005
 _NONE_READY = 1 << 29  # more pins than a block has
@@ -95,6 +96,7 @@ class TieringOffloadingManager(CalledManager):
             for number, (tier, tier_settings) in enumerate(zip(self.secondary_tiers, settings, strict=True), 1)
         )
         self._cascade = Cascade(primary)
+        self._uses = Uses(primary, self._tiers, clock)
         blocks_max = self.limits.promotion_blocks_max or max(num_blocks // 2, 1)
         self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock, self.cost, self._fill)
         self._requests = RequestTable(
@@ -231,6 +233,7 @@ class TieringOffloadingManager(CalledManager):
         if state.loads.held:
             self._promotions.release(state, keys)
         state.stores.note(keys)
+        self._uses.note(keys)
         return state
 
     @timed
@@ -264,6 +267,8 @@ class TieringOffloadingManager(CalledManager):
             state.stores.note(keys)
             if output is not None:
                 state.stores.pending += len(output.keys_to_store)
+        if output is not None and len(output.keys_to_store) < len(keys):
+            self._uses.note(keys)
         return output
 
     @timed
@@ -303,8 +308,7 @@ class TieringOffloadingManager(CalledManager):
         state = self._requests.get(req_context)
         if state is not None:
             state.stores.note(keys)
-        for guarded in self._tiers:
-            guarded.call("touch", list(keys), req_context)
+        self._uses.note(keys)
 
     # Requests and steps.
 
@@ -377,6 +381,10 @@ class TieringOffloadingManager(CalledManager):
             self._promotions.release_overdue(now_s)
         if self._requests.finished or "" in self._requests.states:
             self._end_finished(now_s)
+        if now_s >= self._uses.due_s:
+            self._uses.tell(now_s)
+        if self._uses.is_offering:
+            self._uses.offer(now_s)
         self._search.refresh(now_s)
 
     def _end_finished(self, now_s: float) -> None:
@@ -434,6 +442,7 @@ class TieringOffloadingManager(CalledManager):
     def drain_jobs(self, timeout_s: float) -> bool:
         """Wait until every job has been reported; return False after `timeout_s`."""
         end_s = time.monotonic() + timeout_s
+        self._uses.tell(self._clock(), most=None)
         while True:
             self._submit()
             self.poll()
@@ -463,6 +472,7 @@ class TieringOffloadingManager(CalledManager):
         self._account.resetting()
         self._promotions.reset()
         self._prefetches.clear()
+        self._uses.clear()
         for state in list(self._requests.states.values()):
             state.forget_blocks()
             if state.is_finished:

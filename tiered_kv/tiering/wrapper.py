@@ -41,6 +41,7 @@ class WrapperTier(SecondaryTierManager):
     submit_store = _passed_on("submit_store")
     submit_load = _passed_on("submit_load")
     touch = _passed_on("touch")
+    take_absent = _passed_on("take_absent")
     on_new_request = _passed_on("on_new_request")
     on_request_finished = _passed_on("on_request_finished")
     on_schedule_end = _passed_on("on_schedule_end")

@@ -8,16 +8,20 @@ replica, a restored snapshot). The smaller number shows that, and a running proc
 
 Rules:
 
-1. A process joins an epoch once, at its first use of the storage, and keeps it until its own next reset. After a change
-   of weights, other servers may still store blocks of the old ones for a while.
+1. A process joins an epoch at its first use of the storage, and keeps it until its own next reset, apart from rule 5.
+   After a change of weights, other servers may still store blocks of the old ones for a while.
 2. A process never joins an epoch that it has seen retired, not even after its tier was closed and opened again.
 3. A missing or damaged mark is replaced by a new one. The blocks are lost, and none comes back.
 4. A process whose mark is lost writes it again, also over a mark that it has seen retired. If another process may have
    been reset since, it writes a new mark instead: later processes find no blocks, rather than invalid ones.
+5. A process joins an epoch that another one drew because the mark was lost, and not by a reset. Such a mark has the
+   number 0, and was drawn after its own epoch, as a value's first 8 digits say: the time in seconds. A process whose
+   epoch another one has retired does not join it.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import threading
@@ -36,9 +40,17 @@ MARK_BYTES_MAX = 128  # bytes of the longest mark of any version
 CHECK_PAUSE_S = 10.0  # how often a process checks that the storage still has its mark
 CHECK_WAIT_S = 1.0  # how long that check may delay the job that makes it
 
+SKEW_S = 30.0  # how far the clocks of two machines may differ, for rule 5
+
+_log = logging.getLogger(__name__)
+
 _FORM = re.compile(rb"tiered-kv epoch (\d{1,10}) (.*)", re.DOTALL)
 _BODY = re.compile(rb"((\d{1,15}) ([0-9a-f]{16})) ([0-9a-f]{16})\n")
 _RETIRED_MAX = 4096
+
+
+def _drawn() -> str:
+    return f"{int(time.time()) & 0xFFFFFFFF:08x}{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +58,12 @@ class EpochMark:
     """An epoch as the storage keeps it."""
 
     number: int  # of resets before it
-    value: str = field(default_factory=lambda: secrets.token_hex(8))  # 16 hexadecimal digits; by default a new one
+    value: str = field(default_factory=_drawn)  # 16 hexadecimal digits; by default a new one
+
+    @property
+    def drawn_s(self) -> int:
+        """When it was drawn, in seconds of Unix time."""
+        return int(self.value[:8], 16)
 
     def encode(self) -> bytes:
         body = f"{self.number} {self.value}"
@@ -89,11 +106,21 @@ class EpochStore(Protocol):
 class Epoch:
     """The epoch of this process, with its mark in `store`. Deadlines are times of `time.monotonic()`.
 
-    The scheduler's thread calls `renew`, which does no I/O. Workers call the rest.
+    The scheduler's thread calls `renew`, which does no I/O. Workers call the rest. Messages name the `tier`. If only
+    one process at a time uses the storage, it is not shared, and rule 5 does not apply.
     """
 
-    def __init__(self, store: EpochStore, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: EpochStore,
+        *,
+        tier: str = "",
+        is_shared: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store
+        self._tier = tier
+        self._is_shared = is_shared
         self._clock = clock
         self._io_lock = threading.Lock()  # held while the mark is read or written
         self._lock = threading.Lock()  # guards the two below; held for assignments only
@@ -101,7 +128,8 @@ class Epoch:
         self._is_saved = False
         self._checked_at_s = clock()
         self._must_recheck = False
-        self.repairs = 0  # how often this process wrote the mark because the storage had lost it or had an older one
+        self.repairs = 0
+        """How often the storage had lost the mark, or had an older one: this process wrote it, or joined another."""
 
     @property
     def is_saved(self) -> bool:
@@ -140,14 +168,14 @@ class Epoch:
         if mark is None:
             return self.saved_value(deadline)
         self._check_if_due(deadline)
-        return mark.value
+        return (self._mark or mark).value
 
     def saved_value(self, deadline: float) -> str:
         """Return the epoch's value, to store with. Writes the mark first if necessary; raises as `value`."""
         mark = self._saved_mark()
         if mark is not None:
             self._check_if_due(deadline)
-            return mark.value
+            return (self._saved_mark() or mark).value
         if not self._io_lock.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
             raise TimeoutError("another thread is reading or writing the epoch's mark")
         try:
@@ -195,6 +223,10 @@ class Epoch:
         if found is not None and not _is_retired(found.value):
             if found.value == mark.value:
                 return
+            if self._is_shared and _is_drawn_anew(found, mark):
+                if not is_over:
+                    self._join(mark, found)
+                return
             is_over = True
             if found.number >= mark.number:
                 _retire(mark.value)
@@ -206,6 +238,21 @@ class Epoch:
         if is_over:
             _retire(mark.value)
         self.repairs += 1
+        self._warn("the storage has lost the epoch's mark, or has an older one; it was written again")
+
+    def _join(self, mark: EpochMark, found: EpochMark) -> None:
+        with self._lock:
+            if self._mark is not mark:  # a reset came meanwhile
+                return
+            self._mark = found
+        self.repairs += 1
+        self._warn(
+            "the storage had lost the epoch's mark, and another process drew a new one, which this process now uses "
+            "too; blocks from before are misses. Keep the mark from being evicted or deleted"
+        )
+
+    def _warn(self, about: str) -> None:
+        _log.warning("%s%s", f"tier '{self._tier}': " if self._tier else "", about)
 
     def _settle(self, deadline: float) -> str:
         """Join the stored epoch, or write this process's own."""
@@ -243,6 +290,17 @@ class Epoch:
 
 _retired: dict[str, None] = {}  # values that this process has seen retired, in any tier; the oldest first
 _retired_lock = threading.Lock()
+
+
+def _is_drawn_anew(found: EpochMark, mark: EpochMark) -> bool:
+    """Return whether `found` was drawn after `mark`, because that was lost, and not by a reset.
+
+    Only among marks from before any reset the clocks may differ: an older state of the storage has no later mark.
+    """
+    later_s = found.drawn_s - mark.drawn_s
+    if found.drawn_s > time.time() + SKEW_S:  # no time
+        return False
+    return found.number == 0 and (later_s > 0 or (mark.number == 0 and later_s >= -SKEW_S))
 
 
 def _retire(value: str) -> None:

@@ -1,0 +1,196 @@
+"""Uses of blocks in memory: the tiers below are told of them, and are offered again the blocks that they lack.
+
+A block that requests find in the primary tier is never loaded from a tier below, which would evict it as unused. So the
+manager's thread gathers the keys of such uses, and touches them in every tier, a few times a second. A block that a
+tier lacks although it is used was refused, failed or was evicted. It is offered again while the tier stores nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final
+
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.tiering.base import JobResult
+from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
+
+INTERVAL_S: Final = 0.25
+"""How often tiers are told."""
+NOTED_MAX: Final = 4096
+"""Keys that are gathered between two times; of one call even more. Others are not noted: a hot block is used again."""
+TOLD_AT_ONCE: Final = 512
+"""Keys that tiers are told at once. The rest have their turn before the same ones are told again."""
+LACKED_MAX: Final = 1 << 16
+"""Refused or failed blocks that are remembered for each tier, at most as many as the primary tier has rows."""
+WANTED_MAX: Final = 4096
+"""Blocks that wait to be offered again to a tier."""
+PAUSE_MAX_S: Final = 64.0
+"""How long nothing is offered again after a failure, at most; 1 s after the first, and twice as long after each."""
+EVICTED_SHARE: Final = 4
+"""One row of the primary tier in so many may be stored again at once because a tier has evicted its block. Over time it
+is one primary tier an hour: a tier that is smaller than what is hot must not be written without end."""
+_EVICTED_MIN: Final = 64
+_HOUR_S: Final = 3600.0
+
+
+class Uses:
+    """Gathers uses, tells the tiers, and offers them what they lack. Owned by the manager's thread."""
+
+    def __init__(self, primary: CPUOffloadingManager, tiers: Sequence[GuardedTier], clock: Callable[[], float]) -> None:
+        self._numbers = {guarded.name: guarded.number for guarded in tiers}
+        self._tiers = [_Lacked(guarded, primary, self._numbers, clock) for guarded in tiers]
+        self._noted: list[list[OffloadKey]] = []
+        self._room = NOTED_MAX if tiers else 0
+        self._told: set[OffloadKey] = set()
+        self.due_s = 0.0
+        """When the tiers are told next."""
+        self.is_offering = False
+        """Whether blocks wait to be offered again."""
+
+    def note(self, keys: Collection[OffloadKey]) -> None:
+        """Note that a request uses blocks, which may be in the primary tier. Hot path: runs for each load."""
+        if self._room > 0:
+            self._room -= len(keys)
+            self._noted.append([*keys])
+
+    def tell(self, now_s: float, most: int | None = TOLD_AT_ONCE) -> None:
+        """Touch the noted blocks in every tier, and find out which of them it lacks."""
+        self.due_s = now_s + INTERVAL_S
+        if self._noted:
+            noted, self._noted, self._room = self._noted, [], NOTED_MAX
+            told = self._told
+            # The last use first, each with its head first, as `touch` is documented.
+            keys = [key for key in dict.fromkeys(itertools.chain.from_iterable(reversed(noted))) if key not in told]
+            if most is not None and len(keys) > most and len(told) < WANTED_MAX:
+                del keys[most:]
+                told.update(keys)
+            else:
+                del keys[NOTED_MAX:]
+                told.clear()
+            for lacked in self._tiers:
+                lacked.tell(keys)
+        for lacked in self._tiers:
+            lacked.take_absent(now_s)
+            self.is_offering |= bool(lacked.wanted)
+
+    def offer(self, now_s: float) -> None:
+        """Offer lacking blocks to the tiers that store nothing now."""
+        for lacked in self._tiers:
+            if lacked.wanted:
+                lacked.offer(now_s)
+        self.is_offering = any(lacked.wanted for lacked in self._tiers)
+
+    def clear(self) -> None:
+        """Forget all blocks, at a reset."""
+        self._noted.clear()
+        self._told.clear()
+        for lacked in self._tiers:
+            lacked.clear()
+        self.is_offering = False
+
+
+class _Lacked:
+    """The blocks that one tier lacks and that were used since: it owns their stores."""
+
+    def __init__(
+        self,
+        guarded: GuardedTier,
+        primary: CPUOffloadingManager,
+        numbers: dict[str, int],
+        clock: Callable[[], float],
+    ) -> None:
+        self._guarded = guarded
+        self._primary = primary
+        self._numbers = numbers
+        self._clock = clock
+        rows = primary.backend.num_blocks
+        self.wanted: dict[OffloadKey, None] = {}
+        if guarded.admission.is_open():  # else a load is an offer, and refused blocks are offered again by it
+            guarded.lacking_max = min(rows, LACKED_MAX)
+        self._pause_s = self._after_s = 0.0
+        self._evicted_max = max(rows // EVICTED_SHARE, _EVICTED_MIN)
+        self._evicted_room, self._evicted_s = float(self._evicted_max), clock()
+        self._refill = rows / _HOUR_S
+        self._reports_absent = guarded.overrides("take_absent")
+        self._is_told = guarded.overrides("touch")
+
+    def tell(self, keys: list[OffloadKey]) -> None:
+        if keys and self._is_told:
+            self._guarded.call("touch", keys.copy(), ReqContext())
+        lacking = self._guarded.lacking
+        if lacking:
+            self._want([key for key in keys if key in lacking])
+
+    def take_absent(self, now_s: float) -> None:
+        """Note which touched blocks the tier has not found."""
+        if not self._reports_absent or not (absent := self._guarded.take_absent()):
+            return
+        self._evicted_room = min(
+            self._evicted_max, self._evicted_room + max(0.0, now_s - self._evicted_s) * self._refill
+        )
+        self._evicted_s = now_s
+        if self._guarded.lacking_max and self._evicted_room >= 1:
+            jobs = self._guarded.jobs.values()
+            in_flight = {key for job in jobs if not job.metadata.is_promotion for key in job.metadata.keys}
+            new = [key for key in absent if key not in in_flight and self._may_store(key) is not None]
+            del new[int(self._evicted_room) :]
+            self._evicted_room -= len(new)
+            self._want(new)
+
+    def offer(self, now_s: float) -> None:
+        """Submit one store of wanted blocks, if the tier stores nothing now."""
+        guarded = self._guarded
+        if guarded.stores.blocks or now_s < self._after_s or (room := guarded.store_room()) <= 0:
+            return
+        room = min(room, max(1, guarded.stores.blocks_max // 2))  # the rest is for new blocks
+        blocks: list[CPUBlock] = []
+        while self.wanted and len(blocks) < room:
+            key = next(iter(self.wanted))
+            del self.wanted[key]
+            guarded.lacking.pop(key, None)
+            if (block := self._may_store(key)) is not None:
+                blocks.append(block)
+        context = ReqContext()
+        blocks = guarded.select(blocks, context) if blocks else blocks
+        if blocks:
+            self._primary.pin(blocks)
+            guarded.account.offered_again(len(blocks))
+            if guarded.submit([block.key for block in blocks], blocks, context, self, is_promotion=False) is None:
+                self._primary.unpin(blocks)
+                self._pause()
+
+    def ended(self, job: SubmittedJob, result: JobResult) -> None:
+        """Release the blocks of a store; see `JobOwner`."""
+        self._primary.unpin(job.blocks)
+        if result.success:
+            self._pause_s = 0.0
+        elif not job.is_expired:
+            self._pause()
+
+    def expired(self, job: SubmittedJob) -> None:
+        """Keep the blocks pinned until the store has ended."""
+        self._pause()
+
+    def clear(self) -> None:
+        self.wanted.clear()
+        self._guarded.lacking.clear()
+
+    def _pause(self) -> None:
+        self._pause_s = min(max(1.0, 2 * self._pause_s), PAUSE_MAX_S)
+        self._after_s = self._clock() + self._pause_s
+
+    def _want(self, keys: Iterable[OffloadKey]) -> None:
+        self.wanted.update(dict.fromkeys(keys))
+        while len(self.wanted) > WANTED_MAX:
+            self.wanted.popitem()
+
+    def _may_store(self, key: OffloadKey) -> CPUBlock | None:
+        """Return a ready block that belongs into this tier; None if a setting keeps it out."""
+        block = self._primary.blocks.get(key)
+        if block is None or block.ref_cnt < 0:
+            return None
+        is_above = self._guarded.number < self._numbers.get(block.source, 0)
+        return None if is_above and not self._guarded.settings.fill_on_promotion else block

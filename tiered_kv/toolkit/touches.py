@@ -1,0 +1,99 @@
+"""Touched blocks, which a background thread notes in a storage: for tiers whose storage evicts by use, or by age.
+
+The scheduler's thread calls all methods but `set_interval`, and does no I/O. A tier calls `note` from its `touch`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Final
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.errors import TieredKVError
+from tiered_kv.threads import BackgroundTask, give_way
+
+WRITTEN_AT_ONCE: Final = 256  # keys in one call of `write`
+WAITING_MAX: Final = 64  # calls of `note` that wait; while the storage hangs, the oldest are dropped
+KNOWN_MAX: Final = 1 << 15  # keys in each of two generations
+ABSENT_MAX: Final = 4096
+PAUSE_S: Final = 1.0  # between two runs of the background thread, at least
+
+
+class Touches:
+    """Notes each touched block at most once in half of `interval_s`, and once in `interval_s` while it is used.
+
+    `write` is called with some blocks on the thread `name`, may do I/O, and returns those that the storage lacks. Its
+    `OSError`s and errors of this project are ignored: the next use tries again. After `stop` it is not called any more.
+    """
+
+    def __init__(
+        self, write: Callable[[Sequence[OffloadKey]], Iterable[OffloadKey]], name: str, interval_s: float
+    ) -> None:
+        self._write = write
+        self._interval_s = interval_s
+        self._begun_s = self._due_s = time.monotonic()
+        self._young: set[OffloadKey] = set()
+        self._old: set[OffloadKey] = set()
+        self._waiting: deque[list[OffloadKey]] = deque(maxlen=WAITING_MAX)
+        self._absent: deque[OffloadKey] = deque(maxlen=ABSENT_MAX)
+        self._is_stopped = False
+        self._task = BackgroundTask(self._write_all, name)
+
+    def note(self, keys: Iterable[OffloadKey]) -> None:
+        """Note that blocks are used."""
+        now_s = time.monotonic()
+        if now_s - self._begun_s >= self._interval_s / 2 or len(self._young) >= KNOWN_MAX:
+            self._young, self._old, self._begun_s = set(), self._young, now_s
+        young, old = self._young, self._old
+        if new := [key for key in keys if key not in young and key not in old]:
+            young.update(new)
+            self._waiting.append(new)
+        if self._waiting and now_s >= self._due_s and not self._is_stopped:
+            self._due_s = now_s + min(PAUSE_S, self._interval_s / 2)
+            self._task.ask()
+
+    def take_absent(self) -> list[OffloadKey]:
+        """Return the noted blocks that the storage lacks, since the last call."""
+        absent: list[OffloadKey] = []
+        with suppress(IndexError):  # the thread adds to it meanwhile
+            while self._absent:
+                absent.append(self._absent.popleft())
+        return absent
+
+    def clear(self) -> None:
+        """Forget all blocks, at a reset."""
+        self._waiting.clear()
+        self._absent.clear()
+        self._young, self._old = set(), set()
+
+    def set_interval(self, interval_s: float) -> None:
+        """Change the interval. If it is much shorter now, the last blocks are noted at once, by this thread."""
+        is_shorter = interval_s < self._interval_s / 2
+        self._interval_s = interval_s
+        if is_shorter:
+            self._note_in_storage([*self._young, *self._old])
+
+    def stop(self, timeout_s: float, *, writes_rest: bool = False) -> None:
+        """End the thread, in bounded time; `writes_rest` if it notes first what waits."""
+        end_s = time.monotonic() + timeout_s
+        if writes_rest and self._waiting:
+            self._task.ask()
+            self._task.join(timeout_s)
+        self._is_stopped = True
+        self._task.join(max(0.0, end_s - time.monotonic()))
+
+    def _write_all(self) -> None:
+        while self._waiting and not self._is_stopped:
+            with suppress(IndexError):  # cleared
+                self._note_in_storage(self._waiting.popleft())
+
+    def _note_in_storage(self, keys: Sequence[OffloadKey]) -> None:
+        for start in range(0, len(keys), WRITTEN_AT_ONCE):
+            if self._is_stopped:
+                return
+            give_way()
+            with suppress(OSError, TieredKVError):
+                self._absent.extend(self._write(keys[start : start + WRITTEN_AT_ONCE]))
