@@ -11,6 +11,7 @@ import pytest
 
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.validation import validate
+from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.facts import computing_packages, counting_variables, names
 from tiered_kv.integrations.prefill_meter import PREFILL_SHARE_MIN, STEPS_MAX, PrefillMeter, TokenCost
 from tiered_kv.integrations.settings import UserModelNamespace
@@ -64,6 +65,26 @@ def test_a_file_counts_by_its_content(tmp_path: Path) -> None:
 def test_a_variable_that_is_no_utf8_counts_and_can_be_described() -> None:
     found = counted(**{os.fsdecode(b"ENGINE_\xff"): os.fsdecode(b"/\xfe"), "ENGINE_NAME": "\u00e9"})
     assert found == {r"ENGINE_\xff": r"/\xfe", "ENGINE_NAME": "\u00e9"}
+
+
+@pytest.mark.parametrize(
+    ("described", "setting"),
+    [
+        ({"is_causal": False}, "is_causal=False"),
+        ({"prefix_lm": True}, "prefix_lm=True"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention=all"),
+        ({"use_bidirectional_attention": "vision", "is_causal": True, "prefix_lm": False}, ""),
+        ({"is_causal": None, "use_bidirectional_attention": None, "vision_config": {"is_causal": False}}, ""),
+    ],
+)
+def test_an_engine_whose_tokens_see_later_ones_does_not_start(described: dict[str, object], setting: str) -> None:
+    user = UserModelNamespace()
+    if not setting:
+        user.check_attention("Engine", described, "namespace")
+        return
+    with pytest.raises(ConfigError, match=f"^namespace: the model's configuration has {setting}: .* later tokens"):
+        user.check_attention("Engine", described, "namespace")
 
 
 @pytest.fixture

@@ -31,6 +31,13 @@ _NOT_OF_THE_MODEL = frozenset({"_name_or_path", "_commit_hash", "transformers_ve
 _FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "deepseek_yarn", "proportional", "mrope"})
 """Rotary embeddings that follow from the configuration alone. Others may depend on the model's length."""
 
+_BIDIRECTIONAL: Mapping[str, tuple[object, ...]] = {
+    "is_causal": (False,),
+    "prefix_lm": (True,),
+    "use_bidirectional_attention": (True, "all"),  # "vision" is that of images alone
+}
+"""Settings of text models, and their values with which a token sees later tokens of the text."""
+
 
 def weights_in_files(model: str, commit: str | None, which: str) -> str | None:
     """Return how a namespace describes weights in files: by their digest, or else by the commit of their repository.
@@ -107,6 +114,18 @@ def depends_on_length(described: object, model_type: object, *, is_foreign_code:
     """
     is_rope_fixed = rope_types(described) <= _FIXED_ROPE_TYPES
     return is_foreign_code or not is_rope_fixed or str(model_type).startswith("llama4")
+
+
+def bidirectional_setting(described: Mapping[str, object]) -> str:
+    """Return the setting of a text model by which its tokens attend to later tokens of the text; "" if there is none.
+
+    `described` is the configuration as its `to_dict` gives it.
+    """
+    for name, values in _BIDIRECTIONAL.items():
+        value = described.get(name)
+        if any(value is each or (isinstance(each, str) and value == each) for each in values):
+            return f"{name}={value}"
+    return ""
 
 
 def rope_types(value: object, in_rope: bool = False) -> set[str]:

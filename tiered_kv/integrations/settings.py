@@ -12,6 +12,7 @@ from tiered_kv.config.settings import StrictModel, TierSettings
 from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import check_entries
+from tiered_kv.integrations.facts import bidirectional_setting
 
 
 class HostSettings(StrictModel):
@@ -69,6 +70,20 @@ class UserModelNamespace(UserNamespace):
                 f"LoRA is on. {engine}'s hashes hold an adapter's name and path and nothing of its weights; name their "
                 'state here, such as "extra": {"adapters": "1"}, and change it whenever you replace weights under one '
                 "path",
+                location=location,
+            )
+
+    def check_attention(self, engine: str, described: Mapping[str, object], location: str) -> None:
+        """Raise ConfigError if a text model's configuration, `described` by its `to_dict`, lets tokens see later ones.
+
+        The hashes of a block hold the tokens up to its end. Of images, attention in both directions does no harm: the
+        hashes of all their blocks hold the whole image.
+        """
+        setting = bidirectional_setting(described)
+        if setting:
+            raise ConfigError(
+                f"the model's configuration has {setting}: its keys depend on later tokens, which {engine}'s hashes of "
+                "a block do not hold; start this model without Tiered KV",
                 location=location,
             )
 

@@ -139,6 +139,7 @@ def model_path() -> str:
 def engine_facts(user: UserModelNamespace) -> dict[str, str]:
     """Return what the namespace has to hold of the engine beside what HiCache and its host pools report, by name."""
     config = process_model_config()
+    user.check_attention("SGLang", config.hf_text_config.to_dict(), _NAMESPACE)
     if _value("enable_lora", "lora"):
         user.check_adapters("SGLang", _NAMESPACE)
     sections: dict[str, object] = {"hf_config": _model(config)}

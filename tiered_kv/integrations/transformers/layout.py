@@ -144,16 +144,28 @@ length of the whole prompt, and so do the keys of its first tokens."""
 
 def layout_of(model: Any, block_tokens: int) -> CacheLayout:  # Any: a PreTrainedModel
     """Return the layout of a model's blocks, from its configuration, or raise TypeError or ValueError."""
-    reason = next(_refusals(model), "")
-    if reason:
-        raise ValueError(f"a prefix cache cannot serve this {type(model).__name__}: {reason}")
-    config = model.config
-    shape = _head_shape(config)
-    assert shape is not None
-    dtype = model.dtype
-    if str(dtype).removeprefix("torch.") not in _DTYPES:
-        raise ValueError(f"keys and values must be of one of {', '.join(_DTYPES)}; this model's are {dtype}")
-    return CacheLayout(config.num_hidden_layers, *shape, block_tokens, dtype)
+    from transformers import PreTrainedModel
+
+    if getattr(model, "peft_config", None):
+        raise refusal(model, "its adapter can be switched without a trace in its weights; merge it (merge_and_unload)")
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise TypeError(f"expected a causal language model of Transformers, found {type(model).__name__}")
+    try:
+        reason = next(_refusals(model), "")
+        if not reason:
+            kv_heads, head_dim = _head_shape(model.config) or (0, 0)
+            return CacheLayout(model.config.num_hidden_layers, kv_heads, head_dim, block_tokens, model.dtype)
+    except Exception as error:  # a configuration's own: of attributes that differ by layer, or that it does not have
+        raise refusal(model, "its configuration cannot be read", error) from error
+    raise refusal(model, reason)
+
+
+def refusal(model: Any, reason: str, error: Exception | None = None) -> ValueError:
+    """Return the error that says why a model is not served, with the first line of another error."""
+    if error is not None:
+        first = next(iter(str(error).strip().splitlines()), "")
+        reason += f" ({type(error).__name__}: {first})" if first else f" ({type(error).__name__})"
+    return ValueError(f"a prefix cache cannot serve this {type(model).__name__}: {reason}")
 
 
 def states_of(cache: Any, layout: CacheLayout) -> States:  # Any: the caller's argument
@@ -188,13 +200,9 @@ def token_count(states: States) -> int:
 
 def _refusals(model: Any) -> Iterator[str]:
     import torch
-    from transformers import DynamicCache, PreTrainedModel
+    from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
-    if getattr(model, "peft_config", None):
-        yield "its adapter can be switched without a trace in its weights; merge it first (merge_and_unload)"
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise TypeError(f"expected a causal language model of Transformers, found {type(model).__name__}")
     config = model.config
     if config.is_encoder_decoder:
         yield "it is an encoder and a decoder, and a decoder's keys depend on what was encoded"
@@ -204,13 +212,18 @@ def _refusals(model: Any) -> Iterator[str]:
         yield "its attention is not causal, so a token's keys depend on the tokens after it"
     if model.training:
         yield "it is in training mode; call model.eval()"
+    if not _generates_with_cache(model):
+        yield (
+            "`generate` would compute the whole prompt behind a restored cache, since it uses none: set "
+            "model.generation_config.use_cache = True"
+        )
     if len({each.device for each in model.parameters()} - {torch.device("meta")}) > 1:  # "meta": moved when it is used
         yield "it is spread over several devices, and a cache is restored on one"
     unknown = rope_types(config.to_dict()) - _FIXED_ROPE_TYPES
     if unknown:
         names = ", ".join(sorted(unknown))
         yield f"with rotary embeddings of type {names} a token's keys may depend on the prompt's length"
-    if getattr(config, "kv_lora_rank", None) is not None:
+    if any(getattr(layer, "kv_lora_rank", None) is not None for layer in _layer_configs(config)):
         yield "its keys and values are latent and differ in shape (multi-head latent attention)"
     layers = DynamicCache(config=config).layers
     kinds = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
@@ -221,6 +234,13 @@ def _refusals(model: Any) -> Iterator[str]:
         yield "it keeps a cache of another kind: recurrent states, most likely"
     elif _head_shape(config) is None:
         yield "its configuration does not give one number and size of key and value heads for all layers"
+    elif str(model.dtype).removeprefix("torch.") not in _DTYPES:
+        yield f"keys and values must be of one of {', '.join(_DTYPES)}; this model's are {model.dtype}"
+
+
+def _generates_with_cache(model: Any) -> bool:
+    of_generation = getattr(getattr(model, "generation_config", None), "use_cache", None)
+    return bool(getattr(model.config, "use_cache", True) if of_generation is None else of_generation)
 
 
 def _has_default_cache(model: Any) -> bool:
@@ -232,7 +252,7 @@ def _has_default_cache(model: Any) -> bool:
 def _head_shape(config: Any) -> tuple[int, int] | None:
     """Return the number and size of a layer's key and value heads; None if layers differ."""
     shapes = []
-    for layer in getattr(config, "per_layer_config", None) or [config]:
+    for layer in _layer_configs(config):
         heads = getattr(layer, "num_attention_heads", None)
         kv_heads = getattr(layer, "num_key_value_heads", None) or (1 if _is_multi_query(layer) else heads)
         head_dim = getattr(layer, "head_dim", None) or (layer.hidden_size // heads if isinstance(heads, int) else None)
@@ -241,6 +261,11 @@ def _head_shape(config: Any) -> tuple[int, int] | None:
     if any(shape != shapes[0] for shape in shapes) or not (isinstance(kv_heads, int) and isinstance(head_dim, int)):
         return None
     return kv_heads, head_dim
+
+
+def _layer_configs(config: Any) -> Sequence[Any]:
+    """Return the configurations of the layers, which alone have what differs by layer, or the one of all."""
+    return getattr(config, "per_layer_config", None) or [config]
 
 
 def _is_multi_query(config: Any) -> bool:

@@ -17,6 +17,7 @@ from tiered_kv.buffers import Blocks
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import from_source
 from tiered_kv.errors import ConfigError, MissingExtraError
+from tiered_kv.integrations.transformers.causality import check_causal
 from tiered_kv.integrations.transformers.identity import Weights, namespace_fields
 from tiered_kv.integrations.transformers.layout import (
     CacheLayout,
@@ -126,7 +127,7 @@ class PrefixCache:
             save_timeout_s: How long one snapshot may wait for room in the stack.
 
         Raises:
-            TypeError, ValueError: The model cannot be served.
+            TypeError, ValueError: The model cannot be served. It computes a few tokens to find out.
             ConfigError: The stack's file cannot be used, or contradicts the model.
             TierError: A tier cannot be opened.
         """
@@ -320,6 +321,7 @@ def _complete(
     # Read first with blocks of one byte, which fit everywhere, and then with those of the model.
     draft = load_config({**raw, "block": {"bytes": 1, **given_block}, "namespace": names})
     layout = layout_of(model, _block_tokens(draft.block.tokens if "tokens" in given_block else None, block_tokens))
+    check_causal(model, layout)
     namespace = _namespace(draft.namespace, given_names, namespace_fields(model, layout, weights))
     block = {"bytes": layout.block_bytes, "tokens": layout.block_tokens}
     parts = {name: getattr(draft, name) for name in StackConfig.model_fields if name not in ("namespace", "block")}

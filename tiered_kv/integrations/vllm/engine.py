@@ -139,6 +139,7 @@ def engine_facts(user: UserModelNamespace, *, is_canonical: bool = False) -> dic
 
 
 def _check_user_namespace(config: Any, user: UserModelNamespace) -> None:
+    user.check_attention("vLLM", config.model_config.hf_text_config.to_dict(), LOCATION)
     if config.lora_config is not None:
         user.check_adapters("vLLM", LOCATION)
     if config.weight_transfer_config is not None and user.revision is None:
