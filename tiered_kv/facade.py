@@ -92,7 +92,7 @@ class BlockFacade(StackCalls[M]):
         Args:
             keys: Block hashes, in the order of their prefix.
             out: Receives block i at byte i * block_bytes. As the blocks of `put`, and writable. By default a new array.
-            timeout: Seconds to wait, in all, for secondary tiers.
+            timeout: Seconds to wait, in all, for secondary tiers, and for room while other calls take it.
             hints: As of `put`.
 
         Returns:
@@ -133,7 +133,7 @@ class BlockFacade(StackCalls[M]):
 
         Args:
             keys: Block hashes, in the order of their prefix.
-            timeout: Seconds to wait, in all, for secondary tiers.
+            timeout: As of `get`.
             hints: As of `put`.
 
         Returns:
@@ -274,6 +274,7 @@ class BlockFacade(StackCalls[M]):
             known = answers.index(False) if False in answers else len(answers)
             ready = next((index for index in range(known) if not answers[index]), known)
             if out is None or not ready:
+                self._manager.let_go(keys[:ready], context)
                 self._manager.on_schedule_end()
                 return ready, known
             # In the step of the lookup: an answer is valid until the step ends.

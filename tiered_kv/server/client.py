@@ -195,10 +195,14 @@ class AttachedManager(CacheManager):
             return
         keys = dict.fromkeys(keys)
         self._count_transfers(request, -len(keys))
+        self._release(keys, request)
+        self._end_if_over(request)
+
+    def _release(self, keys: Iterable[OffloadKey], request: AttachedRequest) -> None:
+        """End a request's leases of these blocks."""
         if request.link is not None and request.link is self.link:
             rows = [row for key in keys if (row := request.rows.pop(key, protocol.MISSING)) <= ROW_MAX]
             self.server.release(request.number, rows)
-        self._end_if_over(request)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         request = self._request_of(req_context)

@@ -7,7 +7,7 @@ import os
 import select
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -87,6 +87,9 @@ class ProgramManager(AttachedManager, CalledManager):
         """Return what `CalledManager` says, but False in place of None behind a missing block of the request."""
         self._request_of(req_context).is_prefix = True
         return self.lookup_many(keys, req_context)
+
+    def let_go(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._release(keys, self._request_of(req_context))
 
     def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         request = self._request_of(req_context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from tiered_kv.base import OffloadingManager, OffloadKey, ReqContext
@@ -111,7 +111,13 @@ class CalledManager(CacheManager):
         """Return `lookup` of each key up to the first block that no tier has, and None for what tiers have behind it.
 
         These blocks are not promoted. The missing ones behind it are looked up too: they are counted, and explained.
+        While room is lacking for a block, in memory or in a tier's budget, the answer is None. The request then waits
+        without a bound of the manager's, and holds no blocks that others would need to go on.
         """
+
+    @abstractmethod
+    def let_go(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Keep ready blocks no longer for a request that does not load them."""
 
     @abstractmethod
     def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -164,8 +165,28 @@ class TieringOffloadingManager(CalledManager):
         return [found.get(key, False) for key in keys]
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        state = self._requests.get(req_context)
-        if req_context.req_id in self._load_skippers or (state is not None and state.lookups.timed_out):
+        state = self._requests.state_of(req_context)
+        state.loads.waits_for_room, state.loads.lacking = True, None
+        if self._search.room.is_waiting(state):  # its first block comes first, whichever tier has it
+            ready = list(itertools.takewhile(self._is_ready, keys))
+            head = self._lookup_prefix(keys[: len(ready) + 1], state)
+            if state.loads.lacking is not None:
+                return [*head, *[None] * (len(keys) - len(head))]
+        return self._lookup_prefix(keys, state)
+
+    def _lookup_prefix(self, keys: Sequence[OffloadKey], state: RequestState) -> list[bool | None]:
+        answers = self._answer_prefix(keys, state)
+        needed = next((key for key, answer in zip(keys, answers, strict=True) if not answer), None)
+        self._search.room.note(state, needed)
+        return answers
+
+    def _is_ready(self, key: OffloadKey) -> bool:
+        block = self._primary_blocks.get(key)
+        return block is not None and block.ref_cnt >= 0
+
+    def _answer_prefix(self, keys: Sequence[OffloadKey], state: RequestState) -> list[bool | None]:
+        req_context = state.req_context
+        if req_context.req_id in self._load_skippers or state.lookups.timed_out:
             return self.lookup_many(keys, req_context)  # which asks no tier, or none that has failed this request
         below = [key for key in keys if key not in self._primary_blocks]  # the others are there, or being written
         found = dict(zip(below, self.contains_many(below, req_context), strict=True))
@@ -173,6 +194,11 @@ class TieringOffloadingManager(CalledManager):
         asked = [*keys[:end], *(key for key in keys[end:] if found.get(key) is False)]
         answers = dict(zip(asked, self.lookup_many(asked, req_context), strict=True))
         return [answers.get(key) for key in keys]
+
+    def let_go(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        state = self._requests.get(req_context)
+        if state is not None and state.loads.held:
+            self._promotions.release(state, keys)
 
     def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         self._prefetches.begin(keys, self._requests.state_of(req_context))
@@ -351,6 +377,7 @@ class TieringOffloadingManager(CalledManager):
             self._requests.finish(state)
             self.primary.forget_request(req_context.req_id)
             self._promotions.leave(state)
+            self._search.room.leave(state)
             self._prefetches.leave(state)
         else:
             self._end_request(state)
@@ -553,6 +580,7 @@ class TieringOffloadingManager(CalledManager):
             self._cascade.offer(ready, state.stores.request_level, state.req_context)
         self._account.request_ended(state.log)
         self._promotions.leave(state)
+        self._search.room.leave(state)
         self._prefetches.leave(state)
         self._requests.pop(state)
         self.primary.forget_request(state.req_context.req_id)

@@ -88,6 +88,10 @@ class LoadState:
     held_until_s: float = 0.0
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     """The tier that each promoted block came from."""
+    waits_for_room: bool = False
+    """Whether it waits while room is lacking for a block, as a program's call does. For an engine that is a miss."""
+    lacking: tuple[OffloadKey, GuardedTier | None] | None = None
+    """The first block since its last lookup for which room was lacking: in a tier's load budget, or rows (None)."""
     is_cut: bool = False
     """Whether blocks of its prefetch would have come too late: those behind them are not looked up ahead."""
 

@@ -15,6 +15,7 @@ from tiered_kv.tiering.answers import WrongValueError, checked_answer, checked_a
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import computed_blocks
 from tiered_kv.tiering.requests import PAUSE_S_MAX, RequestState, RequestTable
+from tiered_kv.tiering.room import RoomQueue
 from tiered_kv.tiering.transfers import Promotions
 
 _Lookup = Callable[[OffloadKey, ReqContext], bool | None]
@@ -34,7 +35,7 @@ class Search:
     `wait_max_s` bounds the whole waiting of a request: for a tier's answer, for room, for another request's store, and
     for a promotion. The time between two lookups counts from the first answer None on, up to `PAUSE_S_MAX`. It is reset
     when the request loads blocks that were promoted for it. At the bound, blocks that are not ready are misses for the
-    request until it ends.
+    request until it ends. A request that `waits_for_room` has no such bound: its caller has one.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Search:
         """The request that asked last since `refresh`."""
         self._missed = None if history is None else history.misses
         self._promotions = promotions
+        self.room = RoomQueue(promotions, clock)
         self._requests = requests
         self._states = requests.states
         self._wait_max_s = wait_max_s
@@ -245,7 +247,12 @@ class Search:
             return _Verdict.ASK_NEXT_TIER
         if state.lookups.load_room and state.lookups.is_asking and not self._has_room(key, guarded, state):
             return _Verdict.ASK_NEXT_TIER
-        if self._promotions.begin(key, guarded, state):
+        if state.loads.waits_for_room:
+            self.room.begin(key, guarded, state)
+            is_awaited = True
+        else:
+            is_awaited = self._promotions.begin(key, guarded, state)
+        if is_awaited:
             if key in state.loads.promoting:  # not if it waits for room: then it may ask again
                 if guarded in state.lookups.load_room:
                     state.lookups.load_room[guarded] -= 1
@@ -275,7 +282,7 @@ class Search:
             if lookups.turn is not lookups.waiting_turn or self._now_s - lookups.asked_s > PAUSE_S_MAX:
                 lookups.denied.clear()  # it does not wait any more
             lookups.turn = self._turn
-            if lookups.asked_s < self._now_s:
+            if lookups.asked_s < self._now_s and not state.loads.waits_for_room:
                 lookups.count_wait(self._now_s, self._wait_max_s)
             if lookups.unanswered and lookups.is_asking:
                 self._leave_late_tiers(state)

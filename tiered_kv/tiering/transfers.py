@@ -358,6 +358,6 @@ class Promotions:
             state.loads.promoting.pop(key, None)
             if is_undecided:
                 state.loads.is_cut = True
-            else:
+            elif reason != "breaker" or not state.loads.waits_for_room:  # a probe runs; its end decides
                 state.leave_tier(key, promotion.guarded, reason)
         promotion.waiters.clear()

@@ -1,0 +1,66 @@
+"""Who gets room next: requests of programs wait for rows, and for budgets, where an engine's would miss.
+
+`Search` asks for each block that such a request needs, and the manager's `lookup_prefix` after each lookup, both on the
+manager's thread. A request that lacks room for its first block holds no promoted block: whoever waits keeps no room
+from others, so that one of them always goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.requests import RequestState
+from tiered_kv.tiering.transfers import Promotions
+
+PATIENCE_S: Final = 0.02
+"""From then on, who waits for room gets it before those that came later. Until then whoever comes does, so that no room
+is unused until the first one asks again."""
+
+
+class RoomQueue:
+    """Begins promotions for requests that wait for room. Owned by the manager's thread."""
+
+    def __init__(self, promotions: Promotions, clock: Callable[[], float]) -> None:
+        self._promotions = promotions
+        self._clock = clock
+        self._waiting: dict[GuardedTier | None, dict[RequestState, float]] = {}
+        """For a tier's load budget, or for rows (None): who waits, and since when, the first one first."""
+
+    def begin(self, key: OffloadKey, guarded: GuardedTier, state: RequestState) -> None:
+        """Begin to promote a block, unless room is lacking for it, or for one that was looked up before it."""
+        if state.loads.lacking is not None:
+            return
+        is_behind = self._is_behind(state, None) or self._is_behind(state, guarded)
+        if not is_behind:
+            self._promotions.begin(key, guarded, state)
+        if key not in state.loads.promoting:
+            is_budget = guarded.load_room() <= 0 or self._is_behind(state, guarded)
+            state.loads.lacking = key, guarded if is_budget else None
+
+    def note(self, state: RequestState, needed: OffloadKey | None) -> None:
+        """Note what a lookup has found; `needed` is the first block that is not ready."""
+        lacking = state.loads.lacking
+        may_come = needed in state.loads.promoting or any(key == needed for key, _ in state.lookups.unanswered)
+        if lacking is None or needed is None or may_come:
+            self.leave(state)
+            return
+        queue = self._waiting.setdefault(lacking[1], {})
+        if state not in queue:
+            self.leave(state)
+            queue[state] = self._clock()
+        self._promotions.release(state)
+
+    def is_waiting(self, state: RequestState) -> bool:
+        return any(state in queue for queue in self._waiting.values())
+
+    def leave(self, state: RequestState) -> None:
+        """Forget a request that lacks no room any more, or has ended."""
+        for queue in self._waiting.values():
+            queue.pop(state, None)
+
+    def _is_behind(self, state: RequestState, guarded: GuardedTier | None) -> bool:
+        first, since_s = next(iter(self._waiting.get(guarded, {}).items()), (state, 0.0))
+        return first is not state and self._clock() - since_s >= PATIENCE_S
